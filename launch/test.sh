@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The test suite: ruff, mypy, pytest. Sets up .venv on the first run.
+#
+#   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/layout -k qwen3
+source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
+cd "$MEGAVERL_ROOT"
+
+# One thread per process: the tests run several processes on few cores. No test may reach for a hub.
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export HF_HUB_OFFLINE=1 MPLBACKEND=Agg
+
+"$PYTHON" -m ruff check .
+"$PYTHON" -m mypy
+exec "$PYTHON" -m pytest "$@"

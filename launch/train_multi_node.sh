@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Training on several machines: run the same line on each of them, with its own NODE_RANK.
+#
+#   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 ./launch/train_multi_node.sh --config FILE key=value ...
+#   NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ./launch/train_multi_node.sh --config FILE key=value ...
+#
+# NNODES, NODE_RANK, MASTER_ADDR   how many machines, which one this is (from 0), and the name of machine 0
+# MASTER_PORT       a free port of machine 0 (default 29500)
+# NPROC             processes on each machine (default: one per GPU)
+# MEGAVERL_PYTHON   interpreter to use (default: .venv/bin/python if it is there, else python)
+# COMMAND           train (default), sft, eval or generate
+#
+# The configuration, the model, the data and run.dir must be reachable under the same paths on every machine.
+set -euo pipefail
+
+for name in NNODES NODE_RANK MASTER_ADDR; do
+    if [[ -z "${!name:-}" ]]; then
+        echo "train_multi_node.sh: set $name. See the head of launch/train_multi_node.sh." >&2
+        exit 2
+    fi
+done
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+python="${MEGAVERL_PYTHON:-$([[ -x "$root/.venv/bin/python" ]] && echo "$root/.venv/bin/python" || echo python)}"
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+
+if [[ -z "${NPROC:-}" ]]; then
+    NPROC="$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)"
+    if ((NPROC == 0)); then
+        echo "train_multi_node.sh: no GPU found; set NPROC, the number of processes on this machine." >&2
+        exit 2
+    fi
+fi
+
+# A fixed address instead of a rendezvous service: it also works where a host does not know itself by name.
+exec "$python" -m torch.distributed.run \
+    --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
+    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" --max-restarts 0 \
+    -m megaverl.cli.main "${COMMAND:-train}" "$@"

@@ -1,0 +1,97 @@
+"""Metrics as sums that can be added over tokens, micro-batches and ranks, and are divided only at the end.
+
+A metric is a tensor of three float64 numbers `[count, sum, sum of squares]`. Two of them are joined by
+adding, so a metric never depends on how the batch was split; a mean of means would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+MetricSums = dict[str, Tensor]  # name -> [3]: count, sum, sum of squares
+
+
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """`[count, sum, sum of squares]` (float64, detached) of the values under the mask.
+
+    Args:
+        values: any shape; what stands outside the mask may be anything, NaN included.
+        mask: bool, the same shape.
+    """
+    kept = torch.where(mask, values.detach().double(), 0.0)
+    return torch.stack([mask.sum().double(), kept.sum(), kept.square().sum()])
+
+
+def add_metrics(total: MetricSums, more: Mapping[str, Tensor]) -> MetricSums:
+    """`total` plus `more`, name by name; neither is changed."""
+    joined = dict(total)
+    for name, sums in more.items():
+        joined[name] = joined[name] + sums if name in joined else sums
+    return joined
+
+
+def pack_metrics(sums: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
+    """All metrics as one tensor `[number of metrics, 3]`, in the order of their names, for one all-reduce."""
+    names = sorted(sums)
+    return names, torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 3).double()
+
+
+def unpack_metrics(names: list[str], packed: Tensor) -> MetricSums:
+    """Undo `pack_metrics`."""
+    return dict(zip(names, packed, strict=True))
+
+
+def mean(sums: Tensor) -> float:
+    """Sum over count; 0.0 where nothing was counted."""
+    count, total, _ = sums.tolist()
+    return total / count if count else 0.0
+
+
+def variance(sums: Tensor) -> float:
+    """Population variance; 0.0 where nothing was counted."""
+    count, total, squares = sums.tolist()
+    return max(squares / count - (total / count) ** 2, 0.0) if count else 0.0
+
+
+def explained_variance(returns: Tensor, value_error: Tensor) -> float:
+    """1 - Var[return - value] / Var[return]: 1 for a perfect critic, 0 for a constant, less for a worse one.
+
+    Args:
+        returns: moments of the returns.
+        value_error: moments of return - value.
+
+    Returns 0.0 where the returns do not vary, as there is nothing to explain.
+    """
+    spread, centre = variance(returns), mean(returns)
+    if spread <= 1e-12 * max(1.0, centre * centre):  # what rounding leaves of a constant
+        return 0.0
+    return 1.0 - variance(value_error) / spread
+
+
+# A metric that needs more than one mean: name -> (the sums that it reads, function).
+_DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
+    "explained_variance": (("returns", "value_error"), explained_variance),
+}
+
+
+def finalize(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The mean of every metric, and the metrics derived from several of them."""
+    result = {name: mean(value) for name, value in sums.items()}
+    for name, (needs, function) in _DERIVED.items():
+        if all(need in sums for need in needs):
+            result[name] = function(*(sums[need] for need in needs))
+    return result
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> float:
+    """Mean of the values under the mask, in float64; 0.0 for an empty mask."""
+    return mean(moments(values, mask))
+
+
+def masked_std(values: Tensor, mask: Tensor) -> float:
+    """Population standard deviation of the values under the mask, in float64; 0.0 for an empty mask."""
+    return math.sqrt(variance(moments(values, mask)))

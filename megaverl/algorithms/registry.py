@@ -1,0 +1,157 @@
+"""Algorithms by name: a decorator registers a function, its signature says what it needs."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from megaverl.errors import ConfigError, DataError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """A registered function, with what its signature declares.
+
+    Positional parameters are inputs, taken from a batch by their name (those with a default may be absent);
+    keyword-only parameters are options, set from the configuration. So the caller can see before a run
+    that GAE reads `values`, and hence wants a critic, without knowing anything else about GAE.
+    """
+
+    kind: str
+    name: str
+    function: Callable[..., T]
+    inputs: tuple[str, ...]
+    optional_inputs: tuple[str, ...]
+    options: Mapping[str, Any]  # name -> default; inspect.Parameter.empty where the option must be given
+
+    def __call__(self, inputs: Mapping[str, Any], **options: Any) -> T:
+        """Call with the inputs that the function declares, out of a larger mapping.
+
+        Raises:
+            DataError: an input that it needs is absent.
+            ConfigError: an option that it does not have, or lacks.
+        """
+        missing = [name for name in self.inputs if inputs.get(name) is None]
+        if missing:
+            raise DataError(
+                f"{self.kind} '{self.name}' needs {_names(missing)}, "
+                f"and was given only {_names(sorted(inputs))}"
+            )
+        self.check_options(options)
+        wanted = {name: inputs[name] for name in self.inputs}
+        wanted |= {name: inputs[name] for name in self.optional_inputs if inputs.get(name) is not None}
+        return self.function(**wanted, **options)
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise one ConfigError that lists every unknown and every missing option."""
+        mistakes = [
+            f"{self.kind} '{self.name}' has no option '{name}'{_hint(name, list(self.options))}"
+            for name in options
+            if name not in self.options
+        ]
+        mistakes += [
+            f"{self.kind} '{self.name}' needs the option '{name}'"
+            for name, default in self.options.items()
+            if default is inspect.Parameter.empty and name not in options
+        ]
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+
+
+class Registry(Generic[T]):
+    """Functions of one kind under their names. `kind` is the word used in messages ("policy loss")."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, Entry[T]] = {}
+
+    def register(self, name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+        """Decorator: file a function under `name` and return it unchanged.
+
+        Raises:
+            ConfigError: the name is taken by another function.
+        """
+
+        def file_it(function: Callable[P, T]) -> Callable[P, T]:
+            if name in self._entries:
+                raise ConfigError(f"{self.kind} '{name}' is registered twice; give the second another name")
+            self._entries[name] = _entry(self.kind, name, function)
+            return function
+
+        return file_it
+
+    def get(self, name: str) -> Entry[T]:
+        """The entry called `name`; a name with a colon, `module:function`, is imported.
+
+        Raises:
+            ConfigError: unknown name (the nearest ones are listed), or an import that fails.
+        """
+        if name in self._entries:
+            return self._entries[name]
+        if ":" in name:
+            return _entry(self.kind, name, _imported(self.kind, name))
+        known = self.names()
+        raise ConfigError(
+            f"unknown {self.kind} '{name}'{_hint(name, known)}; known: {_names(known)}, "
+            "or a function of your own as 'module:function'"
+        )
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+
+def _entry(kind: str, name: str, function: Callable[..., T]) -> Entry[T]:
+    inputs, optional_inputs, options = [], [], {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise ConfigError(
+                f"{kind} '{name}' must name every parameter: inputs first, options after a '*'; "
+                f"found '{parameter}'"
+            )
+        if parameter.kind is parameter.KEYWORD_ONLY:
+            options[parameter.name] = parameter.default
+        elif parameter.default is parameter.empty:
+            inputs.append(parameter.name)
+        else:
+            optional_inputs.append(parameter.name)
+    return Entry(kind, name, function, tuple(inputs), tuple(optional_inputs), options)
+
+
+def _imported(kind: str, path: str) -> Callable[..., Any]:
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # a user's module may fail in any way while it is imported
+        raise ConfigError(
+            f"{kind} '{path}': module '{module_name}' cannot be imported: {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise ConfigError(
+            f"{kind} '{path}': module '{module_name}' has no function "
+            f"'{function_name}'{_hint(function_name, functions)}"
+        )
+    return function
+
+
+def _hint(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(repr(other) for other in near)}?)" if near else ""
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(f"'{name}'" for name in names) or "nothing"

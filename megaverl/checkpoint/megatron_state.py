@@ -1,0 +1,157 @@
+"""What a role's training state is, as megatron-core shards it: weights, optimizer, scheduler.
+
+Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another
+TP, PP, VPP or DP. The optimizer is stored parameter by parameter ("fully reshardable"), not in its buckets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.errors import CheckpointError
+from megaverl.platform import platform
+from megaverl.roles.trainable import TrainableModel
+
+platform.adapt_megatron()
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica  # noqa: E402
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+
+SHARDING_TYPE = "fully_reshardable"
+
+
+def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False) -> dict[str, Any]:
+    """The state of all roles, each tensor wrapped with its global name and place; names begin with the role.
+
+    Every rank takes part: saving gathers the distributed optimizer's parts over the data-parallel ranks.
+
+    Args:
+        loading: describe where to load to; the optimizer's tensors are allocated, not gathered.
+
+    Raises:
+        CheckpointError: an optimizer whose state megatron-core cannot store.
+    """
+    return {role: _role_state(role, trainable, loading) for role, trainable in roles.items()}
+
+
+def apply_state(roles: Mapping[str, TrainableModel], loaded: Mapping[str, Any]) -> None:
+    """Put a loaded `sharded_state` into models, optimizers and schedulers, in place."""
+    for role, trainable in roles.items():
+        state = loaded[role]
+        for name, chunk in _named_chunks(trainable).items():
+            chunk.load_state_dict(state["model"][name])
+        _load_optimizer(trainable.optimizer, state["optimizer"])
+        # the scheduler adds the loaded number of steps to its own
+        trainable.scheduler.num_steps = 0
+        trainable.scheduler.load_state_dict(state["scheduler"])
+
+
+def local_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes that this rank will write of a `sharded_state`: where it holds the first copy of a tensor."""
+    tensors = [value for value in nested_values(state) if isinstance(value, ShardedBase)]
+    return sum(t.data.nbytes for t in tensors if isinstance(t.data, torch.Tensor) and is_main_replica(t.replica_id))
+
+
+def _role_state(role: str, trainable: TrainableModel, loading: bool) -> dict[str, Any]:
+    dp_cp_group = trainable.model.grid.pg_collection.dp_cp
+    metadata = {
+        "distrib_optim_sharding_type": SHARDING_TYPE,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": dp_cp_group,
+    }
+    chunks = {name: _chunk_state(chunk, metadata) for name, chunk in _named_chunks(trainable).items()}
+    for optimizer in _single_optimizers(trainable.optimizer):
+        _allocate(role, optimizer)
+    state = {
+        "model": chunks,
+        "optimizer": trainable.optimizer.sharded_state_dict(
+            chunks if len(chunks) > 1 else next(iter(chunks.values())), is_loading=loading, metadata=metadata
+        ),
+        "scheduler": trainable.scheduler.state_dict(),
+    }
+    add_prefix_for_sharding(state, f"{role}.")
+    return state
+
+
+def _named_chunks(trainable: TrainableModel) -> dict[str, Any]:
+    """Virtual pipeline stages under the names that megatron-core's optimizers expect."""
+    chunks = trainable.model.chunks
+    return {f"model{index}": chunk for index, chunk in enumerate(chunks)} if len(chunks) > 1 else {"model": chunks[0]}
+
+
+def _chunk_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    tied_copy = chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process
+    if not tied_copy:
+        return chunk.sharded_state_dict(metadata=metadata)
+    # For the last stage's copy of tied embeddings, megatron-core (0.16 to 0.19) asks its global process groups,
+    # which do not exist here. So it describes an untied output layer, which then takes the embedding's name.
+    chunk.share_embeddings_and_output_weights = False
+    try:
+        state = chunk.sharded_state_dict(metadata=metadata)
+    finally:
+        chunk.share_embeddings_and_output_weights = True
+    output = state["output_layer.weight"]
+    state["output_layer.weight"] = replace(
+        output,
+        key="embedding.word_embeddings.weight",
+        replica_id=(1, 0, dist.get_rank(metadata["dp_cp_group"])),
+        allow_shape_mismatch=True,
+    )
+    return state
+
+
+def _single_optimizers(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _allocate(role: str, optimizer: Any) -> None:
+    """Give an optimizer that has not stepped yet the state it would start from; leave others alone."""
+    inner = optimizer.optimizer
+    if inner is None:  # no trainable parameter on this rank
+        return
+    if optimizer.init_state_fn is None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise CheckpointError(
+                f"{role}.optimizer.optimizer={optimizer.config.optimizer}: megatron-core cannot save its state under "
+                f"the distributed optimizer. Use adam, or set {role}.ddp.use_distributed_optimizer=false."
+            )
+        return
+    optimizer.init_state_fn(inner, optimizer.config)
+    if isinstance(inner, torch.optim.Adam):  # AdamW is one; Transformer Engine's keeps its step per group
+        for state in inner.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    optimizers = _single_optimizers(optimizer)
+    states = [state] if len(optimizers) == 1 else [state[index] for index in sorted(state)]
+    for single, its_state in zip(optimizers, states, strict=True):
+        if isinstance(single, DistributedOptimizer):
+            _load_distributed(single, its_state)
+        elif single.optimizer is not None:
+            if isinstance(single.optimizer, torch.optim.Adam):
+                # megatron-core leaves out a step count of zero, and torch cannot do without
+                its_state.get("optimizer", its_state)["state"].setdefault("common_step", torch.tensor(0.0))
+            single.load_state_dict(its_state)
+
+
+def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
+    """megatron-core's own load, in two halves, for torch's Adam keeps its step beside the moments.
+
+    In one piece it fails on that step (0.16 to 0.19), and it gives all parameters one shared step tensor, which
+    an update would then count up once for each parameter.
+    """
+    parameters = state.pop("param_state")
+    optimizer.load_state_dict(state)
+    moments = optimizer.optimizer.state
+    steps = {parameter: entry.pop("step") for parameter, entry in moments.items() if "step" in entry}
+    optimizer.load_parameter_state_from_fully_reshardable(parameters)
+    for parameter, step in steps.items():
+        moments[parameter]["step"] = step.clone()

@@ -1,0 +1,18 @@
+"""`megaverl eval`: validation only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from megaverl.cli.command import parser, run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    given = list(sys.argv[1:] if argv is None else argv)
+    described = parser("eval", "Score a model on data.validation: mean reward, accuracy, pass@k.")
+    return run("eval", described.parse_intermixed_args(given), given, {})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""`megaverl keys [PREFIX]`: the configuration's keys: type, default, meaning; other libraries' included."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+
+from megaverl.config.describe import described_keys
+from megaverl.config.errors import did_you_mean
+from megaverl.config.passthrough import PLACES
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    described = argparse.ArgumentParser(prog="megaverl keys", description=__doc__)
+    described.add_argument("prefix", nargs="?", default="", help="such as actor, algorithm.kl or rollout.vllm")
+    # A pager that is closed early is no error.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    prefix = described.parse_args(argv).prefix.strip(".")
+    lines = list(_lines(prefix))
+    if not lines:
+        known = [key for key, *_ in described_keys()]
+        print(f"megaverl keys: no key begins with `{prefix}`.{did_you_mean(prefix, known)}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    return 0
+
+
+def _lines(prefix: str) -> Iterator[str]:
+    for key, kind, default, description in described_keys():
+        if _below(key, prefix):
+            yield f"{key}: {kind} = {default}\n    {description}"
+    for place, target in PLACES.items():
+        if prefix and _below(prefix, place):
+            for name, field in (target.settable() or {}).items():
+                if _below(f"{place}.{name}", prefix):
+                    default = ast.unparse(field.default) if field.default is not None else "-"
+                    yield f"{place}.{name}: {field.type_text} = {default}\n    {field.description}".rstrip()
+
+
+def _below(key: str, prefix: str) -> bool:
+    return not prefix or key == prefix or key.startswith(prefix + ".")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""One rank: do the command, and turn whatever goes wrong into one clear message and a non-zero exit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+from megaverl.config import Config
+from megaverl.errors import ConfigError, MegaverlError
+
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+
+
+def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -> int:
+    """`megaverl.trainer.run.main` on this rank; returns only if it went well.
+
+    A MegaverlError shows its message; anything else shows on the terminal rank, exception and the log that has
+    the traceback. The process then ends at once: ranks that wait for this one must not hold it.
+    """
+    try:
+        from megaverl.trainer.run import main
+
+        code = main(config, command, options)
+    except KeyboardInterrupt:
+        _leave(INTERRUPTED)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        _report(config, rank, error)
+        _leave(exit_code(error))
+    if code:
+        _leave(code)
+    return 0
+
+
+def exit_code(error: BaseException) -> int:
+    """2 for a mistake in the configuration, 1 for everything else."""
+    return MISTAKE if isinstance(error, ConfigError) else FAILED
+
+
+def _report(config: Config, rank: int, error: BaseException) -> None:
+    """Through the hook of `redirect_output`: in full to the log, once per machine to the terminal."""
+    if sys.excepthook is sys.__excepthook__:  # failed before the run turned its output to the log
+        from megaverl.metrics.console import redirect_output
+
+        try:
+            redirect_output(config.run_dir / "logs", rank)
+        except OSError as unwritable:
+            print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"(no log of it: {unwritable})", file=sys.stderr)
+            return
+    if not isinstance(error, MegaverlError) and hasattr(error, "add_note"):
+        error.add_note(f"on rank {rank} of {os.environ.get('WORLD_SIZE', '1')}")
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _leave(code: int) -> NoReturn:
+    """End without waiting for engines, process groups and their threads, which may wait for other ranks."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,36 @@
+"""What a run is: typed and strict, YAML plus `key=value`; every mistake reported at once, with the mend."""
+
+from megaverl.config.algorithm import AlgorithmConfig, KLConfig
+from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.grids import smallest_world
+from megaverl.config.loader import load_config
+from megaverl.config.realise import realise
+from megaverl.config.roles import ActorConfig, CriticConfig, GridConfig, ReferenceConfig, TrainedConfig
+from megaverl.config.rollout import RolloutConfig
+from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig
+from megaverl.config.schema import Config
+from megaverl.config.trainer import CheckpointConfig, SFTConfig, TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "Config",
+    "CriticConfig",
+    "DataConfig",
+    "GridConfig",
+    "InvalidConfig",
+    "KLConfig",
+    "Mistake",
+    "ModelConfig",
+    "ReferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SFTConfig",
+    "TrainedConfig",
+    "TrainerConfig",
+    "load_config",
+    "realise",
+    "smallest_world",
+]

@@ -1,0 +1,244 @@
+"""What one section alone cannot know: numbers that must fit together, and files that must be there."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megaverl.config.errors import Mistake, did_you_mean, divisors, found, listed
+from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
+from megaverl.config.schedule import scheduler_mistakes
+from megaverl.config.schema import Config
+from megaverl.errors import ModelError, RewardError
+from megaverl.models.spec import ModelSpec
+from megaverl.rewards import find_reward, reward_names
+
+DATA_SUFFIXES = (".jsonl", ".parquet")
+
+
+def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: int | None) -> list[Mistake]:
+    """Every mistake that shows only when sections, files and the world are seen together."""
+    spec, mistakes = _model(config) if check_paths else (None, [])
+    if not config.model.path:
+        mistakes = [Mistake("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
+    mistakes += _needed(config, command)
+    mistakes += _lengths(config, command, spec)
+    mistakes += grid_mistakes(config, command, spec, world_size)
+    if command in REINFORCING:
+        mistakes += [*_algorithm(config), *_optimizers(config)]
+    if command in (*REINFORCING, "eval"):
+        mistakes += [*_validation(config), *_rewards(config)]
+    if command in ("sft", "quickstart") and config.sft.lr_warmup_steps >= config.sft.steps:
+        mistakes.append(
+            Mistake(
+                "sft.lr_warmup_steps",
+                f"found {config.sft.lr_warmup_steps}; expected below sft.steps={config.sft.steps}.",
+                involves=("sft.steps",),
+            )
+        )
+    return [*mistakes, *([*_files(config, command), *_run_folder(config)] if check_paths else [])]
+
+
+def _model(config: Config) -> tuple[ModelSpec | None, list[Mistake]]:
+    if not config.model.path:
+        return None, []
+    if not Path(config.model.path).is_dir():
+        return None, [Mistake("model.path", f"found {found(config.model.path)}, which is not a folder.")]
+    try:
+        return ModelSpec.from_folder(config.model.path), []
+    except ModelError as error:
+        return None, [Mistake("model.path", str(error))]
+
+
+def _needed(config: Config, command: str) -> Iterator[Mistake]:
+    if command in REINFORCING and not config.data.train:
+        yield Mistake("data.train", "is empty. Give one or more JSONL or Parquet files: data.train=FILE.")
+    if command == "sft" and not (config.sft.train or config.data.train):
+        yield Mistake(
+            "sft.train", "and data.train are empty. Give one or more JSONL or Parquet files: data.train=FILE."
+        )
+    if command == "eval" and not config.data.validation:
+        yield Mistake("data.validation", "is empty. Give one or more JSONL or Parquet files: data.validation=FILE.")
+
+
+def _algorithm(config: Config) -> Iterator[Mistake]:
+    algorithm, kl = config.algorithm, config.algorithm.kl
+    if algorithm.name == "grpo" and algorithm.group_size < 2:
+        yield Mistake(
+            "algorithm.group_size",
+            f"found {algorithm.group_size}; grpo compares the responses of a group and needs at least 2.",
+            involves=("algorithm.name",),
+        )
+    if config.samples_per_step % algorithm.num_mini_batches:
+        yield Mistake(
+            "algorithm.num_mini_batches",
+            f"found {algorithm.num_mini_batches}, not a divisor of the {config.samples_per_step} samples "
+            f"of a step (data.prompts_per_step={config.data.prompts_per_step} x "
+            f"algorithm.group_size={algorithm.group_size}). "
+            f"Sizes that fit: {listed(divisors(config.samples_per_step))}.",
+            involves=("data.prompts_per_step", "algorithm.group_size"),
+        )
+    if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
+        key = "coef" if kl.coef > 0 else "target"
+        yield Mistake(
+            "algorithm.kl.in",
+            f"found none, yet algorithm.kl.{key} is set. Use in: reward or in: loss, or leave {key} out.",
+        )
+    if kl.place != "none" and kl.coef == 0:
+        yield Mistake("algorithm.kl.coef", f"found 0.0; with algorithm.kl.in={kl.place} it must be above 0.")
+    if kl.place == "loss" and kl.kind == "k1":
+        yield Mistake("algorithm.kl.kind", "found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3.")
+
+
+def _optimizers(config: Config) -> Iterator[Mistake]:
+    for role in ("actor", "critic") if config.uses_critic else ("actor",):
+        section = getattr(config, role)
+        lr, min_lr = section.optimizer.get("lr"), section.optimizer.get("min_lr")
+        if lr is None or not (_is_number(lr) and lr > 0):
+            yield Mistake(f"{role}.optimizer.lr", f"found {found(lr)}; expected a number above 0.")
+        elif min_lr is not None and _is_number(min_lr) and not 0 <= min_lr <= lr:
+            yield Mistake(f"{role}.optimizer.min_lr", f"found {min_lr}; expected from 0 to {role}.optimizer.lr={lr}.")
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            values = [part[name] for part in (section.optimizer, section.ddp) if name in part]
+            if len(values) == 2 and values[0] != values[1]:
+                yield Mistake(
+                    f"{role}.ddp.{name}",
+                    f"found {found(values[1])}, but {role}.optimizer.{name} is {found(values[0])}.",
+                    involves=(f"{role}.optimizer.{name}",),
+                )
+        yield from scheduler_mistakes(role, section, config.total_updates)
+
+
+def _lengths(config: Config, command: str, spec: ModelSpec | None) -> Iterator[Mistake]:
+    sampling = config.rollout.sampling
+    max_tokens, temperature = sampling["max_tokens"], sampling["temperature"]
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        yield Mistake("rollout.sampling.max_tokens", f"found {found(max_tokens)}; expected an integer of at least 1.")
+        return
+    if command in REINFORCING and not (_is_number(temperature) and temperature > 0):
+        yield Mistake(
+            "rollout.sampling.temperature",
+            f"found {found(temperature)}; expected above 0, since the loss divides logits by it. "
+            "For greedy validation use trainer.validation_sampling.temperature=0.",
+        )
+    response, length = "rollout.sampling.max_tokens", max_tokens
+    if command == "sft" and config.sft.max_answer_tokens is not None:
+        response, length = "sft.max_answer_tokens", config.sft.max_answer_tokens
+    longest = config.data.max_prompt_tokens + length
+    both = f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response}={length} = {longest}"
+    involved = ("data.max_prompt_tokens", response)
+    if spec and longest > spec.max_positions:
+        yield Mistake(
+            "data.max_prompt_tokens",
+            f"{both} exceeds the model's context of {spec.max_positions} tokens. Lower one of the two.",
+            involves=("model.path", *involved),
+        )
+    actors_cap = config.actor.micro_batch_tokens
+    for role in used_roles(config, command):
+        cap = getattr(config, role).micro_batch_tokens
+        if cap < longest and (role == "actor" or cap != actors_cap):  # an inherited cap is the actor's mistake
+            yield Mistake(
+                f"{role}.micro_batch_tokens",
+                f"found {cap}, less than the longest sample, which must fit: {both} tokens.",
+                involves=involved,
+            )
+
+
+def _validation(config: Config) -> Iterator[Mistake]:
+    trainer = config.trainer
+    if trainer.validate_every and not config.data.validation:
+        yield Mistake(
+            "trainer.validate_every",
+            f"found {trainer.validate_every}, but data.validation is empty. "
+            "Give held-out prompts, or validate_every: 0.",
+            involves=("data.validation",),
+        )
+    if any(k > trainer.validation_samples for k in trainer.pass_at):
+        yield Mistake(
+            "trainer.pass_at",
+            f"found {trainer.pass_at}; pass@k needs k samples, "
+            f"and trainer.validation_samples={trainer.validation_samples}.",
+            involves=("trainer.validation_samples",),
+        )
+
+
+def _rewards(config: Config) -> Iterator[Mistake]:
+    if not config.reward:
+        yield Mistake("reward", "is empty. Name a built-in reward or a function of your own: reward=exact_match.")
+    for index, entry in enumerate(config.reward):
+        key = f"reward.{index}"
+        if entry.name is None and entry.function is None:
+            yield Mistake(key, f"has neither name nor function. Built in: {listed(reward_names())}.")
+        elif entry.function is None and entry.name is not None:
+            yield from _built_in(key, entry.name, entry.options)
+        elif entry.function is not None and not all(entry.function.rpartition(":")[::2]):
+            yield Mistake(
+                f"{key}.function",
+                f"found {found(entry.function)}; expected module:function or path/to/file.py:function.",
+            )
+
+
+def _built_in(key: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
+    names = reward_names()
+    if name not in names:
+        hint = did_you_mean(name, names)
+        yield Mistake(f"{key}.name", f"found {found(name)}; built in: {listed(names)}.{hint}")
+        return
+    try:
+        find_reward(name).check_options(options)
+    except RewardError as error:
+        yield Mistake(f"{key}.options", str(error))
+
+
+def _files(config: Config, command: str) -> Iterator[Mistake]:
+    wanted = {"data.train": config.data.train, "data.validation": config.data.validation}
+    if command in ("sft", "quickstart"):
+        wanted["sft.train"] = config.sft.train
+    if command == "eval":
+        del wanted["data.train"]
+    if command == "generate":
+        wanted = {}
+    for key, paths in wanted.items():
+        for index, name in enumerate(paths):
+            problem = _file_problem(Path(name))
+            if problem:
+                yield Mistake(f"{key}.{index}", f"found {found(name)}, {problem}")
+    for key, folder in (("critic.path", config.critic.path), ("reference.path", config.reference.path)):
+        if folder is not None and not (Path(folder) / "config.json").is_file():
+            yield Mistake(key, f"found {found(folder)}, which is not a Hugging Face folder with config.json.")
+    if config.model.tokenizer is not None and not Path(config.model.tokenizer).exists():
+        yield Mistake("model.tokenizer", f"found {found(config.model.tokenizer)}, which does not exist.")
+    resume = config.checkpoint.resume
+    if resume not in ("auto", "never") and not Path(resume).is_dir():
+        yield Mistake(
+            "checkpoint.resume",
+            f"found {found(resume)}; allowed: auto, never, or the folder of a checkpoint.",
+        )
+
+
+def _run_folder(config: Config) -> Iterator[Mistake]:
+    """Can the run folder be made and written? Asked of the nearest folder above it that is there."""
+    there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
+    if not there.is_dir():
+        yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
+    elif not os.access(there, os.W_OK):
+        yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} cannot be written. Name another folder.")
+
+
+def _file_problem(path: Path) -> str:
+    if glob.has_magic(str(path)):  # a pattern, as `megaverl.data` takes it
+        return "" if glob.glob(str(path)) else "a pattern that no file matches."
+    if path.suffix not in DATA_SUFFIXES:
+        return f"whose suffix is not one of {listed(DATA_SUFFIXES)}."
+    if not path.is_file():
+        return (
+            f"which does not exist (relative to {Path.cwd()})." if not path.is_absolute() else "which does not exist."
+        )
+    return "which is an empty file." if path.stat().st_size == 0 else ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

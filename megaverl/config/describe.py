@@ -1,0 +1,82 @@
+"""The keys of the configuration as a person meets them: dotted name, type, default, meaning."""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from megaverl.config.schema import Config
+
+
+class KeyDescription(NamedTuple):
+    """`default` is written as in YAML."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def described_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[KeyDescription]:
+    """Every key that holds a value; the entries of a list are called N."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inner = _model_of(field.annotation)
+        if inner is not None:
+            yield from described_keys(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}.")
+        else:
+            default = json.dumps(field.get_default(call_default_factory=True))
+            yield KeyDescription(key, type_text(field.annotation), default, field.description or "")
+
+
+def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
+    """Every dotted key, sections included, the inside of lists not."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key
+        inner = _model_of(field.annotation)
+        if inner is not None and get_origin(field.annotation) is not list:
+            yield from all_keys(inner, key + ".")
+
+
+def section_at(path: tuple[str, ...]) -> type[BaseModel] | None:
+    """The section at a key path, in which a list's entry is its index; None where there is none."""
+    section: type[BaseModel] | None = Config
+    for part in path:
+        if section is None:
+            return None
+        if not part.isdigit():
+            field = next((f for name, f in section.model_fields.items() if (f.alias or name) == part), None)
+            section = _model_of(field.annotation) if field else None
+    return section
+
+
+def keys_of(section: type[BaseModel] | None) -> list[str]:
+    return [field.alias or name for name, field in section.model_fields.items()] if section else []
+
+
+def type_text(annotation: Any) -> str:
+    """A type in the file's words: `int`, `list of text`, `ppo | grpo`, `number or null`."""
+    plain = {int: "int", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "anything"}
+    if annotation in plain:
+        return plain[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0])
+    if origin is Literal:
+        return " | ".join(str(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(part) for part in arguments)
+    if origin is list:
+        return f"list of {type_text(arguments[0])}"
+    return "mapping" if origin is dict else str(annotation)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_of(part))), None)

@@ -1,0 +1,135 @@
+"""Parallel grids against the model's dimensions and the number of ranks: what is wrong, what would fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megaverl.config.errors import Mistake, divisors, listed
+from megaverl.config.roles import GridConfig
+from megaverl.config.schema import Config
+from megaverl.models.spec import ModelSpec
+
+# Commands that build every role.
+REINFORCING = ("train", "quickstart")
+
+# Fields of TransformerConfig by which layers are spread unevenly over the stages.
+_UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
+def used_roles(config: Config, command: str) -> list[str]:
+    """The Megatron roles that a command builds."""
+    if command not in REINFORCING:
+        return ["actor"] if command == "sft" else []
+    return ["actor"] + ["critic"] * config.uses_critic + ["reference"] * config.uses_reference
+
+
+def smallest_world(config: Config, command: str = "train") -> int:
+    """The smallest number of ranks that every grid of the run fills."""
+    sizes = [config.rollout.tp if command != "sft" else 1]
+    for role in used_roles(config, command):
+        grid: GridConfig = getattr(config, role)
+        dense, expert = grid.tp * grid.cp, (grid.etp or grid.tp) * grid.ep
+        sizes.append(grid.pp * math.lcm(dense, expert))
+    return math.lcm(*sizes)
+
+
+def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_size: int | None) -> Iterator[Mistake]:
+    actor_sizes = _sizes(config.actor)
+    for role in used_roles(config, command):
+        grid: GridConfig = getattr(config, role)
+        if role != "actor" and _sizes(grid) == actor_sizes:
+            continue  # the same grid: what is wrong with it was said of the actor
+        if grid.vpp is not None and grid.vpp > 1 and grid.pp == 1:
+            yield Mistake(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
+        if spec:
+            yield from _against_model(role, grid, spec)
+        if world_size:
+            yield from _against_world(role, grid, world_size)
+    if command == "sft":
+        return
+    if spec and config.rollout.engine == "vllm":
+        yield from _engine_against_model(config.rollout.tp, spec)
+    if config.rollout.engine == "hf" and config.rollout.tp > 1:
+        yield Mistake("rollout.tp", f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1.")
+    elif world_size and world_size % config.rollout.tp:
+        yield Mistake(
+            "rollout.tp",
+            f"found {config.rollout.tp}, which does not divide the {world_size} ranks. "
+            f"Sizes that fit: {listed(divisors(world_size))}.",
+            involves=("run.nproc",),
+        )
+
+
+def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
+    return grid.tp, grid.pp, grid.cp, grid.ep, grid.etp, grid.vpp
+
+
+def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Mistake]:
+    parts = {
+        "attention heads": spec.num_heads,
+        "key-value heads": spec.num_kv_heads,
+        "feed-forward units": spec.ffn_hidden_size,
+    }
+    broken = [f"{size} {name}" for name, size in parts.items() if size % grid.tp]
+    if broken:
+        yield Mistake(
+            f"{role}.tp",
+            f"found {grid.tp}, which does not divide the model's {' and '.join(broken)}. "
+            f"Sizes that fit: {listed(divisors(math.gcd(*parts.values())))}.",
+            involves=("model.path",),
+        )
+    stages = grid.pp * (grid.vpp or 1)
+    if spec.num_layers % stages and not any(grid.megatron.get(name) for name in _UNEVEN):
+        product = f"{grid.pp} x vpp={grid.vpp} = {stages}" if grid.vpp else f"{grid.pp}"
+        yield Mistake(
+            f"{role}.pp",
+            f"found {product}, which does not divide the model's {spec.num_layers} layers. "
+            f"Sizes that fit: {listed(divisors(spec.num_layers))}; or spread them unevenly with "
+            f"{role}.megatron.{_UNEVEN[0]}.",
+            involves=("model.path", f"{role}.vpp"),
+        )
+
+
+def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Mistake]:
+    size = grid.tp * grid.cp * grid.pp
+    if world_size % size:
+        yield Mistake(
+            role,
+            f"tp={grid.tp} x cp={grid.cp} x pp={grid.pp} = {size} does not divide the {world_size} ranks. "
+            f"Products that fit: {listed(divisors(world_size))}; or start a multiple of {size} processes.",
+            involves=("run.nproc",),
+        )
+        return
+    stage, expert = world_size // grid.pp, (grid.etp or grid.tp)
+    if stage % (expert * grid.ep):
+        fitting = listed(divisors(stage // expert)) if stage % expert == 0 else f"none with etp={expert}"
+        yield Mistake(
+            f"{role}.ep",
+            f"etp={expert} x ep={grid.ep} does not divide the {stage} ranks of a pipeline stage "
+            f"({world_size} ranks / pp={grid.pp}). Sizes of ep that fit: {fitting}.",
+            involves=("run.nproc", f"{role}.etp"),
+        )
+
+
+def _engine_against_model(tp: int, spec: ModelSpec) -> Iterator[Mistake]:
+    fits_kv = spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0  # vLLM may hold a KV head several times
+    if spec.num_heads % tp or spec.ffn_hidden_size % tp or not fits_kv:
+        fitting = [
+            size
+            for size in divisors(math.gcd(spec.num_heads, spec.ffn_hidden_size))
+            if spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
+        ]
+        yield Mistake(
+            "rollout.tp",
+            f"found {tp}, which does not fit the model's {spec.num_heads} attention heads, "
+            f"{spec.num_kv_heads} key-value heads and {spec.ffn_hidden_size} feed-forward units. "
+            f"Sizes that fit: {listed(fitting)}.",
+            involves=("model.path",),
+        )

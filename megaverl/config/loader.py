@@ -1,0 +1,85 @@
+"""`load_config`: a file and overrides in, a checked Config or the list of all mistakes out."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from megaverl.config.checks import cross_mistakes
+from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.passthrough import passthrough_mistakes
+from megaverl.config.schema import Config
+from megaverl.config.validate import validate
+from megaverl.config.yaml_source import Source, read_source
+
+Command = Literal["train", "sft", "generate", "eval", "quickstart"]
+
+
+def load_config(
+    path: str | Path | None = None,
+    overrides: list[str] | None = None,
+    *,
+    command: Command = "train",
+    check_paths: bool = True,
+    world_size: int | None = None,
+) -> Config:
+    """Read, merge, resolve and check the configuration of one run, before anything is built.
+
+    Args:
+        path: YAML file, or None for the defaults.
+        overrides: `key=value`, dotted keys, values as YAML; later ones win, mappings merge, lists replace.
+        command: what the configuration must be complete for.
+        check_paths: False leaves out every check that needs the model folder or the data files to be there,
+            as for a recipe that is looked at on another machine.
+        world_size: ranks that the grids must fill. None: torchrun's WORLD_SIZE, or `run.nproc`, or unknown.
+
+    Raises:
+        InvalidConfig: (a ConfigError) lists every mistake: its key, place, what was found and is allowed.
+    """
+    source = read_source(path, overrides or [], _own_defaults())
+    config, mistakes = validate(source)
+    foreign, warnings = passthrough_mistakes(source.values, source.place)
+    mistakes = _first_of_each_key([*source.mistakes, *mistakes, *foreign])
+    world_size = world_size or _world_size(config)
+    mistakes += _not_moot(cross_mistakes(config, command, check_paths, world_size), mistakes, source)
+    if mistakes:
+        raise InvalidConfig(mistakes, source.name)
+    config.note_warnings(warnings)
+    return config
+
+
+def _own_defaults() -> dict[str, Any]:
+    """Defaults that depend on no other key: the critic's and the reference's may be the actor's."""
+    values = Config().to_dict()
+    return {section: value for section, value in values.items() if section not in ("critic", "reference")}
+
+
+def _world_size(config: Config) -> int | None:
+    if os.environ.get("WORLD_SIZE", "").isdigit():
+        return int(os.environ["WORLD_SIZE"])
+    return config.run.nproc
+
+
+def _first_of_each_key(mistakes: list[Mistake]) -> list[Mistake]:
+    """A key that could not be read was left null: do not report the null as well."""
+    kept: dict[str, Mistake] = {}
+    for mistake in mistakes:
+        kept.setdefault(mistake.key, mistake)
+    return list(kept.values())
+
+
+def _not_moot(found: list[Mistake], earlier: list[Mistake], source: Source) -> list[Mistake]:
+    """Drop what rests on a key that is itself wrong, and say where the others were written."""
+    wrong = [mistake.key for mistake in earlier]
+    if any(key.startswith("--") for key in wrong):  # the file itself could not be read
+        return []
+    return [
+        Mistake(mistake.key, mistake.message, source.place(mistake.key), mistake.involves)
+        for mistake in found
+        if not any(_overlap(key, bad) for key in (mistake.key, *mistake.involves) for bad in wrong)
+    ]
+
+
+def _overlap(a: str, b: str) -> bool:
+    return a == b or a.startswith(b + ".") or b.startswith(a + ".")

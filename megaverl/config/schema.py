@@ -1,0 +1,113 @@
+"""`Config`: one run, all of it. Pure data: no torch, no files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.roles import (
+    SHARED_BY_CRITIC,
+    SHARED_BY_REFERENCE,
+    ActorConfig,
+    CriticConfig,
+    ReferenceConfig,
+)
+from megaverl.config.rollout import RolloutConfig
+from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig, rewards_as_list
+from megaverl.config.section import Section
+from megaverl.config.trainer import CheckpointConfig, SFTConfig, TrainerConfig
+
+
+class Config(Section):
+    """A whole run. Made by `load_config`, which also checks what one section alone cannot know."""
+
+    run: RunConfig = Field(default_factory=RunConfig, description="Name, folder, seed, processes.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="PPO or GRPO.")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy.")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model (ppo).")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy (with a KL).")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    data: DataConfig = Field(default_factory=DataConfig, description="Prompts.")
+    reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = Field(
+        default_factory=list, description="Rewards, summed with their weights."
+    )
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps and validation.")
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="`megaverl sft`.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
+
+    _warnings: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_what_depends_on_other_sections(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        raw = dict(raw)
+        for role, shared in (("critic", SHARED_BY_CRITIC), ("reference", SHARED_BY_REFERENCE)):
+            actor, own = _mapping(raw.get("actor")), raw.get(role, {})
+            if isinstance(own, dict):
+                raw[role] = {**{key: actor[key] for key in shared if key in actor}, **own}
+        if not _mapping(raw.get("data")).get("validation") and isinstance(raw.get("trainer", {}), dict):
+            raw["trainer"] = {"validate_every": 0, **raw.get("trainer", {})}
+        return raw
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What could not be checked, and why."""
+        return self._warnings
+
+    def note_warnings(self, warnings: list[str]) -> None:
+        self._warnings = tuple(warnings)
+
+    @property
+    def uses_critic(self) -> bool:
+        return self.algorithm.name == "ppo"
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.algorithm.kl.place != "none"
+
+    @property
+    def samples_per_step(self) -> int:
+        return self.data.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def total_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.trainer.steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches
+
+    @property
+    def run_dir(self) -> Path:
+        """Where everything that this run leaves behind goes."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt plus longest response: the context that every engine must hold."""
+        return self.data.max_prompt_tokens + int(self.rollout.sampling["max_tokens"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers, under the names of the file."""
+        return self.model_dump(mode="json", by_alias=True)
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; `load_config` of it gives the same Config."""
+        return yaml.dump(self.to_dict(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+class _Dumper(yaml.SafeDumper):
+    """No anchors: a mapping that two roles share is written out for each."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, Section):
+        return value.model_dump(by_alias=True)
+    return value if isinstance(value, dict) else {}

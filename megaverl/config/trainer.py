@@ -1,0 +1,66 @@
+"""`trainer`, `sft`, `checkpoint`: how long, how it is watched, and what is kept."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from megaverl.config.section import NonNegative, Passthrough, Paths, Positive, PositiveFloat, Section
+
+
+class TrainerConfig(Section):
+    """`trainer`."""
+
+    steps: Positive = Field(default=100, description="Training steps: each one rollout and its updates.")
+    validate_every: NonNegative = Field(
+        default=10,
+        description="Steps between validations; 0: never, and the default without data.validation.",
+    )
+    validate_at_start: bool = Field(default=True, description="Validate before the first step as well.")
+    validation_prompts: Positive | None = Field(default=None, description="How many held-out prompts. null: all.")
+    validation_samples: Positive = Field(default=1, description="Responses per held-out prompt.")
+    validation_sampling: Passthrough = Field(
+        default_factory=dict,
+        description="Fields of SamplingParams that differ in validation from rollout.sampling.",
+    )
+    pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = Field(
+        default_factory=lambda: [1], description="The k of each pass@k; none above validation_samples."
+    )
+    best_metric: Literal["accuracy", "reward"] = Field(
+        default="accuracy", description="Validation metric by which the best checkpoint is remembered."
+    )
+    save_samples: NonNegative = Field(
+        default=4, description="Sample generations written to the run folder at each step."
+    )
+
+
+class SFTConfig(Section):
+    """`sft`: the warm-up by supervised fine-tuning, with the actor's grid and optimizer."""
+
+    train: Paths = Field(default_factory=list, description="Files of prompt/answer pairs. Empty: data.train.")
+    steps: Positive = Field(default=100, description="Optimizer steps.")
+    batch_size: Positive = Field(default=32, description="Pairs in one step, over all ranks.")
+    lr: PositiveFloat = Field(default=1e-5, description="Highest learning rate.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="How the learning rate falls to 0 after warm-up."
+    )
+    lr_warmup_steps: NonNegative = Field(default=0, description="Steps in which the learning rate rises from 0.")
+    max_answer_tokens: Positive | None = Field(
+        default=None,
+        description="Longest answer; a longer one is an error. null: rollout.sampling.max_tokens.",
+    )
+
+
+class CheckpointConfig(Section):
+    """`checkpoint`."""
+
+    save_interval: NonNegative = Field(default=0, description="Steps between checkpoints; 0: only after the last step.")
+    keep_last: Positive = Field(default=3, description="How many are kept, besides the best one.")
+    keep_best: bool = Field(default=True, description="Keep the one with the best validation as well.")
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="auto: the newest of this run folder. never: start anew. Or a checkpoint folder.",
+    )
+    export_hf: bool = Field(default=True, description="Write a Hugging Face folder at the end.")

@@ -1,0 +1,202 @@
+"""YAML and `key=value` into one plain mapping, remembering where each key was written."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from megaverl.config.errors import Mistake, found
+
+COMMAND_LINE = "command line"
+MISSING = object()
+_REFERENCE = re.compile(r"\$\{([a-z]\w*(?:\.\w+)+)\}")
+Key = tuple[str, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as people expect it: `1e-6` is a number, a date is text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in ("tag:yaml.org,2002:timestamp",)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+@dataclass
+class Source:
+    """What was read: `values` as plain dictionaries and lists, `places` by key path, `mistakes` so far."""
+
+    name: str
+    values: dict[str, Any] = field(default_factory=dict)
+    places: dict[Key, str] = field(default_factory=dict)
+    mistakes: list[Mistake] = field(default_factory=list)
+
+    def place(self, key: str | Key) -> str:
+        """Where `key`, or else the nearest mapping around it that was written, stands; empty if nowhere."""
+        path = tuple(key.split(".")) if isinstance(key, str) else key
+        while path:
+            if path in self.places:
+                return self.places[path]
+            path = path[:-1]
+        return ""
+
+    def add(self, key: str, message: str, where: str | None = None) -> None:
+        self.mistakes.append(Mistake(key, message, self.place(key) if where is None else where))
+
+
+def read_source(path: str | Path | None, overrides: list[str], defaults: dict[str, Any] | None = None) -> Source:
+    """Read the file (if any), lay the overrides over it, resolve `${...}`; mistakes are noted, not raised.
+
+    `defaults` are what `${...}` finds where neither the file nor the overrides hold the key.
+    """
+    source = Source(f"{path}" if path else COMMAND_LINE)
+    if path and overrides:
+        source.name += " and the command line"
+    if path:
+        _read_file(source, Path(path))
+    tree = _tree(source)
+    for override in overrides:
+        _apply(source, tree, override)
+    borrowed = _borrow(tree, defaults or {})
+    _drop_unresolvable(source, tree, ())
+    source.values = OmegaConf.to_container(tree, resolve=True)  # type: ignore[assignment]
+    for key in borrowed:
+        _remove(source.values, key.split("."))
+    return source
+
+
+def _read_file(source: Source, path: Path) -> None:
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=_Loader)
+        values = yaml.load(text, Loader=_Loader)
+    except FileNotFoundError:
+        source.add("--config", f"{path} does not exist. Give the path of a YAML file.", where="")
+    except (OSError, UnicodeDecodeError) as error:
+        source.add("--config", f"{path} cannot be read: {error}.", where="")
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        source.add("--config", f"{path}{line} is not valid YAML: {problem}.", where="")
+    except (yaml.YAMLError, ValueError) as error:
+        source.add("--config", f"{path} is not valid YAML: {error}.", where="")
+    else:
+        if values is not None and not isinstance(values, dict):
+            source.add(
+                "--config",
+                f"{path} holds a {type(values).__name__}; expected sections (`key: value`).",
+                where="",
+            )
+            return
+        source.values = values or {}
+        if node is not None:
+            _locate(source, node, (), str(path))
+
+
+def _locate(source: Source, node: yaml.Node, at: Key, file: str) -> None:
+    """Note the line of every key below `node`, and report keys that stand twice in one mapping."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            source.places[(*at, str(index))] = f"{file}, line {item.start_mark.line + 1}"
+            _locate(source, item, (*at, str(index)), file)
+    if not isinstance(node, yaml.MappingNode):
+        return
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        name, line = str(key_node.value), key_node.start_mark.line + 1
+        path = (*at, name)
+        if name in seen and name != "<<":
+            source.add(
+                ".".join(path),
+                f"stands twice in {file}, in lines {seen[name]} and {line}. Keep one of them.",
+                where="",
+            )
+        seen[name] = line
+        source.places[path] = f"{file}, line {line}"
+        _locate(source, value_node, path, file)
+
+
+def _tree(source: Source) -> DictConfig:
+    try:
+        return OmegaConf.create(source.values)
+    except (OmegaConfBaseException, ValueError) as error:
+        source.add("--config", f"{source.name}: {_first_line(error)}", where="")
+        return OmegaConf.create({})
+
+
+def _apply(source: Source, tree: DictConfig, override: str) -> None:
+    key, equals, text = override.partition("=")
+    key = key.strip()
+    if not equals or not key or key.startswith("-"):
+        source.add(override, "expected key=value, with a dotted key, such as actor.tp=2.", where=COMMAND_LINE)
+        return
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        source.add(key, f"found {found(text)}, which is not valid YAML: {_first_line(error)}", where=COMMAND_LINE)
+        return
+    try:
+        OmegaConf.update(tree, key, value, merge=True, force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, IndexError, AttributeError) as error:
+        source.add(key, f"cannot be set to {found(value)}: {_first_line(error)}", where=COMMAND_LINE)
+        return
+    source.places[tuple(re.sub(r"\[(\w+)\]", r".\1", key).split("."))] = COMMAND_LINE
+
+
+def _borrow(tree: DictConfig, defaults: dict[str, Any]) -> list[str]:
+    """Put in the defaults that `${...}` refers to and the file leaves out, such as `${run.dir}`; their keys."""
+    text = OmegaConf.to_yaml(tree, resolve=False)
+    borrowed = []
+    for key in sorted(set(_REFERENCE.findall(text))):
+        value: Any = defaults
+        for part in key.split("."):
+            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+        if isinstance(value, str | int | float) and OmegaConf.select(tree, key) is None:
+            with contextlib.suppress(OmegaConfBaseException):  # a file that is wrong there is reported later
+                OmegaConf.update(tree, key, value, force_add=True)
+                borrowed.append(key)
+    return borrowed
+
+
+def _remove(values: dict[str, Any], path: list[str]) -> None:
+    """Take out what stands at `path`, and the mappings that are empty without it."""
+    head, *rest = path
+    if rest and isinstance(values.get(head), dict):
+        _remove(values[head], rest)
+        if values[head]:
+            return
+    values.pop(head, None)
+
+
+def _drop_unresolvable(source: Source, tree: Any, at: Key) -> None:
+    """Report every `${...}` that leads nowhere and every `???`, and make it null: the rest can be checked."""
+    keys = list(range(len(tree))) if isinstance(tree, ListConfig) else list(tree.keys())
+    for key in keys:
+        path = (*at, str(key))
+        try:
+            if OmegaConf.is_missing(tree, key):
+                raise ValueError("was left open (???). Give it a value in the file or as key=value")
+            value = tree[key]
+        except (OmegaConfBaseException, ValueError) as error:
+            source.add(".".join(path), f"{_first_line(error)}.")
+            tree[key] = None
+            continue
+        if isinstance(value, DictConfig | ListConfig) and not OmegaConf.is_interpolation(tree, key):
+            _drop_unresolvable(source, value, path)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")

@@ -1,0 +1,354 @@
+"""RolloutBatch: everything that flows from the rollout to the update, one row per sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, field_of
+from megaverl.data.joined import Joined, join
+from megaverl.errors import DataError
+
+
+class GenerationLike(Protocol):
+    """What a rollout engine returns for one prompt."""
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: str
+
+
+class MissingField(DataError, AttributeError):
+    """A batch that does not (yet) hold the tensor asked for."""
+
+
+class RolloutBatch:
+    """Tensors by name, all with the samples first, and Python columns with one entry per sample.
+
+    `batch_fields.FIELDS` declares the tensors. Dimensions: B samples, S the longest prompt, R the longest
+    response; prompts and responses are right-padded. A batch is never changed: every method returns another,
+    which shares the tensors that stay as they are. A tensor is read as an attribute (`batch.values`).
+    """
+
+    input_ids: Tensor  # [B, S] int64
+    prompt_lengths: Tensor  # [B] int64
+    generated_ids: Tensor  # [B, R] int64
+    response_lengths: Tensor  # [B] int64
+    response_mask: Tensor  # [B, R] bool
+    rollout_log_probs: Tensor  # this and what follows [B, R] float32, up to rewards
+    old_log_probs: Tensor
+    ref_log_probs: Tensor
+    entropies: Tensor
+    values: Tensor
+    last_values: Tensor  # [B] float32
+    advantages: Tensor  # [B, R] float32 again
+    returns: Tensor
+    token_rewards: Tensor
+    rewards: Tensor  # [B] float32
+    group_ids: Tensor  # [B] int64
+
+    __slots__ = ("columns", "tensors")
+    tensors: dict[str, Tensor]
+    columns: dict[str, list[Any]]
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], columns: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        """Check every tensor against the schema; dtypes are converted between floats and between integers.
+
+        `response_lengths`, if absent, is taken from `response_mask`: up to its last token.
+
+        Raises:
+            DataError: a required tensor is missing, an unknown name, a wrong dtype or shape, a column whose
+                length is not B, a length longer than its row, a mask longer than its response.
+        """
+        missing = [name for name in REQUIRED if name not in tensors]
+        if missing:
+            raise DataError(f"a batch needs {', '.join(REQUIRED)}; missing: {', '.join(missing)}")
+        sizes = _sizes(tensors)
+        self.tensors = {name: _checked(name, tensor, sizes) for name, tensor in tensors.items()}
+        if "response_lengths" not in self.tensors:
+            self.tensors["response_lengths"] = _lengths_of(self.response_mask)
+        self.columns = {name: list(column) for name, column in (columns or {}).items()}
+        for name, column in self.columns.items():
+            if len(column) != len(self):
+                raise DataError(
+                    f"column '{name}' has {len(column)} entries for a batch of {len(self)} samples"
+                )
+        _check_lengths("prompt_lengths", self.prompt_lengths, sizes["S"])
+        _check_lengths("response_lengths", self.response_lengths, sizes["R"])
+        beyond = (_lengths_of(self.response_mask) > self.response_lengths).nonzero()
+        if len(beyond):
+            raise DataError(f"'response_mask' of sample {int(beyond[0, 0])} goes beyond its response_lengths")
+
+    @classmethod
+    def from_generations(
+        cls,
+        prompts: Sequence[Sequence[int]],
+        generations: Sequence[GenerationLike],
+        *,
+        group_ids: Sequence[int] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        pad_id: int = 0,
+    ) -> RolloutBatch:
+        """A batch from what went into the engine and what came out, sample by sample.
+
+        Args:
+            prompts: token ids, one list per sample (a prompt generated from four times stands there four
+                times).
+            generations: one per prompt, with `token_ids`, `log_probs` (one per token) and `finish_reason`.
+            group_ids: index of the prompt per sample; the samples' own index if not given.
+            columns: entries per sample (text, reference, ...); `finish_reason` is added.
+            pad_id: token that fills the rows.
+
+        Raises:
+            DataError: counts that do not agree; a generation whose log-probs do not go with its tokens.
+        """
+        if len(prompts) != len(generations):
+            raise DataError(f"{len(prompts)} prompts, but {len(generations)} generations")
+        for i, generation in enumerate(generations):
+            if len(generation.token_ids) != len(generation.log_probs):
+                raise DataError(
+                    f"generation {i} has {len(generation.token_ids)} tokens, "
+                    f"but {len(generation.log_probs)} log-probs"
+                )
+        responses = [generation.token_ids for generation in generations]
+        lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
+        generated_ids = _rows(responses, torch.int64, pad_id)
+        tensors = {
+            "input_ids": _rows(prompts, torch.int64, pad_id),
+            "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+            "generated_ids": generated_ids,
+            "response_lengths": lengths,
+            "response_mask": torch.arange(generated_ids.shape[1]) < lengths.unsqueeze(1),
+            "rollout_log_probs": _rows(
+                [generation.log_probs for generation in generations], torch.float32, 0.0
+            ),
+            "group_ids": torch.tensor(
+                group_ids if group_ids is not None else range(len(prompts)), dtype=torch.int64
+            ),
+        }
+        reasons = [generation.finish_reason for generation in generations]
+        return cls(tensors, {**(columns or {}), "finish_reason": reasons})
+
+    def __len__(self) -> int:
+        return len(self.tensors["input_ids"])
+
+    def __getattr__(self, name: str) -> Tensor:
+        # Only called for names that are no ordinary attribute: the tensors.
+        if not name.startswith("_") and name in FIELDS:
+            return self[name]
+        raise AttributeError(f"RolloutBatch has no attribute '{name}'")
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.tensors:
+            field_of(name)  # says so if there is no such field at all
+            raise MissingField(
+                f"this batch does not hold '{name}' yet; it holds {', '.join(sorted(self.tensors))}"
+            )
+        return self.tensors[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __repr__(self) -> str:
+        sizes = f"B={len(self)}, S={self.input_ids.shape[1]}, R={self.generated_ids.shape[1]}"
+        return (
+            f"RolloutBatch({sizes}; {', '.join(self.tensors)}; columns: {', '.join(self.columns) or 'none'})"
+        )
+
+    @property
+    def sequence_lengths(self) -> Tensor:
+        """Tokens of prompt and response together, `[B]` int64: what batching balances."""
+        return self.prompt_lengths + self.response_lengths
+
+    def with_(self, **tensors: Tensor) -> RolloutBatch:
+        """This batch with tensors added or replaced; DataError names one that is wrong."""
+        return RolloutBatch({**self.tensors, **tensors}, self.columns)
+
+    def with_columns(self, **columns: Sequence[Any]) -> RolloutBatch:
+        """This batch with Python columns added or replaced."""
+        return RolloutBatch(self.tensors, {**self.columns, **columns})
+
+    def select(self, indices: Sequence[int] | Tensor | slice) -> RolloutBatch:
+        """The samples at these places, in this order; none at all is allowed. Widths S and R stay.
+
+        Raises:
+            DataError: an index outside the batch.
+        """
+        places = range(*indices.indices(len(self))) if isinstance(indices, slice) else indices
+        rows = [int(i) for i in places]
+        outside = [i for i in rows if not -len(self) <= i < len(self)]
+        if outside:
+            raise DataError(f"sample {outside[0]} asked for in a batch of {len(self)}")
+        index = torch.tensor(rows, dtype=torch.int64, device=self.input_ids.device)
+        return RolloutBatch(
+            {name: tensor[index] for name, tensor in self.tensors.items()},
+            {name: [column[i] for i in rows] for name, column in self.columns.items()},
+        )
+
+    @staticmethod
+    def concat(batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """The samples of several batches one after the other, padded to the widest.
+
+        Raises:
+            DataError: no batches, or batches that do not hold the same tensors and columns.
+        """
+        if not batches:
+            raise DataError("there are no batches to put together")
+        first = batches[0]
+        for i, other in enumerate(batches):
+            if (different := other.tensors.keys() ^ first.tensors.keys()) or (
+                different := other.columns.keys() ^ first.columns.keys()
+            ):
+                raise DataError(
+                    f"batch 0 and batch {i} differ in what they hold: {', '.join(sorted(different))}"
+                )
+        prompt = max(batch.input_ids.shape[1] for batch in batches)
+        response = max(batch.generated_ids.shape[1] for batch in batches)
+        wide = [batch.pad_to(prompt=prompt, response=response) for batch in batches]
+        return RolloutBatch(
+            {name: torch.cat([batch.tensors[name] for batch in wide]) for name in first.tensors},
+            {name: [entry for batch in batches for entry in batch.columns[name]] for name in first.columns},
+        )
+
+    def pad_to(
+        self, *, samples: int | None = None, prompt: int | None = None, response: int | None = None
+    ) -> RolloutBatch:
+        """Pad to this many rows, prompt tokens, response tokens; what is None stays.
+
+        A padding row has lengths 0 and an empty response mask, so that it weighs nothing in any loss; its
+        entries in the columns are None.
+
+        Raises:
+            DataError: the batch is already larger.
+        """
+        now = {"B": len(self), "S": self.input_ids.shape[1], "R": self.generated_ids.shape[1]}
+        asked = {"B": samples, "S": prompt, "R": response}
+        target = {axis: now[axis] if size is None else size for axis, size in asked.items()}
+        if any(target[axis] < now[axis] for axis in now):
+            raise DataError(f"a batch of {now} cannot be padded to {target}")
+        columns = {name: column + [None] * (target["B"] - now["B"]) for name, column in self.columns.items()}
+        return RolloutBatch(self._resized(target), columns)
+
+    def trim(self) -> RolloutBatch:
+        """This batch with S and R cut to its longest prompt and its longest response."""
+        if len(self) == 0:
+            return RolloutBatch(self._resized({"B": 0, "S": 0, "R": 0}), self.columns)
+        longest = {"S": int(self.prompt_lengths.max()), "R": int(self.response_lengths.max())}
+        return RolloutBatch(self._resized({"B": len(self), **longest}), self.columns)
+
+    def to(self, device: torch.device | str) -> RolloutBatch:
+        """This batch with all tensors on `device`."""
+        return RolloutBatch({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.columns)
+
+    def joined(self, *, multiple_of: int = 1, length: int | None = None) -> Joined:
+        """Prompts and responses as one right-padded sequence each, see `Joined`.
+
+        Args:
+            multiple_of: make the width a multiple of this (the tensor-parallel size under sequence
+                parallelism).
+            length: the width itself, where it must be the same in several batches.
+        """
+        return join(self, multiple_of=multiple_of, length=length)
+
+    def _resized(self, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        resized = {}
+        for name, tensor in self.tensors.items():
+            field = field_of(name)
+            shape = [sizes[axis] for axis in "B" + field.axes]
+            if list(tensor.shape) == shape:
+                resized[name] = tensor
+                continue
+            room = tensor.new_full(shape, field.fill)
+            kept = tuple(slice(0, min(old, new)) for old, new in zip(tensor.shape, shape, strict=True))
+            room[kept] = tensor[kept]
+            resized[name] = room
+        return resized
+
+
+def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[int], Tensor]]) -> Tensor:
+    """Put results of micro-batches back into batch order.
+
+    Args:
+        num_samples, width: B and R of the whole batch.
+        parts: (indices of the samples, `[>= len(indices), r]`) with r <= width; rows beyond the indices are
+            padding rows and are dropped.
+
+    Returns: `[num_samples, width]`, 0 where no part has anything.
+
+    Raises:
+        DataError: no parts, or a part that is too wide or too short.
+    """
+    if not parts:
+        raise DataError("there are no micro-batch results to put together")
+    result = parts[0][1].new_zeros(num_samples, width)
+    for indices, rows in parts:
+        if rows.shape[1] > width or len(rows) < len(indices):
+            raise DataError(
+                f"result {list(rows.shape)} of {len(indices)} samples does not fit a width of {width}"
+            )
+        index = torch.tensor(list(indices), dtype=torch.int64, device=rows.device)
+        result[index, : rows.shape[1]] = rows[: len(indices)]
+    return result
+
+
+def _sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    for name in ("input_ids", "generated_ids"):
+        if tensors[name].dim() != 2:
+            raise DataError(f"'{name}' must have two dimensions, found shape {list(tensors[name].shape)}")
+    batch, prompt = tensors["input_ids"].shape
+    return {"B": batch, "S": prompt, "R": tensors["generated_ids"].shape[1]}
+
+
+def _checked(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
+    field = field_of(name)
+    expected = [sizes[axis] for axis in "B" + field.axes]
+    if list(tensor.shape) != expected:
+        meaning = ", ".join(
+            {"B": "samples", "S": "prompt", "R": "response"}[axis] for axis in "B" + field.axes
+        )
+        raise DataError(
+            f"'{name}' ({field.meaning}) has shape {list(tensor.shape)}; expected {expected} = [{meaning}]"
+        )
+    if _sort_of(tensor.dtype) != _sort_of(field.dtype):
+        raise DataError(f"'{name}' ({field.meaning}) is {tensor.dtype}; expected {field.dtype}")
+    return tensor.to(field.dtype)
+
+
+def _sort_of(dtype: torch.dtype) -> str:
+    if dtype == torch.bool:
+        return "bool"
+    return "float" if dtype.is_floating_point else "integer"
+
+
+def _lengths_of(mask: Tensor) -> Tensor:
+    after = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (
+        torch.where(mask, after, 0).amax(dim=1)
+        if mask.shape[1]
+        else mask.new_zeros(len(mask), dtype=torch.int64)
+    )
+
+
+def _check_lengths(name: str, lengths: Tensor, width: int) -> None:
+    wrong = ((lengths < 0) | (lengths > width)).nonzero()
+    if len(wrong):
+        sample = int(wrong[0, 0])
+        raise DataError(f"'{name}' of sample {sample} is {int(lengths[sample])}; expected 0 to {width}")
+
+
+def _rows(lists: Sequence[Sequence[Any]], dtype: torch.dtype, fill: int | float) -> Tensor:
+    rows = torch.full((len(lists), max((len(row) for row in lists), default=0)), fill, dtype=dtype)
+    for i, row in enumerate(lists):
+        rows[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    return rows
+
+
+__all__ = ["Field", "GenerationLike", "MissingField", "RolloutBatch", "scatter_rows"]

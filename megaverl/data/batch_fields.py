@@ -1,0 +1,70 @@
+"""The schema of a RolloutBatch: which tensors there are, of what dtype, and what their dimensions mean."""
+
+from __future__ import annotations
+
+import difflib
+from typing import NamedTuple
+
+import torch
+
+from megaverl.errors import DataError
+
+
+class Field(NamedTuple):
+    """dtype: what the tensor is stored as. axes: its dimensions after the batch: "S" prompt, "R" response.
+
+    fill: what padding holds.
+    """
+
+    dtype: torch.dtype
+    axes: str = ""
+    fill: int | float | bool = 0
+    meaning: str = ""
+
+
+FIELDS: dict[str, Field] = {
+    "input_ids": Field(torch.int64, "S", 0, "prompt tokens, right-padded"),
+    "prompt_lengths": Field(torch.int64, "", 0, "tokens in the prompt"),
+    "generated_ids": Field(torch.int64, "R", 0, "response tokens, right-padded"),
+    "response_lengths": Field(torch.int64, "", 0, "tokens in the response, whoever wrote them"),
+    "response_mask": Field(torch.bool, "R", False, "the tokens that train: those that the policy generated"),
+    "rollout_log_probs": Field(torch.float32, "R", 0.0, "log-probs that the engine reported"),
+    "old_log_probs": Field(torch.float32, "R", 0.0, "log-probs of the actor at the start of the update"),
+    "ref_log_probs": Field(torch.float32, "R", 0.0, "log-probs of the reference"),
+    "entropies": Field(torch.float32, "R", 0.0, "entropy of the actor's distribution, nats"),
+    "values": Field(torch.float32, "R", 0.0, "the critic's value before each token"),
+    "last_values": Field(torch.float32, "", 0.0, "the value after a response that was cut off"),
+    "advantages": Field(torch.float32, "R", 0.0, "credit of each token"),
+    "returns": Field(torch.float32, "R", 0.0, "targets of the critic"),
+    "token_rewards": Field(torch.float32, "R", 0.0, "reward of each token"),
+    "rewards": Field(torch.float32, "", 0.0, "score of each response"),
+    "group_ids": Field(torch.int64, "", -1, "index of the prompt; its responses share it"),
+}
+
+REQUIRED = ("input_ids", "prompt_lengths", "generated_ids", "response_mask")
+
+
+def declare_field(name: str, field: Field) -> None:
+    """Add a tensor of your own to the schema, so that batches can carry it.
+
+    Raises:
+        DataError: the name is taken by another field, or an axis is neither "S" nor "R".
+    """
+    if FIELDS.get(name, field) != field:
+        raise DataError(f"batch field '{name}' is already declared as {FIELDS[name]}; choose another name")
+    if not name.isidentifier() or set(field.axes) - set("SR"):
+        raise DataError(
+            f"batch field '{name}' must be an identifier with axes out of 'S' and 'R', found {field}"
+        )
+    FIELDS[name] = field
+
+
+def field_of(name: str) -> Field:
+    """The declaration of `name`; DataError with the nearest names where there is none."""
+    if name not in FIELDS:
+        near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise DataError(
+            f"a batch has no field '{name}'{hint} (known: {', '.join(FIELDS)}; or declare_field())"
+        )
+    return FIELDS[name]

@@ -1,0 +1,264 @@
+"""Which samples go to which rank, mini-batch and micro-batch: arithmetic on lengths, the same on every rank.
+
+The batch is replicated, so every rank computes the whole plan and takes its own part; nothing is
+communicated. The order of work is: `mini_batches` splits a step's samples, `plan_micro_batches` splits one
+mini-batch over the data-parallel ranks (`balance`) and each rank's share into micro-batches under the token
+budget (`micro_batches`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from collections.abc import Sequence
+from operator import itemgetter
+
+from megaverl.errors import DataError
+
+
+def mini_batches(
+    num_samples: int,
+    num_mini_batches: int,
+    *,
+    seed: int,
+    step: int,
+    epoch: int,
+    group_ids: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Split samples at random into mini-batches of equal size (up to one sample, or one group).
+
+    The draw depends on (seed, step, epoch) alone, through a hash, so it is the same on every rank, platform
+    and Python version, and after a resume.
+
+    Args:
+        group_ids: one per sample; if given, the samples that share an id stay together.
+
+    Returns: sample indices per mini-batch, each ascending; every sample is in exactly one.
+
+    Raises:
+        DataError: fewer samples (or groups) than mini-batches.
+    """
+    groups: dict[int, list[int]] = {}
+    for sample in range(num_samples):
+        groups.setdefault(sample if group_ids is None else int(group_ids[sample]), []).append(sample)
+    units = list(groups.values())
+    if not 1 <= num_mini_batches <= max(len(units), 1):
+        what = "samples" if group_ids is None else "groups"
+        raise DataError(
+            f"{len(units)} {what} cannot be split into {num_mini_batches} mini-batches; "
+            "lower algorithm.num_mini_batches or raise data.prompts_per_step"
+        )
+
+    def draw(unit: int) -> bytes:
+        return hashlib.blake2b(f"mini_batches/{seed}/{step}/{epoch}/{unit}".encode(), digest_size=16).digest()
+
+    order = sorted(range(len(units)), key=draw)
+    bounds = [len(units) * i // num_mini_batches for i in range(num_mini_batches + 1)]
+    return [
+        sorted(sample for unit in order[start:stop] for sample in units[unit])
+        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = False) -> list[list[int]]:
+    """Split samples over ranks so that the ranks' token counts are close.
+
+    Largest differencing (Karmarkar and Karp 1982), extended to k parts: each state is k partial sums; the two
+    states whose sums differ most are joined, the largest sum of one with the smallest of the other. The
+    ranks' totals differ by no more than the longest sample.
+
+    Args:
+        lengths: tokens per sample. equal_counts: every rank gets the same number of samples, up to one.
+
+    Returns: sample indices per rank, each ascending; with fewer samples than ranks some are empty.
+    """
+    if num_ranks == 1:
+        return [list(range(len(lengths)))]
+    longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    per_state = num_ranks if equal_counts else 1
+    heap: list[tuple[int, int, list[tuple[int, tuple[int, ...]]]]] = []
+    for serial, start in enumerate(range(0, len(longest_first), per_state)):
+        parts: list[tuple[int, tuple[int, ...]]] = [
+            (int(lengths[sample]), (sample,)) for sample in longest_first[start : start + per_state]
+        ]
+        parts += [(0, ())] * (num_ranks - len(parts))
+        heap.append((parts[-1][0] - parts[0][0], serial, parts))
+    if not heap:
+        return [[] for _ in range(num_ranks)]
+    heapq.heapify(heap)
+    serial = len(heap)  # settles ties between equal spreads, so that the result is one and the same
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, _, second = heapq.heappop(heap)
+        joined = [
+            (a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)
+        ]
+        joined.sort(key=itemgetter(0), reverse=True)
+        heapq.heappush(heap, (joined[-1][0] - joined[0][0], serial, joined))
+        serial += 1
+    return [sorted(samples) for _, samples in heap[0][2]]
+
+
+def micro_batch_tokens(lengths: Sequence[int], *, padded: bool = True, multiple_of: int = 1) -> int:
+    """What a micro-batch of samples of these lengths costs, in tokens.
+
+    Padded: rows x longest row, with the row rounded up to `multiple_of`. Packed: the sum of all, rounded up.
+    """
+    if not lengths:
+        return 0
+    if padded:
+        return len(lengths) * _round_up(max(1, *lengths), multiple_of)
+    return _round_up(sum(lengths), multiple_of)
+
+
+def micro_batches(
+    lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    padded: bool = True,
+    multiple_of: int = 1,
+    key: str = "actor.micro_batch_tokens",
+    indices: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Split samples into few micro-batches, none of which costs more than `max_tokens`.
+
+    The budget is a cap: 6, 6, 6 under a budget of 10 are three micro-batches. Samples are taken longest
+    first, so that rows of like length lie together and little is padding. Padded: each micro-batch is filled
+    up before the next is begun, which for this cost gives the fewest. Packed: first fit.
+
+    Args:
+        lengths: tokens per sample (prompt and response). key: the setting that the error message names.
+        indices: what the samples are called in the result and in the message; 0, 1, ... if not given.
+
+    Returns: sample indices per micro-batch, the longest samples first.
+
+    Raises:
+        DataError: one sample alone is above the cap; names the sample, its length and the key.
+    """
+    names = list(range(len(lengths))) if indices is None else list(indices)
+    cost = {
+        sample: micro_batch_tokens([length], multiple_of=multiple_of) for sample, length in enumerate(lengths)
+    }
+    above = [sample for sample, tokens in cost.items() if tokens > max_tokens]
+    if above:
+        worst = max(above, key=lambda sample: cost[sample])
+        raise DataError(
+            f"sample {names[above[0]]} has {lengths[above[0]]} tokens, more than {key}={max_tokens} "
+            f"allows in a micro-batch ({len(above)} such samples); raise {key} to at least {cost[worst]}, "
+            "or lower data.max_prompt_tokens or rollout.sampling.max_tokens"
+        )
+    longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    if padded:
+        result: list[list[int]] = []
+        for sample in longest_first:
+            # The first row is the longest, so it sets the width of them all.
+            if result and (len(result[-1]) + 1) * cost[result[-1][0]] <= max_tokens:
+                result[-1].append(sample)
+            else:
+                result.append([sample])
+    else:
+        result = _first_fit(longest_first, lengths, max_tokens - max_tokens % multiple_of)
+    return [[names[sample] for sample in batch] for batch in result]
+
+
+def common_count(
+    per_rank: Sequence[Sequence[Sequence[int]]],
+    lengths: Sequence[int],
+    *,
+    padded: bool = True,
+    count_multiple_of: int = 1,
+) -> list[list[list[int]]]:
+    """Give every rank the same number of micro-batches, as pipelines and collectives need.
+
+    The number is the largest that any rank needs, rounded up to `count_multiple_of` (an interleaved pipeline
+    wants a multiple of its stages), and at least one. A rank that has fewer splits its costliest
+    micro-batches in two; splitting never makes one larger, so the cap still holds. When a rank has fewer
+    samples than that number, its last micro-batches are EMPTY lists: the rank runs
+    `batch.select([]).pad_to(samples=1)`, a row without a response, whose weight in every loss is 0.
+
+    Args:
+        per_rank: micro-batches of sample indices per rank. lengths: tokens per sample, by these indices.
+
+    Returns: micro-batches per rank, costliest first, so that the ranks work on like sizes at the same time.
+    """
+
+    def cost(batch: Sequence[int]) -> int:
+        return micro_batch_tokens([lengths[sample] for sample in batch], padded=padded)
+
+    count = _round_up(max(1, *(len(batches) for batches in per_rank)), count_multiple_of)
+    result = []
+    for batches in per_rank:
+        mine = [list(batch) for batch in batches]
+        while len(mine) < count:
+            divisible = [batch for batch in mine if len(batch) > 1]
+            if not divisible:
+                mine.append([])
+                continue
+            largest = max(divisible, key=cost)
+            place = mine.index(largest)
+            half = len(largest) // 2
+            mine[place : place + 1] = [largest[:half], largest[half:]]
+        result.append(sorted(mine, key=lambda batch: (-cost(batch), batch)))
+    return result
+
+
+def plan_micro_batches(
+    lengths: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    *,
+    indices: Sequence[int] | None = None,
+    padded: bool = True,
+    multiple_of: int = 1,
+    count_multiple_of: int = 1,
+    equal_counts: bool = False,
+    key: str = "actor.micro_batch_tokens",
+) -> list[list[list[int]]]:
+    """`balance`, `micro_batches` and `common_count` in a row: from a mini-batch to each rank's micro-batches.
+
+    Args:
+        lengths: tokens of EVERY sample of the batch. indices: the samples of this mini-batch; all if not
+            given.
+        num_ranks: data-parallel ranks. max_tokens, padded, multiple_of, key: see `micro_batches`.
+        count_multiple_of: see `common_count`. equal_counts: see `balance`.
+
+    Returns: for each rank the same number of micro-batches, each a list of sample indices, possibly empty.
+
+    Raises:
+        DataError: one sample alone is above the cap.
+    """
+    lengths = [int(length) for length in lengths]
+    chosen = list(range(len(lengths))) if indices is None else list(indices)
+    shares = balance([lengths[sample] for sample in chosen], num_ranks, equal_counts=equal_counts)
+    per_rank = []
+    for share in shares:
+        samples = [chosen[place] for place in share]
+        per_rank.append(
+            micro_batches(
+                [lengths[sample] for sample in samples],
+                max_tokens,
+                padded=padded,
+                multiple_of=multiple_of,
+                key=key,
+                indices=samples,
+            )
+        )
+    return common_count(per_rank, lengths, padded=padded, count_multiple_of=count_multiple_of)
+
+
+def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    result: list[list[int]] = []
+    totals: list[int] = []
+    for sample in order:
+        length = lengths[sample]
+        place = next((i for i, total in enumerate(totals) if total + length <= max_tokens), len(totals))
+        if place == len(totals):
+            result.append([])
+            totals.append(0)
+        result[place].append(sample)
+        totals[place] += length
+    return result
+
+
+def _round_up(number: int, multiple_of: int) -> int:
+    return -(-number // multiple_of) * multiple_of

@@ -1,0 +1,168 @@
+"""From a row's prompt (text or chat messages) to token ids, once; responses are never tokenised again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaverl.errors import DataError
+
+if TYPE_CHECKING:
+    from megaverl.data.tokenizers import Tokenizer
+
+Message = dict[str, str]
+TooLong = Literal["error", "drop", "truncate_left"]
+NUM_ADDED_TOKENS = 4  # at most, that a tokenizer itself puts around a text
+ROLES = ("system", "user", "assistant", "tool", "developer")
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as the model sees it: text, token ids, and how many of its first tokens were cut off."""
+
+    text: str
+    token_ids: list[int]
+    num_truncated: int = 0
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How prompts are written.
+
+    Attributes:
+        chat_template: `auto`: the tokenizer's chat template where it has one (text becomes a user's message);
+            `none`: the text as it stands.
+        system_prompt: goes before every prompt, as the system message where there is a chat template, else as
+            a paragraph of its own. A conversation that has a system message of its own keeps that.
+        prefix, suffix: text around a text prompt, such as worked examples before it or an instruction after
+            it.
+        max_tokens: the longest prompt, in tokens; None: no limit.
+        too_long: what is done with a longer one. `error`; `drop` the row; `truncate_left`: keep its last
+            tokens.
+    """
+
+    chat_template: Literal["auto", "none"] = "auto"
+    system_prompt: str | None = None
+    prefix: str = ""
+    suffix: str = ""
+    max_tokens: int | None = None
+    too_long: TooLong = "error"
+
+
+def check_prompt(prompt: Any, where: str, key: str) -> str | list[Message]:
+    """The prompt of one row, if it is text or a list of chat messages.
+
+    Raises:
+        DataError: names the place, the key and what is wrong with it.
+    """
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{where}: {key!r} is empty. Write a prompt, or remove the row.")
+        return prompt
+    if not isinstance(prompt, list):
+        raise DataError(
+            f"{where}: {key!r} is {type(prompt).__name__}; it must be text, or a list of chat messages like "
+            '[{"role": "user", "content": "..."}].'
+        )
+    if not prompt:
+        raise DataError(f"{where}: {key!r} is an empty list of messages. Write a message, or remove the row.")
+    messages = [_check_message(message, f"{where}: message {n} of {key!r}") for n, message in enumerate(prompt, 1)]
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: the last message of {key!r} is the assistant's, so there is nothing to answer. "
+            "End with a user's message, and put the answer into its own column."
+        )
+    return messages
+
+
+def _check_message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise DataError(f'{where} must be like {{"role": "user", "content": "..."}}; found {message!r:.80}.')
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise DataError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}.")
+    if not isinstance(content, str):
+        raise DataError(f"{where} has content of type {type(content).__name__}; it must be text.")
+    return {"role": role, "content": content}
+
+
+class PromptEncoder:
+    """Turns prompts into token ids, all in one format."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.format = prompt_format or PromptFormat()
+        self.uses_chat_template = self.format.chat_template == "auto" and tokenizer.chat_template is not None
+
+    def render(self, prompt: str | Sequence[Message], where: str = "prompt") -> str:
+        """The text that is tokenised.
+
+        Raises:
+            DataError: chat messages, and no chat template to write them with; or a template that refuses
+                them.
+        """
+        if self.uses_chat_template:
+            return self._render_chat(prompt, where)
+        if not isinstance(prompt, str):
+            if self.format.chat_template == "auto":
+                raise DataError(
+                    f"{where}: the prompt is a list of chat messages, but the tokenizer "
+                    f"{self.tokenizer.source} has no chat template. Give it one (chat_template.jinja in its "
+                    "folder), write the prompt as text, or set data.chat_template=none to join the "
+                    "messages' texts."
+                )
+            prompt = "\n\n".join(message["content"] for message in prompt)
+        system = f"{self.format.system_prompt}\n\n" if self.format.system_prompt else ""
+        return f"{system}{self.format.prefix}{prompt}{self.format.suffix}"
+
+    def _render_chat(self, prompt: str | Sequence[Message], where: str) -> str:
+        if isinstance(prompt, str):
+            messages = [{"role": "user", "content": f"{self.format.prefix}{prompt}{self.format.suffix}"}]
+        else:
+            messages = list(prompt)
+        if self.format.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.format.system_prompt}, *messages]
+        return self.tokenizer.render_chat(messages, where=where)
+
+    def encode(self, prompt: str | Sequence[Message], where: str = "prompt") -> EncodedPrompt | None:
+        """Text and token ids of `prompt`; None if it is too long and such rows are dropped.
+
+        Raises:
+            DataError: too long, and that is an error; no tokens at all; see also `render`.
+        """
+        text = self.render(prompt, where)
+        # A chat template writes the special tokens itself; on plain text the tokenizer puts its own (such as
+        # a BOS).
+        token_ids = self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)
+        if not self.uses_chat_template and token_ids and token_ids[-1] == self.tokenizer.eos_token_id:
+            token_ids = token_ids[:-1]  # some tokenizers end every text; a prompt must stay open
+        if not token_ids:
+            raise DataError(f"{where}: the prompt {text!r:.60} becomes no tokens at all. Remove the row.")
+        limit = self.format.max_tokens
+        if limit is None or len(token_ids) <= limit:
+            return EncodedPrompt(text, token_ids)
+        if self.format.too_long == "drop":
+            return None
+        if self.format.too_long == "truncate_left":
+            return EncodedPrompt(text, token_ids[-limit:], num_truncated=len(token_ids) - limit)
+        raise DataError(
+            f"{where}: the prompt is {len(token_ids)} tokens long, and at most {limit} fit. Raise "
+            "data.max_prompt_tokens (as far as the model's context and rollout.sampling.max_tokens leave "
+            "room), shorten the row, or set data.too_long to drop or truncate_left."
+        )
+
+    def num_cut(self, prompt: str | Sequence[Message], where: str = "prompt") -> int | None:
+        """How many tokens `encode` would cut off `prompt`; None if it would drop it. Raises what it raises.
+
+        Tokenises only what might be too long, since no token is shorter than a byte: much quicker.
+        """
+        limit = self.format.max_tokens
+        if limit is None or len(self.render(prompt, where).encode()) + NUM_ADDED_TOKENS <= limit:
+            return 0
+        encoded = self.encode(prompt, where)
+        return None if encoded is None else encoded.num_truncated
+
+    def encode_answer(self, answer: str) -> list[int]:
+        """Token ids of a written answer, with the end of sequence: the target of supervised fine-tuning."""
+        return [*self.tokenizer.encode(answer), self.tokenizer.eos_token_id]

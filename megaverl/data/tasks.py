@@ -1,0 +1,157 @@
+"""Small tasks made on the spot, for the quickstart and for tests: nothing to download, easy to check.
+
+A transformer of a few layers half learns them from worked examples, and learns the rest by reinforcement.
+Prompts held out for validation never occur in training.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaverl.data.sentencepiece_model import train_sentencepiece
+from megaverl.errors import DataError
+
+Row = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of question.
+
+    Attributes:
+        prompt: a problem as text. A problem is a string of digits.
+        answer: its one right answer, digits too.
+        key: problems with the same key are as good as the same: all of them are held out, or none.
+        width: digits of a problem, for `num_digits` digits asked for.
+    """
+
+    name: str
+    description: str
+    prompt: Callable[[str], str]
+    answer: Callable[[str], str]
+    key: Callable[[str], str]
+    width: Callable[[int], int]
+
+
+def _sort_answer(problem: str) -> str:
+    return "".join(sorted(problem))
+
+
+def _reverse_answer(problem: str) -> str:
+    return problem[::-1]
+
+
+def _terms(problem: str) -> tuple[str, str]:
+    half = len(problem) // 2
+    return problem[:half], problem[half:]
+
+
+def _add_answer(problem: str) -> str:
+    """Lowest digit first, one digit more than the terms: each digit then needs no other to its right."""
+    first, second = _terms(problem)
+    return str(int(first) + int(second)).zfill(len(first) + 1)[::-1]
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task(
+            name="sort_digits",
+            description="Sort the digits: 'sort 41523 =' -> '12345'.",
+            prompt="sort {} =".format,
+            answer=_sort_answer,
+            key=str,
+            width=lambda num_digits: num_digits,
+        ),
+        Task(
+            name="reverse",
+            description="Write the digits backwards: 'reverse 41523 =' -> '32514'.",
+            prompt="reverse {} =".format,
+            answer=_reverse_answer,
+            key=str,
+            width=lambda num_digits: num_digits,
+        ),
+        Task(
+            name="add",
+            description="Add two numbers, lowest digit of the sum first: 'add 047 285 =' -> '2330'.",
+            prompt=lambda problem: "add {} {} =".format(*_terms(problem)),
+            answer=_add_answer,
+            key=lambda problem: "+".join(sorted(_terms(problem))),
+            width=lambda num_digits: 2 * num_digits,
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class TaskData:
+    """Rows {prompt, answer} of one task; `train` and `held_out` share no prompt."""
+
+    name: str
+    train: list[Row]
+    held_out: list[Row]
+
+    def texts(self) -> list[str]:
+        """Training prompts with their answers: what a tokenizer is trained on."""
+        return [row["prompt"] + row["answer"] for row in self.train]
+
+    def save(self, folder: str | Path) -> tuple[Path, Path]:
+        """Write `train.jsonl` and `held_out.jsonl` into `folder`; returns the two paths."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = folder / "train.jsonl", folder / "held_out.jsonl"
+        for path, rows in zip(paths, (self.train, self.held_out), strict=True):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        return paths
+
+    def train_tokenizer(self, path: str | Path) -> Path:
+        """Train a sentencepiece model for this task: digits single, the words around them a piece or two."""
+        return train_sentencepiece(self.texts(), path, vocab_size=64)
+
+
+def make_task(
+    name: str, *, num_train: int = 2048, num_held_out: int = 256, num_digits: int = 5, seed: int = 0
+) -> TaskData:
+    """Rows of the task `name`, the same for the same arguments.
+
+    Args:
+        num_digits: of the number to sort or reverse, or of each of the two terms to add; this sets the
+            difficulty.
+
+    Raises:
+        DataError: no such task, or fewer different problems than are asked for.
+    """
+    if name not in TASKS:
+        raise DataError(f"no task {name!r}; there are: {', '.join(TASKS)}.")
+    task = TASKS[name]
+    if num_digits < 1 or num_train < 1 or num_held_out < 0:
+        raise DataError(
+            f"task {name}: num_digits and num_train must be at least 1 and num_held_out at least 0; "
+            f"found {num_digits}, {num_train} and {num_held_out}."
+        )
+    width = task.width(num_digits)
+    draw = random.Random(f"{name}/{num_digits}/{seed}")
+    wanted, possible = num_train + num_held_out, 10**width
+    # Few problems: go through all of them in random order. Many: draw, and the same one is rare.
+    numbers = (
+        iter(draw.sample(range(possible), possible))
+        if possible < 4 * wanted
+        else (draw.randrange(possible) for _ in itertools.count())
+    )
+    chosen: dict[str, str] = {}
+    while len(chosen) < wanted:
+        number = next(numbers, None)
+        if number is None:
+            raise DataError(
+                f"task {name}: {wanted} different prompts were asked for, but with num_digits={num_digits} "
+                f"there are only {len(chosen)}. Ask for fewer, or for more digits."
+            )
+        problem = str(number).zfill(width)
+        chosen.setdefault(task.key(problem), problem)
+    rows = [{"prompt": task.prompt(problem), "answer": task.answer(problem)} for problem in chosen.values()]
+    return TaskData(name, train=rows[num_held_out:], held_out=rows[:num_held_out])

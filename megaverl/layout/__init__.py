@@ -1,0 +1,1 @@
+"""Where every element of every weight lives: pure arithmetic on boxes, no torch, no processes."""

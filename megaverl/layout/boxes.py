@@ -1,0 +1,127 @@
+"""Boxes: the ranges of an array that a layout speaks of, with the few operations plans need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A half-open range `[start, stop)` per axis of an array. Boxes sort by their start, then stop."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this box out of a tensor."""
+        return tuple(map(slice, self.start, self.stop))
+
+    def __str__(self) -> str:
+        return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.start, self.stop, strict=True)) + "]"
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """The box of a whole array of this shape."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def cut(shape: Sequence[int], axis: int, start: int, stop: int) -> Box:
+    """The box of `shape` narrowed to `[start, stop)` along one axis."""
+    starts, stops = [0] * len(shape), list(shape)
+    starts[axis], stops[axis] = start, stop
+    return Box(tuple(starts), tuple(stops))
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common box of two boxes of the same array, or None when they share no element."""
+    start = tuple(map(max, a.start, b.start))
+    stop = tuple(map(min, a.stop, b.stop))
+    for low, high in zip(start, stop, strict=True):
+        if low >= high:
+            return None
+    return Box(start, stop)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    return all(a <= b for a, b in zip(outer.start, inner.start, strict=True)) and all(
+        a >= b for a, b in zip(outer.stop, inner.stop, strict=True)
+    )
+
+
+def subtract(box: Box, hole: Box) -> list[Box]:
+    """The disjoint boxes that make up `box` without `hole`: at most two per axis."""
+    common = intersect(box, hole)
+    if common is None:
+        return [box]
+    rest = []
+    start, stop = list(box.start), list(box.stop)
+    for axis, (low, high) in enumerate(zip(common.start, common.stop, strict=True)):
+        if start[axis] < low:
+            rest.append(Box(tuple(start), (*stop[:axis], low, *stop[axis + 1 :])))
+        if high < stop[axis]:
+            rest.append(Box((*start[:axis], high, *start[axis + 1 :]), tuple(stop)))
+        start[axis], stop[axis] = low, high
+    return rest
+
+
+def same_up_to_ones(a: Sequence[int], b: Sequence[int]) -> bool:
+    """Whether two shapes are the same array up to axes of size one."""
+    return [n for n in a if n != 1] == [n for n in b if n != 1]
+
+
+def carry(inner: Box, outer: Box, target: Box) -> Box:
+    """Where `inner`, a part of `outer`, lies in `target`.
+
+    `outer` and `target` hold the same elements in the same order: their shapes agree up to axes of size
+    one (a 2-D expert weight inside a 3-D fused tensor).
+    """
+    offsets = [
+        (low - base, high - base)
+        for low, high, base, end in zip(inner.start, inner.stop, outer.start, outer.stop, strict=True)
+        if end - base != 1
+    ]
+    axes = iter(offsets)
+    start, stop = list(target.start), list(target.stop)
+    for axis, size in enumerate(target.shape):
+        if size != 1:
+            low, high = next(axes)
+            start[axis], stop[axis] = target.start[axis] + low, target.start[axis] + high
+    return Box(tuple(start), tuple(stop))
+
+
+def join(a: Box, b: Box) -> Box | None:
+    """The two boxes as one, when `b` follows `a` along one axis and they agree in the others; else None."""
+    joined = False
+    for a_start, a_stop, b_start, b_stop in zip(a.start, a.stop, b.start, b.stop, strict=True):
+        if a_start == b_start and a_stop == b_stop:
+            continue
+        if joined or a_stop != b_start:
+            return None
+        joined = True
+    return Box(a.start, b.stop) if joined else None
+
+
+def split(box: Box, max_numel: int) -> list[Box]:
+    """Cut a box into boxes of at most `max_numel` elements, along the slowest axes first."""
+    if box.numel <= max_numel:
+        return [box]
+    axis = next(axis for axis, size in enumerate(box.shape) if size > 1)
+    step = max(1, max_numel // (box.numel // box.shape[axis]))
+    parts = []
+    for low in range(box.start[axis], box.stop[axis], step):
+        high = min(low + step, box.stop[axis])
+        part = Box(
+            (*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :])
+        )
+        parts += split(part, max_numel)
+    return parts

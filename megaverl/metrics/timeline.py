@@ -1,0 +1,146 @@
+"""Where the time of a step goes: named spans, as milliseconds per step and as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class Timeline:
+    """Spans of host time on one rank.
+
+    with timeline.step(3):
+        with timeline.span("rollout"):
+            ...
+    timeline.step_metrics()   # {"time/rollout_ms": ..., "time/step_ms": ..., "time/other_ms": ...}
+
+    Spans nest; threads may open their own. On a GPU a span ends when the host has enqueued its work, so a
+    caller that wants device time synchronises before the span closes. The last `max_events` spans are kept
+    for the trace; the sums per step are exact whatever that number is.
+    """
+
+    def __init__(self, rank: int = 0, max_events: int = 200_000) -> None:
+        self.rank = rank
+        # One wall-clock reading ties the monotonic clock to those of other ranks.
+        self._wall_ns = time.time_ns()
+        self._clock_ns = time.perf_counter_ns()
+        self._events: deque[tuple[str, int, int, int, int | None]] = deque(maxlen=max_events)
+        self._totals: defaultdict[str, int] = defaultdict(int)
+        self._covered_ns = 0  # by outermost spans of the thread that runs the step
+        self._step: int | None = None
+        self._step_begin = 0
+        self._step_ns = 0
+        self._step_thread = threading.get_ident()
+        self._depth = threading.local()
+
+    def span(self, name: str) -> _Span:
+        """A context manager that times its block under `name`."""
+        return _Span(self, name)
+
+    def step(self, number: int) -> _Step:
+        """A context manager around one training step; sums start anew."""
+        return _Step(self, number)
+
+    def step_metrics(self, prefix: str = "time/") -> dict[str, float]:
+        """Milliseconds per span name in the current or last step.
+
+        Also `step_ms`, the whole step, and `other_ms`, what no outermost span of its thread covered.
+        A nested span counts in its own name and in the one around it.
+        """
+        metrics = {f"{prefix}{name}_ms": total / 1e6 for name, total in sorted(self._totals.items())}
+        if self._step is not None:
+            metrics[f"{prefix}step_ms"] = self._step_ns / 1e6
+            metrics[f"{prefix}other_ms"] = max(0, self._step_ns - self._covered_ns) / 1e6
+        return metrics
+
+    def trace_events(self) -> list[dict[str, Any]]:
+        """The spans in Chrome's trace-event format; the process id is the rank."""
+        offset = self._wall_ns - self._clock_ns
+        events: list[dict[str, Any]] = [
+            {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
+        ]
+        for name, begin, duration, thread, step in self._events:
+            event = {"ph": "X", "pid": self.rank, "tid": thread, "name": name}
+            event |= {"ts": (begin + offset) / 1e3, "dur": duration / 1e3}
+            if step is not None:
+                event["args"] = {"step": step}
+            events.append(event)
+        return events
+
+    def export(self, path: str | os.PathLike[str]) -> Path:
+        """Write the trace as JSON, to be opened in chrome://tracing or Perfetto."""
+        return _write_trace(Path(path), self.trace_events())
+
+    def _open(self) -> None:
+        self._depth.value = getattr(self._depth, "value", 0) + 1
+
+    def _close(self, name: str, begin: int, duration: int) -> None:
+        depth = self._depth.value = self._depth.value - 1
+        thread = threading.get_ident()
+        self._events.append((name, begin, duration, thread, self._step))
+        self._totals[name] += duration
+        if depth == 0 and thread == self._step_thread:
+            self._covered_ns += duration
+
+
+class _Span:
+    __slots__ = ("_begin", "_name", "_timeline")
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._timeline = timeline
+        self._name = name
+
+    def __enter__(self) -> _Span:
+        self._timeline._open()
+        self._begin = time.perf_counter_ns()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timeline._close(self._name, self._begin, time.perf_counter_ns() - self._begin)
+
+
+class _Step:
+    __slots__ = ("_number", "_timeline")
+
+    def __init__(self, timeline: Timeline, number: int) -> None:
+        self._timeline = timeline
+        self._number = number
+
+    def __enter__(self) -> _Step:
+        timeline = self._timeline
+        timeline._totals.clear()
+        timeline._covered_ns = timeline._step_ns = 0
+        timeline._step = self._number
+        timeline._step_thread = threading.get_ident()
+        timeline._step_begin = time.perf_counter_ns()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        timeline = self._timeline
+        timeline._step_ns = time.perf_counter_ns() - timeline._step_begin
+        timeline._events.append(
+            ("step", timeline._step_begin, timeline._step_ns, timeline._step_thread, self._number)
+        )
+
+
+def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
+    """Join the traces of several ranks into one file, on one time axis."""
+    events: list[dict[str, Any]] = []
+    for source in paths:
+        events += json.loads(Path(source).read_text(encoding="utf-8"))["traceEvents"]
+    return _write_trace(Path(path), events)
+
+
+def _write_trace(path: Path, events: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+    return path

@@ -1,0 +1,35 @@
+"""Each architecture's table of weights, and the registry that finds it by its Hugging Face name."""
+
+from megaverl.errors import ModelError
+from megaverl.layout.weights import Weight
+from megaverl.models.architectures import llama, qwen2, qwen3
+from megaverl.models.architectures.table import build
+from megaverl.models.spec import ModelSpec
+
+LAYER_RULES = {
+    "LlamaForCausalLM": llama.LAYER,
+    "Qwen2ForCausalLM": qwen2.LAYER,
+    "Qwen3ForCausalLM": qwen3.LAYER,
+}
+
+
+def weights_of(spec: ModelSpec, *, value_head: bool = False) -> list[Weight]:
+    """All global arrays of a model, named as Hugging Face names them.
+
+    With `value_head` the critic of this model: `score.weight` `[1, hidden]` in place of the language-model
+    head, embeddings not tied.
+
+    Raises:
+        ModelError: an architecture without a table, or attention biases where the table has none.
+    """
+    if spec.architecture not in LAYER_RULES:
+        raise ModelError(
+            f"architecture {spec.architecture!r} has no table of weights. "
+            f"Supported: {', '.join(LAYER_RULES)}."
+        )
+    if spec.qkv_bias and spec.architecture != "Qwen2ForCausalLM":
+        raise ModelError(
+            f"{spec.architecture} with `attention_bias: true` is not supported: only Qwen2 may have "
+            "biases on its attention projections."
+        )
+    return build(LAYER_RULES[spec.architecture], spec, value_head=value_head)

@@ -1,0 +1,17 @@
+"""Qwen2: Llama with a bias on the query, key and value projections."""
+
+from megaverl.layout.weights import Split
+from megaverl.models.architectures import llama
+from megaverl.models.architectures.table import Rule
+
+QKV_BIAS = tuple(
+    Rule(
+        f"self_attn.{part}_proj.bias",
+        (axis,),
+        split,
+        "self_attention.linear_qkv.bias",
+        "self_attn.qkv_proj.bias",
+    )
+    for part, axis, split in (("q", "q", Split.Q), ("k", "kv", Split.K), ("v", "kv", Split.V))
+)
+LAYER = llama.ATTENTION + QKV_BIAS + llama.MLP

@@ -1,0 +1,17 @@
+"""Qwen3: Llama with a norm over each query and key head."""
+
+from megaverl.layout.weights import Split
+from megaverl.models.architectures import llama
+from megaverl.models.architectures.table import Rule
+
+QK_NORMS = tuple(
+    Rule(
+        f"self_attn.{part}_norm.weight",
+        ("head",),
+        Split.REPLICATED,
+        f"self_attention.{part}_layernorm.weight",
+        f"self_attn.{part}_norm.weight",
+    )
+    for part in ("q", "k")
+)
+LAYER = llama.ATTENTION + QK_NORMS + llama.MLP

@@ -1,0 +1,29 @@
+"""RMSNorm for megatron-core's local layer spec."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation over the last dimension (arXiv 1910.07467, eq. 4).
+
+    megatron-core's own wrapper refuses sequence parallelism; this one marks its weight, so that
+    `finalize_model_grads` sums the gradient over the tensor-parallel ranks, each of which saw its part of
+    the sequence.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.hidden_size = (hidden_size,)
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[..., hidden] -> the same shape and dtype."""
+        return F.rms_norm(hidden, self.hidden_size, self.weight, self.eps)

@@ -1,0 +1,142 @@
+"""The process-group manager: grids over ranks, and every group made once.
+
+Groups belong to the manager, not to megatron-core's global `parallel_state`: actor and critic may lie on
+different grids over the same ranks, and groups over the same ranks are shared between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.errors import GridError
+from megaverl.parallel.grid import DIMS, EXPERT_DIMS, Coords, GridShape
+from megaverl.platform import platform
+
+platform.adapt_megatron()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.hyper_comm_grid import HyperCommGrid  # noqa: E402
+from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
+
+# Field of ProcessGroupCollection -> dimensions of the dense grid that the group spans.
+DENSE_GROUPS = {
+    "tp": ("tp",),
+    "cp": ("cp",),
+    "dp": ("dp",),
+    "pp": ("pp",),
+    "mp": ("tp", "pp"),
+    "tp_cp": ("tp", "cp"),
+    "dp_cp": ("cp", "dp"),
+    "tp_dp_cp": ("tp", "cp", "dp"),
+    "intra_dp_cp": ("cp", "dp"),
+    "intra_dist_opt": DIMS,
+}
+# ... and of the expert grid over the same ranks.
+EXPERT_GROUPS = {
+    "expt_tp": ("etp",),
+    "ep": ("ep",),
+    "expt_dp": ("edp",),
+    "tp_ep": ("etp", "ep"),
+    "tp_ep_pp": ("etp", "ep", "pp"),
+    "intra_expt_dp": ("edp",),
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's view of one grid: its coordinates and its groups."""
+
+    shape: GridShape
+    rank: int
+    coords: Coords
+    pg_collection: ProcessGroupCollection
+    world: dist.ProcessGroup
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return self.pg_collection.tp
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.pg_collection.pp
+
+    @property
+    def dp_group(self) -> dist.ProcessGroup:
+        return self.pg_collection.dp
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.coords.pp == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.coords.pp == self.shape.pp - 1
+
+
+class ProcessGroupManager:
+    """Makes grids over the ranks of the default group, each distinct process group once.
+
+    Args:
+        timeout_seconds: the deadline of every collective on the groups made here.
+    """
+
+    def __init__(self, timeout_seconds: float = 600.0) -> None:
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            tuple(range(dist.get_world_size())): dist.group.WORLD
+        }
+        # megatron-core's sequence-parallel layers ask for this buffer even without the global state
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+            parallel_state._set_global_memory_buffer()
+
+    @property
+    def num_groups(self) -> int:
+        """Distinct groups this rank is a member of."""
+        return len(self._groups)
+
+    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
+        """The group over `ranks` (this rank among them), made at the first request.
+
+        Only the members take part in making it, so they must ask in the same order.
+        """
+        key = tuple(sorted(ranks))
+        if key not in self._groups:
+            self._groups[key] = dist.new_group(
+                list(key), timeout=self._timeout, use_local_synchronization=True, group_desc=f"megaverl{key}"
+            )
+        return self._groups[key]
+
+    def grid(self, shape: GridShape, rank_offset: int = 0) -> Grid:
+        """Lay `shape` over the ranks from `rank_offset` on; every rank of the grid takes part.
+
+        Raises:
+            GridError: the grid reaches beyond the world, or this rank is not in it.
+        """
+        world, rank = dist.get_world_size(), dist.get_rank() - rank_offset
+        if rank_offset + shape.world_size > world or not 0 <= rank < shape.world_size:
+            raise GridError(
+                f"grid {shape} covers ranks {rank_offset} to {rank_offset + shape.world_size - 1}; "
+                f"rank {dist.get_rank()} of a world of {world} cannot build it."
+            )
+        groups: dict[str, Any] = {}
+        for fields, dims in ((DENSE_GROUPS, DIMS), (EXPERT_GROUPS, EXPERT_DIMS)):
+            enumeration = HyperCommGrid(list(shape.sizes(dims)), list(dims), rank_offset=rank_offset)
+            for field, spanned in fields.items():
+                groups[field] = self.group(_containing(enumeration.get_rank_enum(list(spanned)), dist.get_rank()))
+        stages = sorted(dist.get_process_group_ranks(groups["pp"]))
+        # Tied embeddings live on the first and last stage; only those ranks share a gradient group.
+        ends = {stages[0], stages[-1]}
+        groups["embd"] = self.group(ends) if dist.get_rank() in ends else None
+        groups["pos_embd"] = self.group([stages[0]]) if dist.get_rank() == stages[0] else None
+        groups["inter_dist_opt"] = self.group([dist.get_rank()])
+        everyone = self.group(range(rank_offset, rank_offset + shape.world_size))
+        return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), everyone)
+
+
+def _containing(enumeration: list[list[int]], rank: int) -> list[int]:
+    return next(ranks for ranks in enumeration if rank in ranks)

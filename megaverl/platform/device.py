@@ -1,0 +1,74 @@
+"""Which device this process computes on, chosen by what is there."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Platform:
+    """CUDA or CPU, and what follows from it.
+
+    Attributes:
+        is_cuda: a CUDA device is there and usable.
+        backend: the torch.distributed backend, `nccl` or `gloo`.
+    """
+
+    is_cuda: bool
+
+    @property
+    def backend(self) -> str:
+        return "nccl" if self.is_cuda else "gloo"
+
+    @property
+    def device(self) -> torch.device:
+        """This process's device: `cuda:LOCAL_RANK`, or `cpu`."""
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if self.is_cuda else torch.device("cpu")
+
+    @property
+    def default_dtype(self) -> torch.dtype:
+        """What `dtype: auto` means: bfloat16 where CUDA supports it, float32 (the reference) elsewhere."""
+        return torch.bfloat16 if self.is_cuda and torch.cuda.is_bf16_supported() else torch.float32
+
+    def start(self) -> None:
+        """Make `device` the current one."""
+        if self.is_cuda:
+            torch.cuda.set_device(self.device)
+
+    def synchronize(self) -> None:
+        """Wait for the device's outstanding work, so that a clock reads true."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def adapt_megatron(self) -> None:
+        """Adapt megatron-core to this machine; on CUDA nothing. Call before importing `megatron.core`."""
+        if not self.is_cuda:
+            _adapt_megatron_to_cpu()
+
+    def adapt_vllm(self) -> None:
+        """Adapt vLLM to this machine; on CUDA nothing. Call before importing `vllm`."""
+        if not self.is_cuda:
+            _adapt_vllm_to_cpu()
+
+
+@functools.cache
+def _adapt_megatron_to_cpu() -> None:
+    from megaverl.platform.megatron_cpu import ADAPTATIONS
+
+    for adaptation in ADAPTATIONS:
+        adaptation.apply()
+
+
+@functools.cache
+def _adapt_vllm_to_cpu() -> None:
+    from megaverl.platform.vllm_cpu import ADAPTATIONS
+
+    for adaptation in ADAPTATIONS:
+        adaptation.apply()
+
+
+platform = Platform(is_cuda=torch.cuda.is_available())

@@ -1,0 +1,190 @@
+"""Everything that megatron-core needs changed to run on a CPU. Not imported where CUDA is.
+
+megatron-core names the GPU in its source: `device='cuda'`, `torch.cuda.current_device()`,
+`'torch.cuda.FloatTensor'`, `.cuda()`. An import hook rewrites those few expressions, in `megatron.core`
+only, as each module is loaded; `torch` itself is never patched. `REWRITES` lists the rules.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import marshal
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from megaverl.platform.adaptation import Adaptation
+
+PACKAGE = "megatron.core"
+SHIM = "megaverl.platform.cuda_on_cpu"
+
+REWRITES = {
+    "the string 'cuda'": "becomes 'cpu': devices named in calls to torch.tensor, zeros, empty, device",
+    "the string 'torch.cuda.<T>Tensor'": "becomes 'torch.<T>Tensor': optimizers match parameter types by name",
+    "torch.cuda and from torch.cuda import ...": f"become {SHIM}: streams, events, random state, current device",
+    ".cuda(...)": "becomes .cpu(): tensors are already where they are computed on",
+    ".record_stream(stream)": f"becomes {SHIM}.record_stream: only the CUDA allocator reuses memory early",
+    "pin_memory=...": "becomes False: page-locked memory serves transfers to a GPU",
+}
+
+
+class CudaToCpu(ast.NodeTransformer):
+    """Applies `REWRITES` to one module's syntax tree; `count` says how many places it changed."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def _shim(self, node: ast.AST) -> ast.Name:
+        self.count += 1
+        return ast.copy_location(ast.Name("_cuda_on_cpu", ast.Load()), node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if node.value == "cuda":
+            replacement = "cpu"
+        elif isinstance(node.value, str) and node.value.startswith("torch.cuda.") and node.value.endswith("Tensor"):
+            replacement = node.value.replace("torch.cuda.", "torch.")
+        else:
+            return node
+        self.count += 1
+        return ast.copy_location(ast.Constant(replacement), node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return self._shim(node)
+        return self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:
+        if node.module == "torch.cuda" and node.level == 0:
+            self.count += 1
+            node.module = SHIM
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        if node.arg == "pin_memory":
+            self.count += 1
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+            return node
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Attribute):
+            return node
+        if node.func.attr == "cuda":
+            self.count += 1
+            function = ast.copy_location(ast.Attribute(node.func.value, "cpu", ast.Load()), node.func)
+            return ast.copy_location(ast.Call(function, [], []), node)
+        if node.func.attr == "record_stream":
+            function = ast.copy_location(ast.Attribute(self._shim(node), "record_stream", ast.Load()), node.func)
+            return ast.copy_location(ast.Call(function, [node.func.value, *node.args], node.keywords), node)
+        return node
+
+
+def rewrite(source: str, filename: str = "<string>") -> tuple[ast.Module, int]:
+    """Parse a megatron-core module and apply `REWRITES`; returns the tree and the number of changes."""
+    transformer = CudaToCpu()
+    tree = transformer.visit(ast.parse(source, filename))
+    if transformer.count:
+        shim = ast.ImportFrom("megaverl.platform", [ast.alias("cuda_on_cpu", "_cuda_on_cpu")], 0)
+        # after the docstring and any `from __future__`, which must come first
+        place = 0
+        for index, statement in enumerate(tree.body):
+            is_docstring = index == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+            if is_docstring or (isinstance(statement, ast.ImportFrom) and statement.module == "__future__"):
+                place = index + 1
+        tree.body.insert(place, ast.copy_location(shim, tree.body[0]))
+    return ast.fix_missing_locations(tree), transformer.count
+
+
+@functools.cache
+def _cache_tag() -> str:
+    """Names the bytecode cache after the rules, so that a changed rule never meets old bytecode."""
+    return "megaverl" + hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:12]
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module through `rewrite`, keeping its bytecode beside Python's own under another name."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = Path(self.get_filename(fullname))
+        stamp = path.stat().st_mtime_ns.to_bytes(8, "little")
+        cached = Path(importlib.util.cache_from_source(str(path), optimization=_cache_tag()))
+        try:
+            data = cached.read_bytes()
+            if data[:8] == stamp:
+                return marshal.loads(data[8:])
+        except (OSError, EOFError, ValueError, TypeError):
+            data = b""  # no cache yet, or a torn one: compile
+        tree, _ = rewrite(path.read_text(encoding="utf-8"), str(path))
+        code: CodeType = compile(tree, str(path), "exec", dont_inherit=True)
+        temporary = cached.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            cached.parent.mkdir(exist_ok=True)
+            temporary.write_bytes(stamp + marshal.dumps(code))
+            temporary.replace(cached)
+        except OSError as error:
+            # A read-only installation only costs the compilation, a second or two per start.
+            warnings.warn(f"bytecode of {fullname} is not cached: {error}", stacklevel=2)
+        return code
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds `megatron.core` modules as Python does, and hands them to `_Loader`."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != PACKAGE and not fullname.startswith(PACKAGE + "."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _install_import_hook() -> None:
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if PACKAGE in sys.modules:
+        raise RuntimeError(
+            "megatron.core was imported before megaverl.platform could adapt it to this CPU. "
+            "Import megaverl first, or call megaverl.platform.platform.adapt_megatron() before importing it."
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+def _quiet_fallback_warnings() -> None:
+    warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed.*")
+
+
+def _define_te_general_gemm() -> None:
+    """megatron-core 0.16 reads this name without defining it where Transformer Engine is absent."""
+    from megatron.core.transformer.moe import moe_utils
+
+    _set_missing(moe_utils, "te_general_gemm", None)
+
+
+def _set_missing(module: ModuleType, name: str, value: Any) -> None:
+    if not hasattr(module, name):
+        setattr(module, name, value)
+
+
+ADAPTATIONS = (
+    Adaptation("import hook", "megatron-core's source names the GPU as its only device", _install_import_hook),
+    Adaptation(
+        "quiet fallback warnings",
+        "every module says that Transformer Engine and Apex are absent, on a CPU as expected",
+        _quiet_fallback_warnings,
+    ),
+    Adaptation("moe te_general_gemm", "an undefined name without Transformer Engine", _define_te_general_gemm),
+)

@@ -1,0 +1,153 @@
+"""Everything that vLLM needs changed to serve training on a CPU. Not imported where CUDA is.
+
+vLLM's CPU build is made for serving fixed weights in processes that it starts itself. Here it lives in a
+training process, and its weights are updated in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.errors import RolloutError
+from megaverl.platform.adaptation import Adaptation
+
+# The key-value cache when the user sets none: for this many full-length responses, up to a limit.
+DEFAULT_NUM_SEQUENCES = 128
+MAX_CACHE_BYTES = 1 << 30
+BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
+SHARED_MEMORY = Path("/dev/shm")
+
+
+def _keep_weights_plain() -> None:
+    """oneDNN's packed copies would go on serving the old weights after an update."""
+    import vllm._custom_ops
+
+    vllm._custom_ops._supports_onednn = False
+
+
+def _keep_small_weights_plain() -> None:
+    """The same for the packed copies of the sgl kernels (AMX machines, 16-bit weights)."""
+    import vllm.model_executor.layers.utils as layers
+
+    layers.check_cpu_sgl_kernel = _no_sgl_kernel
+
+
+def _no_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
+    return False
+
+
+def _own_shared_memory_by_job() -> None:
+    """vLLM names it after its init method, which under torchrun is the same in every job on the machine."""
+    import vllm.v1.worker.cpu_worker as cpu_worker
+
+    start = cpu_worker.init_worker_distributed_environment
+    if getattr(start, "adapted", False):
+        return
+
+    @functools.wraps(start)
+    def start_with_unique_name(*args: Any, **kwargs: Any) -> None:
+        name = os.environ["VLLM_DIST_IDENT"] = shared_memory_name()
+        start(*args, **kwargs)
+        dist.barrier()  # every rank has mapped its buffers; without names they end with the last rank, killed or not
+        for buffer in SHARED_MEMORY.glob(f"{name}*"):
+            buffer.unlink(missing_ok=True)
+
+    start_with_unique_name.adapted = True  # type: ignore[attr-defined]
+    cpu_worker.init_worker_distributed_environment = start_with_unique_name
+
+
+def shared_memory_name() -> str:
+    """A name that all ranks on one machine share, and no other engine, job or machine.
+
+    Every rank of the default process group takes part: the first one draws the engine's part of the name.
+    """
+    drawn = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
+    dist.broadcast(drawn, src=0)
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    return f"megaverl-{bytes(drawn.tolist()).hex()}-{machine}-{SHARED_MEMORY.stat().st_dev}"
+
+
+def _quiet_expected_warnings() -> None:
+    warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op.*", category=FutureWarning)
+
+
+ADAPTATIONS = (
+    Adaptation(
+        "quiet expected warnings",
+        "vLLM looks at every attribute of every module to replace its Triton kernels, deprecated ones too",
+        _quiet_expected_warnings,
+    ),
+    Adaptation(
+        "no oneDNN weights",
+        "linear weights would be packed into oneDNN's own copies, which an update in place does not reach",
+        _keep_weights_plain,
+    ),
+    Adaptation(
+        "no sgl weights",
+        "small 16-bit weights would be packed for AMX, which an update in place does not reach",
+        _keep_small_weights_plain,
+    ),
+    Adaptation(
+        "shared memory by job",
+        "under torchrun every job on a machine would share one tensor-parallel buffer, several machines would seem "
+        "to be one, and buffers of killed ranks would stay",
+        _own_shared_memory_by_job,
+    ),
+)
+
+
+def engine_defaults(
+    *,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    num_sequences: int | None,
+) -> dict[str, Any]:
+    """EngineArgs that suit a CPU where the user has set none.
+
+    Eager, as compiling takes longer than it saves on small models and needs a C++ compiler; a cache for
+    `num_sequences` full-length responses (by default vLLM would take 92 % of the machine's memory); and blocks
+    small enough that short prompts share a prefix.
+
+    Args:
+        num_kv_heads: on one rank.
+    """
+    token_bytes = 2 * num_layers * num_kv_heads * head_dim * dtype.itemsize
+    blocks_each = -(-max_model_len // BLOCK_TOKENS)
+    block_bytes = BLOCK_TOKENS * token_bytes
+    wanted = (num_sequences or DEFAULT_NUM_SEQUENCES) * blocks_each * block_bytes
+    # vLLM keeps one block for itself, and one response must fit whatever the limit.
+    cache_bytes = max(min(wanted, MAX_CACHE_BYTES), blocks_each * block_bytes) + 2 * block_bytes
+    return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS}
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Refuse a head size that vLLM's CPU attention has no kernel for; it would fail in the first batch.
+
+    Raises:
+        RolloutError: with the sizes that there are.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if head_dim not in sizes:
+        raise RolloutError(
+            f"the model's heads have {head_dim} dimensions; vLLM's CPU attention has kernels for "
+            f"{', '.join(map(str, sizes))} only. Choose another model (head_dim, or hidden_size / "
+            "num_attention_heads, in config.json), or rollout.engine=hf."
+        )
+
+
+def without_compiler() -> AbstractContextManager[Any]:
+    """Run vLLM's `torch.compile`d helpers as plain Python: compiling them costs seconds and needs a C++ compiler."""
+    return torch.compiler.set_stance("force_eager")

@@ -1,0 +1,1 @@
+"""Moving weights as a plan says: local copies, point to point, files."""

@@ -1,0 +1,145 @@
+"""A process that compares formulas with math-verify, and can be killed when one takes for ever.
+
+`python -m megaverl.rewards.math_worker` reads one JSON list [reference, response] a line and answers true or
+false. math-verify's own time limit is a signal: it needs the main thread, and it never interrupts a huge
+integer power.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from typing import Any, ClassVar
+
+from megaverl.errors import RewardError
+
+START_SECONDS = 120.0  # importing sympy on a loaded machine
+
+
+class MathWorker:
+    """Talks to the process; starts it when it is first needed and after it had to be killed."""
+
+    _shared: ClassVar[MathWorker | None] = None
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._received = b""
+        self.num_timeouts = 0
+
+    @classmethod
+    def shared(cls) -> MathWorker:
+        """The one worker of this process, closed when the process ends."""
+        if cls._shared is None:
+            cls._shared = cls()
+            atexit.register(cls._shared.close)
+        return cls._shared
+
+    def equal(self, reference: str, response: str, timeout_seconds: float) -> bool:
+        """Whether the two mean the same; False too if that takes longer than `timeout_seconds`.
+
+        Raises:
+            RewardError: the process cannot be started, or dies.
+        """
+        with self._lock:
+            if self._process is None:
+                self._start()
+            try:
+                self._send([reference, response])
+                return bool(self._answer(timeout_seconds))
+            except TimeoutError:
+                self.num_timeouts += 1
+                self.close()
+                return False
+
+    def close(self) -> None:
+        """End the process, if there is one."""
+        process, self._process, self._received = self._process, None, b""
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+    def _start(self) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megaverl.rewards.math_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+        try:
+            self._answer(START_SECONDS)
+        except TimeoutError:
+            self.close()
+            raise RewardError(
+                f"reward 'math_verify': its process did not start within {START_SECONDS:.0f} s."
+            ) from None
+
+    def _send(self, request: list[str]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def _answer(self, timeout_seconds: float) -> Any:
+        assert self._process is not None and self._process.stdout is not None
+        deadline = time.monotonic() + timeout_seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._received:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    raise TimeoutError
+                data = os.read(self._process.stdout.fileno(), 65536)
+                if not data:
+                    raise self._died()
+                self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def _died(self) -> RewardError:
+        process = self._process
+        code = process.wait() if process is not None else None
+        self.close()
+        return RewardError(
+            f"reward 'math_verify': its process ended with code {code}. Try it by hand: "
+            'echo \'["1/2", "0.5"]\' | python -m megaverl.rewards.math_worker'
+        )
+
+
+def serve() -> None:
+    """Answer on the standard output until the standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints must not mix with the answers
+    import logging
+
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+    def answer(value: bool) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    answer(True)
+    for line in sys.stdin.buffer:
+        reference, response = json.loads(line)
+        # A bare formula is found reliably only as LaTeX; one with its own marks stays as it is.
+        marked = any(mark in reference for mark in ("$", "\\(", "\\[", "\\boxed"))
+        expected = parse(reference if marked else f"${reference}$", parsing_timeout=None)
+        answer(bool(verify(expected, parse(response, parsing_timeout=None), timeout_seconds=None)))
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,197 @@
+"""The reward of a run: a weighted sum of functions, each of which is checked for what it returns."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaverl.errors import RewardError
+from megaverl.rewards.registry import RewardFunction, find_reward, import_function
+from megaverl.rewards.sample import RewardOutput, RewardSample
+
+SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One term of the sum."""
+
+    name: str
+    function: RewardFunction
+    weight: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    accuracy: bool = False
+
+    def score(self, samples: Sequence[RewardSample]) -> list[float]:
+        """One finite number for every sample.
+
+        Raises:
+            RewardError: the function raises, or returns something else; names the sample.
+        """
+        if self.function.batched:
+            return self._score_batch(samples)
+        return [self._score_one(sample, number, len(samples)) for number, sample in enumerate(samples)]
+
+    def _score_one(self, sample: RewardSample, number: int, count: int) -> float:
+        where = f"sample {number} of {count} (prompt: {_excerpt(sample.prompt)})"
+        if self.function.takes_samples:
+            arguments: tuple[Any, ...] = (sample,)
+        else:
+            arguments = (sample.prompt, sample.response, sample.reference, dict(sample.extra))
+        try:
+            value = self.function.function(*arguments, **self.options)
+        except Exception as error:  # a user's function may raise anything; the run ends with its name
+            raise self._raised(error, where) from error
+        return self._number(value, where)
+
+    def _score_batch(self, samples: Sequence[RewardSample]) -> list[float]:
+        where = f"a batch of {len(samples)} samples"
+        if self.function.takes_samples:
+            arguments: tuple[Any, ...] = (list(samples),)
+        else:
+            arguments = (
+                [sample.prompt for sample in samples],
+                [sample.response for sample in samples],
+                [sample.reference for sample in samples],
+                [dict(sample.extra) for sample in samples],
+            )
+        try:
+            values = self.function.function(*arguments, **self.options)
+        except Exception as error:  # as above
+            raise self._raised(error, where) from error
+        values = values.tolist() if hasattr(values, "tolist") else values
+        if not isinstance(values, list | tuple):
+            raise RewardError(
+                f"reward {self.name!r} returned {_shown(values)} for {where}; being batched, it must return "
+                f"a list of {len(samples)} numbers."
+            )
+        if len(values) != len(samples):
+            raise RewardError(
+                f"reward {self.name!r} returned {len(values)} numbers for {where}; it must return one for "
+                "each, in their order."
+            )
+        return [
+            self._number(value, f"sample {number} of {len(samples)} (prompt: {_excerpt(sample.prompt)})")
+            for number, (value, sample) in enumerate(zip(values, samples, strict=True))
+        ]
+
+    def _number(self, value: Any, where: str) -> float:
+        if hasattr(value, "item"):  # a scalar of numpy or torch
+            try:
+                value = value.item()
+            except (ValueError, RuntimeError) as error:
+                raise RewardError(
+                    f"reward {self.name!r} returned {_shown(value)} for {where}; it must return one number."
+                ) from error
+        if not isinstance(value, numbers.Real):
+            missing = " Does every path through the function return one?" if value is None else ""
+            raise RewardError(
+                f"reward {self.name!r} returned {_shown(value)} for {where}; it must return one number.{missing}"
+            )
+        if not math.isfinite(value):
+            raise RewardError(
+                f"reward {self.name!r} returned {float(value)} for {where}; it must be finite. Return a "
+                "number, such as 0, where the response cannot be scored."
+            )
+        return float(value)
+
+    def _raised(self, error: Exception, where: str) -> RewardError:
+        return RewardError(
+            f"reward {self.name!r} raised {type(error).__name__}: {error}, on {where}. Mend the function or "
+            "the row; a response that cannot be scored should get a number such as 0."
+        )
+
+
+class Reward:
+    """Scores samples by the weighted sum of `components`."""
+
+    def __init__(self, components: Sequence[Component]) -> None:
+        if not components:
+            raise RewardError("no reward is configured. Add one, for example reward: [{name: exact_match}].")
+        self.components = list(components)
+        marked = [component.name for component in components if component.accuracy]
+        if len(marked) > 1:
+            raise RewardError(f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy.")
+        self.accuracy_component = marked[0] if marked else components[0].name
+
+    def score(self, samples: Sequence[RewardSample]) -> RewardOutput:
+        """Totals, components and correctness of `samples`, in their order.
+
+        Raises:
+            RewardError: a function raises, or returns anything but one finite number for each sample.
+        """
+        scores = {component.name: component.score(samples) for component in self.components}
+        total = [
+            math.fsum(component.weight * scores[component.name][number] for component in self.components)
+            for number in range(len(samples))
+        ]
+        correct = [value >= 1.0 for value in scores[self.accuracy_component]]
+        return RewardOutput(total, scores, correct)
+
+
+def build_reward(specs: Any) -> Reward:
+    """The reward that a configuration describes.
+
+    Args:
+        specs: one entry or a list of entries; an entry is a built-in reward's name, or a mapping or object
+            with `name` (a built-in reward, or a label beside `function`), `function` (`module:function` or
+            `path/to/file.py:function`), `weight` (1), `options` (keyword arguments), `batched` (whether
+            `function` takes lists), `accuracy` (whether this one decides what counts as correct). Further
+            keys of a mapping are options too; `batched` and `accuracy` may also stand among the options.
+
+    Raises:
+        RewardError: an entry that names nothing known, or options that the function does not take.
+    """
+    entries = [specs] if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence) else specs
+    components: list[Component] = []
+    taken: dict[str, int] = {}
+    for entry in entries:
+        component = _build_component(_as_mapping(entry))
+        taken[component.name] = taken.get(component.name, 0) + 1
+        if taken[component.name] > 1:
+            component = Component(**{**vars(component), "name": f"{component.name}_{taken[component.name]}"})
+        components.append(component)
+    return Reward(components)
+
+
+def _as_mapping(entry: Any) -> dict[str, Any]:
+    if isinstance(entry, str):
+        return {"name": entry}
+    if not isinstance(entry, Mapping):
+        return {key: getattr(entry, key) for key in SPEC_KEYS if getattr(entry, key, None) is not None}
+    options = {
+        **(entry.get("options") or {}),
+        **{key: value for key, value in entry.items() if key not in SPEC_KEYS},
+    }
+    return {**{key: value for key, value in entry.items() if key in SPEC_KEYS}, "options": options}
+
+
+def _build_component(entry: Mapping[str, Any]) -> Component:
+    options = dict(entry.get("options") or {})
+    batched = bool(entry.get("batched", options.pop("batched", False)))
+    accuracy = bool(entry.get("accuracy", options.pop("accuracy", False)))
+    name, target = entry.get("name"), entry.get("function")
+    if target:
+        label = name or target.rpartition(":")[2]
+        function = RewardFunction(label, import_function(target), batched)
+    elif name:
+        label = name
+        function = find_reward(name)
+    else:
+        raise RewardError(f"a reward needs a name or a function; found {dict(entry)!r}.")
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise RewardError(f"reward {label!r}: weight is {weight!r}; it must be a finite number.")
+    function.check_options(options)
+    return Component(label, function, float(weight), options, accuracy)
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 80 else f"{text[:40]} ... {text[-35:]}")
+
+
+def _shown(value: Any) -> str:
+    return f"{type(value).__name__} {value!r:.60}"

@@ -1,0 +1,63 @@
+"""What a reward sees, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """One response with what is known about its prompt.
+
+    Attributes:
+        prompt: text, as the model saw it.
+        response: text, without special tokens.
+        reference: the reference answer of the row, of any JSON type; None if there is none.
+        extra: the row's other columns.
+        finish_reason: `stop` (the model ended it) or `length` (it was cut off); None if not known.
+        num_tokens: of the response, with its end of sequence; None if not known.
+    """
+
+    prompt: str
+    response: str
+    reference: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+    num_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """Rewards of a list of samples, in its order.
+
+    Attributes:
+        total: the weighted sums of the components: what is trained on.
+        components: each component by name, not weighted.
+        correct: what accuracy and pass@k count: the component that the configuration names with `accuracy:
+            true`, else the first one, is 1 or more.
+    """
+
+    total: list[float]
+    components: dict[str, list[float]]
+    correct: list[bool]
+
+    def metrics(self, prefix: str = "reward") -> dict[str, float]:
+        """Mean, spread and extremes of the total, each component's mean, accuracy; empty for no samples."""
+        if not self.total:
+            return {}
+        mean = _mean(self.total)
+        values = {
+            f"{prefix}/mean": mean,
+            f"{prefix}/std": _mean([(value - mean) ** 2 for value in self.total]) ** 0.5,
+            f"{prefix}/min": min(self.total),
+            f"{prefix}/max": max(self.total),
+            f"{prefix}/accuracy": _mean([float(value) for value in self.correct]),
+        }
+        values.update({f"{prefix}/{name}_mean": _mean(scores) for name, scores in self.components.items()})
+        return values
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

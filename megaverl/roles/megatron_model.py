@@ -1,0 +1,254 @@
+"""One role's Megatron-core model on its grid: score tokens, take an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.layout.megatron import megatron_layouts
+from megaverl.models.architectures import weights_of
+from megaverl.models.build import build_model, layers_per_stage, named_parameters, uses_transformer_engine
+from megaverl.models.heads import vocab_parallel_log_probs
+from megaverl.models.options import check_divides, padded_vocab_size, transformer_config
+from megaverl.models.spec import ModelSpec
+from megaverl.parallel.collectives import together
+from megaverl.parallel.groups import Grid
+from megaverl.platform import platform
+from megaverl.reshard.files import load_folder
+
+platform.adapt_megatron()
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+
+
+@dataclass
+class MicroBatch:
+    """Samples that go through the model together: prompt and response joined, right-padded.
+
+    Attributes:
+        rows: [b] int64, the samples' places in the whole batch.
+        tokens: [b, s] int64. Padding on the right needs no mask: causal attention never sees it.
+        prompt_lengths, response_lengths: [b] int64.
+        fields: what a loss needs, by name, each [b, r] for responses of at most r tokens.
+    """
+
+    rows: torch.Tensor
+    tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    response_lengths: torch.Tensor
+    fields: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_response_columns(self) -> int:
+        """r: the longest response here."""
+        return int(self.response_lengths.max()) if self.rows.numel() else 0
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[b, r] bool: where a response token is."""
+        return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
+
+    def predicting_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(row, position) [n] of each response token's predecessor, whose output predicts that token."""
+        row, column = self.response_mask.nonzero(as_tuple=True)
+        return row, self.prompt_lengths[row] - 1 + column
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        if self.tokens.device == device:
+            return self
+        return MicroBatch(
+            self.rows.to(device),
+            self.tokens.to(device),
+            self.prompt_lengths.to(device),
+            self.response_lengths.to(device),
+            {name: tensor.to(device) for name, tensor in self.fields.items()},
+        )
+
+
+# (model output on the last stage, micro-batch) -> per-response-token values [b, r]
+Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+# ... -> (this micro-batch's share of the global loss, sums to be added over micro-batches and ranks)
+Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+
+
+class MegatronModel:
+    """The chunks of a GPTModel that this rank holds, and how to run them through the pipeline.
+
+    Args:
+        overrides: the user's TransformerConfig fields.
+        value_head: a critic: one value per position instead of logits.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        grid: Grid,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        overrides: Mapping[str, Any] | None = None,
+        value_head: bool = False,
+        role: str = "actor",
+    ) -> None:
+        check_divides(spec, grid.shape, role)
+        self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
+        self.config = transformer_config(spec, grid.shape, dtype, overrides)
+        self.chunks = build_model(spec, self.config, grid, value_head=value_head, seed=seed)
+        self.parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
+        self.weights = weights_of(spec, value_head=value_head)
+        self.layout_of = megatron_layouts(
+            self.weights,
+            spec,
+            grid.shape,
+            padded_vocab_size=padded_vocab_size(spec.vocab_size, grid.shape.tp),
+            transformer_engine=uses_transformer_engine(),
+            layer_split=layers_per_stage(self.config, grid.shape),
+        )
+        self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
+        self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its model replica: last stage, first tensor- and context-parallel rank."""
+        coords = self.grid.coords
+        return self.grid.is_last_stage and coords.tp == 0 and coords.cp == 0
+
+    def load(self, folder: str | Path) -> list[str]:
+        """Fill this rank's parameters from a Hugging Face folder, reading its own slices only.
+
+        A critic may start from a language model: its value head stays as it was initialised. Every rank takes
+        part, and all fail if one does. Returns the names that the folder lacked.
+
+        Raises:
+            ModelError: a missing or damaged file, or tensors that do not fit the model.
+        """
+        absent: list[str] = []
+        with together(self.grid.world):
+            absent = load_folder(
+                folder,
+                self.layout_of(self.grid.rank),
+                self.parameters,
+                weights=self.weights,
+                optional=("score.weight",) if self.value_head else (),
+            )
+        return absent
+
+    def to(self, device: torch.device) -> None:
+        """Move the weights, as a model without an optimizer may."""
+        for chunk in self.chunks:
+            chunk.to(device)
+
+    def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, int]) -> torch.Tensor:
+        """Per-response-token values of the whole batch, on every rank.
+
+        Every rank of the grid takes part; each data-parallel rank holds the micro-batches of its samples.
+
+        Returns:
+            [B, R] float32 of `shape`, zero where there is no response token.
+        """
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(batches).to(platform.device)
+            return self._forward(model, batch), partial(self._detached, score, batch)
+
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            outputs = self._run(self.chunks, micro_batches, forward_step, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
+        if self.reports:
+            for rows, values in outputs:
+                result[rows, : values.shape[1]] += values
+        # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
+        dist.all_reduce(result, group=self.grid.world)
+        return result.cpu()
+
+    def forward_backward(
+        self, chunks: list[Any], micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Accumulate gradients over `micro_batches`; returns each one's sums on the last stage, else nothing."""
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(batches).to(platform.device)
+
+            def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+                value, sums = loss(output, batch)
+                return value, torch.ones((), dtype=torch.int, device=output.device), sums
+
+            return self._forward(model, batch), loss_func
+
+        return self._run(chunks, micro_batches, forward_step, forward_only=False)
+
+    def _run(self, chunks: list[Any], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool) -> Any:
+        iterators = [iter(micro_batches) for _ in chunks]
+        return self._schedule(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            # with variable_seq_lengths the stages exchange the true shape of every micro-batch
+            seq_length=micro_batches[0].tokens.shape[1],
+            micro_batch_size=micro_batches[0].tokens.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=self.grid.pg_collection,
+            **({"p2p_communicator": self._p2p} if self._p2p else {}),
+        )
+
+    def _forward(self, model: Any, batch: MicroBatch) -> torch.Tensor:
+        tokens = batch.tokens
+        if self.config.sequence_parallel and tokens.shape[1] % self.grid.shape.tp:
+            # the sequence is cut over tensor-parallel ranks into equal parts
+            tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.grid.shape.tp))
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return model(tokens, positions, None)
+
+    @staticmethod
+    def _detached(
+        score: Score, batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch.rows, score(output, batch)
+
+    def log_probs(
+        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of every response token.
+
+        Args:
+            logits: [b, s, padded_vocab / tp], this rank's shard.
+
+        Returns:
+            (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
+        """
+        row, position = batch.predicting_positions()
+        log_probs, entropy = vocab_parallel_log_probs(
+            logits[row, position],
+            batch.tokens[row, position + 1],
+            vocab_size=self.spec.vocab_size,
+            temperature=temperature,
+            with_entropy=with_entropy,
+            group=self.grid.tp_group,
+        )
+        return _spread(log_probs, batch), _spread(entropy, batch)
+
+    @staticmethod
+    def values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """[b, s, 1] -> values [b, r]: the value before each response token is taken."""
+        row, position = batch.predicting_positions()
+        return _spread(output[row, position, 0].float(), batch)
+
+
+def _spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """[n response tokens] -> [b, r], zero in the padding."""
+    mask = batch.response_mask
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

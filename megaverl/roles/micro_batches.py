@@ -1,0 +1,71 @@
+"""From a batch to the micro-batches of this data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import plan_micro_batches
+from megaverl.roles.megatron_model import MegatronModel, MicroBatch
+
+
+def micro_batches_for(
+    model: MegatronModel,
+    batch: RolloutBatch,
+    max_tokens: int,
+    fields: Mapping[str, torch.Tensor] | None = None,
+    samples: Sequence[int] | None = None,
+) -> list[MicroBatch]:
+    """This rank's share of `batch`, cut under the token budget; every data-parallel rank gets as many.
+
+    The batch is the same on all ranks, so each computes the same plan and takes its own part.
+
+    Args:
+        max_tokens: rows x longest row of a micro-batch never exceed it.
+        fields: [B, R] tensors that the loss needs.
+        samples: the samples of this mini-batch; all if not given.
+
+    Raises:
+        DataError: one sample alone is above the budget.
+    """
+    shape = model.grid.shape
+    multiple_of = shape.tp if model.config.sequence_parallel else 1
+    plan = plan_micro_batches(
+        batch.sequence_lengths.tolist(),
+        shape.dp,
+        max_tokens,
+        indices=samples,
+        multiple_of=multiple_of,
+        # an interleaved pipeline takes micro-batches in groups of its stages
+        count_multiple_of=shape.pp if shape.vpp else 1,
+        key=f"{model.role}.micro_batch_tokens",
+    )
+    bare = RolloutBatch(
+        {
+            name: batch[name]
+            for name in ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
+        }
+    )
+    return [_micro_batch(bare, rows, fields or {}, multiple_of) for rows in plan[model.grid.coords.dp]]
+
+
+def _micro_batch(
+    batch: RolloutBatch, rows: list[int], fields: Mapping[str, torch.Tensor], multiple_of: int
+) -> MicroBatch:
+    if not rows:
+        # A rank that has no samples left still takes part: one row without a response, of no weight.
+        batch = batch.select([]).pad_to(samples=1)
+        index = torch.zeros(1, dtype=torch.int64)
+    else:
+        batch = batch.select(rows)
+        index = torch.tensor(rows, dtype=torch.int64)
+    width = int(batch.response_lengths.max())
+    return MicroBatch(
+        rows=index,
+        tokens=batch.joined(multiple_of=multiple_of).token_ids,
+        prompt_lengths=batch.prompt_lengths,
+        response_lengths=batch.response_lengths,
+        fields={name: tensor[index, :width] for name, tensor in fields.items()},
+    )

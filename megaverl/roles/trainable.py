@@ -1,0 +1,180 @@
+"""A Megatron-core model with its optimizer: one update from micro-batches and a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
+from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.parallel.collectives import gather_json
+from megaverl.platform import platform
+from megaverl.roles.megatron_model import Loss, MegatronModel, MicroBatch
+
+platform.adapt_megatron()
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """What one optimizer step did.
+
+    Attributes:
+        sums: the loss's sums, added over all micro-batches and data-parallel ranks, equal on every rank.
+        grad_norm: of the whole model, before clipping.
+        applied: False if the step was skipped for a non-finite gradient (loss scaling with float16 only).
+    """
+
+    sums: MetricSums
+    grad_norm: float
+    learning_rate: float
+    applied: bool
+
+
+class TrainableModel:
+    """Wraps a `MegatronModel` in megatron-core's DistributedDataParallel, optimizer and scheduler.
+
+    Args:
+        total_updates: how many optimizer steps the run will take; the learning rate decays over them.
+    """
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        *,
+        optimizer: Mapping[str, Any],
+        scheduler: Mapping[str, Any],
+        ddp: Mapping[str, Any],
+        total_updates: int,
+    ) -> None:
+        self.model = model
+        grid = model.grid
+        try:
+            ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | dict(ddp)))
+            config = OptimizerConfig(
+                **(
+                    {
+                        "params_dtype": model.config.params_dtype,
+                        "bf16": model.config.bf16,
+                        "fp16": model.config.fp16,
+                        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+                    }
+                    | dict(optimizer)
+                )
+            )
+        except (AssertionError, ValueError, TypeError) as error:
+            raise ConfigError(f"{model.role}.optimizer or {model.role}.ddp: megatron-core refuses it: {error}") from error
+        self.chunks = [
+            DistributedDataParallel(
+                config=model.config,
+                ddp_config=ddp_config,
+                module=chunk,
+                disable_bucketing=index > 0,
+                pg_collection=grid.pg_collection,
+            )
+            for index, chunk in enumerate(model.chunks)
+        ]
+        self._overlap_param_gather = ddp_config.overlap_param_gather
+        self.optimizer = get_megatron_optimizer(
+            config, self.chunks, use_gloo_process_groups=False, pg_collection=grid.pg_collection
+        )
+        self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(config, scheduler, total_updates))
+        model.config.grad_scale_func = self.optimizer.scale_loss
+        model.config.finalize_model_grads_func = _finalize
+        if ddp_config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else math.nan
+
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> UpdateReport:
+        """One optimizer step on this data-parallel rank's share of a mini-batch. Every rank takes part.
+
+        Raises:
+            TrainingStopped: the loss or the gradient is not finite; the weights are left as they were.
+        """
+        learning_rate = self.learning_rate
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self.model.forward_backward(self.chunks, micro_batches, loss)
+        sums = self._reduce(reports)
+        found_inf = self.optimizer.prepare_grads()
+        grad_norm = math.nan if found_inf else float(self.optimizer.get_grad_norm())
+        if not found_inf:
+            self._check_finite(sums, grad_norm)
+            self._clip(grad_norm)
+            self.optimizer.step_with_ready_grads()
+            if self._overlap_param_gather:
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
+        self.scheduler.step(increment=1)
+        return UpdateReport(sums, grad_norm, learning_rate, applied=not found_inf)
+
+    def _reduce(self, reports: list[Mapping[str, torch.Tensor]]) -> MetricSums:
+        """Add the losses' sums over micro-batches and ranks. All ranks learn the names from the last stages."""
+        mine = MetricSums()
+        if self.model.reports:
+            for report in reports:
+                mine = add_metrics(mine, report)
+        names, packed = pack_metrics(mine)
+        total = MetricSums()
+        for part in gather_json([names, packed.tolist()], self.model.grid.world):
+            total = add_metrics(total, unpack_metrics(part[0], torch.tensor(part[1], dtype=torch.float64)))
+        return total
+
+    def _check_finite(self, sums: MetricSums, grad_norm: float) -> None:
+        wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
+        if wrong or not math.isfinite(grad_norm):
+            raise TrainingStopped(
+                f"{self.model.role}: the update is not finite ({', '.join(wrong) or 'loss finite'}; gradient norm "
+                f"{grad_norm}). The weights were not changed. Lower {self.model.role}.optimizer.lr, or look at the "
+                "rewards and log-probs of this step in metrics.jsonl."
+            )
+
+    def _clip(self, grad_norm: float) -> None:
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
+            if parameters and optimizer.config.clip_grad > 0:
+                clip_grad_by_total_norm_fp32(parameters, max_norm=optimizer.config.clip_grad, total_norm=grad_norm)
+
+
+def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_updates: int) -> dict[str, Any]:
+    """Arguments of megatron-core's OptimizerParamScheduler: constant learning rate unless `given` says more."""
+    peak = config.lr if config.lr is not None else 1e-6
+    weight_decay = config.weight_decay
+    return {
+        "init_lr": 0.0 if given.get("lr_warmup_steps") else peak,
+        "max_lr": peak,
+        "min_lr": config.min_lr if config.min_lr is not None else 0.0,
+        "lr_warmup_steps": 0,
+        "lr_decay_steps": max(total_updates, 1),
+        "lr_decay_style": "constant",
+        "start_wd": weight_decay,
+        "end_wd": weight_decay,
+        "wd_incr_steps": max(total_updates, 1),
+        "wd_incr_style": "constant",
+        "use_checkpoint_opt_param_scheduler": True,
+    } | dict(given)
+
+
+def _finalize(chunks: list[Any], num_tokens: Any, **groups: Any) -> None:
+    """Reduce gradients over the ranks without scaling: losses are already normalised over the global batch."""
+    finalize_model_grads(chunks, None, **groups)
+
+

@@ -1,0 +1,175 @@
+"""What every generation engine is: the words it is asked in and the words it answers in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from megaverl.errors import RolloutError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megaverl.layout.layout import Layout
+    from megaverl.layout.weights import Weight
+    from megaverl.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One response.
+
+    Attributes:
+        token_ids: the generated tokens; a stop token that ended them is the last one, as it is trained on too.
+        log_probs: natural log of the probability with which each token was drawn, after temperature, top-k
+            and top-p.
+        finish_reason: "stop" (a stop token was drawn) or "length" (max_tokens were).
+    """
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finish_reason: str
+
+
+class SamplingOptions:
+    """How tokens are drawn. The names are those of vLLM's SamplingParams; so are those in `extra`.
+
+    Attributes:
+        max_tokens: most tokens of a response, the stop token among them.
+        temperature: logits are divided by it; 0 is greedy.
+        top_p, top_k: draw from the smallest set of tokens that holds this probability, from the k likeliest
+            (0: from all).
+        stop_token_ids: end a response, besides those that the engine was made with.
+        ignore_eos: only `stop_token_ids` given here end a response.
+        extra: further fields of vLLM's SamplingParams.
+    """
+
+    def __init__(
+        self,
+        max_tokens: int,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        **extra: Any,
+    ) -> None:
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.top_p = top_p
+        self.top_k = max(0, top_k)  # vLLM also takes -1 for "all"
+        self.stop_token_ids = tuple(stop_token_ids or ())
+        self.ignore_eos = ignore_eos
+        self.extra: Mapping[str, Any] = extra
+
+    def __repr__(self) -> str:
+        return f"SamplingOptions({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+
+    def stop_tokens(self, of_engine: Sequence[int]) -> list[int]:
+        """Every token that ends a response of an engine made with `of_engine`."""
+        return sorted({*self.stop_token_ids, *(() if self.ignore_eos else of_engine)})
+
+
+class Engine(Protocol):
+    """A model that generates, or this rank's part of one.
+
+    `num_replicas` engines of `tp_size` neighbouring ranks each share the world; this rank is number `tp_rank`
+    of engine `replica`. Every rank of a replica calls each method alike.
+    """
+
+    tp_size: int
+    tp_rank: int
+    replica: int
+    num_replicas: int
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        """The parameters that this rank holds, under the engine's names; written in place by a reshard."""
+
+    def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
+        """Rank -> where the elements of `weights` stand in that rank's `named_parameters()`."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """One response per prompt, in order.
+
+        What is drawn for a prompt depends on the prompt, its seed and the weights, not on the other prompts.
+
+        Args:
+            prompts: token ids.
+            seeds: one per prompt (see `megaverl.rollout.seeds`).
+
+        Raises:
+            RolloutError: a prompt that is empty, too long or not of this vocabulary; checked before any work.
+        """
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what was computed with old weights; to be called after every change of them."""
+
+    def sleep(self) -> None:
+        """Free device memory until `wake_up`, where the engine can."""
+
+    def wake_up(self) -> None:
+        """Take the memory back; the weights are as they were, the cache is empty."""
+
+    def close(self) -> None:
+        """Free what the engine holds; it cannot be used afterwards."""
+
+
+EngineKind = Literal["vllm", "hf"]
+
+
+def check_request(
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingOptions,
+    seeds: Sequence[int],
+    *,
+    max_model_len: int,
+    vocab_size: int,
+) -> None:
+    """Refuse, before any work, what an engine would fail on or would silently cut.
+
+    Raises:
+        RolloutError: naming the prompt by its index.
+    """
+    if len(seeds) != len(prompts):
+        raise RolloutError(f"{len(prompts)} prompts came with {len(seeds)} seeds. Give one seed per prompt.")
+    if sampling.max_tokens < 1:
+        raise RolloutError(f"rollout.sampling.max_tokens is {sampling.max_tokens}. At least 1 is needed.")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise RolloutError(f"prompt {index} is empty. A prompt needs at least one token.")
+        if len(prompt) + sampling.max_tokens > max_model_len:
+            raise RolloutError(
+                f"prompt {index} has {len(prompt)} tokens; with rollout.sampling.max_tokens={sampling.max_tokens} "
+                f"that is more than the engine's max_model_len of {max_model_len}. Lower max_tokens, shorten or "
+                "drop the prompt (data.max_prompt_tokens), or make the engine with a larger max_model_len."
+            )
+        lowest, highest = min(prompt), max(prompt)
+        if lowest < 0 or highest >= vocab_size:
+            raise RolloutError(
+                f"prompt {index} holds token {highest if lowest >= 0 else lowest}, but the model's vocabulary is "
+                f"0 to {vocab_size - 1}. The tokenizer does not fit the model (model.tokenizer, model.path)."
+            )
+
+
+def check_generations(generations: Sequence[Generation], num_prompts: int) -> None:
+    """Refuse an answer that is not one whole response per prompt.
+
+    Raises:
+        RolloutError: naming the prompt by its index.
+    """
+    if len(generations) != num_prompts:
+        raise RolloutError(f"the engine returned {len(generations)} responses for {num_prompts} prompts.")
+    for index, generation in enumerate(generations):
+        if not generation.token_ids or len(generation.token_ids) != len(generation.log_probs):
+            raise RolloutError(
+                f"prompt {index}: the engine returned {len(generation.token_ids)} tokens and "
+                f"{len(generation.log_probs)} log-probs."
+            )
+        if generation.finish_reason not in ("stop", "length"):
+            raise RolloutError(
+                f"prompt {index}: generation ended with {generation.finish_reason!r} instead of at a stop token "
+                "or at max_tokens."
+            )

@@ -1,0 +1,149 @@
+"""Generation with plain transformers: slow, simple, one whole model per rank. For tests and comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.errors import RolloutError
+from megaverl.layout.layout import Layout, whole_layout
+from megaverl.platform import platform
+from megaverl.rollout.engine import Generation, SamplingOptions, check_generations, check_request
+
+if TYPE_CHECKING:
+    from megaverl.layout.weights import Weight
+    from megaverl.models.spec import ModelSpec
+
+
+class HFEngine:
+    """A transformers model on every rank, each a replica; see `megaverl.rollout.engine.Engine` for the methods.
+
+    Args:
+        model_folder: a Hugging Face folder, weights included.
+        dtype: of the weights.
+        max_model_len: most tokens of prompt and response together.
+        stop_token_ids: tokens that end a response.
+    """
+
+    tp_size, tp_rank = 1, 0
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        *,
+        dtype: torch.dtype,
+        max_model_len: int,
+        stop_token_ids: Sequence[int] = (),
+        trust_remote_code: bool = False,
+    ) -> None:
+        from transformers import AutoModelForCausalLM
+
+        started = dist.is_initialized()
+        self.replica = dist.get_rank() if started else 0
+        self.num_replicas = dist.get_world_size() if started else 1
+        self.max_model_len = max_model_len
+        self._stop_token_ids = tuple(stop_token_ids)
+        model = AutoModelForCausalLM.from_pretrained(
+            str(model_folder), dtype=dtype, trust_remote_code=trust_remote_code
+        )
+        self.model: Any = model.to(platform.device).eval().requires_grad_(False)
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
+        """Every rank holds every weight whole, under its own name."""
+        held = self.named_parameters()
+        layout = whole_layout((weight.name, weight.shape) for weight in weights if weight.name in held)
+        return lambda rank: layout
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
+    ) -> list[Generation]:
+        """One response per prompt, all in one batch, padded on the left."""
+        vocab_size = self.model.config.vocab_size
+        check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=vocab_size)
+        if sampling.extra:
+            raise RolloutError(
+                f"rollout.sampling: {', '.join(sampling.extra)} cannot be used with rollout.engine=hf. Leave them "
+                "out, or use rollout.engine=vllm."
+            )
+        if not prompts:
+            return []
+        stop_tokens = set(sampling.stop_tokens(self._stop_token_ids))
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        longest = max(map(len, prompts))
+        tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        generations = [Generation([], [], "length") for _ in prompts]
+        running = set(range(len(prompts)))
+        cache = None
+        for _ in range(sampling.max_tokens):
+            output = self.model(
+                input_ids=tokens.to(platform.device),
+                attention_mask=mask.to(platform.device),
+                position_ids=(mask.cumsum(1) - 1).clamp(min=0)[:, -tokens.shape[1] :].to(platform.device),
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            cache = output.past_key_values
+            log_probs = sampled_distribution(output.logits[:, -1].float().cpu(), sampling)
+            tokens = draw(log_probs, sampling, draws)[:, None]
+            mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
+            for row in sorted(running):
+                token = int(tokens[row])
+                generations[row].token_ids.append(token)
+                generations[row].log_probs.append(float(log_probs[row, token]))
+                if token in stop_tokens:
+                    generations[row] = Generation(generations[row].token_ids, generations[row].log_probs, "stop")
+                    running.remove(row)
+            if not running:
+                break
+        check_generations(generations, len(prompts))
+        return generations
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing is cached between calls."""
+
+    def sleep(self) -> None:
+        """The model stays where it is."""
+
+    def wake_up(self) -> None:
+        """The model never slept."""
+
+    def close(self) -> None:
+        """Free the model."""
+        del self.model
+
+
+def sampled_distribution(logits: torch.Tensor, sampling: SamplingOptions) -> torch.Tensor:
+    """[batch, vocab] log-probs that tokens are drawn with: after temperature, then top-k, then top-p.
+
+    Greedy decoding (temperature 0) reports the log-probs at temperature 1, as vLLM does.
+    """
+    logits = logits / (sampling.temperature or 1.0)
+    if sampling.top_k:
+        kth = logits.topk(min(sampling.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    if sampling.top_p < 1.0:
+        ordered, places = logits.sort(descending=False)
+        dropped = ordered.softmax(-1).cumsum(-1) <= 1.0 - sampling.top_p
+        dropped[:, -1] = False
+        logits = logits.masked_fill(dropped.scatter(1, places, dropped), -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def draw(log_probs: torch.Tensor, sampling: SamplingOptions, draws: Sequence[torch.Generator]) -> torch.Tensor:
+    """[batch] tokens, row i drawn from its own generator `draws[i]`."""
+    if sampling.temperature == 0.0:
+        return log_probs.argmax(-1)
+    rows = [
+        torch.multinomial(row, 1, generator=generator) for row, generator in zip(log_probs.exp(), draws, strict=True)
+    ]
+    return torch.cat(rows)

@@ -1,0 +1,67 @@
+"""From `rollout` in the configuration to an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megaverl.rollout.engine import Engine
+
+if TYPE_CHECKING:
+    import torch
+
+    from megaverl.config.rollout import RolloutConfig
+
+
+def make_engine(
+    config: RolloutConfig,
+    model_folder: str | Path,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    stop_token_ids: Sequence[int] = (),
+    load_weights: bool = True,
+    trust_remote_code: bool = False,
+    num_sequences: int | None = None,
+) -> Engine:
+    """Make this rank's part of the engine that `config.engine` names. Every rank of the world takes part.
+
+    Args:
+        config: `rollout`.
+        model_folder: a Hugging Face folder.
+        seed: of the engine itself; samples have seeds of their own.
+        dtype: of weights, activations and cache.
+        max_model_len: most tokens of prompt and response together.
+        stop_token_ids: tokens that end a response.
+        load_weights: False leaves the weights unset, to be filled by a reshard, which must cover all of them.
+        trust_remote_code: run Python code from the model folder.
+        num_sequences: how many responses an engine is asked for at once, to size its cache; None: unknown.
+
+    Raises:
+        RolloutError: a world, model or machine that the engine cannot work with.
+    """
+    if config.engine == "hf":
+        from megaverl.rollout.hf_engine import HFEngine
+
+        return HFEngine(
+            model_folder,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            stop_token_ids=stop_token_ids,
+            trust_remote_code=trust_remote_code,
+        )
+    from megaverl.rollout.vllm_engine import VLLMEngine
+
+    return VLLMEngine(
+        model_folder,
+        config,
+        seed=seed,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        stop_token_ids=stop_token_ids,
+        load_weights=load_weights,
+        trust_remote_code=trust_remote_code,
+        num_sequences=num_sequences,
+    )

@@ -1,0 +1,304 @@
+"""vLLM inside the training processes: `external_launcher`, one engine per `rollout.tp` neighbouring ranks."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.errors import RolloutError
+from megaverl.layout.vllm import vllm_layouts
+from megaverl.models.spec import ModelSpec
+from megaverl.platform import platform
+from megaverl.rollout.engine import Generation, SamplingOptions, check_generations, check_request
+from megaverl.rollout.process_state import (
+    keep_default_group,
+    process_state_kept,
+    random_state_kept,
+    release_groups,
+)
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+    from megaverl.config.rollout import RolloutConfig
+    from megaverl.layout.layout import Layout
+    from megaverl.layout.weights import Weight
+
+logger = logging.getLogger(__name__)
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: its parameters are ours to write
+    "VLLM_NO_USAGE_STATS": "1",
+    # Its warnings are about the tokenizer, compiler and sampling defaults that are left out here on purpose.
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+}
+
+
+class VLLMEngine:
+    """This rank's part of a vLLM engine; see `megaverl.rollout.engine.Engine` for the methods.
+
+    Every rank of the default process group makes its part at the same time. Ranks r*tp to r*tp + tp - 1 are
+    replica r: each runs its own scheduler on the same requests, and all come to the same responses.
+
+    Args:
+        model_folder: a Hugging Face folder; vLLM reads its config.json, and its weights if `load_weights`.
+        config: `rollout`: `tp`, `sleep`, and `vllm`, which are EngineArgs under their own names.
+        seed: of the engine; requests have seeds of their own.
+        dtype: of weights, activations and cache.
+        max_model_len: most tokens of prompt and response together.
+        stop_token_ids: tokens that end a response.
+        load_weights: False fills the weights with noise; a reshard must then write all of them.
+        num_sequences: how many responses are asked for at once, to size a CPU's cache.
+
+    Raises:
+        RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
+            this machine cannot run, or EngineArgs that vLLM refuses.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        config: RolloutConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        max_model_len: int,
+        stop_token_ids: Sequence[int] = (),
+        load_weights: bool = True,
+        trust_remote_code: bool = False,
+        num_sequences: int | None = None,
+    ) -> None:
+        self.tp_size = config.tp
+        self.replica, self.tp_rank, self.num_replicas = _place(config.tp)
+        self.max_model_len = max_model_len
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._can_sleep = config.sleep and platform.is_cuda
+        self._asleep = False
+        spec = ModelSpec.from_folder(model_folder)
+        self._vocab_size = spec.vocab_size
+        _check_model(spec, config.tp, max_model_len)
+        self._prepare_vllm()
+        arguments: dict[str, Any] = {
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": config.tp,
+            "dtype": dtype,
+            "seed": seed,
+            "max_model_len": max_model_len,
+            "trust_remote_code": trust_remote_code,
+            "load_format": "auto" if load_weights else "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",  # stop tokens and sampling come from our configuration alone
+            "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
+            "async_scheduling": False,  # every rank of a replica must schedule alike
+            "enable_prefix_caching": True,
+            "use_tqdm_on_load": False,
+            "enable_sleep_mode": self._can_sleep,
+            **self._device_defaults(spec, dtype, num_sequences),
+            **config.vllm,
+        }
+        self._eager = bool(arguments.get("enforce_eager", False))
+        self._llm: LLM | None = _start(str(model_folder), arguments, self._compute())
+
+    def _prepare_vllm(self) -> None:
+        os.environ.update(_ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
+        platform.adapt_vllm()
+        keep_default_group()
+        # Some 300,000 objects of imported modules would be walked by each of the five collections of a start.
+        gc.freeze()
+
+    def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
+        if platform.is_cuda:
+            return {}
+        from megaverl.platform.vllm_cpu import check_head_dim, engine_defaults
+
+        check_head_dim(spec.head_dim)
+        return engine_defaults(
+            num_layers=spec.num_layers,
+            num_kv_heads=max(1, spec.num_kv_heads // self.tp_size),
+            head_dim=spec.head_dim,
+            dtype=dtype,
+            max_model_len=self.max_model_len,
+            num_sequences=num_sequences,
+        )
+
+    def _compute(self) -> AbstractContextManager[Any]:
+        """Around everything that runs the model: eager means eager, on a CPU in vLLM's helpers too."""
+        if platform.is_cuda or not self._eager:
+            return nullcontext()
+        from megaverl.platform.vllm_cpu import without_compiler
+
+        return without_compiler()
+
+    @property
+    def llm(self) -> LLM:
+        """vLLM's own object.
+
+        Raises:
+            RolloutError: the engine is asleep or closed.
+        """
+        if self._llm is None:
+            raise RolloutError("the engine is closed.")
+        if self._asleep:
+            raise RolloutError("the engine is asleep: call wake_up() before generating or writing weights.")
+        return self._llm
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """vLLM's model on this rank."""
+        model: torch.nn.Module = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        return model
+
+    def named_parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self.model.named_parameters())
+
+    def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
+        return vllm_layouts(weights, spec, self.tp_size)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
+    ) -> list[Generation]:
+        check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        self._check_ranks_agree(prompts, sampling, seeds)
+        if not prompts:
+            return []
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        with random_state_kept(), self._compute():
+            outputs = self.llm.generate(requests, self._parameters(sampling, seeds), use_tqdm=False)
+        generations = [_generation(output) for output in outputs]
+        check_generations(generations, len(prompts))
+        return generations
+
+    def _parameters(self, sampling: SamplingOptions, seeds: Sequence[int]) -> list[SamplingParams]:
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+
+        fields = {
+            **sampling.extra,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "stop_token_ids": sampling.stop_tokens(self._stop_token_ids),
+            "logprobs": 0,  # none but the drawn token's
+            "flat_logprobs": True,
+            "detokenize": False,
+        }
+        try:
+            return [SamplingParams(seed=seed, **fields) for seed in seeds]
+        except (TypeError, ValueError, VLLMValidationError) as error:
+            raise RolloutError(f"rollout.sampling: vLLM refuses {sampling}: {error}") from error
+
+    def _check_ranks_agree(self, *request: Any) -> None:
+        """All ranks of the replica hold the same request: otherwise their schedulers drift apart and hang."""
+        if self.tp_size == 1:
+            return
+        from vllm.distributed import get_tp_group
+
+        text = json.dumps(request, default=repr).encode()
+        digest = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
+        mine = torch.tensor([digest])
+        digests = [torch.empty_like(mine) for _ in range(self.tp_size)]
+        dist.all_gather(digests, mine, group=get_tp_group().cpu_group)
+        different = [rank for rank, other in enumerate(digests) if int(other) != int(digests[0])]
+        if different:
+            first = self.replica * self.tp_size
+            raise RolloutError(
+                f"replica {self.replica}: ranks {[first + rank for rank in different]} were given other prompts, "
+                f"sampling options or seeds than rank {first}. Give all ranks of a replica the same request."
+            )
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, which belong to the old weights: the cache knows tokens, not weights.
+
+        Raises:
+            RolloutError: vLLM refuses, as it does while requests are running.
+        """
+        if not self.llm.reset_prefix_cache():
+            raise RolloutError(
+                "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
+                "old and new weights. Update weights only between calls of generate()."
+            )
+
+    def sleep(self) -> None:
+        """Move weights out of device memory and drop the cache; on a CPU, or without `rollout.sleep`, nothing."""
+        if not self._can_sleep:
+            logger.debug("sleep: nothing to do (%s)", "rollout.sleep is off" if platform.is_cuda else "CPU")
+            return
+        self.llm.sleep(level=1)
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        if self._asleep and self._llm is not None:
+            self._llm.wake_up()
+            self._asleep = False
+
+    def close(self) -> None:
+        """Free weights, cache and vLLM's process groups; the default process group stays."""
+        if self._llm is None:
+            return
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = None
+        release_groups()
+        gc.unfreeze()
+        gc.collect()
+
+
+def _place(tp_size: int) -> tuple[int, int, int]:
+    """(replica, tp rank, number of replicas) of this rank."""
+    if not dist.is_initialized():
+        raise RolloutError("vLLM runs inside a torchrun job: call torch.distributed.init_process_group first.")
+    world_size = dist.get_world_size()
+    if world_size % tp_size:
+        fits = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        raise RolloutError(
+            f"rollout.tp={tp_size} does not divide the world of {world_size} ranks. Choose one of {fits}."
+        )
+    replica, tp_rank = divmod(dist.get_rank(), tp_size)
+    return replica, tp_rank, world_size // tp_size
+
+
+def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
+    kv_heads = spec.num_kv_heads
+    if spec.num_heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
+        fits = [
+            size
+            for size in range(1, spec.num_heads + 1)
+            if spec.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        ]
+        raise RolloutError(
+            f"rollout.tp={tp_size} does not divide the model's {spec.num_heads} heads and {kv_heads} key-value "
+            f"heads. Choose one of {fits}."
+        )
+    if max_model_len > spec.max_positions:
+        raise RolloutError(
+            f"prompts and responses of {max_model_len} tokens were asked for, but the model's context is "
+            f"{spec.max_positions} (max_position_embeddings). Lower data.max_prompt_tokens or "
+            "rollout.sampling.max_tokens."
+        )
+
+
+def _start(model_folder: str, arguments: dict[str, Any], compute: AbstractContextManager[Any]) -> LLM:
+    from vllm import LLM
+
+    with process_state_kept(), compute:
+        try:
+            return LLM(model=model_folder, **arguments)
+        except (TypeError, ValueError) as error:
+            raise RolloutError(f"vLLM refuses to start on {model_folder}: {error}") from error
+
+
+def _generation(output: RequestOutput) -> Generation:
+    [response] = output.outputs
+    # With logprobs=0 a position holds the drawn token alone, so the flat lists run along the response.
+    log_probs = response.logprobs.logprobs if response.logprobs is not None else []
+    return Generation(list(response.token_ids), list(log_probs), str(response.finish_reason))

@@ -1,0 +1,188 @@
+"""From a configuration to roles on their grids."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.algorithms import AdaptiveKL, FixedKL, KLController
+from megaverl.config import Config
+from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.data.datasets import PromptDataset
+from megaverl.data.prompts import PromptEncoder, PromptFormat
+from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
+from megaverl.errors import ConfigError
+from megaverl.models.spec import ModelSpec
+from megaverl.parallel.grid import GridShape
+from megaverl.parallel.groups import Grid, ProcessGroupManager
+from megaverl.platform import platform
+from megaverl.rewards import build_reward
+from megaverl.roles.critic import Critic
+from megaverl.roles.megatron_model import MegatronModel
+from megaverl.roles.policy import Actor, Policy
+from megaverl.roles.reward import RewardRole
+from megaverl.roles.rollout import Rollout
+from megaverl.roles.trainable import TrainableModel
+
+
+@dataclass
+class Builder:
+    """Makes the parts of a run, each when it is asked for; what several share is made once.
+
+    Every rank takes part in every call, in the same order.
+    """
+
+    config: Config
+    spec: ModelSpec = field(init=False)
+    tokenizer: Tokenizer = field(init=False)
+    groups: ProcessGroupManager = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.spec = ModelSpec.from_folder(config.model.path)
+        self.tokenizer = load_tokenizer(
+            config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code
+        )
+        check_fits(self.tokenizer, self.spec)
+        if config.max_tokens > self.spec.max_positions:
+            raise ConfigError(
+                f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus rollout.sampling.max_tokens="
+                f"{config.rollout.sampling['max_tokens']} is more than the model's context of "
+                f"{self.spec.max_positions} tokens (max_position_embeddings). Lower one of the two."
+            )
+        self.groups = ProcessGroupManager(config.run.timeout_minutes * 60)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        name = self.config.model.dtype
+        return platform.default_dtype if name == "auto" else getattr(torch, name)
+
+    @property
+    def temperature(self) -> float:
+        return float(self.config.rollout.sampling.get("temperature", 1.0))
+
+    def grid(self, config: GridConfig, role: str) -> Grid:
+        """The role's grid over the whole world."""
+        shape = GridShape.fit(
+            dist.get_world_size(),
+            tp=config.tp,
+            cp=config.cp,
+            ep=config.ep,
+            pp=config.pp,
+            vpp=config.vpp,
+            etp=config.etp,
+            role=role,
+        )
+        return self.groups.grid(shape)
+
+    def model(
+        self, config: GridConfig, role: str, *, path: str | None = None, value_head: bool = False
+    ) -> MegatronModel:
+        """A Megatron-core model with the weights of `path` (or of `model.path`)."""
+        folder = path or self.config.model.path
+        model = MegatronModel(
+            ModelSpec.from_folder(folder),
+            self.grid(config, role),
+            dtype=self.dtype,
+            seed=self.config.run.seed,
+            overrides=config.megatron,
+            value_head=value_head,
+            role=role,
+        )
+        if self.config.model.init == "weights":
+            model.load(folder)
+        return model
+
+    def trainable(
+        self, model: MegatronModel, config: TrainedConfig, optimizer: dict[str, Any], total_updates: int
+    ) -> TrainableModel:
+        """`model` with its optimizer."""
+        return TrainableModel(
+            model, optimizer=optimizer, scheduler=config.scheduler, ddp=config.ddp, total_updates=total_updates
+        )
+
+    @property
+    def total_updates(self) -> int:
+        algorithm = self.config.algorithm
+        return self.config.trainer.steps * algorithm.num_epochs * algorithm.num_mini_batches
+
+    def actor(self) -> Actor:
+        config = self.config
+        model = self.model(config.actor, "actor")
+        return Actor(
+            self.trainable(model, config.actor, config.actor.optimizer, self.total_updates),
+            config.algorithm,
+            temperature=self.temperature,
+            micro_batch_tokens=config.actor.micro_batch_tokens,
+            seed=config.run.seed,
+        )
+
+    def critic(self) -> Critic:
+        config = self.config
+        model = self.model(config.critic, "critic", path=config.critic.path, value_head=True)
+        return Critic(
+            self.trainable(model, config.critic, config.critic.optimizer, self.total_updates),
+            config.algorithm,
+            micro_batch_tokens=config.critic.micro_batch_tokens,
+            seed=config.run.seed,
+        )
+
+    def reference(self) -> Policy:
+        config = self.config.reference
+        model = self.model(config, "reference", path=config.path)
+        return Policy(
+            model, temperature=self.temperature, micro_batch_tokens=config.micro_batch_tokens, offload=config.offload
+        )
+
+    def rollout(self, actor: MegatronModel | None) -> Rollout:
+        """The engine; with an actor its weights come from there, else from the model folder."""
+        from megaverl.rollout import make_engine
+
+        config = self.config
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        engine = make_engine(
+            config.rollout,
+            config.model.path,
+            seed=config.run.seed,
+            dtype=self.dtype,
+            max_model_len=config.max_tokens,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            load_weights=actor is None,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+        layouts = engine.layouts(actor.weights, self.spec) if actor else None
+        return Rollout(engine, layouts, actor, dist.group.WORLD, node_of=lambda rank: rank // ranks_per_node)
+
+    def reward(self) -> RewardRole:
+        return RewardRole(build_reward(self.config.reward), self.tokenizer, dist.group.WORLD)
+
+    def kl_controller(self) -> KLController:
+        kl = self.config.algorithm.kl
+        return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.gain)
+
+    def encoder(self) -> PromptEncoder:
+        data = self.config.data
+        return PromptEncoder(
+            self.tokenizer,
+            PromptFormat(
+                chat_template=data.chat_template, system_prompt=data.system_prompt, max_tokens=data.max_prompt_tokens
+            ),
+        )
+
+    def dataset(self, paths: list[str], *, needs_answer: bool = True) -> PromptDataset:
+        data = self.config.data
+        return PromptDataset.load(
+            paths,
+            self.encoder(),
+            prompt_key=data.prompt_key,
+            answer_key=data.answer_key if needs_answer else None,
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run.dir) / self.config.run.name

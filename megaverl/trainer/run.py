@@ -1,0 +1,151 @@
+"""What every rank of a command does: turn the output to its log, join the world, do the work."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config import Config
+from megaverl.errors import ConfigError, DataError
+from megaverl.metrics.console import Console, redirect_output
+from megaverl.metrics.tracker import Tracker
+from megaverl.metrics.versions import write_versions
+from megaverl.parallel.collectives import on_first_rank
+from megaverl.platform import platform
+from megaverl.roles.rollout import sampling_options
+from megaverl.rollout.seeds import sample_seed
+
+
+def main(config: Config, command: str, options: Mapping[str, Any] | None = None) -> int:
+    """Run `command` (train, sft, eval, generate or quickstart) on this rank; returns the exit status.
+
+    What goes wrong is raised: the process that called this shows it and ends.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    run_dir = Path(config.run.dir) / config.run.name
+    console = redirect_output(run_dir / "logs", rank)
+    platform.start()
+    dist.init_process_group(platform.backend, timeout=timedelta(minutes=config.run.timeout_minutes))
+    torch.manual_seed(config.run.seed)
+    on_first_rank(lambda: _prepare(run_dir, config, command))
+    COMMANDS[command](config, console, dict(options or {}))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def _prepare(run_dir: Path, config: Config, command: str) -> None:
+    """The run folder, with the configuration and the versions that this command runs with."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / f"{command}.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        write_versions(run_dir / "versions.json")
+    except OSError as error:
+        raise ConfigError(f"run.dir: {run_dir} cannot be written ({error}). Name another folder.") from error
+
+
+def _train(config: Config, console: Console, options: dict[str, Any]) -> None:
+    from megaverl.trainer.rl import RLTrainer
+
+    RLTrainer(config, console).train()
+
+
+def _sft(config: Config, console: Console, options: dict[str, Any]) -> None:
+    from megaverl.trainer.build import Builder
+    from megaverl.trainer.export import export_model
+    from megaverl.trainer.sft import SFTTrainer
+
+    builder = Builder(config)
+    trainer = SFTTrainer(config, builder, console)
+    is_first = dist.get_rank() == 0
+    tracker = (
+        Tracker(builder.run_dir, config.run.log_with, name=config.run.name, config=config.to_dict(), warn=console.warn)
+        if is_first
+        else None
+    )
+
+    def on_step(done: int, metrics: dict[str, float]) -> None:
+        if tracker is not None:
+            tracker.log(done, metrics)
+
+    with tracker or contextlib.nullcontext():
+        trainer.train(on_step)
+    export_model(trainer.model, builder, builder.run_dir / "hf")
+    console.print(f"model written to {builder.run_dir / 'hf'}")
+
+
+def _eval(config: Config, console: Console, options: dict[str, Any]) -> None:
+    from megaverl.trainer.build import Builder
+    from megaverl.trainer.evaluate import evaluate
+
+    builder = Builder(config)
+    if not config.data.validation:
+        raise ConfigError("data.validation: empty. Name the files of held-out prompts to evaluate on.")
+    data = builder.dataset(config.data.validation)
+    count = min(len(data), config.trainer.validation_prompts or len(data))
+    rollout, reward = builder.rollout(None), builder.reward()
+    result = evaluate(config, rollout, reward, [data[i] for i in range(count)])
+    if dist.get_rank() == 0:
+        (builder.run_dir / "eval.json").write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
+    for name, value in result.metrics.items():
+        console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
+
+
+def _generate(config: Config, console: Console, options: dict[str, Any]) -> None:
+    from megaverl.trainer.build import Builder
+
+    builder = Builder(config)
+    encoder = builder.encoder()
+    texts: list[str] = []
+    encoded = []
+    if options.get("prompts"):
+        dataset = builder.dataset([str(options["prompts"])], needs_answer=False)
+        records = [dataset[i] for i in range(len(dataset))]
+        texts, encoded = [record.text for record in records], [record.token_ids for record in records]
+    for prompt in options.get("prompt") or []:
+        one = encoder.encode(prompt, "--prompt")
+        if one is not None:
+            texts.append(one.text)
+            encoded.append(one.token_ids)
+    if not encoded:
+        raise DataError("no prompts: give --prompt TEXT or --prompts FILE.")
+    rollout = builder.rollout(None)
+    found = rollout.generate(
+        encoded,
+        sampling_options(config.rollout.sampling),
+        [sample_seed(config.run.seed, 0, i) for i in range(len(encoded))],
+    )
+    responses = [builder.tokenizer.decode(generation.token_ids) for generation in found]
+    output = options.get("output")
+
+    def write() -> None:
+        lines = (
+            {"prompt": text, "response": response, "finish_reason": generation.finish_reason}
+            for text, response, generation in zip(texts, responses, found, strict=True)
+        )
+        Path(str(output)).write_text(
+            "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines), encoding="utf-8"
+        )
+
+    if output:
+        on_first_rank(write)
+        console.print(f"{len(responses)} responses written to {output}")
+    else:
+        for text, response in zip(texts, responses, strict=True):
+            console.print(f"{text}\n  -> {response}\n")
+
+
+COMMANDS: dict[str, Callable[[Config, Console, dict[str, Any]], None]] = {
+    "train": _train,
+    "sft": _sft,
+    "eval": _eval,
+    "generate": _generate,
+}

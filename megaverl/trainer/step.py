@@ -1,0 +1,224 @@
+"""One training step of PPO or GRPO, as a flow of operators on the roles."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+import torch
+
+from megaverl.algorithms import KLController, advantage_estimators, kl_estimators, masked_mean, token_rewards, whiten
+from megaverl.config import Config
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.datasets import PromptRecord
+from megaverl.dataflow import DataFlow, Operator
+from megaverl.errors import TrainingStopped
+from megaverl.roles.critic import Critic
+from megaverl.roles.policy import Actor, Policy
+from megaverl.roles.reward import RewardRole, Scores
+from megaverl.roles.rollout import Rollout, sampling_options
+from megaverl.rollout.seeds import sample_seed
+from megaverl.trainer.samples import rollout_batch
+
+
+@dataclass
+class Roles:
+    """Who takes part in a run."""
+
+    actor: Actor
+    rollout: Rollout
+    reward: RewardRole
+    critic: Critic | None
+    reference: Policy | None
+    kl: KLController
+
+
+@dataclass
+class RLStep:
+    """The operators of a step. `metrics` holds what the running step has measured so far."""
+
+    config: Config
+    roles: Roles
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def flow(self) -> DataFlow:
+        """Compiled for `run(prompts=..., step=...)`.
+
+        What a configuration does not use (critic, reference) is no operator of its flow.
+        """
+        flow = DataFlow()
+        flow.add_operator(Operator("rollout", self.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
+        flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
+        flow.add_operator(Operator("old_log_probs", self.old_log_probs, ("rollouts", "step"), role="actor"))
+        inputs = ["rollouts", "scores", "old_log_probs"]
+        if self.roles.reference is not None:
+            flow.add_operator(Operator("ref_log_probs", self.ref_log_probs, ("rollouts",), role="reference"))
+            inputs.append("ref_log_probs")
+        if self.roles.critic is not None:
+            flow.add_operator(Operator("values", self.values, ("rollouts",), role="critic"))
+            inputs.append("values")
+        flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",)))
+        if self.roles.critic is not None:
+            flow.add_operator(Operator("critic_update", self.update_critic, ("experience", "step"), (), role="critic"))
+        flow.add_operator(Operator("actor_update", self.update_actor, ("experience", "step"), ("updated",), role="actor"))
+        flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role="rollout"))
+        return flow.compile(given=("prompts", "step"))
+
+    def generate(self, prompts: list[PromptRecord], step: int) -> RolloutBatch:
+        """`group_size` responses to every prompt."""
+        config, start = self.config, time.perf_counter()
+        size = config.algorithm.group_size
+        repeated = [prompt for prompt in prompts for _ in range(size)]
+        generations = self.roles.rollout.generate(
+            [prompt.token_ids for prompt in repeated],
+            sampling_options(config.rollout.sampling),
+            [sample_seed(config.run.seed, step, sample) for sample in range(len(repeated))],
+        )
+        batch = rollout_batch(repeated, generations, [i // size for i in range(len(repeated))])
+        seconds = time.perf_counter() - start
+        lengths = batch.response_lengths.double()
+        finished = [reason == "stop" for reason in batch.columns["finish_reason"]]
+        self.metrics |= {
+            "rollout/throughput_tokens_per_sec": float(lengths.sum()) / seconds,
+            "rollout/response_length_mean": float(lengths.mean()),
+            "rollout/response_length_max": float(lengths.max()),
+            "rollout/finished_fraction": sum(finished) / len(finished),
+            "rollout/weight_version": float(self.roles.rollout.weight_version),
+        }
+        return batch
+
+    def score(self, rollouts: RolloutBatch) -> Scores:
+        """Rewards of all responses."""
+        start = time.perf_counter()
+        scores = self.roles.reward.score(rollouts)
+        self.metrics |= {
+            "reward/latency_ms": (time.perf_counter() - start) * 1e3,
+            "reward/mean": float(scores.total.mean()),
+            "reward/std": float(scores.total.std(unbiased=False)),
+            "reward/max": float(scores.total.max()),
+            "reward/min": float(scores.total.min()),
+            "reward/accuracy": float(scores.correct.float().mean()),
+            **{f"reward/{name}": float(values.mean()) for name, values in scores.components.items()},
+        }
+        return scores
+
+    def old_log_probs(self, rollouts: RolloutBatch, step: int) -> torch.Tensor | None:
+        """The actor's log-probs at the start of the update; None where its own forward pass gives the same.
+
+        Always taken in the first step, where they show whether the first reshard was right.
+        """
+        actor, kl = self.roles.actor, self.config.algorithm.kl
+        first = self.roles.rollout.num_checked == 0
+        if actor.is_on_policy and kl.place != "reward" and not first:
+            return None
+        log_probs = actor.log_probs(rollouts)
+        difference = (log_probs - rollouts.rollout_log_probs).abs().masked_fill(~rollouts.response_mask, 0.0)
+        self._record_difference(masked_mean(difference, rollouts.response_mask), float(difference.max()))
+        self.roles.rollout.num_checked += 1
+        return log_probs
+
+    def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
+        """The reference's log-probs."""
+        assert self.roles.reference is not None
+        return self.roles.reference.log_probs(rollouts)
+
+    def values(self, rollouts: RolloutBatch) -> torch.Tensor:
+        """The critic's values, before any update of this step."""
+        assert self.roles.critic is not None
+        return self.roles.critic.values(rollouts)
+
+    def advantages(
+        self,
+        rollouts: RolloutBatch,
+        scores: Scores,
+        old_log_probs: torch.Tensor | None,
+        ref_log_probs: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+    ) -> RolloutBatch:
+        """Everything that the updates need, in one batch."""
+        algorithm = self.config.algorithm
+        tensors = {"rewards": scores.total}
+        given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "values": values}
+        tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
+        batch = rollouts.with_(**tensors)
+        mask = batch.response_mask
+        kl = None
+        if ref_log_probs is not None:
+            policy = rollouts.rollout_log_probs if old_log_probs is None else old_log_probs
+            kl = kl_estimators.get(algorithm.kl.kind).function(policy, ref_log_probs)
+            self._record_kl(kl, mask)
+        in_reward = kl if algorithm.kl.place == "reward" else None
+        if algorithm.name == "ppo":
+            batch = batch.with_(
+                token_rewards=token_rewards(scores.total, mask, in_reward, kl_coef=self.roles.kl.coef)
+            )
+            options = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+        else:
+            if in_reward is not None:
+                # GRPO scores whole responses: the penalty is summed over the tokens before groups are compared.
+                batch = batch.with_(rewards=scores.total - self.roles.kl.coef * (in_reward * mask).sum(dim=1))
+            options = {"normalize_std": algorithm.normalize_by_std}
+        estimator = advantage_estimators.get({"ppo": "gae", "grpo": "grpo"}[algorithm.name])
+        result = estimator(batch.tensors, **options)
+        advantages = result.advantages
+        if algorithm.name == "ppo" and algorithm.normalize_advantages:
+            advantages = whiten(advantages, mask)
+        self.metrics["train/advantage_mean"] = masked_mean(result.advantages, mask)
+        batch = batch.with_(advantages=advantages)
+        return batch if result.returns is None else batch.with_(returns=result.returns)
+
+    def update_critic(self, experience: RolloutBatch, step: int) -> None:
+        """The critic's updates."""
+        assert self.roles.critic is not None
+        self._record("critic", self.roles.critic.update(experience, step=step))
+
+    def update_actor(self, experience: RolloutBatch, step: int) -> bool:
+        """The actor's updates; False while only the critic warms up."""
+        if step < self.config.algorithm.critic_warmup_steps:
+            return False
+        metrics = self.roles.actor.update(experience, step=step, kl_coef=self.roles.kl.coef)
+        if "logprob_diff_mean" in metrics:
+            self._record_difference(metrics.pop("logprob_diff_mean"), metrics.pop("logprob_diff_max"))
+        self._record("actor", metrics)
+        return True
+
+    def reshard(self, updated: bool) -> None:
+        """The engine gets the new weights."""
+        if not updated:
+            return
+        stats = self.roles.rollout.reshard()
+        self.metrics |= {
+            "reshard/seconds": stats.seconds,
+            "reshard/bytes_received": float(stats.bytes_received),
+            "reshard/bytes_local": float(stats.bytes_local),
+        }
+
+    def _record(self, role: str, metrics: dict[str, float]) -> None:
+        self.metrics |= {f"{role}/{name}": value for name, value in metrics.items()}
+
+    def _record_kl(self, kl: torch.Tensor, mask: torch.Tensor) -> None:
+        mean = masked_mean(kl, mask)
+        self.metrics |= {"train/kl": mean, "train/kl_coef": self.roles.kl.coef}
+        self.roles.kl.update(mean)
+
+    def _record_difference(self, mean: float, largest: float) -> None:
+        """Engine against Megatron, for the same tokens: both have the same weights, so only rounding may differ."""
+        self.metrics |= {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest}
+        if self.roles.rollout.num_checked:
+            return
+        limit, mean_limit = logprob_limits(self.config, self.roles.actor.model.config.params_dtype)
+        if not (largest <= limit and mean <= mean_limit):
+            raise TrainingStopped(
+                f"the first reshard is wrong: the log-probs that {self.config.rollout.engine} reports and those that "
+                f"Megatron computes for the same tokens differ by up to {largest:.3g} (mean {mean:.3g}); allowed are "
+                f"{limit:.3g} (mean {mean_limit:.3g}). Sampling fields such as top_k or penalties that only the engine "
+                "applies do this as well. If the difference is only rounding, raise rollout.logprob_tolerance."
+            )
+
+
+def logprob_limits(config: Config, dtype: torch.dtype) -> tuple[float, float]:
+    """Largest and mean difference that the first reshard may show."""
+    if config.rollout.logprob_tolerance is not None:
+        return config.rollout.logprob_tolerance, math.inf
+    return (1e-3, math.inf) if dtype == torch.float32 else (1.0, 0.05)

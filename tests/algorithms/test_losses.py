@@ -1,0 +1,266 @@
+"""Each loss against its equation in float64 (value and gradient), and against any split of the batch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megaverl.algorithms import (
+    LossOutput,
+    add_metrics,
+    aggregations,
+    combine,
+    count_denominators,
+    entropy_sum,
+    finalize,
+    kl_estimators,
+    kl_loss,
+    policy_losses,
+    ppo_clip,
+    value_losses,
+)
+from megaverl.errors import ConfigError
+from tests.algorithms.strategies import PROPERTY, Case, cases
+
+VALUE_LOSS = value_losses.get("clipped").function
+
+
+def weights_of(mask: Tensor, mode: str = "token_mean", whole: Tensor | None = None) -> Tensor:
+    denominators = count_denominators(mask if whole is None else whole)
+    return aggregations.get(mode).function(mask, denominators, dtype=torch.float64)
+
+
+def leaf(tensor: Tensor) -> Tensor:
+    return tensor.clone().requires_grad_()
+
+
+def aggregate_reference(per_token: list[list[Tensor]], mode: str) -> Tensor:
+    """The three means, from lists of the tokens that exist."""
+    sequences = [tokens for tokens in per_token if tokens]
+    if not sequences:
+        return torch.zeros((), dtype=torch.float64)
+    if mode == "token_mean":
+        tokens = [token for sequence in sequences for token in sequence]
+        return sum(tokens) / len(tokens)
+    if mode == "seq_mean_token_mean":
+        return sum(sum(sequence) / len(sequence) for sequence in sequences) / len(sequences)
+    return sum(sum(sequence) for sequence in sequences) / len(sequences)
+
+
+def token_by_token(mask: Tensor, function) -> list[list[Tensor]]:
+    return [[function(i, t) for t in range(mask.shape[1]) if mask[i, t]] for i in range(len(mask))]
+
+
+def assert_same(loss: Tensor, parameter: Tensor, expected: Tensor, reference: Tensor) -> None:
+    assert abs(float(loss) - float(expected)) < 1e-6
+    (gradient,) = torch.autograd.grad(loss, parameter)
+    if expected.requires_grad:
+        (wanted,) = torch.autograd.grad(expected, reference)
+        assert torch.allclose(gradient, wanted, rtol=0, atol=1e-6)
+    else:
+        assert not gradient.any()
+
+
+def test_ppo_clip_by_hand():
+    old = torch.zeros(1, 4)
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 1.1]])
+    advantages = torch.tensor([[2.0, -2.0, -1.0, 3.0]])
+    log_probs = leaf(ratio.log())
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    result = ppo_clip(log_probs, old, advantages, weights_of(mask).float())
+    # min(3, 1.2 * 2), min(-3, -2.4), min(-0.5, -0.8), 3.3: the first and the third are clipped
+    assert float(result.loss) == pytest.approx(-(2.4 - 3.0 - 0.8 + 3.3) / 4)
+    result.loss.backward()
+    torch.testing.assert_close(log_probs.grad, torch.tensor([[0.0, 3.0, 0.0, -3.3]]) / 4)
+    metrics = finalize(result.metrics)
+    assert metrics["clip_fraction"] == 0.5
+    assert metrics["ratio"] == pytest.approx(1.15)
+    assert metrics["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in (1.5, 1.5, 0.5, 1.1)) / 4)
+
+
+@PROPERTY
+@given(cases(holes=True), st.sampled_from(aggregations.names()), st.floats(0.01, 0.5), st.floats(0.01, 0.5))
+def test_ppo_clip_is_its_equation(case: Case, mode: str, low: float, high: float):
+    new, old, advantages = case.normal(scale=0.5), case.normal(scale=0.5), case.normal()
+    log_probs, reference = leaf(case.garbage(new)), leaf(new)
+
+    def surrogate(i: int, t: int) -> Tensor:
+        ratio = torch.exp(reference[i, t] - old[i, t])
+        clipped = torch.clamp(ratio, 1 - low, 1 + high)
+        return -torch.minimum(ratio * advantages[i, t], clipped * advantages[i, t])
+
+    result = ppo_clip(
+        log_probs,
+        case.garbage(old),
+        case.garbage(advantages),
+        weights_of(case.mask, mode),
+        clip_low=low,
+        clip_high=high,
+    )
+    assert_same(
+        result.loss, log_probs, aggregate_reference(token_by_token(case.mask, surrogate), mode), reference
+    )
+
+
+@PROPERTY
+@given(cases(), st.sampled_from(aggregations.names()), st.none() | st.floats(0.01, 1.0))
+def test_value_loss_is_its_equation(case: Case, mode: str, clip: float | None):
+    new, old, returns = case.normal(), case.normal(), case.normal()
+    values, reference = leaf(case.garbage(new)), leaf(new)
+
+    def squared(i: int, t: int) -> Tensor:
+        error = (reference[i, t] - returns[i, t]) ** 2
+        if clip is None:
+            return error / 2
+        near = torch.maximum(torch.minimum(reference[i, t], old[i, t] + clip), old[i, t] - clip)
+        return torch.maximum(error, (near - returns[i, t]) ** 2) / 2
+
+    result = VALUE_LOSS(
+        values, case.garbage(old), case.garbage(returns), weights_of(case.mask, mode), clip_range=clip
+    )
+    assert_same(result.loss, values, aggregate_reference(token_by_token(case.mask, squared), mode), reference)
+
+
+def test_value_loss_by_hand():
+    # Moved by 1 towards a far target, where 0.2 is allowed: the clipped error counts, without a gradient.
+    values = leaf(torch.tensor([[1.0, 0.1]]))
+    result = VALUE_LOSS(values, torch.zeros(1, 2), torch.tensor([[3.0, 3.0]]), torch.full((1, 2), 0.5))
+    assert float(result.loss) == pytest.approx(0.5 * (2.8**2 / 2 + 2.9**2 / 2))
+    result.loss.backward()
+    torch.testing.assert_close(values.grad, torch.tensor([[0.0, -2.9 / 2]]))
+    assert finalize(result.metrics)["value_clip_fraction"] == 0.5
+
+
+def test_kl_estimators_by_hand():
+    policy, reference = torch.tensor([0.5]).log(), torch.tensor([0.25]).log()
+    values = {name: float(kl_estimators.get(name).function(policy, reference)) for name in kl_estimators}
+    assert values["k1"] == pytest.approx(math.log(2))
+    assert values["k2"] == pytest.approx(math.log(2) ** 2 / 2)
+    assert values["k3"] == pytest.approx(0.5 - 1 + math.log(2))
+
+
+def test_k1_and_k3_are_unbiased():
+    p, q = torch.tensor([0.5, 0.3, 0.2]).double(), torch.tensor([0.2, 0.2, 0.6]).double()
+    exact = float((p * (p / q).log()).sum())
+    for name in ("k1", "k3"):
+        assert float((p * kl_estimators.get(name).function(p.log(), q.log())).sum()) == pytest.approx(exact)
+
+
+@PROPERTY
+@given(cases(), st.sampled_from(aggregations.names()), st.sampled_from(["k1", "k2", "k3"]))
+def test_kl_loss_is_its_equation(case: Case, mode: str, kind: str):
+    new, ref = case.normal(), case.normal()
+    log_probs, reference = leaf(case.garbage(new)), leaf(new)
+
+    def estimate(i: int, t: int) -> Tensor:
+        log_r = ref[i, t] - reference[i, t]
+        return {"k1": -log_r, "k2": log_r**2 / 2, "k3": torch.exp(log_r) - 1 - log_r}[kind]
+
+    result = kl_loss(log_probs, case.garbage(ref), weights_of(case.mask, mode), kind=kind)
+    assert_same(
+        result.loss, log_probs, aggregate_reference(token_by_token(case.mask, estimate), mode), reference
+    )
+
+
+@PROPERTY
+@given(cases(), st.sampled_from(aggregations.names()), st.data())
+def test_any_split_adds_up_to_the_same_loss_and_metrics(case: Case, mode: str, data: st.DataObject):
+    """Rows dealt to any number of micro-batches, each trimmed or widened: sums and gradients stay."""
+    tensors = [case.normal(scale=0.5) for _ in range(6)]
+    parameter = leaf(tensors[0])
+
+    def losses(rows: list[int], width: int) -> LossOutput:
+        def cut(tensor: Tensor) -> Tensor:
+            room = torch.nn.functional.pad(tensor[rows], (0, max(0, width - tensor.shape[1])))
+            return room[:, :width]
+
+        new, old, advantages, reference, entropy, returns = map(cut, [parameter, *tensors[1:]])
+        weights = weights_of(cut(case.mask), mode, whole=case.mask)
+        return combine(
+            (1.0, ppo_clip(new, old, advantages, weights)),
+            (0.3, kl_loss(new, reference, weights)),
+            (-0.1, entropy_sum(entropy, weights)),
+            (0.5, VALUE_LOSS(new, old, returns, weights)),
+        )
+
+    count = data.draw(st.integers(1, 4))
+    owners = data.draw(st.lists(st.integers(0, count - 1), min_size=len(case.mask), max_size=len(case.mask)))
+    whole = losses(list(range(len(case.mask))), case.mask.shape[1])
+    total, metrics = torch.zeros((), dtype=torch.float64), {}
+    for part in range(count):
+        rows = [row for row, owner in enumerate(owners) if owner == part]
+        longest = max([int(case.mask[row].sum()) for row in rows], default=0)
+        width = longest + data.draw(st.integers(0, 3))
+        share = losses(rows, width)
+        total, metrics = total + share.loss, add_metrics(metrics, share.metrics)
+
+    assert_same(total, parameter, whole.loss, parameter)
+    assert finalize(metrics) == pytest.approx(finalize(whole.metrics), abs=1e-9)
+
+
+@pytest.mark.parametrize("gap", [1e4, -1e4, float("inf"), -float("inf")])
+@pytest.mark.parametrize("advantage", [3.0, -3.0, 0.0])
+def test_huge_log_ratios_stay_finite(gap, advantage):
+    log_probs = leaf(torch.tensor([[gap, -1.0]]))
+    old, advantages = torch.tensor([[-2.0, -1.0]]), torch.full((1, 2), advantage)
+    weights = torch.full((1, 2), 0.5)
+    for loss in (ppo_clip(log_probs, old, advantages, weights), kl_loss(log_probs, old, weights, kind="k3")):
+        if gap == float("inf") and "kl_loss" in loss.metrics:
+            continue  # a log-prob of +inf does not exist, and k3 without a bound below says so
+        assert torch.isfinite(loss.loss) and all(torch.isfinite(m).all() for m in loss.metrics.values())
+        (gradient,) = torch.autograd.grad(loss.loss, log_probs)
+        assert torch.isfinite(gradient).all()
+
+
+def test_a_mini_batch_without_a_token_has_loss_zero():
+    mask = torch.zeros(2, 3, dtype=torch.bool)
+    log_probs = leaf(torch.full((2, 3), torch.nan))
+    for mode in aggregations:
+        result = ppo_clip(log_probs, torch.zeros(2, 3), torch.zeros(2, 3), weights_of(mask, mode).float())
+        (gradient,) = torch.autograd.grad(result.loss, log_probs)
+        assert float(result.loss) == 0.0 and not gradient.any()
+        assert finalize(result.metrics)["ratio"] == 0.0
+
+
+def test_weights_of_the_three_aggregations_by_hand():
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]).bool()
+    expected = {
+        "token_mean": [1 / 4, 1 / 4],
+        "seq_mean_token_mean": [1 / 6, 1 / 2],
+        "seq_mean_token_sum": [1 / 2] * 2,
+    }
+    assert set(aggregations) == set(expected)
+    for mode, (first, second) in expected.items():
+        weights = torch.tensor([[first] * 3, [second, 0, 0], [0, 0, 0]]).double()
+        torch.testing.assert_close(weights_of(mask, mode), weights, atol=1e-7, rtol=0)
+
+
+def test_a_term_with_coefficient_zero_has_metrics_and_no_gradient():
+    parameter = leaf(torch.tensor([[0.3]]))
+    weights = torch.ones(1, 1)
+    total = combine(
+        (1.0, ppo_clip(parameter, torch.zeros(1, 1), torch.ones(1, 1), weights)),
+        (0.0, kl_loss(parameter, torch.zeros(1, 1), weights)),
+    )
+    assert set(total.metrics) == {"kl_loss", "clip_fraction", "approx_kl", "ratio"}
+    total.loss.backward()
+    assert not parameter.grad.any()  # clipped, and the KL is switched off
+    with pytest.raises(ValueError, match="at least one loss"):
+        combine()
+
+
+def test_unknown_kl_lists_the_nearest():
+    with pytest.raises(ConfigError, match=r"unknown KL estimator 'k_3' \(did you mean 'k3'"):
+        kl_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1), kind="k_3")
+
+
+def test_policy_loss_can_be_called_from_a_batch_by_name():
+    batch = {
+        name: torch.zeros(1, 2) for name in ("log_probs", "old_log_probs", "advantages", "weights", "values")
+    }
+    assert float(policy_losses.get("ppo_clip")(batch, clip_low=0.1).loss) == 0.0

@@ -1,0 +1,216 @@
+"""What the ranks of a test world do with checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
+
+from megaverl.checkpoint import store as store_module
+from megaverl.checkpoint.store import CheckpointStore
+from megaverl.errors import MegaverlError
+from megaverl.models.spec import ModelSpec
+from megaverl.parallel.grid import GridShape
+from megaverl.parallel.groups import ProcessGroupManager
+from megaverl.roles.megatron_model import Loss, MegatronModel, MicroBatch
+from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.trainable import TrainableModel
+from megaverl.roles.updates import share
+from tests.models.ranks import whole_rows
+
+# megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through
+gc.freeze()
+
+Roles = dict[str, TrainableModel]
+SCHEDULE = {"lr_warmup_steps": 2, "lr_decay_style": "cosine"}
+TOKENS = torch.randint(0, 100, (8, 12), generator=torch.Generator().manual_seed(3)).tolist()
+
+
+@functools.cache
+def manager() -> ProcessGroupManager:
+    """One per world, as in a run."""
+    return ProcessGroupManager(60)
+
+
+def build(folder: str, grids: dict[str, dict[str, int]], *, seed: int = 0, **options: Any) -> Roles:
+    """An actor, and a critic if `grids` names one; each starts from random weights of `seed`."""
+    roles = {}
+    for role, sizes in grids.items():
+        shape = GridShape.fit(dist.get_world_size(), **sizes)
+        model = MegatronModel(
+            ModelSpec.from_folder(folder),
+            manager().grid(shape),
+            dtype=getattr(torch, options.get("dtype", "float32")),
+            seed=seed,
+            value_head=role == "critic",
+            role=role,
+        )
+        roles[role] = TrainableModel(
+            model,
+            optimizer={"lr": 1e-2, "min_lr": 0.0, "weight_decay": 0.1, "clip_grad": 1.0} | options.get("optimizer", {}),
+            scheduler=SCHEDULE,
+            ddp=options.get("ddp", {}),
+            total_updates=8,
+        )
+    return roles
+
+
+def loss_of(model: MegatronModel) -> Loss:
+    """Likelihood of the tokens for an actor, squared distance from 1 for a critic."""
+
+    def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        if model.value_head:
+            value = (model.values(output, micro) - 1.0).square().sum() / 88
+        else:
+            value = -model.log_probs(output, micro)[0].sum() / 88
+        return value, {"loss": share(value)}
+
+    return loss
+
+
+def train(roles: Roles, num_updates: int) -> list[float]:
+    """Update every role in turn; the losses."""
+    losses = []
+    for _ in range(num_updates):
+        for trainable in roles.values():
+            micro = micro_batches_for(trainable.model, whole_rows(TOKENS), 48)
+            report = trainable.update(micro, loss_of(trainable.model))
+            losses.append(float(report.sums["loss"][1]))
+    return losses
+
+
+def digest(roles: Roles) -> dict[str, str]:
+    """This rank's parameters, optimizer states and schedules, down to the bit."""
+    found = {}
+    for role, trainable in roles.items():
+        for name, parameter in trainable.model.parameters.items():
+            found[f"{role}.{name}"] = _hash(parameter)
+        for index, optimizer in enumerate(getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])):
+            parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+            for place, parameter in enumerate(parameters):
+                found[f"{role}.{index}.{place}.main"] = _hash(parameter)
+                for key, value in optimizer.optimizer.state[parameter].items():
+                    found[f"{role}.{index}.{place}.{key}"] = _hash(value)
+        found[f"{role}.schedule"] = f"{trainable.learning_rate} {trainable.scheduler.num_steps}"
+    return found
+
+
+def _hash(tensor: torch.Tensor) -> str:
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]
+
+
+def interrupted_run(folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any) -> dict[str, Any]:
+    """Train 2 updates, save, train 2 more; then load into other models and train these 2 again."""
+    roles = build(folder, grids, **options)
+    before = options.get("updates_before", 2)
+    train(roles, before)
+    store = CheckpointStore(root)
+    path = store.save(before, roles, {"next_step": before})
+    at_save = digest(roles)
+    losses = train(roles, 2)
+    resumed = build(folder, grids, seed=9, **options)
+    train(resumed, options.get("updates_of_resumed", 1))  # a used model and optimizer must be overwritten too
+    state = store.load(path, resumed)
+    return {
+        "state": state,
+        "at_load": _changed(at_save, digest(resumed)),
+        "losses": [losses, train(resumed, 2)],
+        "at_end": _changed(digest(roles), digest(resumed)),
+    }
+
+
+def _changed(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
+def save_run(folder: str, root: str, grids: dict[str, dict[str, int]], steps: list[int], **options: Any) -> list[float]:
+    """Save at each of `steps`, one update before each; the losses of 2 updates after the last."""
+    store = CheckpointStore(root, keep_last=options.get("keep_last", 3), keep_best=options.get("keep_best", True))
+    roles = build(folder, grids)
+    for step in steps:
+        train(roles, 1)
+        store.save(step, roles, {"step": step}, best=step in options.get("best", []))
+    return train(roles, 2)
+
+
+def resume_run(folder: str, root: str, grids: dict[str, dict[str, int]], resume: str = "auto") -> dict[str, Any]:
+    """Resume as a run does, and take 2 updates."""
+    store = CheckpointStore(root)
+    try:
+        path = store.resolve(resume)
+        if path is None:
+            return {"path": None}
+        roles = build(folder, grids, seed=9)
+        state = store.load(path, roles)
+    except MegaverlError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"path": str(path), "state": state, "losses": train(roles, 2)}
+
+
+def move(folder: str, root: str, to: str, grids: dict[str, dict[str, int]]) -> None:
+    """Load the newest checkpoint on `grids` and save it elsewhere."""
+    roles = build(folder, grids, seed=9)
+    source = CheckpointStore(root).latest()
+    assert source is not None
+    state = CheckpointStore(root).load(source, roles)
+    CheckpointStore(to).save(int(state["step"]), roles, state)
+
+
+def failing_save(folder: str, root: str, grids: dict[str, dict[str, int]], fault: str) -> dict[str, str]:
+    """Save at step 2 where one rank, or the disk, fails on the way; what each rank hears."""
+    store = CheckpointStore(root)
+    roles = build(folder, grids)
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if fault == "write" and dist.get_rank() == 1:
+        replaced.append((filesystem, "_write_item", filesystem._write_item))
+    if fault == "random state" and dist.get_rank() == 1:
+        replaced.append((store_module, "capture_random_state", store_module.capture_random_state))
+    if fault == "commit" and dist.get_rank() == 0:
+        replaced.append((Path, "rename", Path.rename))
+    for owner, name, _ in replaced:
+        setattr(owner, name, fail)
+    if fault == "full disk":
+        replaced.append((shutil, "disk_usage", shutil.disk_usage))
+        usage = shutil.disk_usage(root)._replace(free=1000)
+        shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
+    try:
+        store.save(2, roles, {"step": 2})
+    except MegaverlError as error:
+        return {"error": type(error).__name__, "text": str(error), "latest": str(store.latest())}
+    finally:
+        for owner, name, original in replaced:
+            setattr(owner, name, original)
+    return {}
+
+
+def random_draws(folder: str, root: str) -> list[list[float]]:
+    """What the generators give after a save, and again after the load."""
+    roles = build(folder, {"actor": {}})
+    store = CheckpointStore(root)
+    path = store.save(1, roles, {})
+    first = _draw()
+    store.load(path, roles)
+    return [first, _draw()]
+
+
+def _draw() -> list[float]:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.rand(1).item()
+    return [tracked, torch.rand(1).item(), random.random(), float(numpy.random.rand())]
+

@@ -1,0 +1,85 @@
+"""Starting ranks without torchrun: real processes, exit codes, and nothing on the terminal but what they say."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaverl.cli.launch import check_world, count_gpus, default_nproc
+from megaverl.config import Config
+from megaverl.errors import GridError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = Path(__file__).with_name("rank_script.py")
+
+
+def start(how: str, folder: Path, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    code = (
+        "import sys; from megaverl.cli.launch import start_ranks; "
+        f"sys.exit(start_ranks([{str(SCRIPT)!r}, {str(folder)!r}, {how!r}], {nproc}, 'the-logs'))"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
+    )
+
+
+def test_ranks_that_end_well(tmp_path):
+    done = start("well", tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in range(2):
+        report = json.loads((tmp_path / f"rank_{rank}.json").read_text())
+        assert report == {"sum": 3, "world": 2, "threads": threads}
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("exit2", 2, ["rank 1 says why"]),
+        ("exit17", 17, ["rank 1 says why", "rank 1 ended with exit code 17."]),
+        (
+            "killed",
+            1,
+            ["rank 1 was ended by SIGKILL. Out of memory is the usual cause (see dmesg). Its log: the-logs/rank_1.log"],
+        ),
+    ],
+)
+def test_a_rank_that_fails_ends_the_others_and_tells_alone(tmp_path, how, code, said):
+    done = start(how, tmp_path)
+    assert done.returncode == code
+    assert [line for line in done.stderr.splitlines() if line] == said
+    assert done.stdout == ""
+
+
+def test_the_rank_that_a_signal_ended_is_named_beside_those_that_missed_it(tmp_path):
+    done = start("lost", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("rank 1 was ended by SIGKILL.")
+
+
+def test_gpus_are_counted_without_torch(monkeypatch):
+    for visible, number in (("", 0), ("-1", 0), ("0", 1), ("0,3,5", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == number
+
+
+def test_how_many_processes(monkeypatch):
+    config = Config(actor={"tp": 2, "pp": 2}, rollout={"tp": 3})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert default_nproc(config, "train") == 12
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert default_nproc(config, "train") == 4
+
+
+def test_a_world_that_grids_do_not_fill():
+    config = Config(actor={"tp": 2}, critic={"tp": 4}, rollout={"tp": 3})
+    with pytest.raises(GridError) as caught:
+        check_world(config, "train", 2)
+    assert "critic: tp=4" in str(caught.value) and "rollout.tp: found 3" in str(caught.value)
+    check_world(config, "train", 12)

@@ -1,0 +1,149 @@
+"""Numbers that must fit together, and files that must be there."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaverl.config import smallest_world
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["algorithm.name=grpo"], "algorithm.group_size", "found 1; grpo compares the responses of a group"),
+        (
+            ["data.prompts_per_step=6", "algorithm.num_mini_batches=4"],
+            "algorithm.num_mini_batches",
+            "found 4, not a divisor of the 6 samples",
+        ),
+        (["algorithm.kl.coef=0.1"], "algorithm.kl.in", "algorithm.kl.coef is set"),
+        (["algorithm.kl.target=0.1"], "algorithm.kl.in", "algorithm.kl.target is set"),
+        (["algorithm.kl.in=reward"], "algorithm.kl.coef", "must be above 0"),
+        (["algorithm.kl={in: loss, coef: 0.1, kind: k1}"], "algorithm.kl.kind", "Use k2 or k3"),
+        (["model.path="], "model.path", "found null; expected text"),
+        (["model.path=nowhere"], "model.path", "found 'nowhere', which is not a folder"),
+        (["data.train=[]"], "data.train", "is empty"),
+        (["data.train=nowhere.jsonl"], "data.train.0", "does not exist"),
+        (["data.train=nowhere/*.jsonl"], "data.train.0", "a pattern that no file matches"),
+        (["data.validation=[]", "trainer.validate_every=5"], "trainer.validate_every", "data.validation is empty"),
+        (["trainer.pass_at=[1, 4]"], "trainer.pass_at", "trainer.validation_samples=1"),
+        (["reward=[]"], "reward", "is empty"),
+        (["reward={weight: 1}"], "reward.0", "neither name nor function"),
+        (["reward={function: score}"], "reward.0.function", "expected module:function"),
+        (["reward={name: gsm8k, options: {method: magic}}"], "reward.0.options", "strict or flexible"),
+        (["reward={name: gsm8k, options: {mthod: strict}}"], "reward.0.options", "mthod"),
+        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "the loss divides logits by it"),
+        (["rollout.sampling.max_tokens=null"], "rollout.sampling.max_tokens", "an integer of at least 1"),
+        (["data.max_prompt_tokens=1000"], "data.max_prompt_tokens", "= 1256 exceeds the model's context of 1024"),
+        (["actor.micro_batch_tokens=767"], "actor.micro_batch_tokens", "found 767"),
+        (["critic.micro_batch_tokens=767"], "critic.micro_batch_tokens", "512 + rollout.sampling.max_tokens=256 = 768"),
+        (["actor.optimizer.lr=0"], "actor.optimizer.lr", "above 0"),
+        (["actor.optimizer.min_lr=1"], "actor.optimizer.min_lr", "expected from 0 to"),
+        (
+            ["actor.ddp.overlap_param_gather=true", "actor.optimizer.overlap_param_gather=false"],
+            "actor.ddp.overlap_param_gather",
+            "actor.optimizer.overlap_param_gather is false",
+        ),
+        (["actor.scheduler.lr_decay_style=cosin"], "actor.scheduler.lr_decay_style", "Did you mean `cosine`?"),
+        (["actor.scheduler.lr_warmup_steps=100"], "actor.scheduler.lr_warmup_steps", "expected below"),
+        (["critic.scheduler.lr_decay_style=WSD"], "critic.scheduler", "wsd_decay_steps, lr_wsd_decay_style"),
+        (["actor.scheduler.end_wd=0.1"], "actor.scheduler.wd_incr_style", "differ"),
+        (["checkpoint.resume=elsewhere"], "checkpoint.resume", "auto, never, or the folder"),
+        (["critic.path=nowhere"], "critic.path", "not a Hugging Face folder"),
+        (["model.tokenizer=nowhere"], "model.tokenizer", "does not exist"),
+        (["actor.tp=4", "critic.tp=1"], "actor.tp", "does not divide the model's 6 key-value heads"),
+        (["actor.tp=5", "critic.tp=1"], "actor.tp", "Sizes that fit: 1, 2, 3, 6."),
+        (["critic.pp=4"], "critic.pp", "found 4, which does not divide the model's 6 layers"),
+        (["actor={pp: 2, vpp: 2}"], "actor.pp", "2 x vpp=2 = 4"),
+        (["actor.vpp=2"], "actor.vpp", "need actor.pp above 1"),
+        (["rollout.tp=8"], "rollout.tp", "Sizes that fit: 1, 2, 3, 6, 12."),
+        (["rollout={engine: hf, tp: 2}"], "rollout.tp", "no tensor parallelism"),
+        (["run.nproc=4", "actor.tp=3"], "actor", "tp=3 x cp=1 x pp=1 = 3 does not divide the 4 ranks"),
+        (["run.nproc=4", "rollout.tp=3"], "rollout.tp", "does not divide the 4 ranks. Sizes that fit: 1, 2, 4."),
+        (["run.nproc=4", "actor.ep=3"], "actor.ep", "Sizes of ep that fit: 1, 2, 4."),
+    ],
+)
+def test_what_does_not_fit(mistakes, overrides, key, said):
+    found = mistakes(*overrides)
+    assert said in found[key]
+    assert set(found) == {key}
+
+
+def test_an_inherited_grid_is_told_once(mistakes):
+    assert set(mistakes("actor.tp=5", "run.nproc=6")) == {"actor", "actor.tp"}
+
+
+def test_layers_may_be_spread_unevenly(load):
+    load("actor={pp: 4, megatron: {num_layers_in_first_pipeline_stage: 0, num_layers_in_last_pipeline_stage: 2}}")
+
+
+def test_vllm_may_hold_a_key_value_head_several_times(load):
+    assert load("rollout.tp=12").rollout.tp == 12
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: path.unlink(), "config.json: not found"),
+        (lambda path: path.write_text("{"), "not valid JSON"),
+        (lambda path: path.write_text('{"architectures": ["GPT2LMHeadModel"]}'), "'GPT2LMHeadModel' is not supported"),
+        (lambda path: path.write_text('{"architectures": ["LlamaForCausalLM"]}'), "is missing"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_read(mistakes, tmp_path, damage, said):
+    damage(tmp_path / "model" / "config.json")
+    assert said in mistakes()["model.path"]
+
+
+def test_an_empty_data_file(mistakes, tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    assert mistakes()["data.train.0"].endswith("which is an empty file.")
+
+
+def test_a_run_folder_that_cannot_be_made(mistakes, load, tmp_path):
+    (tmp_path / "taken").write_text("")
+    assert "taken is a file" in mistakes(f"run.dir={tmp_path / 'taken'}")["run.dir"]
+    assert "taken is a file" in mistakes(f"run.dir={tmp_path / 'taken' / 'below'}")["run.dir"]
+    load(f"run.dir={tmp_path / 'new' / 'folders'}")
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_path_checks_nothing_need_be_here(load):
+    config = load("model.path=/elsewhere/model", "data.train=/elsewhere/*.parquet", "actor.tp=5", check_paths=False)
+    assert config.model.path == "/elsewhere/model"
+
+
+def test_what_each_command_needs(load, mistakes):
+    assert set(mistakes("data.train=[]", command="sft")) == {"sft.train"}
+    assert set(mistakes("data.validation=[]", command="eval")) == {"data.validation"}
+    assert set(mistakes("sft={steps: 5, lr_warmup_steps: 5}", command="sft")) == {"sft.lr_warmup_steps"}
+    assert set(mistakes("sft.max_answer_tokens=4000", command="sft")) == {
+        "data.max_prompt_tokens",
+        "actor.micro_batch_tokens",
+    }
+    load("data.train=[]", "data.validation=[]", "reward=[]", "actor.tp=5", command="generate")
+    load("rollout.sampling.temperature=0", command="eval")
+    load("reward=[]", "rollout.tp=5", command="sft")
+
+
+def test_the_world_of_torchrun_counts_before_nproc(mistakes, load, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert set(mistakes("run.nproc=3", "actor.tp=3")) == {"actor"}
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    load("run.nproc=4", "actor.tp=3")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "command", "world"),
+    [
+        ([], "train", 1),
+        (["actor={tp: 2, pp: 3}", "rollout.tp=3"], "train", 6),
+        (["actor.tp=2", "critic.tp=3"], "train", 6),
+        (["actor.tp=2", "critic.tp=3", "algorithm={name: grpo, group_size: 2}"], "train", 2),
+        (["actor={tp: 2, etp: 1, ep: 3}"], "train", 6),
+        (["actor.tp=2", "rollout.tp=3"], "sft", 2),
+        (["actor.tp=2", "rollout.tp=3"], "generate", 3),
+    ],
+)
+def test_the_smallest_world_that_all_grids_fill(load, overrides, command, world):
+    assert smallest_world(load(*overrides, command=command), command) == world

@@ -1,0 +1,197 @@
+"""Mappings for megatron-core and vLLM, against what is installed here: read without importing, right all the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaverl.config import passthrough
+from megaverl.config.annotations import fits
+from megaverl.config.installed import class_fields, init_arguments, source_file
+from megaverl.config.passthrough import TARGETS, Target
+from megaverl.platform import platform
+
+
+def test_the_fields_that_are_read_are_the_fields_that_are_there():
+    platform.adapt_megatron()
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    for name, cls in (
+        ("megatron", TransformerConfig),
+        ("optimizer", OptimizerConfig),
+        ("ddp", DistributedDataParallelConfig),
+    ):
+        assert set(TARGETS[name].fields()) == {field.name for field in dataclasses.fields(cls)}
+    arguments = list(inspect.signature(OptimizerParamScheduler.__init__).parameters)[1:]
+    assert list(TARGETS["scheduler"].fields()) == arguments
+
+
+def test_vllms_fields_too():
+    """In a process of its own: importing vLLM here would turn this one's logging and environment."""
+    code = """
+import dataclasses, json
+from megaverl.platform import platform
+platform.adapt_vllm()
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+print(json.dumps([[f.name for f in dataclasses.fields(EngineArgs)], list(SamplingParams.__struct_fields__)]))
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    engine, sampling = __import__("json").loads(output.strip().splitlines()[-1])
+    assert set(TARGETS["vllm"].fields()) == set(engine)
+    assert set(TARGETS["sampling"].fields()) == set(sampling)
+
+
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_what_megaverl_owns_is_there_to_be_owned(target: Target):
+    assert set(target.owned) <= set(target.fields())
+    assert target.settable()
+
+
+def test_own_defaults_fit_their_annotations():
+    """The parser of annotations, over every default of the real classes that is a plain literal."""
+    import ast
+
+    checked = 0
+    for target in TARGETS.values():
+        for field in target.fields().values():
+            if isinstance(field.default, ast.Constant) and field.default.value is not Ellipsis:
+                checked += 1
+                assert fits(field.default.value, field), (target.name, field.name, field.type_text)
+    assert checked > 300
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "said"),
+    [
+        ("actor.megatron.recompute_granularity=ful", "recompute_granularity", "allows full, selective. Did you mean"),
+        ("actor.megatron.attention_backend=flsh", "attention_backend", "Did you mean `flash`?"),
+        ("actor.megatron.hidden_dropout=high", "hidden_dropout", "takes float"),
+        ("actor.megatron.sequence_paralel=true", "sequence_paralel", "Did you mean `sequence_parallel`?"),
+        ("actor.megatron.autocast_dtype=int3", "autocast_dtype", "bfloat16"),
+        ("actor.megatron.init_method=normal", "init_method", "module:function"),
+        ("actor.megatron.window_size=[1, 2, 3]", "window_size", "takes"),
+        ("actor.megatron.lr=1", "lr", "Did you mean `actor.optimizer.lr`?"),
+        ("actor.megatron.tensor_model_parallel_size=2", "tensor_model_parallel_size", "Use actor.tp."),
+        ("actor.megatron.pipeline_dtype=bf16", "pipeline_dtype", "Use model.dtype."),
+        ("actor.megatron.num_layers=2", "num_layers", "config.json"),
+        ("actor.megatron.calculate_per_token_loss=true", "calculate_per_token_loss", "algorithm.loss_aggregation"),
+        ("critic.megatron.context_parallel_size=2", "context_parallel_size", "Use critic.cp."),
+        ("reference.megatron.nope=2", "nope", "no such field"),
+        ("actor.optimizer.lr=fast", "lr", "takes Optional[float]"),
+        ("critic.optimizer.bf16=true", "bf16", "Use model.dtype."),
+        ("actor.scheduler.max_lr=1.0", "max_lr", "Use actor.optimizer.lr."),
+        ("actor.scheduler.lr_warmup=1", "lr_warmup", "Did you mean `lr_warmup_steps`?"),
+        ("actor.ddp.overlap_grad_reduc=true", "overlap_grad_reduc", "Did you mean `overlap_grad_reduce`?"),
+        ("actor.ddp.bucket_size=1e6", "bucket_size", "takes Optional[int]"),
+        ("rollout.vllm.gpu_memory_utilisation=0.5", "gpu_memory_utilisation", "Did you mean `gpu_memory_utilization`?"),
+        ("rollout.vllm.tensor_parallel_size=2", "tensor_parallel_size", "Use rollout.tp."),
+        ("rollout.vllm.seed=2", "seed", "Use run.seed."),
+        ("rollout.vllm.model=2", "model", "Use model.path."),
+        ("rollout.vllm.kv_cache_dtype=fp9", "kv_cache_dtype", "allows auto"),
+        ("rollout.vllm.max_num_seqs=1.5", "max_num_seqs", "takes int | None"),
+        ("rollout.vllm.enable_lora=true", "enable_lora", "updated in place"),
+        ("rollout.vllm.enforce_eager=1", "enforce_eager", "takes bool"),
+        ("actor.ddp.overlap_grad_reduce=1", "overlap_grad_reduce", "takes bool"),
+        ("rollout.sampling.n=4", "n", "algorithm.group_size"),
+        ("rollout.sampling.seed=4", "seed", "run.seed"),
+        ("rollout.sampling.top_k='1'", "top_k", "takes int"),
+        ("rollout.sampling.stop_token_ids=[a]", "stop_token_ids", "list[int] | None"),
+        ("trainer.validation_sampling.temprature=0", "temprature", "Did you mean `temperature`?"),
+    ],
+)
+def test_one_wrong_field(mistakes, override, key, said):
+    found = mistakes(override)
+    full = override.partition("=")[0]
+    assert full.endswith(key)
+    assert set(found) == {full}
+    assert said in found[full]
+
+
+def test_right_fields_of_every_kind(load):
+    config = load(
+        "actor.megatron={recompute_granularity: selective, attention_backend: auto, qk_clip_alpha: 1, "
+        "window_size: [4, 4], recompute_modules: [core_attn], autocast_dtype: torch.bfloat16, "
+        "init_method: 'torch.nn.init:zeros_', moe_router_dtype: null}",
+        "actor.optimizer.exp_avg_dtype=bf16",
+        "actor.ddp={bucket_size: null, suggested_communication_unit_size: null}",
+        "rollout.vllm={gpu_memory_utilization: 1, kv_cache_dtype: auto, compilation_config: {level: 0}}",
+        "rollout.sampling={logit_bias: {5: 1.5}, allowed_token_ids: [1, 2], min_p: 0}",
+    )
+    assert config.actor.megatron["window_size"] == [4, 4]
+    assert config.rollout.sampling["logit_bias"] == {5: 1.5}
+
+
+def test_an_absent_package_is_one_warning(load, monkeypatch):
+    def absent() -> None:
+        return None
+
+    places = {
+        key: dataclasses.replace(target, fields=absent) if "vllm" in target.distributions else target
+        for key, target in passthrough.PLACES.items()
+    }
+    monkeypatch.setattr(passthrough, "PLACES", places)
+    config = load("rollout.vllm.not_known_here=1", "rollout.sampling.neither_this=2")
+    assert config.warnings == ("vllm is not installed: rollout.sampling, rollout.vllm could not be checked",)
+    with pytest.raises(ValueError, match="Use rollout.tp"):
+        _as_value_error(load, "rollout.vllm.tensor_parallel_size=1")
+
+
+def _as_value_error(load, override):
+    from megaverl.errors import ConfigError
+
+    try:
+        load(override)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+def test_locating_a_module_runs_nothing_of_it(tmp_path, monkeypatch):
+    package = tmp_path / "loud_package" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (package / "config.py").write_text(
+        "from .base import Base\n"
+        "class Settings(Base):\n"
+        "    own: int = 1\n"
+        '    """Its line."""\n'
+        "    kind: Kind = None\n"
+        "class Maker:\n"
+        "    def __init__(self, first: int, *, second: str = 'x'): ...\n"
+    )
+    (package / "base.py").write_text("class Base:\n    inherited: bool = False\n    shared: 'ClassVar[int]' = 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fields = class_fields("loud_package.inner.config", "Settings")
+    assert fields is not None and list(fields) == ["inherited", "own", "kind"]
+    assert fields["own"].description == "Its line."
+    assert list(init_arguments("loud_package.inner.config", "Maker") or {}) == ["first", "second"]
+    assert class_fields("loud_package.inner.config", "Nothing") is None
+    assert class_fields("no_such_package_at_all.x", "Nothing") is None
+    assert source_file("loud_package.inner.config") == (Path(package / "config.py"), False)
+
+
+@given(
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+        max_leaves=6,
+    )
+)
+def test_no_value_breaks_the_check(value):
+    for name in ("lr", "params_dtype", "optimizer", "use_distributed_optimizer"):
+        assert fits(value, TARGETS["optimizer"].fields()[name]) in (True, False)
+    for name in ("window_size", "recompute_granularity", "attention_backend", "init_method", "moe_layer_freq"):
+        assert fits(value, TARGETS["megatron"].fields()[name]) in (True, False)
+    for name in ("logit_bias", "stop", "structured_outputs"):
+        assert fits(value, TARGETS["sampling"].fields()[name]) in (True, False)

@@ -1,0 +1,78 @@
+"""Text and mappings into dtypes, enum members, functions and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megaverl.config import realise
+from megaverl.errors import ConfigError
+
+
+class Colour(enum.Enum):
+    red = 1
+
+
+@dataclasses.dataclass
+class Inner:
+    dtype: torch.dtype = torch.float32
+
+
+@dataclasses.dataclass
+class Settings:
+    dtype: torch.dtype | None = None
+    colour: Colour = Colour.red
+    function: Callable | None = None
+    inner: Inner | None = None
+    text: str = ""
+    anything: dict | None = None
+
+
+def test_each_kind():
+    made = realise(
+        Settings,
+        {
+            "dtype": "torch.bfloat16",
+            "colour": "red",
+            "function": "torch.nn.init:zeros_",
+            "inner": {"dtype": "fp16"},
+            "text": "float32",
+            "anything": {"dtype": "bf16"},
+        },
+    )
+    assert made == {
+        "dtype": torch.bfloat16,
+        "colour": Colour.red,
+        "function": torch.nn.init.zeros_,
+        "inner": Inner(torch.float16),
+        "text": "float32",
+        "anything": {"dtype": "bf16"},
+    }
+
+
+def test_none_stays_none():
+    assert realise(Settings, {"dtype": None, "function": None}) == {"dtype": None, "function": None}
+
+
+@pytest.mark.parametrize("path", ["no_such_module_here:f", "math:no_such_function"])
+def test_a_function_that_is_not_there(path):
+    with pytest.raises(ConfigError, match=r"actor\.megatron\.function: found '.*', which cannot be imported"):
+        realise(Settings, {"function": path}, "actor.megatron")
+
+
+def test_megatrons_own_classes():
+    from megaverl.platform import platform
+
+    platform.adapt_megatron()
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    options = realise(TransformerConfig, {"attention_backend": "unfused", "autocast_dtype": "fp16"})
+    assert options == {"attention_backend": AttnBackend.unfused, "autocast_dtype": torch.float16}
+    config = OptimizerConfig(**realise(OptimizerConfig, {"exp_avg_dtype": "float32", "lr": 1e-6}))
+    assert config.exp_avg_dtype == torch.float32

@@ -1,0 +1,67 @@
+"""Every recipe of `configs/` passes all checks that need no files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaverl.config import load_config, smallest_world
+from megaverl.config.loader import Command
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+
+SMOLLM2 = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+LLAMA_70B = SMOLLM2 | {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+def command_of(path: Path) -> Command:
+    return "sft" if path.stem.startswith("sft") else "quickstart" if path.stem == "quickstart" else "train"
+
+
+def test_there_are_recipes():
+    assert {"quickstart", "ppo_gsm8k_smollm2", "grpo_gsm8k_smollm2_tp3", "grpo_gsm8k_smollm2_pp2"} <= {
+        path.stem for path in RECIPES
+    }
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_right(path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    config = load_config(path, command=command_of(path), check_paths=False)
+    assert config.warnings == ()
+    assert config.run.name != "run", "two recipes must not share a run folder"
+
+
+@pytest.mark.parametrize("path", [p for p in RECIPES if p.stem != "quickstart"], ids=lambda path: path.stem)
+def test_a_recipe_fits_its_model_and_its_world(path, tmp_path, monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    big = "70b" in path.stem
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B if big else SMOLLM2))
+    data = tmp_path / "data.jsonl"
+    data.write_text("{}\n")
+    overrides = [f"model.path={tmp_path}", f"data.train={data}", f"data.validation={data}"]
+    config = load_config(path, overrides, command=command_of(path), world_size=64 if big else None)
+    if not big:
+        assert config.run.nproc == smallest_world(config, command_of(path))

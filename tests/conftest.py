@@ -1,0 +1,22 @@
+"""Fixtures for every test: `world` runs a function on real processes (see tests/worlds.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.worlds import close_worlds, run_world
+
+
+@pytest.fixture
+def world() -> Callable[..., list[Any]]:
+    """`world(num_ranks, "tests.module:function", **kwargs)`: one result per rank."""
+    return run_world
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _worlds_end_with_the_session() -> Iterator[None]:
+    yield
+    close_worlds()

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaverl.data.batching import (
+    balance,
+    common_count,
+    micro_batch_tokens,
+    micro_batches,
+    mini_batches,
+    plan_micro_batches,
+)
+from megaverl.errors import DataError
+
+PROPERTY = settings(deadline=None, max_examples=80, database=None)
+LENGTHS = st.lists(st.integers(0, 50), max_size=40)
+
+
+def flat(lists):
+    return sorted(sample for inner in lists for sample in inner)
+
+
+def test_the_budget_is_a_cap():
+    # Known of another framework: 6, 6, 6 with a budget of 10 became 12 and 6.
+    for padded in (True, False):
+        assert micro_batches([6, 6, 6], 10, padded=padded) == [[0], [1], [2]]
+        assert micro_batches([6, 6, 6], 12, padded=padded) == [[0, 1], [2]]
+
+
+def test_micro_batches_by_hand():
+    lengths = [3, 9, 1, 4, 8]
+    assert micro_batches(lengths, 18) == [[1, 4], [3, 0, 2]]  # 2 x 9, 3 x 4
+    assert micro_batches(lengths, 18, padded=False) == [[1, 4, 2], [3, 0]]  # 9 + 8 + 1, 4 + 3
+    assert micro_batches(lengths, 18, indices=[10, 11, 12, 13, 14]) == [[11, 14], [13, 10, 12]]
+    assert micro_batches([5, 5], 15, multiple_of=8) == [[0], [1]]  # each costs 8
+    assert micro_batches([], 1) == []
+    assert micro_batch_tokens([3, 5]) == 10 and micro_batch_tokens([3, 5], padded=False) == 8
+    assert micro_batch_tokens([3, 5], multiple_of=4) == 16 and micro_batch_tokens([]) == 0
+
+
+@PROPERTY
+@given(LENGTHS, st.integers(52, 200), st.booleans(), st.integers(1, 4))
+def test_no_micro_batch_is_above_the_cap(lengths, max_tokens, padded, multiple_of):
+    batches = micro_batches(lengths, max_tokens, padded=padded, multiple_of=multiple_of)
+    assert flat(batches) == list(range(len(lengths)))
+    for batch in batches:
+        chosen = [lengths[sample] for sample in batch]
+        cost = len(chosen) * max(chosen) if padded else sum(chosen)
+        assert batch and cost <= max_tokens
+        assert micro_batch_tokens(chosen, padded=padded, multiple_of=multiple_of) <= max_tokens
+
+
+@PROPERTY
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 20))
+def test_padded_micro_batches_are_the_fewest_possible(lengths, max_tokens):
+    def partitions(samples):
+        if not samples:
+            yield []
+            return
+        first, rest = samples[0], samples[1:]
+        for smaller in partitions(rest):
+            yield [[first], *smaller]
+            for i in range(len(smaller)):
+                yield [*smaller[:i], [first, *smaller[i]], *smaller[i + 1 :]]
+
+    fewest = min(
+        len(parts)
+        for parts in partitions(lengths)
+        if all(len(part) * max(part) <= max_tokens for part in parts)
+    )
+    assert len(micro_batches(lengths, max_tokens)) == fewest
+
+
+def test_a_sample_above_the_cap_is_an_error_with_the_mend():
+    with pytest.raises(DataError) as caught:
+        micro_batches([3, 12, 30], 10, indices=[5, 6, 7], key="critic.micro_batch_tokens")
+    message = str(caught.value)
+    assert "sample 6 has 12 tokens" in message and "critic.micro_batch_tokens=10" in message
+    assert "raise critic.micro_batch_tokens to at least 30" in message
+    micro_batches([3, 12, 30], 30)  # what it says works
+    with pytest.raises(DataError, match="to at least 16"):
+        micro_batches([13], 13, multiple_of=8)
+    with pytest.raises(DataError, match="sample 2 has 11 tokens"):
+        plan_micro_batches([1, 99, 11], 2, 10, indices=[0, 2])
+
+
+@pytest.mark.parametrize("equal_counts", [True, False])
+def test_balance_by_hand(equal_counts):
+    # Karmarkar-Karp on 8 7 6 5 4: {8, 6} and {7, 5, 4} (16 against 14), counts 2 and 3.
+    parts = balance([8, 7, 6, 5, 4], 2, equal_counts=equal_counts)
+    sums = sorted(sum([8, 7, 6, 5, 4][sample] for sample in part) for part in parts)
+    assert sums == [14, 16] and sorted(map(len, parts)) == [2, 3]
+    assert balance([5, 5], 4, equal_counts=equal_counts).count([]) == 2
+    assert balance([], 3, equal_counts=equal_counts) == [[], [], []]
+    assert balance([2, 1], 1, equal_counts=equal_counts) == [[0, 1]]
+
+
+@PROPERTY
+@given(LENGTHS, st.integers(1, 6), st.booleans())
+def test_balance_covers_everything_and_is_even(lengths, num_ranks, equal_counts):
+    parts = balance(lengths, num_ranks, equal_counts=equal_counts)
+    assert len(parts) == num_ranks and flat(parts) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+    totals = [sum(lengths[sample] for sample in part) for part in parts]
+    assert max(totals) - min(totals) <= max(lengths, default=0)
+    if equal_counts:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_balance_of_many_random_lengths_is_close():
+    draw = random.Random(0)
+    lengths = [draw.randint(20, 2000) for _ in range(512)]
+    for equal_counts in (True, False):
+        totals = [sum(lengths[i] for i in part) for part in balance(lengths, 8, equal_counts=equal_counts)]
+        assert max(totals) <= 1.001 * min(totals)
+
+
+def test_common_count_splits_and_fills():
+    lengths = [4, 4, 4, 4, 9, 1]
+    parts = common_count([[[0, 1, 2, 3]], [[4], [5]], []], lengths)
+    assert parts == [[[0, 1], [2, 3]], [[4], [5]], [[], []]]
+    assert common_count([[[0, 1, 2]], [[4]]], lengths, count_multiple_of=2) == [[[1, 2], [0]], [[4], []]]
+    assert common_count([[], []], lengths) == [[[]], [[]]]
+
+
+@PROPERTY
+@given(LENGTHS, st.integers(1, 5), st.integers(52, 150), st.booleans(), st.integers(1, 3), st.booleans())
+def test_plan_gives_every_rank_the_same_number_under_the_cap(
+    lengths, num_ranks, max_tokens, padded, count_multiple_of, equal_counts
+):
+    chosen = list(range(0, len(lengths), 2))
+    plan = plan_micro_batches(
+        lengths,
+        num_ranks,
+        max_tokens,
+        indices=chosen,
+        padded=padded,
+        count_multiple_of=count_multiple_of,
+        equal_counts=equal_counts,
+    )
+    assert len(plan) == num_ranks and len({len(batches) for batches in plan}) == 1
+    assert len(plan[0]) >= 1 and len(plan[0]) % count_multiple_of == 0
+    assert flat(batch for batches in plan for batch in batches) == chosen
+    for batches in plan:
+        costs = [micro_batch_tokens([lengths[i] for i in batch], padded=padded) for batch in batches]
+        assert max(costs) <= max_tokens and costs == sorted(costs, reverse=True)
+        if not all(batches):  # empty ones only where nothing is left to split
+            assert all(len(batch) <= 1 for batch in batches)
+
+
+@PROPERTY
+@given(st.integers(1, 40), st.integers(0, 5), st.integers(0, 5), st.integers(0, 3), st.data())
+def test_mini_batches_are_even_and_complete(num_samples, seed, step, epoch, data):
+    count = data.draw(st.integers(1, num_samples))
+    parts = mini_batches(num_samples, count, seed=seed, step=step, epoch=epoch)
+    assert len(parts) == count and flat(parts) == list(range(num_samples))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def test_groups_stay_together():
+    group_ids = [3, 5, 3, 9, 5, 3, 9, 1]
+    parts = mini_batches(8, 2, seed=1, step=2, epoch=0, group_ids=group_ids)
+    owners = [{group_ids[sample] for sample in part} for part in parts]
+    assert flat(parts) == list(range(8)) and not owners[0] & owners[1] and len(owners[0]) == 2
+    with pytest.raises(
+        DataError, match="4 groups cannot be split into 5 mini-batches; lower algorithm.num_mini"
+    ):
+        mini_batches(8, 5, seed=1, step=2, epoch=0, group_ids=group_ids)
+
+
+def test_the_draw_depends_on_seed_step_and_epoch_alone():
+    def draw(**changes):
+        return mini_batches(32, 4, **{"seed": 0, "step": 0, "epoch": 0, **changes})
+
+    drawn = [draw(), draw(seed=1), draw(step=1), draw(epoch=1)]
+    assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
+    random.seed(5)
+    assert draw() == drawn[0]
+    code = (
+        "from megaverl.data.batching import *\n"
+        "print(mini_batches(32, 4, seed=0, step=0, epoch=0), balance([7, 7, 7, 5, 5, 1], 3), sep='\\n')"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.splitlines() == [str(drawn[0]), str(balance([7, 7, 7, 5, 5, 1], 3))]

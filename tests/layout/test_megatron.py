@@ -1,0 +1,172 @@
+"""Megatron's layout: against its published rules written as reshapes, and against the real GPTModel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaverl.errors import GridError
+from megaverl.layout.megatron import megatron_layout, megatron_layouts
+from megaverl.models.architectures import weights_of
+from megaverl.models.spec import ARCHITECTURES
+from megaverl.parallel.grid import GridShape
+from tests.layout.specs import element_ids, fill, make_spec, specs
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Any, ...]:
+    tp = draw(st.sampled_from([1, 2, 4]))
+    spec = draw(specs([tp]))
+    pp = draw(st.sampled_from([n for n in (1, 2, 4) if spec.num_layers % n == 0]))
+    padded = -(-spec.vocab_size // tp) * tp + tp * draw(st.integers(0, 3))
+    return spec, GridShape(tp=tp, pp=pp, dp=draw(st.integers(1, 2))), padded
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_every_parameter_holds_what_megatron_would_cut(case: tuple[Any, ...]) -> None:
+    """Build each fused parameter whole, as Megatron's converters do, and cut it: the layout says the same."""
+    spec, shape, padded = case
+    weights = weights_of(spec)
+    ids = element_ids(weights)
+    layers_per_stage = spec.num_layers // shape.pp
+    layouts = megatron_layouts(weights, spec, shape, padded_vocab_size=padded)
+    for rank in range(shape.world_size):
+        coords = shape.coords(rank)
+        tensors = fill(layouts(rank), ids)
+
+        def rows(array: np.ndarray, tp: int = coords.tp) -> np.ndarray:
+            return np.split(array, shape.tp, axis=0)[tp]
+
+        for local in range(layers_per_stage):
+            layer = f"model.layers.{coords.pp * layers_per_stage + local}."
+            here = f"decoder.layers.{local}."
+            for kind in ("weight", "bias") if spec.qkv_bias else ("weight",):
+                q, k, v = (ids[f"{layer}self_attn.{part}_proj.{kind}"] for part in "qkv")
+                groups = [a.reshape(spec.num_kv_heads, -1, *a.shape[1:]) for a in (q, k, v)]
+                fused = np.concatenate(groups, axis=1).reshape(-1, *q.shape[1:])
+                assert (tensors.pop(f"{here}self_attention.linear_qkv.{kind}") == rows(fused)).all()
+            gate, up = (rows(ids[f"{layer}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+            assert (tensors.pop(f"{here}mlp.linear_fc1.weight") == np.concatenate([gate, up])).all()
+            for theirs, name in (
+                ("self_attention.linear_proj.weight", "self_attn.o_proj.weight"),
+                ("mlp.linear_fc2.weight", "mlp.down_proj.weight"),
+            ):
+                columns = np.split(ids[layer + name], shape.tp, axis=1)[coords.tp]
+                assert (tensors.pop(here + theirs) == columns).all()
+            norms = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+            if spec.qk_norm:
+                norms |= {f"self_attention.{part}_layernorm": f"self_attn.{part}_norm" for part in "qk"}
+            for theirs, name in norms.items():
+                assert (tensors.pop(f"{here}{theirs}.weight") == ids[f"{layer}{name}.weight"]).all()
+
+        def vocabulary(name: str) -> np.ndarray:
+            return rows(np.pad(ids[name], ((0, padded - spec.vocab_size), (0, 0))))
+
+        last = coords.pp == shape.pp - 1
+        if coords.pp == 0:
+            assert (tensors.pop("embedding.word_embeddings.weight") == vocabulary("model.embed_tokens.weight")).all()
+        if last:
+            assert (tensors.pop("decoder.final_layernorm.weight") == ids["model.norm.weight"]).all()
+        if last and not spec.tie_embeddings:
+            assert (tensors.pop("output_layer.weight") == vocabulary("lm_head.weight")).all()
+        if last and spec.tie_embeddings and shape.pp > 1:
+            assert (tensors.pop("output_layer.weight") == vocabulary("model.embed_tokens.weight")).all()
+        assert not tensors
+
+
+def layer_numbers(shape: GridShape, rank: int, layer_split: list[int] | None) -> dict[str, list[int]]:
+    spec = make_spec(num_layers=8)
+    layout = megatron_layout(weights_of(spec), spec, shape, rank, padded_vocab_size=64, layer_split=layer_split)
+    found: dict[str, list[int]] = {}
+    for piece in layout.pieces:
+        if piece.tensor.endswith("down_proj.weight"):
+            prefix, number = piece.local.split("decoder.layers.")
+            numbers = found.setdefault(prefix, [])
+            assert int(number.split(".")[0]) == len(numbers), "local layer numbers count from zero"
+            numbers.append(int(piece.tensor.split(".")[2]))
+    return found
+
+
+def test_uneven_stages() -> None:
+    shape = GridShape(pp=3)
+    assert [layer_numbers(shape, rank, [2, 3, 3]) for rank in range(3)] == [
+        {"": [0, 1]},
+        {"": [2, 3, 4]},
+        {"": [5, 6, 7]},
+    ]
+
+
+def test_virtual_stages_go_round_the_pipeline() -> None:
+    """megatron-core: stage 0 holds [0, 1] and [4, 5] of 8 layers with pp 2 and vpp 2."""
+    shape = GridShape(pp=2, vpp=2)
+    assert layer_numbers(shape, 0, None) == {"chunk0.": [0, 1], "chunk1.": [4, 5]}
+    assert layer_numbers(shape, 1, None) == {"chunk0.": [2, 3], "chunk1.": [6, 7]}
+
+
+def test_transformer_engine_keeps_the_norms_in_the_linear_layers() -> None:
+    spec = make_spec()
+    layout = megatron_layout(weights_of(spec), spec, GridShape(), 0, padded_vocab_size=64, transformer_engine=True)
+    holders = {piece.tensor: piece.local for piece in layout.pieces}
+    assert (
+        holders["model.layers.1.input_layernorm.weight"]
+        == "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
+    )
+    assert (
+        holders["model.layers.1.post_attention_layernorm.weight"] == "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"
+    )
+
+
+def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
+    spec = make_spec(tie_embeddings=True)
+    weights = weights_of(spec, value_head=True)
+    layout = megatron_layout(weights, spec, GridShape(tp=2, pp=2), 3, padded_vocab_size=64)
+    assert layout.local_shapes["output_layer.weight"] == (1, spec.hidden_size)
+    assert [p.tensor for p in layout.pieces if p.local == "output_layer.weight"] == ["score.weight"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "shape", "padded", "message"),
+    [
+        ({"num_heads": 3, "num_kv_heads": 3}, GridShape(tp=2), 64, "3 heads and 3 key-value heads"),
+        ({"ffn_hidden_size": 15}, GridShape(tp=2), 64, "15 rows cannot be divided over tp 2"),
+        ({}, GridShape(tp=4), 54, "padded vocabulary 54 must be a multiple of tp 4"),
+        ({}, GridShape(), 48, "at least 50"),
+        ({"num_layers": 3}, GridShape(pp=2), 64, "3 layers cannot be divided evenly over 2 pipeline stages"),
+    ],
+)
+def test_what_the_grid_does_not_divide_is_named(
+    changes: dict[str, int], shape: GridShape, padded: int, message: str
+) -> None:
+    spec = make_spec(**changes)
+    with pytest.raises(GridError, match=message):
+        megatron_layout(weights_of(spec), spec, shape, 0, padded_vocab_size=padded)
+
+
+def test_a_wrong_layer_split_is_named() -> None:
+    spec = make_spec()
+    with pytest.raises(GridError, match="sum to 4 layers"):
+        megatron_layout(weights_of(spec), spec, GridShape(pp=2), 0, padded_vocab_size=64, layer_split=[2, 3])
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "grid"),
+    [(1, {}), (4, {"tp": 2, "pp": 2}), (4, {"tp": 4}), (4, {"tp": 2, "pp": 2, "vpp": 2})],
+)
+def test_the_real_model_has_these_parameters(
+    world: Callable[..., list[Any]], num_ranks: int, grid: dict[str, int]
+) -> None:
+    """Names and shapes of GPTModel's own parameters, on every rank of a real grid."""
+    variants = [
+        {"architecture": architecture, "tie_embeddings": tied, "value_head": head}
+        for architecture in ARCHITECTURES
+        for tied, head in ((False, False), (True, False), (True, True))
+    ]
+    results = world(num_ranks, "tests.layout.ranks:compare_with_gpt_model", grid=grid, variants=variants)
+    for rank, differences in enumerate(results):
+        assert differences == [{}] * len(variants), f"rank {rank}"

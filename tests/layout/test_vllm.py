@@ -1,0 +1,90 @@
+"""vLLM's layout: against its rules written as slices, and against vLLM's own `load_weights`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megaverl.errors import GridError
+from megaverl.layout.vllm import VOCAB_PADDING, vllm_layout
+from megaverl.models.architectures import weights_of
+from megaverl.models.spec import ARCHITECTURES, ModelSpec
+from megaverl.models.tiny import make_tiny_folder
+from tests.layout.specs import element_ids, fill, make_spec, specs
+
+
+@settings(max_examples=40, deadline=None)
+@example((4, make_spec(num_kv_heads=2, vocab_size=130)))
+@given(st.sampled_from([1, 2, 4]).flatmap(lambda tp: st.tuples(st.just(tp), specs([tp]))))
+def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> None:
+    tp, spec = case
+    weights = weights_of(spec)
+    ids = element_ids(weights)
+    padded = -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
+    for rank in range(tp):
+        tensors = fill(vllm_layout(weights, spec, tp, rank), ids)
+        layer = "model.layers.0."
+        q, k, v = (ids[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv")
+        if spec.num_kv_heads < tp:
+            # neighbours share a head: each has a whole copy
+            k, v = (
+                np.repeat(a.reshape(spec.num_kv_heads, spec.head_dim, -1), tp // spec.num_kv_heads, axis=0)
+                for a in (k, v)
+            )
+        shards = [np.split(a.reshape(-1, a.shape[-1]), tp)[rank] for a in (q, k, v)]
+        assert (tensors[f"{layer}self_attn.qkv_proj.weight"] == np.concatenate(shards)).all()
+        shards = [np.split(ids[f"{layer}mlp.{part}_proj.weight"], tp)[rank] for part in ("gate", "up")]
+        assert (tensors[f"{layer}mlp.gate_up_proj.weight"] == np.concatenate(shards)).all()
+        table = np.pad(ids["model.embed_tokens.weight"], ((0, padded - spec.vocab_size), (0, 0)))
+        assert (tensors["model.embed_tokens.weight"] == np.split(table, tp)[rank]).all()
+        assert ("lm_head.weight" in tensors) == (not spec.tie_embeddings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "message"),
+    [
+        ({}, 3, "4 heads and 2 key-value heads cannot be divided over rollout.tp 3"),
+        ({"num_heads": 6, "num_kv_heads": 6}, 4, "6 heads and 6 key-value heads"),
+        ({"num_heads": 3, "num_kv_heads": 3, "ffn_hidden_size": 18}, 3, "50 to 64, which rollout.tp 3 does not"),
+    ],
+)
+def test_what_tp_does_not_divide_is_named(changes: dict[str, int], tp: int, message: str) -> None:
+    spec = make_spec(**changes)
+    weights = weights_of(spec)
+    if "heads" in message:
+        weights = [weight for weight in weights if weight.stage == 0]
+    with pytest.raises(GridError, match=message):
+        vllm_layout(weights, spec, tp, 0)
+
+
+def test_a_critics_head_is_nothing_to_vllm() -> None:
+    spec = make_spec()
+    layout = vllm_layout(weights_of(spec, value_head=True), spec, 1, 0)
+    assert "score.weight" not in layout.by_tensor
+
+
+def test_vllm_itself_places_the_elements_there(world: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Every architecture, tied and untied, at TP 1, 2 and 4 (more ranks than key-value heads), with a vocabulary
+    of 130 that needs padding."""
+    folders = [
+        make_tiny_folder(tmp_path / f"{architecture}-{tied}", architecture, tie_embeddings=tied, vocab_size=130)
+        for architecture in ARCHITECTURES
+        for tied in (False, True)
+    ]
+    results = world(
+        4,
+        "tests.layout.ranks:compare_with_vllm",
+        folders=folders,
+        tp_sizes=[4, 2, 1],
+        fresh=True,  # vLLM's process-wide state must not meet the engines of other tests
+        deadline=300.0,
+    )
+    for rank, wrong in enumerate(results):
+        assert len(wrong) == 3 * len(folders)
+        assert {case: names for case, names in wrong.items() if names} == {}, f"rank {rank}"

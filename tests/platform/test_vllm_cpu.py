@@ -1,0 +1,57 @@
+"""Everything that is adapted in vLLM, and that it is so on a CPU only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megaverl.platform.vllm_cpu import ADAPTATIONS, BLOCK_TOKENS, MAX_CACHE_BYTES, engine_defaults
+
+Run = Callable[..., list[Any]]
+RANKS = "tests.platform.vllm_ranks"
+ONE_TOKEN = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, heads, dimensions, float32
+
+
+def test_the_list_is_whole_and_says_why() -> None:
+    assert [adaptation.name for adaptation in ADAPTATIONS] == [
+        "quiet expected warnings",
+        "no oneDNN weights",
+        "no sgl weights",
+        "shared memory by job",
+    ]
+    assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
+def test_each_changes_what_it_says_and_twice_is_once(world: Run) -> None:
+    before, once, twice = world(1, f"{RANKS}:apply_twice", fresh=True)[0]
+    assert before == {"onednn": True, "shared_memory_wrapped": 0}
+    assert once == twice == {"onednn": False, "sgl": False, "shared_memory_wrapped": 1}
+
+
+def test_nothing_happens_on_cuda(world: Run) -> None:
+    assert world(1, f"{RANKS}:adapt_cuda", fresh=True) == [[]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
+def test_shared_memory_has_one_name_in_an_engine_and_another_in_the_next(world: Run) -> None:
+    first, second = world(2, f"{RANKS}:shared_memory_names")
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def sizes(**changes: Any) -> dict[str, Any]:
+    model = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
+    return engine_defaults(**(model | {"max_model_len": 100, "num_sequences": 16} | changes))
+
+
+def test_cache_holds_what_is_asked_for_within_limits() -> None:
+    blocks = 16 * 4 + 2  # 100 tokens are 4 blocks of 32
+    assert sizes()["kv_cache_memory_bytes"] == blocks * BLOCK_TOKENS * ONE_TOKEN
+    assert sizes(dtype=torch.bfloat16)["kv_cache_memory_bytes"] == blocks * BLOCK_TOKENS * ONE_TOKEN // 2
+    assert sizes(num_sequences=10**6)["kv_cache_memory_bytes"] == MAX_CACHE_BYTES + 2 * BLOCK_TOKENS * ONE_TOKEN
+    one_long = sizes(max_model_len=10**6, num_sequences=None)
+    assert one_long["kv_cache_memory_bytes"] > 10**6 * ONE_TOKEN > MAX_CACHE_BYTES

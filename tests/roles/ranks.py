@@ -1,0 +1,110 @@
+"""What the ranks of a test world do with actors and critics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.models.spec import ModelSpec
+from megaverl.parallel.grid import GridShape
+from megaverl.reshard.export import save_folder
+from megaverl.roles.critic import Critic
+from megaverl.roles.megatron_model import MegatronModel
+from megaverl.roles.policy import Actor
+from megaverl.roles.trainable import TrainableModel
+from tests.models.ranks import manager
+
+
+def experience(num_samples: int = 6, seed: int = 3) -> RolloutBatch:
+    """A batch with everything that an update needs, responses of 1 to 9 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> torch.Tensor:
+        return torch.randn(num_samples, 9, generator=generator) * scale
+
+    prompts = torch.randint(3, 6, (num_samples,), generator=generator)
+    lengths = torch.randint(1, 10, (num_samples,), generator=generator)
+    lengths[0] = 9
+    return RolloutBatch(
+        {
+            "input_ids": torch.randint(0, 100, (num_samples, 5), generator=generator),
+            "prompt_lengths": prompts,
+            "generated_ids": torch.randint(0, 100, (num_samples, 9), generator=generator),
+            "response_mask": torch.arange(9) < lengths[:, None],
+            "rollout_log_probs": normal(0.1) - 4.6,
+            "old_log_probs": normal(0.1) - 4.6,
+            "ref_log_probs": normal(0.1) - 4.6,
+            "advantages": normal(1.0),
+            "values": normal(1.0),
+            "returns": normal(1.0),
+        }
+    )
+
+
+def update(
+    folder: str,
+    shape: dict[str, int],
+    output: str,
+    *,
+    critic: bool = False,
+    micro_batch_tokens: int = 64,
+    megatron: dict[str, Any] | None = None,
+    **algorithm: Any,
+) -> dict[str, float]:
+    """Update a model of `folder` on a grid that fills the world; its weights go to `output`."""
+    grid_shape = GridShape(**shape)
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(grid_shape),
+        dtype=torch.float32,
+        seed=0,
+        value_head=critic,
+        overrides=megatron,
+        role="critic" if critic else "actor",
+    )
+    model.load(folder)
+    # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step
+    optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+    trainable = TrainableModel(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    config = AlgorithmConfig(**algorithm)
+    if critic:
+        metrics = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0).update(experience(), step=0)
+    else:
+        actor = Actor(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
+        metrics = actor.update(experience(), step=0, kl_coef=0.1)
+    save_folder(
+        output,
+        source_folder=folder,
+        weights=model.weights,
+        layouts=model.layout_of,
+        tensors=model.parameters,
+        group=model.grid.world,
+    )
+    return metrics
+
+
+def update_that_is_not_finite(folder: str) -> list[bool]:
+    """Per parameter: whether it stayed as it was through an update with an infinite loss."""
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape.fit(dist.get_world_size(), tp=2)),
+        dtype=torch.float32,
+        seed=0,
+    )
+    model.load(folder)
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+    batch = experience()
+    batch = batch.with_(advantages=torch.full_like(batch.advantages, torch.inf))
+    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
+    try:
+        actor.update(batch, step=0)
+    except Exception as error:  # the test wants to know which
+        assert type(error).__name__ == "TrainingStopped", error
+        assert "actor.optimizer.lr" in str(error)
+        return [torch.equal(before[name], parameter) for name, parameter in model.parameters.items()]
+    return [False]

@@ -1,0 +1,83 @@
+"""The result of an update does not depend on TP, PP, DP, virtual stages or the micro-batch size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.parallel.grid import GridShape
+from tests.worlds import run_world
+
+SHAPES = {
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+    "tp2 pp2": {"tp": 2, "pp": 2},
+    "tp2 dp2": {"tp": 2, "dp": 2},
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "dp4": {"dp": 4},
+}
+ACTOR = {
+    "loss_aggregation": "token_mean",
+    "entropy_coef": 0.01,
+    "kl": {"in": "loss", "kind": "k3", "coef": 0.1},
+    "num_mini_batches": 2,
+    "num_epochs": 2,
+}
+CRITIC = {"critic": True, "num_mini_batches": 2}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_folder(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM", tie_embeddings=request.param)
+
+
+def updated(folder: Path, output: Path, shape: dict[str, int], **options: Any) -> tuple[dict[str, float], dict]:
+    """(metrics, weights) after an update on `shape`."""
+    num_ranks = GridShape(**shape).world_size
+    results = run_world(num_ranks, "tests.roles.ranks:update", folder=folder, shape=shape, output=output, **options)
+    return results[0], load_file(output / "model.safetensors")
+
+
+def assert_same(found: tuple[dict[str, float], dict], expected: tuple[dict[str, float], dict]) -> None:
+    for name, value in expected[0].items():
+        assert found[0][name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
+    assert found[1].keys() == expected[1].keys()
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("options", [ACTOR, CRITIC], ids=["actor", "critic"])
+def test_same_update_on_every_grid(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = updated(folder, tmp_path / "one", {}, **options)
+    before = load_file(folder / "model.safetensors")
+    moved = [name for name in before if name in expected[1] and not torch.equal(before[name], expected[1][name])]
+    assert len(moved) == len([name for name in before if name in expected[1]]), "every weight takes part"
+    for name, shape in SHAPES.items():
+        assert_same(updated(folder, tmp_path / name, shape, **options), expected)
+
+
+@pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "seq_mean_token_sum"])
+def test_same_update_for_every_micro_batch_size(folder: Path, tmp_path: Path, aggregation: str) -> None:
+    options = {**ACTOR, "loss_aggregation": aggregation}
+    expected = updated(folder, tmp_path / "one", {}, micro_batch_tokens=1000, **options)
+    for tokens in (14, 30):
+        assert_same(updated(folder, tmp_path / str(tokens), {"dp": 2}, micro_batch_tokens=tokens, **options), expected)
+
+
+def test_sequence_parallel_gives_the_same(folder: Path, tmp_path: Path) -> None:
+    for options in (ACTOR, CRITIC):
+        expected = updated(folder, tmp_path / f"one{len(options)}", {}, **options)
+        parallel = {"megatron": {"sequence_parallel": True}, **options}
+        assert_same(updated(folder, tmp_path / f"sp{len(options)}", {"tp": 2, "pp": 2}, **parallel), expected)
+
+
+def test_an_update_that_is_not_finite_changes_nothing(folder: Path) -> None:
+    for unchanged in run_world(4, "tests.roles.ranks:update_that_is_not_finite", folder=folder):
+        assert unchanged
+        assert all(unchanged)

@@ -1,0 +1,167 @@
+"""What the ranks do in tests/rollout/test_vllm_engine.py. An engine is kept from one test to the next."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megaverl.config.rollout import RolloutConfig
+from megaverl.errors import RolloutError
+from megaverl.models.architectures import weights_of
+from megaverl.models.spec import ModelSpec
+from megaverl.reshard.files import load_folder
+from megaverl.rollout.engine import SamplingOptions
+from megaverl.rollout.vllm_engine import VLLMEngine
+
+_kept: dict[str, Any] = {}
+
+
+def engine(folder: str, tp: int, *, load_weights: bool = True, **vllm: Any) -> VLLMEngine:
+    """The engine of these arguments: the one in place, or a new one in its stead."""
+    key = repr((folder, tp, load_weights, vllm))
+    if _kept.get("key") != key:
+        close()
+        _kept["engine"] = VLLMEngine(
+            folder,
+            RolloutConfig(tp=tp, vllm=vllm),
+            seed=0,
+            dtype=torch.float32,
+            max_model_len=128,
+            stop_token_ids=[1],
+            load_weights=load_weights,
+            num_sequences=16,
+        )
+        _kept["key"] = key
+    found: VLLMEngine = _kept["engine"]
+    return found
+
+
+def close() -> None:
+    if "engine" in _kept:
+        _kept.pop("engine").close()
+        _kept.pop("key")
+
+
+def answers(
+    engine: VLLMEngine, prompts: list[list[int]], seeds: list[int], sampling: dict[str, Any]
+) -> list[dict[str, Any]]:
+    return [asdict(found) for found in engine.generate(prompts, SamplingOptions(**sampling), seeds)]
+
+
+def generate(folder: str, tp: int, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The answers to several calls of `generate`."""
+    return [answers(engine(folder, tp), **request) for request in requests]
+
+
+def refusal(folder: str, tp: int, vllm: dict[str, Any] | None = None, request: dict[str, Any] | None = None) -> str:
+    """The message of the error that making an engine, or asking it, ends in."""
+    try:
+        made = engine(folder, tp, **(vllm or {}))
+        if request is not None:
+            answers(made, **request)
+    except RolloutError as error:
+        return str(error)
+    return "no error"
+
+
+def ranks_that_disagree(folder: str) -> str:
+    prompt = [3, 4, 5 + dist.get_rank()]
+    return refusal(folder, 2, request={"prompts": [prompt], "seeds": [0], "sampling": {"max_tokens": 2}})
+
+
+def change_weights(folder: str, other_folder: str, tp: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Answers with the weights of `folder`, then with those of `other_folder` written in place over them."""
+    made = engine(folder, tp)
+    spec = ModelSpec.from_folder(folder)
+    weights = weights_of(spec)
+    layout = made.layouts(weights, spec)(dist.get_rank())
+    before = answers(made, **request)
+    places = {name: parameter.data_ptr() for name, parameter in made.named_parameters().items()}
+    load_folder(other_folder, layout, made.named_parameters(), weights=weights)
+    made.reset_prefix_cache()
+    after = answers(made, **request)
+    load_folder(folder, layout, made.named_parameters(), weights=weights)
+    made.reset_prefix_cache()
+    return {
+        "before": before,
+        "after": after,
+        "again": answers(made, **request),
+        "in_place": places == {name: parameter.data_ptr() for name, parameter in made.named_parameters().items()},
+    }
+
+
+def unset_then_filled(folder: str, tp: int, request: dict[str, Any]) -> dict[str, Any]:
+    """Answers of an engine made without weights, before and after they are written into it."""
+    made = engine(folder, tp, load_weights=False)
+    spec = ModelSpec.from_folder(folder)
+    weights = weights_of(spec)
+    noise = answers(made, **request)
+    load_folder(folder, made.layouts(weights, spec)(dist.get_rank()), made.named_parameters(), weights=weights)
+    made.reset_prefix_cache()
+    return {"noise": noise, "filled": answers(made, **request)}
+
+
+def reset_while_running(folder: str) -> str:
+    from vllm import SamplingParams
+
+    made = engine(folder, 1)
+    core = made.llm.llm_engine
+    core.add_request("held", {"prompt_token_ids": [3, 4, 5]}, SamplingParams(max_tokens=50, detokenize=False))
+    core.step()
+    try:
+        made.reset_prefix_cache()
+    except RolloutError as error:
+        return str(error)
+    finally:
+        core.abort_request(["held"])
+        while core.has_unfinished_requests():
+            core.step()
+    return "no error"
+
+
+def state_around(folder: str) -> dict[str, Any]:
+    """What making an engine and generating leave changed in the process."""
+    close()
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+
+    def state() -> dict[str, Any]:
+        return {
+            "python": repr(random.getstate()),
+            "numpy": np.random.get_state()[1].tolist(),  # type: ignore[union-attr]
+            "torch": torch.get_rng_state().tolist(),
+            "set_num_threads": torch.set_num_threads.__module__,
+            "environment": {name: os.environ.get(name) for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE")},
+        }
+
+    before = state()
+    made = engine(folder, 1)
+    after_start = state()
+    answers(made, [[3, 4], [5]], [0, 1], {"max_tokens": 4})
+    after_generate = state()
+    return {
+        "start": [name for name in before if before[name] != after_start[name]],
+        "generate": [name for name in before if before[name] != after_generate[name]],
+    }
+
+
+def after_close(folder: str) -> dict[str, Any]:
+    made = engine(folder, 2)
+    close()
+    try:
+        made.named_parameters()
+        message = "no error"
+    except RolloutError as error:
+        message = str(error)
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    left = [file.name for file in Path("/dev/shm").glob("megaverl-*")]
+    return {"message": message, "world": int(total), "shared_memory": left}

@@ -1,0 +1,91 @@
+"""The plain engine, against transformers' own forward pass and against the distribution it claims."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaverl.errors import RolloutError
+from megaverl.models.architectures import weights_of
+from megaverl.models.spec import ModelSpec
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.rollout.engine import Engine, SamplingOptions
+from megaverl.rollout.hf_engine import HFEngine, draw, sampled_distribution
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7]]
+SEEDS = [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_folder(tmp_path_factory.mktemp("model"), tie_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> HFEngine:
+    return HFEngine(folder, dtype=torch.float32, max_model_len=64, stop_token_ids=[1])
+
+
+def test_log_probs_are_of_the_drawn_tokens(engine: HFEngine) -> None:
+    sampling = SamplingOptions(max_tokens=12, temperature=0.7, top_k=30, top_p=0.9)
+    for prompt, found in zip(PROMPTS, engine.generate(PROMPTS, sampling, SEEDS), strict=True):
+        with torch.no_grad():
+            logits = engine.model(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1]
+        expected = sampled_distribution(logits, sampling).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=1e-5, rtol=0)
+
+
+def test_what_is_drawn_depends_on_seed_and_not_on_company(engine: HFEngine) -> None:
+    sampling = SamplingOptions(max_tokens=12)
+    found = engine.generate(PROMPTS, sampling, SEEDS)
+    alone = [engine.generate([p], sampling, [s])[0] for p, s in zip(PROMPTS, SEEDS, strict=True)]
+    assert [a.token_ids for a in alone] == [f.token_ids for f in found]
+    assert found[0].token_ids != found[3].token_ids  # one prompt, two seeds
+
+
+def test_stop_token_is_the_last_one(engine: HFEngine) -> None:
+    [free] = engine.generate([[5, 6, 7]], SamplingOptions(max_tokens=12, ignore_eos=True), [1])
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop) + 1
+    [found] = engine.generate([[5, 6, 7]], SamplingOptions(max_tokens=12, stop_token_ids=[stop]), [1])
+    assert found.token_ids == free.token_ids[:first] and found.finish_reason == "stop"
+    assert free.finish_reason == "length" and len(free.token_ids) == 12
+
+
+def test_distribution_keeps_the_smallest_set_and_sums_to_one() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    kept = sampled_distribution(logits, SamplingOptions(1, top_p=0.75)).exp()
+    torch.testing.assert_close(kept, torch.tensor([[0.5 / 0.8, 0.3 / 0.8, 0.0, 0.0]]))
+    kept = sampled_distribution(logits, SamplingOptions(1, top_k=3)).exp()
+    torch.testing.assert_close(kept, torch.tensor([[0.5, 0.3, 0.15, 0.0]]) / 0.95)
+    squared = sampled_distribution(logits, SamplingOptions(1, temperature=0.5)).exp()
+    torch.testing.assert_close(squared, logits.exp().square() / logits.exp().square().sum())
+
+
+def test_draws_follow_the_distribution() -> None:
+    probs = torch.tensor([0.6, 0.3, 0.1])
+    count = 4000
+    rows = probs.log().expand(count, 3)
+    tokens = draw(rows, SamplingOptions(1), [torch.Generator().manual_seed(i) for i in range(count)])
+    shares = torch.bincount(tokens, minlength=3) / count
+    for share, prob in zip(shares.tolist(), probs.tolist(), strict=True):
+        assert abs(share - prob) < 5 * math.sqrt(prob * (1 - prob) / count)
+
+
+def test_layout_names_every_parameter(engine: HFEngine, folder: Path) -> None:
+    spec = ModelSpec.from_folder(folder)
+    held: Engine = engine
+    layout = held.layouts(weights_of(spec), spec)(0)
+    shapes = {name: tuple(parameter.shape) for name, parameter in held.named_parameters().items()}
+    assert layout.local_shapes == shapes
+    assert (held.replica, held.num_replicas, held.tp_rank, held.tp_size) == (0, 1, 0, 1)
+
+
+def test_what_it_cannot_do_is_named(engine: HFEngine) -> None:
+    with pytest.raises(RolloutError, match="min_p cannot be used with rollout.engine=hf"):
+        engine.generate([[5]], SamplingOptions(4, min_p=0.1), [0])
+    with pytest.raises(RolloutError, match="prompt 0 has 62 tokens"):
+        engine.generate([[5] * 62], SamplingOptions(4), [0])

@@ -1,0 +1,186 @@
+"""vLLM itself, in two real processes: two replicas (TP1), or one of two ranks (TP2)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.rollout.engine import SamplingOptions
+from megaverl.rollout.hf_engine import HFEngine, sampled_distribution
+
+Run = Callable[..., list[Any]]
+RANKS = "tests.rollout.ranks"
+# vLLM's CPU attention has no kernel for heads below 32 dimensions
+SIZES = {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 150, "num_hidden_layers": 2}
+PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(9)] + [list(range(2, 80))] * 2
+SEEDS = [1000 + i for i in range(len(PROMPTS))]
+SAMPLING = {"max_tokens": 24, "temperature": 0.8}
+REQUEST = {"prompts": PROMPTS, "seeds": SEEDS, "sampling": SAMPLING}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_folder(tmp_path_factory.mktemp("models") / "first", **SIZES))
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_folder(tmp_path_factory.mktemp("models") / "second", seed=1, **SIZES))
+
+
+def log_prob_error(folder: str, answers: list[dict[str, Any]], sampling: dict[str, Any]) -> float:
+    """Largest difference between the answers' log-probs and those of plain transformers in float32."""
+    model = HFEngine(folder, dtype=torch.float32, max_model_len=128).model
+    worst = 0.0
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
+        tokens = answer["token_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        expected = sampled_distribution(logits, SamplingOptions(**sampling))
+        expected = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        worst = max(worst, float((expected - torch.tensor(answer["log_probs"])).abs().max()))
+    return worst
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def tp(request: pytest.FixtureRequest) -> int:
+    """Of the engine; module scope, so that one engine at a time serves all its tests."""
+    return int(request.param)
+
+
+def test_what_is_drawn_depends_on_seed_and_not_on_company(world: Run, folder: str) -> None:
+    count = len(PROMPTS)
+    orders = [list(range(count)), list(reversed(range(count))), [4], [7, 0, 10]]
+    requests = [
+        {"prompts": [PROMPTS[i] for i in order], "seeds": [SEEDS[i] for i in order], "sampling": SAMPLING}
+        for order in orders
+    ]
+    others = REQUEST | {"seeds": [seed + 5000 for seed in SEEDS]}
+    found = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[*requests, others])[0]
+    by_prompt = [answer["token_ids"] for answer in found[0]]
+    for order, answers in zip(orders, found, strict=False):
+        assert [answer["token_ids"] for answer in answers] == [by_prompt[i] for i in order]
+    changed = [answer["token_ids"] != before for answer, before in zip(found[-1], by_prompt, strict=True)]
+    assert all(changed)
+    assert by_prompt[-1] != by_prompt[-2]  # one prompt, two seeds
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(world: Run, folder: str) -> None:
+    free = REQUEST | {"sampling": SAMPLING | {"ignore_eos": True}}
+    [unstopped] = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[free])[0]
+    assert {(len(answer["token_ids"]), answer["finish_reason"]) for answer in unstopped} == {(24, "length")}
+    stop = unstopped[0]["token_ids"][5]
+    stopping = REQUEST | {"sampling": SAMPLING | {"stop_token_ids": [stop]}}
+    [stopped] = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[stopping])[0]
+    for whole, answer in zip(unstopped, stopped, strict=True):
+        ends = [place for place, token in enumerate(whole["token_ids"]) if token in (1, stop)]  # 1: the engine's own
+        length = ends[0] + 1 if ends else 24
+        assert answer["token_ids"] == whole["token_ids"][:length]
+        assert len(answer["log_probs"]) == length
+        assert answer["finish_reason"] == ("stop" if ends else "length")
+    assert stopped[0]["token_ids"][-1] == stop
+
+
+def test_greedy(world: Run, folder: str) -> None:
+    sampling = {"max_tokens": 12, "temperature": 0.0}
+    [answers] = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[REQUEST | {"sampling": sampling}])[0]
+    plain = HFEngine(folder, dtype=torch.float32, max_model_len=128, stop_token_ids=[1])
+    expected = plain.generate(PROMPTS, SamplingOptions(**sampling), SEEDS)
+    assert [answer["token_ids"] for answer in answers] == [found.token_ids for found in expected]
+    pairs = itertools.chain(
+        *(zip(a["log_probs"], e.log_probs, strict=True) for a, e in zip(answers, expected, strict=True))
+    )
+    assert max(abs(a - e) for a, e in pairs) < 1e-4
+
+
+def test_prefix_cache_is_not_reset_under_a_running_request(world: Run, folder: str) -> None:
+    messages = world(2, f"{RANKS}:reset_while_running", folder=folder)
+    assert all("did not reset its prefix cache" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"prompts": [[3], []], "seeds": [0, 1], "sampling": SAMPLING}, "prompt 1 is empty"),
+        (
+            REQUEST | {"sampling": {"max_tokens": 4, "top_p": 1.5}},
+            "vLLM refuses SamplingOptions(max_tokens=4",
+        ),
+        (REQUEST | {"sampling": {"max_tokens": 4, "heat": 1}}, "Unexpected keyword argument 'heat'"),
+    ],
+)
+def test_refused_requests(world: Run, folder: str, request_: dict[str, Any], message: str) -> None:
+    for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, request=request_):
+        assert message in found
+
+
+def test_log_probs_are_those_of_transformers(world: Run, folder: str, tp: int) -> None:
+    narrow = SAMPLING | {"top_k": 20, "top_p": 0.9}
+    ranks = world(2, f"{RANKS}:generate", folder=folder, tp=tp, requests=[REQUEST, REQUEST | {"sampling": narrow}])
+    assert ranks[0] == ranks[1]  # TP2: every rank has the replica's answer; TP1: same request, same answer
+    plain, filtered = ranks[0]
+    assert log_prob_error(folder, plain, SAMPLING) < 1e-4
+    assert log_prob_error(folder, filtered, narrow) < 1e-4
+    assert plain != filtered
+
+
+def test_weights_written_in_place_take_effect(world: Run, folder: str, other_folder: str, tp: int) -> None:
+    found = world(2, f"{RANKS}:change_weights", folder=folder, other_folder=other_folder, tp=tp, request=REQUEST)[0]
+    assert log_prob_error(folder, found["before"], SAMPLING) < 1e-4
+    assert log_prob_error(other_folder, found["after"], SAMPLING) < 1e-4
+    assert found["again"] == found["before"]
+    assert found["in_place"]
+
+
+def test_ranks_of_a_replica_must_agree(world: Run, folder: str) -> None:
+    for message in world(2, f"{RANKS}:ranks_that_disagree", folder=folder):
+        assert "replica 0: ranks [1] were given other prompts" in message
+
+
+def test_closed_engine_frees_groups_and_says_so(world: Run, folder: str) -> None:
+    expected = {"message": "the engine is closed.", "world": 2, "shared_memory": []}
+    assert world(2, f"{RANKS}:after_close", folder=folder) == [expected] * 2
+
+
+def test_process_is_left_as_it_was(world: Run, folder: str) -> None:
+    assert world(2, f"{RANKS}:state_around", folder=folder) == [{"start": [], "generate": []}] * 2
+
+
+def test_engine_without_weights_is_filled(world: Run, folder: str) -> None:
+    found = world(2, f"{RANKS}:unset_then_filled", folder=folder, tp=1, request=REQUEST)[0]
+    assert log_prob_error(folder, found["noise"], SAMPLING) > 0.1
+    assert log_prob_error(folder, found["filled"], SAMPLING) < 1e-4
+
+
+def test_refused_engine_arguments(world: Run, folder: str) -> None:
+    for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"block_size": -1}):
+        assert "vLLM refuses to start" in found
+
+
+@pytest.mark.parametrize(
+    ("tp", "changes", "message"),
+    [
+        (3, {}, "rollout.tp=3 does not divide the world of 2 ranks. Choose one of [1, 2]"),
+        (
+            2,
+            {"num_attention_heads": 9, "head_dim": 32, "num_key_value_heads": 3},
+            "does not divide the model's 9 heads",
+        ),
+        (1, {"max_position_embeddings": 100}, "128 tokens were asked for, but the model's context is 100"),
+        (
+            1,
+            {"num_attention_heads": 8},
+            "heads have 16 dimensions; vLLM's CPU attention has kernels for 32, 64",
+        ),
+    ],
+)
+def test_models_that_cannot_run(world: Run, tmp_path: Path, tp: int, changes: dict[str, Any], message: str) -> None:
+    model = make_tiny_folder(tmp_path, **(SIZES | changes))
+    for found in world(2, f"{RANKS}:refusal", folder=model, tp=tp):
+        assert message in found

@@ -1,0 +1,228 @@
+"""The house itself: what importing costs, which room may use which, and what is packaged."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import megaverl
+
+ROOT = Path(megaverl.__file__).resolve().parents[1]
+PACKAGE = ROOT / "megaverl"
+HEAVY = ("torch", "vllm", "megatron", "transformers")
+
+# From the bottom up. A room imports from levels below its own, and from itself. `models.spec` is the pure
+# description of a model that layouts are made from; it stands below the rooms that use it.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("errors", "version"),
+    ("platform", "models.spec", "algorithms", "rewards", "metrics"),
+    ("parallel", "config"),
+    ("layout", "data"),
+    ("reshard",),
+    ("models",),
+    ("rollout",),
+    ("roles",),
+    ("checkpoint", "dataflow"),
+    ("trainer",),
+    ("cli",),
+)
+LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+
+# What a room knows nothing of, beyond what its level says (DESIGN: "rooms").
+STRANGERS = {
+    "config": ("torch", "vllm", "megaverl.platform"),
+    "layout": ("torch.distributed", "vllm", "megatron"),
+    "algorithms": ("vllm", "megatron", "transformers", "megaverl.config"),
+    "rewards": ("vllm", "megatron", "megaverl.algorithms"),
+    "data": ("vllm", "megatron"),
+    "dataflow": ("megaverl.algorithms",),
+    "metrics": ("vllm", "megatron", "transformers"),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in PACKAGE.rglob("*.py") if "configs" not in path.parts)
+
+
+def is_for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import under `node`, without those made only for type checkers.
+
+    `from a.b import c` gives "a.b.c": c may be a module.
+    """
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from ((child.lineno, alias.name) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert child.level == 0, f"line {child.lineno}: relative imports hide which room is meant"
+            yield from ((child.lineno, f"{child.module}.{alias.name}") for alias in child.names)
+        elif not is_for_types_only(child):
+            yield from imports(child)
+
+
+def room_of(dotted: str) -> str | None:
+    """The room of "megaverl.layout.boxes.Box", or None for what is outside the package."""
+    parts = dotted.split(".")
+    if parts[0] != "megaverl" or len(parts) == 1 or parts[1] == "__version__":
+        return None
+    return "models.spec" if parts[1:3] == ["models", "spec"] else parts[1]
+
+
+def starts_with(dotted: str, prefix: str) -> bool:
+    return dotted == prefix or dotted.startswith(prefix + ".")
+
+
+@pytest.mark.parametrize("name", ["megaverl", "megaverl.config", "megaverl.cli.main", "megaverl.metrics"])
+def test_import_loads_no_heavy_library(name: str) -> None:
+    code = f"import sys, {name}; print(*[n for n in {HEAVY} if n in sys.modules])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
+def test_megaverl_itself_imports_only_its_version() -> None:
+    code = "import sys; a = set(sys.modules); import megaverl; print(*sorted(set(sys.modules) - a))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.split() == ["megaverl", "megaverl.version"]
+
+
+def test_the_version_stands_in_one_place() -> None:
+    assert runpy.run_path(str(ROOT / "setup.py"))["read_version"]() == megaverl.__version__
+    line = re.compile(r'__version__\s*=\s*"')
+    assert [path.name for path in modules() if line.search(path.read_text(encoding="utf-8"))] == ["version.py"]
+    assert "\nversion" not in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    folders = {path.parent for path in [*modules(), *(ROOT / "tests").rglob("test_*.py")]}
+    assert [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()] == []
+
+
+def test_every_room_has_its_level() -> None:
+    rooms = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    assert rooms - {"__init__"} == set(LEVEL_OF) - {"models.spec"}
+
+
+def test_no_room_imports_a_room_above_it() -> None:
+    wrong = []
+    for path in modules():
+        own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        if own is None or own == "__init__":
+            continue
+        for line, dotted in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            other = room_of(dotted)
+            same = other == own or {other, own} == {"models", "models.spec"}
+            if other is not None and not same and LEVEL_OF[other] >= LEVEL_OF[own]:
+                wrong.append(f"{path.relative_to(ROOT)}:{line}: {own} imports {other}")
+    assert wrong == []
+
+
+def test_no_room_knows_what_it_should_not() -> None:
+    wrong = []
+    for path in modules():
+        for line, dotted in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            for stranger in STRANGERS.get(path.relative_to(PACKAGE).parts[0], ()):
+                if starts_with(dotted, stranger):
+                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {dotted}")
+    assert wrong == []
+
+
+def test_what_is_imported_is_declared() -> None:
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    lines = [*setup["INSTALL_REQUIRES"], *(line for extra in setup["EXTRAS_REQUIRE"].values() for line in extra)]
+    declared = {canonicalize_name(Requirement(line).name) for line in lines}
+    providers = metadata.packages_distributions()
+    undeclared = set()
+    for path in modules():
+        for _, dotted in imports(ast.parse(path.read_text(encoding="utf-8"))):
+            top = dotted.split(".")[0]
+            names = {canonicalize_name(name) for name in providers.get(top, [])}
+            if top not in (*sys.stdlib_module_names, "megaverl", "pydantic_core") and not names & declared:
+                undeclared.add(f"{path.relative_to(ROOT)}: {top}")
+    # Absent on this machine, and imported behind a guard; each comes with a GPU or with an extra.
+    known = {"transformer_engine", "apex", "flash_attn"}
+    assert {entry for entry in undeclared if entry.split(": ")[1] not in known} == set()
+
+
+def test_apex_is_never_a_dependency() -> None:
+    """PyPI's package of that name is unrelated to NVIDIA's."""
+    files = [ROOT / "setup.py", *(ROOT / "requirements").glob("*.lock")]
+    for path in files:
+        assert not re.search(r"""^\s*["']?apex\b""", path.read_text(encoding="utf-8"), flags=re.MULTILINE), path
+
+
+def lock_lines(name: str) -> list[str]:
+    lines = (ROOT / "requirements" / f"{name}.lock").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+@pytest.mark.parametrize("name", ["cpu-py311", "gsm8k", "bench"])
+def test_a_lock_holds_exact_versions_and_nothing_else(name: str) -> None:
+    lines = lock_lines(name)
+    assert lines and lines == sorted(lines, key=lambda line: line.split("==")[0])
+    assert [line for line in lines if not re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!]+", line)] == []
+    assert len({line.split("==")[0] for line in lines}) == len(lines)
+
+
+def test_the_lock_serves_what_setup_declares() -> None:
+    setup = runpy.run_path(str(ROOT / "setup.py"))
+    pins = dict(line.split("==") for line in lock_lines("cpu-py311"))
+    extras = [line for name in ("cpu", "gguf", "tensorboard", "test") for line in setup["EXTRAS_REQUIRE"][name]]
+    for line in [*setup["INSTALL_REQUIRES"], *extras]:
+        wanted = Requirement(line)
+        pin = pins.get(canonicalize_name(wanted.name))
+        assert pin is not None and wanted.specifier.contains(pin), f"{line} is locked as {pin}: update_lock.py"
+
+
+def tracked_files() -> list[Path]:
+    """Git's files; outside a checkout, all that is not built or ignored."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0 and done.stdout:
+        return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+    folders = ("megaverl", "tests", "tools", "launch", "configs", "docs", "requirements", ".ci")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    return [path for path in [*found, *ROOT.glob("*.*")] if path.is_file() and path.suffix != ".pyc"]
+
+
+def test_no_file_names_a_machine_or_a_registry() -> None:
+    """Paths of one machine and hosts of package registries do not belong into a repository.
+
+    PyTorch's public wheel index is the one exception. The patterns are written so as not to find themselves.
+    """
+    machine = r"(?<![\w.$}\-])/(?:home|root|work|opt|Users|tmp/boot)/[\w.]"
+    registry = r"https?://(?!download\.pytorch\.org)[\w.\-]*(?:py[p]i|regis[t]ry|art[i]factory|ne[x]us|mir[r]or)[\w.\-]*"
+    pattern = re.compile(f"{machine}|{registry}")
+    wrong = []
+    for path in tracked_files():
+        if path.suffix in (".png", ".parquet", ".safetensors", ".model"):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines(), start=1):
+            if pattern.search(line):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert wrong == []
+
+
+def test_launch_scripts_run_and_stop_at_errors() -> None:
+    scripts = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
+    assert {"bootstrap.sh", "quickstart.sh", "test.sh", "run"} <= {path.name for path in scripts}
+    for path in scripts:
+        text = path.read_text(encoding="utf-8")
+        assert path.stat().st_mode & 0o111, f"{path.name} is not executable"
+        assert "set -euo pipefail" in text or "bootstrap.sh" in text, path.name
+        subprocess.run(["bash", "-n", str(path)], check=True)
