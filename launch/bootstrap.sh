@@ -83,11 +83,13 @@ _logged() {
 }
 
 _tick() {
-    local what="$1" total="$2" begin=$SECONDS seen
+    local what="$1" total="$2" begin=$SECONDS seen=""
     while kill -0 $$ 2>/dev/null; do
-        seen="$(grep -cE '^(Collecting|Processing) ' "$_log" || true) of $total"
-        grep -q '^Installing collected' "$_log" && seen="$total fetched, unpacking all"
-        printf '\r\033[Kmegaverl: %s: %s, %d s' "$what" "$seen" "$((SECONDS - begin))" >&2
+        if ((total > 1)); then
+            seen="$(grep -cE '^(Collecting|Processing) ' "$_log" || true) of $total fetched, "
+            grep -q '^Installing collected' "$_log" && seen="unpacking $total, "
+        fi
+        printf '\r\033[Kmegaverl: %s: %s%d s' "$what" "$seen" "$((SECONDS - begin))" >&2
         sleep 1
     done
 }

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+JOB_DEADLINE = float(os.environ.get("MEGAVERL_TEST_DEADLINE", "120"))  # seconds until a job counts as hung
 START_DEADLINE = 180.0  # seconds: importing torch in several processes on a busy machine
 GRACE_AFTER_ERROR = 10.0  # seconds in which the other ranks may answer once one has raised
 LOG_LINES_SHOWN = 40
@@ -51,7 +52,11 @@ class World:
         port = free_port()
         for rank in range(num_ranks):
             self._start_rank(rank, port)
-        self._collect("start", START_DEADLINE)
+        try:
+            self._collect("start", START_DEADLINE)
+        except BaseException:
+            self.kill()
+            raise
 
     def _start_rank(self, rank: int, port: int) -> None:
         read_end, write_end = os.pipe()
@@ -176,7 +181,7 @@ def run_world(
     num_ranks: int,
     target: str,
     *,
-    deadline: float = 120.0,
+    deadline: float = JOB_DEADLINE,
     fresh: bool = False,
     pool: str = "",
     **kwargs: Any,

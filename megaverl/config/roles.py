@@ -47,9 +47,6 @@ class TrainedConfig(GridConfig):
     ddp: Passthrough = Field(
         default_factory=dict, description="Fields of megatron-core's DistributedDataParallelConfig."
     )
-    offload: bool = Field(
-        default=False, description="Keep weights and optimizer state in host memory while not in use."
-    )
 
 
 class ActorConfig(TrainedConfig):

@@ -66,7 +66,10 @@ class DataConfig(Section):
         default="auto",
         description="auto: the tokenizer's chat template where it has one. none: the text as it stands.",
     )
-    max_prompt_tokens: Positive = Field(default=512, description="Longest prompt; a longer one is an error.")
+    max_prompt_tokens: Positive = Field(default=512, description="Longest prompt.")
+    too_long: Literal["error", "drop", "truncate_left"] = Field(
+        default="error", description="What is done with a longer prompt; truncate_left keeps its last tokens."
+    )
     prompts_per_step: Positive = Field(default=64, description="Prompts in one training step.")
     shuffle: bool = Field(default=True, description="Shuffle the training prompts, anew in every epoch, from run.seed.")
 

@@ -120,8 +120,6 @@ def split(box: Box, max_numel: int) -> list[Box]:
     parts = []
     for low in range(box.start[axis], box.stop[axis], step):
         high = min(low + step, box.stop[axis])
-        part = Box(
-            (*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :])
-        )
+        part = Box((*box.start[:axis], low, *box.start[axis + 1 :]), (*box.stop[:axis], high, *box.stop[axis + 1 :]))
         parts += split(part, max_numel)
     return parts

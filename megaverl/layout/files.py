@@ -49,8 +49,7 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
     for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
             raise ModelError(
-                f"{folder / name}: not found, but {INDEX_FILE} names it. Copy the missing file "
-                "into the folder."
+                f"{folder / name}: not found, but {INDEX_FILE} names it. Copy the missing file into the folder."
             )
         headers[name] = read_header(folder / name)
     stored = {}
@@ -85,9 +84,7 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        tensors = {
-            name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()
-        }
+        tensors = {name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{file}: its safetensors header is damaged ({error}). {AGAIN}") from error

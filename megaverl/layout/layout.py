@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megaverl.layout.boxes import Box, cut, same_up_to_ones, whole
+from megaverl.layout.boxes import Box, cut, whole
 
 
 class Piece(NamedTuple):
@@ -105,8 +105,3 @@ def padded_tensors(layout: Layout) -> list[str]:
     for piece in layout.pieces:
         covered[piece.local] += piece.local_box.numel
     return [name for name, shape in layout.local_shapes.items() if covered[name] < whole(shape).numel]
-
-
-def fits(piece: Piece) -> bool:
-    """Whether a piece's two boxes can hold the same elements."""
-    return same_up_to_ones(piece.box.shape, piece.local_box.shape)

@@ -145,9 +145,7 @@ def _by_name(held: Sequence[tuple[str, Weight]]) -> dict[str, list[Weight]]:
     return fused
 
 
-def _tp_parts(
-    fused: Sequence[Weight], spec: ModelSpec, tp: int, tp_rank: int, padded_vocab_size: int
-) -> list[Part]:
+def _tp_parts(fused: Sequence[Weight], spec: ModelSpec, tp: int, tp_rank: int, padded_vocab_size: int) -> list[Part]:
     """The boxes that one tensor-parallel rank stacks into a parameter."""
     first = fused[0]
     if first.split is Split.VOCAB:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megaverl.config import realise
 from megaverl.errors import ModelError
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
@@ -102,7 +103,7 @@ def transformer_config(
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if not platform.is_cuda:
         options |= CPU_OPTIONS
-    options |= overrides or {}
+    options |= realise(TransformerConfig, overrides or {}, "megatron")
     options |= {
         "tensor_model_parallel_size": shape.tp,
         "pipeline_model_parallel_size": shape.pp,

@@ -82,11 +82,11 @@ class ProcessGroupManager:
     """Makes grids over the ranks of the default group, each distinct process group once.
 
     Args:
-        timeout_seconds: the deadline of every collective on the groups made here.
+        timeout: the deadline of every collective on the groups made here; None: the default group's.
     """
 
-    def __init__(self, timeout_seconds: float = 600.0) -> None:
-        self._timeout = timedelta(seconds=timeout_seconds)
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
             tuple(range(dist.get_world_size())): dist.group.WORLD
         }

@@ -26,18 +26,35 @@ BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def _keep_weights_plain() -> None:
-    """oneDNN's packed copies would go on serving the old weights after an update."""
-    import vllm._custom_ops
+def _keep_weights_beside_packed() -> None:
+    """Linear layers run on oneDNN's packed copies of their weights; keep the weights too, for updates in place."""
+    from vllm.model_executor.layers import utils
 
-    vllm._custom_ops._supports_onednn = False
+    pack = utils.dispatch_cpu_unquantized_gemm
+    if hasattr(pack, "__wrapped__"):
+        return
+
+    @functools.wraps(pack)
+    def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+        pack(layer, remove_weight=False)
+
+    utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
 
-def _keep_small_weights_plain() -> None:
-    """The same for the packed copies of the sgl kernels (AMX machines, 16-bit weights)."""
-    import vllm.model_executor.layers.utils as layers
+def repack_weights(model: torch.nn.Module) -> None:
+    """Make the packed copies anew, from weights that were written in place."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-    layers.check_cpu_sgl_kernel = _no_sgl_kernel
+    for layer in model.modules():
+        if hasattr(layer, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+def _keep_biases_as_they_are() -> None:
+    """The sgl kernels (AMX machines, small 16-bit weights) would turn biases into float32 copies."""
+    import vllm.model_executor.layers.utils as utils
+
+    utils.check_cpu_sgl_kernel = _no_sgl_kernel
 
 
 def _no_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
@@ -49,7 +66,7 @@ def _own_shared_memory_by_job() -> None:
     import vllm.v1.worker.cpu_worker as cpu_worker
 
     start = cpu_worker.init_worker_distributed_environment
-    if getattr(start, "adapted", False):
+    if hasattr(start, "__wrapped__"):
         return
 
     @functools.wraps(start)
@@ -60,7 +77,6 @@ def _own_shared_memory_by_job() -> None:
         for buffer in SHARED_MEMORY.glob(f"{name}*"):
             buffer.unlink(missing_ok=True)
 
-    start_with_unique_name.adapted = True  # type: ignore[attr-defined]
     cpu_worker.init_worker_distributed_environment = start_with_unique_name
 
 
@@ -86,14 +102,14 @@ ADAPTATIONS = (
         _quiet_expected_warnings,
     ),
     Adaptation(
-        "no oneDNN weights",
-        "linear weights would be packed into oneDNN's own copies, which an update in place does not reach",
-        _keep_weights_plain,
+        "weights beside packed copies",
+        "packing linear weights for oneDNN replaces them by empty tensors, which nothing can be written to",
+        _keep_weights_beside_packed,
     ),
     Adaptation(
-        "no sgl weights",
-        "small 16-bit weights would be packed for AMX, which an update in place does not reach",
-        _keep_small_weights_plain,
+        "no sgl kernels",
+        "packing small 16-bit weights for AMX replaces their biases by float32 copies, out of an update's reach",
+        _keep_biases_as_they_are,
     ),
     Adaptation(
         "shared memory by job",
@@ -115,7 +131,7 @@ def engine_defaults(
 ) -> dict[str, Any]:
     """EngineArgs that suit a CPU where the user has set none.
 
-    Eager, as compiling takes longer than it saves on small models and needs a C++ compiler; a cache for
+    Eager, as compiling takes longer than it saves and needs a C++ compiler; a cache for
     `num_sequences` full-length responses (by default vLLM would take 92 % of the machine's memory); and blocks
     small enough that short prompts share a prefix.
 
@@ -131,12 +147,20 @@ def engine_defaults(
     return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS}
 
 
-def check_head_dim(head_dim: int) -> None:
-    """Refuse a head size that vLLM's CPU attention has no kernel for; it would fail in the first batch.
+def check_runs_here(head_dim: int, arguments: dict[str, Any]) -> None:
+    """Refuse what vLLM's CPU build cannot do for training; each would fail, or go wrong, in the first batches.
+
+    Args:
+        head_dim: of the model.
+        arguments: EngineArgs.
 
     Raises:
-        RolloutError: with the sizes that there are.
+        RolloutError: a head size without an attention kernel; compiled models, which would keep old weights.
     """
+    if not arguments["enforce_eager"]:
+        raise RolloutError(
+            "rollout.vllm.enforce_eager=false: a compiled model would not see updated weights on a CPU. Leave it out."
+        )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     sizes = CPUAttentionBackend.get_supported_head_sizes()

@@ -106,9 +106,7 @@ def _same(sent: Sequence[Transfer], received: Sequence[Transfer], *, sender: int
             raise ReshardError(
                 f"rank {sender} sends {a.tensor} {a.box} where rank {receiver} expects {b.tensor} {b.box}."
             )
-    raise ReshardError(
-        f"rank {sender} sends {len(sent)} boxes to rank {receiver}, which expects {len(received)}."
-    )
+    raise ReshardError(f"rank {sender} sends {len(sent)} boxes to rank {receiver}, which expects {len(received)}.")
 
 
 def _where(transfer: Transfer, rank: int) -> str:

@@ -83,9 +83,7 @@ def save_folder(
     shapes = {weight.name: weight.shape for weight in weights}
     with together(group):
         plans = _plans_by_window(windows, layouts, shapes, world, rank)
-    on_first_rank(
-        lambda: _prepare(folder, temporary, Path(source_folder), tokenizer_folder, dtype, overwrite), group
-    )
+    on_first_rank(lambda: _prepare(folder, temporary, Path(source_folder), tokenizer_folder, dtype, overwrite), group)
     wire_dtype = min(dtype, source_dtype, key=lambda each: each.itemsize)
     mover = PointToPoint(group, wire_dtype, platform.device, bucket_bytes)
     with torch.no_grad(), FolderWriter(temporary, weights, dtype, shard_bytes, writes=rank == 0) as writer:

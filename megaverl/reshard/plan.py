@@ -135,8 +135,7 @@ class _Side:
             for tensor, shape in layout.global_shapes.items():
                 if self.shapes.setdefault(tensor, shape) != shape:
                     raise ReshardError(
-                        f"{tensor}: ranks of one side disagree on its shape: "
-                        f"{self.shapes[tensor]} and {shape}."
+                        f"{tensor}: ranks of one side disagree on its shape: {self.shapes[tensor]} and {shape}."
                     )
             for piece in layout.pieces:
                 group = by_box.get((piece.tensor, piece.box))
@@ -268,9 +267,7 @@ def _count(transfers: Iterable[Transfer]) -> int:
     return sum(transfer.box.numel for transfer in transfers)
 
 
-def _by_peer(
-    transfers: Iterable[Transfer], peer_of: Callable[[Transfer], int]
-) -> dict[int, tuple[Transfer, ...]]:
+def _by_peer(transfers: Iterable[Transfer], peer_of: Callable[[Transfer], int]) -> dict[int, tuple[Transfer, ...]]:
     by_peer: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         by_peer.setdefault(peer_of(transfer), []).append(transfer)

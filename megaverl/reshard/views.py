@@ -9,6 +9,7 @@ import torch
 from megaverl.errors import MegaverlError
 from megaverl.layout.boxes import Box
 from megaverl.layout.layout import Layout
+from megaverl.reshard.plan import MAX_NAMED
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -16,9 +17,7 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor.detach()[box.slices]
 
 
-def check_tensors(
-    layout: Layout, tensors: Mapping[str, torch.Tensor], holder: str, error: type[MegaverlError]
-) -> None:
+def check_tensors(layout: Layout, tensors: Mapping[str, torch.Tensor], holder: str, error: type[MegaverlError]) -> None:
     """Every local tensor of the layout is in `tensors`, with the layout's shape.
 
     Raises:
@@ -31,5 +30,5 @@ def check_tensors(
         elif tuple(tensors[name].shape) != tuple(shape):
             problems.append(f"{name}: shape {list(tensors[name].shape)}, the layout says {list(shape)}")
     if problems:
-        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise error(f"{holder} does not fit its layout: " + "; ".join(problems[:8]) + more + ".")
+        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        raise error(f"{holder} does not fit its layout: " + "; ".join(problems[:MAX_NAMED]) + more + ".")

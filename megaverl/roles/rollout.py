@@ -51,6 +51,7 @@ class Rollout:
     def reshard(self) -> ReshardStats:
         """Bring the engine's weights up to the actor's, in place, and forget what was cached of the old ones."""
         assert self._resharder is not None, "this rollout has no actor to take weights from"
+        self.engine.wake_up()
         stats = self._resharder.run()
         with together(self.world):
             self.engine.reset_prefix_cache()
@@ -67,10 +68,12 @@ class Rollout:
             seeds: one per prompt; what is generated depends on the prompt and its seed, not on its place.
         """
         engine = self.engine
+        engine.wake_up()
         mine = split_prompts([len(prompt) for prompt in prompts], engine.num_replicas)[engine.replica]
         found: list[Generation] = []
         with together(self.world):
             found = engine.generate([list(prompts[i]) for i in mine], sampling, [seeds[i] for i in mine])
+        engine.sleep()
         # The ranks of a replica hold the same responses: its first one speaks for it.
         speaks = engine.tp_rank == 0
         packed = pack_generations(mine, found) if speaks else torch.empty(0, dtype=torch.int32)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
+from megaverl.config import realise
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.parallel.collectives import gather_json
 from megaverl.platform import platform
@@ -62,7 +63,9 @@ class TrainableModel:
         self.model = model
         grid = model.grid
         try:
-            ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | dict(ddp)))
+            ddp_config = DistributedDataParallelConfig(
+                **({"use_distributed_optimizer": True} | realise(DistributedDataParallelConfig, ddp, f"{model.role}.ddp"))
+            )
             config = OptimizerConfig(
                 **(
                     {
@@ -71,7 +74,8 @@ class TrainableModel:
                         "fp16": model.config.fp16,
                         "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
                     }
-                    | dict(optimizer)
+                    | {"min_lr": 0.0}
+                    | realise(OptimizerConfig, optimizer, f"{model.role}.optimizer")
                 )
             )
         except (AssertionError, ValueError, TypeError) as error:
@@ -161,7 +165,7 @@ def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_u
     return {
         "init_lr": 0.0 if given.get("lr_warmup_steps") else peak,
         "max_lr": peak,
-        "min_lr": config.min_lr if config.min_lr is not None else 0.0,
+        "min_lr": config.min_lr,
         "lr_warmup_steps": 0,
         "lr_decay_steps": max(total_updates, 1),
         "lr_decay_style": "constant",

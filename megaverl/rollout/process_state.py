@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 # vLLM sets these for the workers that it would start; ours is the process itself.
 _ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
@@ -58,6 +59,8 @@ def release_groups(shutdown_ray: bool = False) -> None:
     """
     from vllm.distributed import parallel_state
 
+    if not dist.is_initialized():  # at exit: all groups went with the default one
+        return
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,8 +107,9 @@ class VLLMEngine:
             **self._device_defaults(spec, dtype, num_sequences),
             **config.vllm,
         }
-        self._eager = bool(arguments.get("enforce_eager", False))
-        self._llm: LLM | None = _start(str(model_folder), arguments, self._compute())
+        if not platform.is_cuda:
+            vllm_cpu().check_runs_here(spec.head_dim, arguments)
+        self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
         os.environ.update(_ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
@@ -119,10 +121,7 @@ class VLLMEngine:
     def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
         if platform.is_cuda:
             return {}
-        from megaverl.platform.vllm_cpu import check_head_dim, engine_defaults
-
-        check_head_dim(spec.head_dim)
-        return engine_defaults(
+        return vllm_cpu().engine_defaults(
             num_layers=spec.num_layers,
             num_kv_heads=max(1, spec.num_kv_heads // self.tp_size),
             head_dim=spec.head_dim,
@@ -130,14 +129,6 @@ class VLLMEngine:
             max_model_len=self.max_model_len,
             num_sequences=num_sequences,
         )
-
-    def _compute(self) -> AbstractContextManager[Any]:
-        """Around everything that runs the model: eager means eager, on a CPU in vLLM's helpers too."""
-        if platform.is_cuda or not self._eager:
-            return nullcontext()
-        from megaverl.platform.vllm_cpu import without_compiler
-
-        return without_compiler()
 
     @property
     def llm(self) -> LLM:
@@ -172,7 +163,7 @@ class VLLMEngine:
         if not prompts:
             return []
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with random_state_kept(), self._compute():
+        with random_state_kept(), _eager():
             outputs = self.llm.generate(requests, self._parameters(sampling, seeds), use_tqdm=False)
         generations = [_generation(output) for output in outputs]
         check_generations(generations, len(prompts))
@@ -218,7 +209,8 @@ class VLLMEngine:
             )
 
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes, which belong to the old weights: the cache knows tokens, not weights.
+        """Forget what was made from the old weights: cached prefixes, as the cache knows tokens and not weights,
+        and on a CPU packed copies of the weights.
 
         Raises:
             RolloutError: vLLM refuses, as it does while requests are running.
@@ -228,6 +220,8 @@ class VLLMEngine:
                 "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
                 "old and new weights. Update weights only between calls of generate()."
             )
+        if not platform.is_cuda:
+            vllm_cpu().repack_weights(self.model)
 
     def sleep(self) -> None:
         """Move weights out of device memory and drop the cache; on a CPU, or without `rollout.sleep`, nothing."""
@@ -287,10 +281,22 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
         )
 
 
-def _start(model_folder: str, arguments: dict[str, Any], compute: AbstractContextManager[Any]) -> LLM:
+def vllm_cpu() -> ModuleType:
+    """`megaverl.platform.vllm_cpu`, which is not imported where CUDA is."""
+    import megaverl.platform.vllm_cpu as adapted
+
+    return adapted
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Around everything that runs the model on a CPU: eager means eager in vLLM's helpers too."""
+    return nullcontext() if platform.is_cuda else vllm_cpu().without_compiler()
+
+
+def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:
     from vllm import LLM
 
-    with process_state_kept(), compute:
+    with process_state_kept(), _eager():
         try:
             return LLM(model=model_folder, **arguments)
         except (TypeError, ValueError) as error:

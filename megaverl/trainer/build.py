@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,14 @@ class Builder:
     """
 
     config: Config
+    shared_groups: InitVar[ProcessGroupManager | None] = None
+    groups: ProcessGroupManager = field(init=False)
     spec: ModelSpec = field(init=False)
     tokenizer: Tokenizer = field(init=False)
-    groups: ProcessGroupManager = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, shared_groups: ProcessGroupManager | None) -> None:
         config = self.config
+        self.groups = shared_groups or ProcessGroupManager(timedelta(minutes=config.run.timeout_minutes))
         self.spec = ModelSpec.from_folder(config.model.path)
         self.tokenizer = load_tokenizer(
             config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code
@@ -55,7 +58,6 @@ class Builder:
                 f"{config.rollout.sampling['max_tokens']} is more than the model's context of "
                 f"{self.spec.max_positions} tokens (max_position_embeddings). Lower one of the two."
             )
-        self.groups = ProcessGroupManager(config.run.timeout_minutes * 60)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,7 +172,10 @@ class Builder:
         return PromptEncoder(
             self.tokenizer,
             PromptFormat(
-                chat_template=data.chat_template, system_prompt=data.system_prompt, max_tokens=data.max_prompt_tokens
+                chat_template=data.chat_template,
+                system_prompt=data.system_prompt,
+                max_tokens=data.max_prompt_tokens,
+                too_long=data.too_long,
             ),
         )
 

@@ -35,10 +35,10 @@ class Best:
 class RLTrainer:
     """PPO or GRPO, from a configuration to trained weights. Every rank makes one and calls `train`."""
 
-    def __init__(self, config: Config, console: Console) -> None:
+    def __init__(self, config: Config, console: Console, builder: Builder | None = None) -> None:
         self.config, self.console = config, console
         self.rank = dist.get_rank()
-        builder = Builder(config)
+        builder = builder or Builder(config)
         self.builder, self.run_dir = builder, builder.run_dir
         self.train_data = builder.dataset(config.data.train)
         self.validation_data: PromptDataset | None = None
@@ -130,7 +130,7 @@ class RLTrainer:
             best_before = self.best.step
             result = self._validate(tracker, done)
             is_best = self.best.step != best_before
-        due = checkpoint.save_interval and (done % checkpoint.save_interval == 0 or last)
+        due = last or (checkpoint.save_interval and done % checkpoint.save_interval == 0)
         if due or (is_best and checkpoint.save_interval and checkpoint.keep_best):
             self._save(done, is_best)
         return result

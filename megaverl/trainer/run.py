@@ -36,6 +36,8 @@ def main(config: Config, command: str, options: Mapping[str, Any] | None = None)
     dist.init_process_group(platform.backend, timeout=timedelta(minutes=config.run.timeout_minutes))
     torch.manual_seed(config.run.seed)
     on_first_rank(lambda: _prepare(run_dir, config, command))
+    for warning in config.warnings:
+        console.warn(warning)
     COMMANDS[command](config, console, dict(options or {}))
     dist.barrier()
     dist.destroy_process_group()
@@ -143,9 +145,16 @@ def _generate(config: Config, console: Console, options: dict[str, Any]) -> None
             console.print(f"{text}\n  -> {response}\n")
 
 
+def _quickstart(config: Config, console: Console, options: dict[str, Any]) -> None:
+    from megaverl.trainer.quickstart import quickstart
+
+    quickstart(config, console)
+
+
 COMMANDS: dict[str, Callable[[Config, Console, dict[str, Any]], None]] = {
     "train": _train,
     "sft": _sft,
     "eval": _eval,
     "generate": _generate,
+    "quickstart": _quickstart,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import hashlib
 import random
@@ -20,12 +19,11 @@ from megaverl.checkpoint.store import CheckpointStore
 from megaverl.errors import MegaverlError
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
-from megaverl.parallel.groups import ProcessGroupManager
 from megaverl.roles.megatron_model import Loss, MegatronModel, MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.trainable import TrainableModel
 from megaverl.roles.updates import share
-from tests.models.ranks import whole_rows
+from tests.models.ranks import manager, whole_rows
 
 # megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through
 gc.freeze()
@@ -35,17 +33,12 @@ SCHEDULE = {"lr_warmup_steps": 2, "lr_decay_style": "cosine"}
 TOKENS = torch.randint(0, 100, (8, 12), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@functools.cache
-def manager() -> ProcessGroupManager:
-    """One per world, as in a run."""
-    return ProcessGroupManager(60)
-
-
 def build(folder: str, grids: dict[str, dict[str, int]], *, seed: int = 0, **options: Any) -> Roles:
     """An actor, and a critic if `grids` names one; each starts from random weights of `seed`."""
     roles = {}
     for role, sizes in grids.items():
-        shape = GridShape.fit(dist.get_world_size(), **sizes)
+        options_of_grid: dict[str, Any] = {"role": role, **sizes}
+        shape = GridShape.fit(dist.get_world_size(), **options_of_grid)
         model = MegatronModel(
             ModelSpec.from_folder(folder),
             manager().grid(shape),
@@ -213,4 +206,3 @@ def _draw() -> list[float]:
     with get_cuda_rng_tracker().fork():
         tracked = torch.rand(1).item()
     return [tracked, torch.rand(1).item(), random.random(), float(numpy.random.rand())]
-

@@ -16,7 +16,7 @@ from tests.worlds import run_world
 
 RANKS = "tests.checkpoint.ranks:"
 GRIDS = {"actor": {"tp": 2}}
-SMALL = {"num_hidden_layers": 1}
+SMALL: dict[str, Any] = {"num_hidden_layers": 1}
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from megaverl.roles.micro_batches import micro_batches_for
 @functools.cache
 def manager() -> ProcessGroupManager:
     """One per world, as in a run."""
-    return ProcessGroupManager(60)
+    return ProcessGroupManager()
 
 
 def grid(tp: int, pp: int, vpp: int | None = None) -> Grid:

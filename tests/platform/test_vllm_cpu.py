@@ -18,8 +18,8 @@ ONE_TOKEN = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, heads, dimensi
 def test_the_list_is_whole_and_says_why() -> None:
     assert [adaptation.name for adaptation in ADAPTATIONS] == [
         "quiet expected warnings",
-        "no oneDNN weights",
-        "no sgl weights",
+        "weights beside packed copies",
+        "no sgl kernels",
         "shared memory by job",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
@@ -28,8 +28,8 @@ def test_the_list_is_whole_and_says_why() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
 def test_each_changes_what_it_says_and_twice_is_once(world: Run) -> None:
     before, once, twice = world(1, f"{RANKS}:apply_twice", fresh=True)[0]
-    assert before == {"onednn": True, "shared_memory_wrapped": 0}
-    assert once == twice == {"onednn": False, "sgl": False, "shared_memory_wrapped": 1}
+    assert before == {"weight_kept": False, "wrapped": [0, 0]}
+    assert once == twice == {"weight_kept": True, "wrapped": [1, 1], "sgl": False}
 
 
 def test_nothing_happens_on_cuda(world: Run) -> None:

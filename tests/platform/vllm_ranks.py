@@ -13,24 +13,25 @@ from megaverl.platform.vllm_cpu import ADAPTATIONS, shared_memory_name
 
 def apply_twice() -> list[dict[str, Any]]:
     """What the adaptations change: before them, after them, and after them again."""
-    import vllm._custom_ops as ops
     import vllm.v1.worker.cpu_worker as cpu_worker
+    from vllm.model_executor.layers import utils
 
-    def depth() -> int:
-        found, function = 0, cpu_worker.init_worker_distributed_environment
-        while hasattr(function, "__wrapped__"):
-            found, function = found + 1, function.__wrapped__
-        return found
+    def state() -> dict[str, Any]:
+        layer = torch.nn.Linear(64, 64, bias=False)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        wrapped = (utils.dispatch_cpu_unquantized_gemm, cpu_worker.init_worker_distributed_environment)
+        return {"weight_kept": layer.weight.numel() == 64 * 64, "wrapped": [times_wrapped(f) for f in wrapped]}
 
-    found: list[dict[str, Any]] = [{"onednn": ops._supports_onednn, "shared_memory_wrapped": depth()}]
+    found = [state()]
     for _ in range(2):
         for adaptation in ADAPTATIONS:
             adaptation.apply()
-        from vllm.model_executor.layers import utils
-
-        sgl = utils.check_cpu_sgl_kernel(8, 64, torch.bfloat16)
-        found.append({"onednn": ops._supports_onednn, "sgl": sgl, "shared_memory_wrapped": depth()})
+        found.append(state() | {"sgl": utils.check_cpu_sgl_kernel(8, 64, torch.bfloat16)})
     return found
+
+
+def times_wrapped(function: Any) -> int:
+    return 1 + times_wrapped(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
 
 
 def adapt_cuda() -> list[str]:

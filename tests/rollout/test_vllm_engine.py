@@ -161,6 +161,8 @@ def test_engine_without_weights_is_filled(world: Run, folder: str) -> None:
 def test_refused_engine_arguments(world: Run, folder: str) -> None:
     for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"block_size": -1}):
         assert "vLLM refuses to start" in found
+    for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"enforce_eager": False}):
+        assert "rollout.vllm.enforce_eager=false" in found
 
 
 @pytest.mark.parametrize(

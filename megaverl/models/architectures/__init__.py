@@ -24,8 +24,7 @@ def weights_of(spec: ModelSpec, *, value_head: bool = False) -> list[Weight]:
     """
     if spec.architecture not in LAYER_RULES:
         raise ModelError(
-            f"architecture {spec.architecture!r} has no table of weights. "
-            f"Supported: {', '.join(LAYER_RULES)}."
+            f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYER_RULES)}."
         )
     if spec.qkv_bias and spec.architecture != "Qwen2ForCausalLM":
         raise ModelError(

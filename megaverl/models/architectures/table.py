@@ -49,9 +49,7 @@ FINAL_NORM = Rule(
     "model.norm.weight",
     "last",
 )
-LM_HEAD = Rule(
-    "lm_head.weight", ("vocab", "hidden"), Split.VOCAB, "output_layer.weight", "lm_head.weight", "last"
-)
+LM_HEAD = Rule("lm_head.weight", ("vocab", "hidden"), Split.VOCAB, "output_layer.weight", "lm_head.weight", "last")
 VALUE_HEAD = Rule("score.weight", ("one", "hidden"), Split.REPLICATED, "output_layer.weight", None, "last")
 
 
