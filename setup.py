@@ -64,9 +64,7 @@ if __name__ == "__main__":
         name="megaverl",
         version=read_version(),
         description="Reinforcement-learning post-training of language models on Megatron-core and vLLM",
-        long_description=(ROOT / "README.md").read_text(encoding="utf-8")
-        if (ROOT / "README.md").exists()
-        else "",
+        long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         license_files=["LICENSE"],

@@ -205,7 +205,9 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     PyTorch's public wheel index is the one exception. The patterns are written so as not to find themselves.
     """
     machine = r"(?<![\w.$}\-])/(?:home|root|work|opt|Users|tmp/boot)/[\w.]"
-    registry = r"https?://(?!download\.pytorch\.org)[\w.\-]*(?:py[p]i|regis[t]ry|art[i]factory|ne[x]us|mir[r]or)[\w.\-]*"
+    registry = (
+        r"https?://(?!download\.pytorch\.org)[\w.\-]*(?:py[p]i|regis[t]ry|art[i]factory|ne[x]us|mir[r]or)[\w.\-]*"
+    )
     pattern = re.compile(f"{machine}|{registry}")
     wrong = []
     for path in tracked_files():

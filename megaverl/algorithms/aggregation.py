@@ -31,9 +31,7 @@ def count_denominators(response_mask: Tensor) -> Denominators:
 
 
 @aggregations.register("token_mean")
-def token_mean(
-    response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32
-) -> Tensor:
+def token_mean(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
     """Every token weighs the same: 1 / (tokens in the mini-batch).
 
     Source: DAPO, arXiv 2503.14476, eq. 12 ("token-level loss"); PPO's own mean over time steps.

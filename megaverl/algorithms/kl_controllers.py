@@ -77,9 +77,7 @@ class AdaptiveKL:
 
 def _check_kl(kl: float) -> None:
     if not math.isfinite(kl):
-        raise TrainingStopped(
-            f"the measured KL is {kl}: log-probs of the policy or of the reference are not finite"
-        )
+        raise TrainingStopped(f"the measured KL is {kl}: log-probs of the policy or of the reference are not finite")
 
 
 def _check_kind(state: dict[str, Any], expected: str) -> None:

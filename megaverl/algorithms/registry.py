@@ -41,8 +41,7 @@ class Entry(Generic[T]):
         missing = [name for name in self.inputs if inputs.get(name) is None]
         if missing:
             raise DataError(
-                f"{self.kind} '{self.name}' needs {_names(missing)}, "
-                f"and was given only {_names(sorted(inputs))}"
+                f"{self.kind} '{self.name}' needs {_names(missing)}, and was given only {_names(sorted(inputs))}"
             )
         self.check_options(options)
         wanted = {name: inputs[name] for name in self.inputs}
@@ -118,8 +117,7 @@ def _entry(kind: str, name: str, function: Callable[..., T]) -> Entry[T]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise ConfigError(
-                f"{kind} '{name}' must name every parameter: inputs first, options after a '*'; "
-                f"found '{parameter}'"
+                f"{kind} '{name}' must name every parameter: inputs first, options after a '*'; found '{parameter}'"
             )
         if parameter.kind is parameter.KEYWORD_ONLY:
             options[parameter.name] = parameter.default

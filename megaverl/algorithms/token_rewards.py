@@ -8,9 +8,7 @@ from torch import Tensor
 from megaverl.errors import DataError
 
 
-def token_rewards(
-    rewards: Tensor, response_mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0
-) -> Tensor:
+def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0) -> Tensor:
     """The score at the response's last token, minus `kl_coef` x KL at every token.
 
     Source: arXiv 1909.08593, eq. 2 (R = r - beta log(pi / rho)); per token as in arXiv 2203.02155, section

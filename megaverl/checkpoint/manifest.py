@@ -1,13 +1,13 @@
 """What makes a folder a checkpoint: its manifest, written last, and what the manifest says. Pure files, no torch.
 
-    checkpoints/
-        step_00000010/          a whole checkpoint: named so only after everything in it was on the disk
-            manifest.json       step, roles and their grids, versions, every file with its size
-            state.json          the trainer's own state
-            random_00000.json   one per rank: its random generators
-            .metadata, *.distcp, common.pt, metadata.json      megatron-core's `torch_dist` format
-        step_00000020.tmp/      a torn one: ignored, and removed by the next save
-        best.json               the best one's name
+checkpoints/
+    step_00000010/          a whole checkpoint: named so only after everything in it was on the disk
+        manifest.json       step, roles and their grids, versions, every file with its size
+        state.json          the trainer's own state
+        random_00000.json   one per rank: its random generators
+        .metadata, *.distcp, common.pt, metadata.json      megatron-core's `torch_dist` format
+    step_00000020.tmp/      a torn one: ignored, and removed by the next save
+    best.json               the best one's name
 """
 
 from __future__ import annotations

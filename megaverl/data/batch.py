@@ -16,9 +16,14 @@ from megaverl.errors import DataError
 class GenerationLike(Protocol):
     """What a rollout engine returns for one prompt."""
 
-    token_ids: Sequence[int]
-    log_probs: Sequence[float]
-    finish_reason: str
+    @property
+    def token_ids(self) -> Sequence[int]: ...
+
+    @property
+    def log_probs(self) -> Sequence[float]: ...
+
+    @property
+    def finish_reason(self) -> str: ...
 
 
 class MissingField(DataError, AttributeError):
@@ -54,9 +59,7 @@ class RolloutBatch:
     tensors: dict[str, Tensor]
     columns: dict[str, list[Any]]
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], columns: Mapping[str, Sequence[Any]] | None = None
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
         """Check every tensor against the schema; dtypes are converted between floats and between integers.
 
         `response_lengths`, if absent, is taken from `response_mask`: up to its last token.
@@ -75,9 +78,7 @@ class RolloutBatch:
         self.columns = {name: list(column) for name, column in (columns or {}).items()}
         for name, column in self.columns.items():
             if len(column) != len(self):
-                raise DataError(
-                    f"column '{name}' has {len(column)} entries for a batch of {len(self)} samples"
-                )
+                raise DataError(f"column '{name}' has {len(column)} entries for a batch of {len(self)} samples")
         _check_lengths("prompt_lengths", self.prompt_lengths, sizes["S"])
         _check_lengths("response_lengths", self.response_lengths, sizes["R"])
         beyond = (_lengths_of(self.response_mask) > self.response_lengths).nonzero()
@@ -112,8 +113,7 @@ class RolloutBatch:
         for i, generation in enumerate(generations):
             if len(generation.token_ids) != len(generation.log_probs):
                 raise DataError(
-                    f"generation {i} has {len(generation.token_ids)} tokens, "
-                    f"but {len(generation.log_probs)} log-probs"
+                    f"generation {i} has {len(generation.token_ids)} tokens, but {len(generation.log_probs)} log-probs"
                 )
         responses = [generation.token_ids for generation in generations]
         lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
@@ -124,12 +124,8 @@ class RolloutBatch:
             "generated_ids": generated_ids,
             "response_lengths": lengths,
             "response_mask": torch.arange(generated_ids.shape[1]) < lengths.unsqueeze(1),
-            "rollout_log_probs": _rows(
-                [generation.log_probs for generation in generations], torch.float32, 0.0
-            ),
-            "group_ids": torch.tensor(
-                group_ids if group_ids is not None else range(len(prompts)), dtype=torch.int64
-            ),
+            "rollout_log_probs": _rows([generation.log_probs for generation in generations], torch.float32, 0.0),
+            "group_ids": torch.tensor(group_ids if group_ids is not None else range(len(prompts)), dtype=torch.int64),
         }
         reasons = [generation.finish_reason for generation in generations]
         return cls(tensors, {**(columns or {}), "finish_reason": reasons})
@@ -146,9 +142,7 @@ class RolloutBatch:
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.tensors:
             field_of(name)  # says so if there is no such field at all
-            raise MissingField(
-                f"this batch does not hold '{name}' yet; it holds {', '.join(sorted(self.tensors))}"
-            )
+            raise MissingField(f"this batch does not hold '{name}' yet; it holds {', '.join(sorted(self.tensors))}")
         return self.tensors[name]
 
     def __contains__(self, name: object) -> bool:
@@ -159,9 +153,12 @@ class RolloutBatch:
 
     def __repr__(self) -> str:
         sizes = f"B={len(self)}, S={self.input_ids.shape[1]}, R={self.generated_ids.shape[1]}"
-        return (
-            f"RolloutBatch({sizes}; {', '.join(self.tensors)}; columns: {', '.join(self.columns) or 'none'})"
-        )
+        return f"RolloutBatch({sizes}; {', '.join(self.tensors)}; columns: {', '.join(self.columns) or 'none'})"
+
+    @property
+    def response_shape(self) -> tuple[int, int]:
+        """(B, R): the shape of every per-response-token tensor."""
+        return self.generated_ids.shape[0], self.generated_ids.shape[1]
 
     @property
     def sequence_lengths(self) -> Tensor:
@@ -207,9 +204,7 @@ class RolloutBatch:
             if (different := other.tensors.keys() ^ first.tensors.keys()) or (
                 different := other.columns.keys() ^ first.columns.keys()
             ):
-                raise DataError(
-                    f"batch 0 and batch {i} differ in what they hold: {', '.join(sorted(different))}"
-                )
+                raise DataError(f"batch 0 and batch {i} differ in what they hold: {', '.join(sorted(different))}")
         prompt = max(batch.input_ids.shape[1] for batch in batches)
         response = max(batch.generated_ids.shape[1] for batch in batches)
         wide = [batch.pad_to(prompt=prompt, response=response) for batch in batches]
@@ -291,9 +286,7 @@ def scatter_rows(num_samples: int, width: int, parts: Sequence[tuple[Sequence[in
     result = parts[0][1].new_zeros(num_samples, width)
     for indices, rows in parts:
         if rows.shape[1] > width or len(rows) < len(indices):
-            raise DataError(
-                f"result {list(rows.shape)} of {len(indices)} samples does not fit a width of {width}"
-            )
+            raise DataError(f"result {list(rows.shape)} of {len(indices)} samples does not fit a width of {width}")
         index = torch.tensor(list(indices), dtype=torch.int64, device=rows.device)
         result[index, : rows.shape[1]] = rows[: len(indices)]
     return result
@@ -311,12 +304,8 @@ def _checked(name: str, tensor: Tensor, sizes: Mapping[str, int]) -> Tensor:
     field = field_of(name)
     expected = [sizes[axis] for axis in "B" + field.axes]
     if list(tensor.shape) != expected:
-        meaning = ", ".join(
-            {"B": "samples", "S": "prompt", "R": "response"}[axis] for axis in "B" + field.axes
-        )
-        raise DataError(
-            f"'{name}' ({field.meaning}) has shape {list(tensor.shape)}; expected {expected} = [{meaning}]"
-        )
+        meaning = ", ".join({"B": "samples", "S": "prompt", "R": "response"}[axis] for axis in "B" + field.axes)
+        raise DataError(f"'{name}' ({field.meaning}) has shape {list(tensor.shape)}; expected {expected} = [{meaning}]")
     if _sort_of(tensor.dtype) != _sort_of(field.dtype):
         raise DataError(f"'{name}' ({field.meaning}) is {tensor.dtype}; expected {field.dtype}")
     return tensor.to(field.dtype)
@@ -330,11 +319,7 @@ def _sort_of(dtype: torch.dtype) -> str:
 
 def _lengths_of(mask: Tensor) -> Tensor:
     after = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return (
-        torch.where(mask, after, 0).amax(dim=1)
-        if mask.shape[1]
-        else mask.new_zeros(len(mask), dtype=torch.int64)
-    )
+    return torch.where(mask, after, 0).amax(dim=1) if mask.shape[1] else mask.new_zeros(len(mask), dtype=torch.int64)
 
 
 def _check_lengths(name: str, lengths: Tensor, width: int) -> None:

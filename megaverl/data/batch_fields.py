@@ -53,9 +53,7 @@ def declare_field(name: str, field: Field) -> None:
     if FIELDS.get(name, field) != field:
         raise DataError(f"batch field '{name}' is already declared as {FIELDS[name]}; choose another name")
     if not name.isidentifier() or set(field.axes) - set("SR"):
-        raise DataError(
-            f"batch field '{name}' must be an identifier with axes out of 'S' and 'R', found {field}"
-        )
+        raise DataError(f"batch field '{name}' must be an identifier with axes out of 'S' and 'R', found {field}")
     FIELDS[name] = field
 
 
@@ -64,7 +62,5 @@ def field_of(name: str) -> Field:
     if name not in FIELDS:
         near = difflib.get_close_matches(name, FIELDS, n=3, cutoff=0.5)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise DataError(
-            f"a batch has no field '{name}'{hint} (known: {', '.join(FIELDS)}; or declare_field())"
-        )
+        raise DataError(f"a batch has no field '{name}'{hint} (known: {', '.join(FIELDS)}; or declare_field())")
     return FIELDS[name]

@@ -90,9 +90,7 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
     while len(heap) > 1:
         _, _, first = heapq.heappop(heap)
         _, _, second = heapq.heappop(heap)
-        joined = [
-            (a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)
-        ]
+        joined = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
         joined.sort(key=itemgetter(0), reverse=True)
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], serial, joined))
         serial += 1
@@ -136,9 +134,7 @@ def micro_batches(
         DataError: one sample alone is above the cap; names the sample, its length and the key.
     """
     names = list(range(len(lengths))) if indices is None else list(indices)
-    cost = {
-        sample: micro_batch_tokens([length], multiple_of=multiple_of) for sample, length in enumerate(lengths)
-    }
+    cost = {sample: micro_batch_tokens([length], multiple_of=multiple_of) for sample, length in enumerate(lengths)}
     above = [sample for sample, tokens in cost.items() if tokens > max_tokens]
     if above:
         worst = max(above, key=lambda sample: cost[sample])

@@ -44,9 +44,7 @@ class Joined:
         """From `[B, R]` per response token to `[B, s]`, at the position that predicts it; 0 elsewhere."""
         result = per_token.new_zeros(self.token_ids.shape)
         # Added, since tokens that do not exist all point at position 0; they add nothing.
-        return result.scatter_add(
-            1, self.positions, torch.where(self.present, per_token, torch.zeros_like(per_token))
-        )
+        return result.scatter_add(1, self.positions, torch.where(self.present, per_token, torch.zeros_like(per_token)))
 
 
 def join(batch: RolloutBatch, *, multiple_of: int = 1, length: int | None = None) -> Joined:
@@ -61,15 +59,11 @@ def join(batch: RolloutBatch, *, multiple_of: int = 1, length: int | None = None
     lengths = batch.sequence_lengths
     orphans = ((batch.prompt_lengths == 0) & (batch.response_lengths > 0)).nonzero()
     if len(orphans):
-        raise DataError(
-            f"sample {int(orphans[0, 0])} has a response but an empty prompt: nothing predicts it"
-        )
+        raise DataError(f"sample {int(orphans[0, 0])} has a response but an empty prompt: nothing predicts it")
     longest = int(lengths.max()) if len(batch) else 0
     width = -(-max(longest, 1) // multiple_of) * multiple_of if length is None else length
     if width < longest or width % multiple_of:
-        raise DataError(
-            f"sequences of up to {longest} tokens do not fit a width of {width} (x {multiple_of})"
-        )
+        raise DataError(f"sequences of up to {longest} tokens do not fit a width of {width} (x {multiple_of})")
 
     starts = batch.prompt_lengths.unsqueeze(1)
     tokens = torch.arange(batch.generated_ids.shape[1], device=starts.device)

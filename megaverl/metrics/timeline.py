@@ -124,9 +124,7 @@ class _Step:
     def __exit__(self, *_: object) -> None:
         timeline = self._timeline
         timeline._step_ns = time.perf_counter_ns() - timeline._step_begin
-        timeline._events.append(
-            ("step", timeline._step_begin, timeline._step_ns, timeline._step_thread, self._number)
-        )
+        timeline._events.append(("step", timeline._step_begin, timeline._step_ns, timeline._step_thread, self._number))
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:

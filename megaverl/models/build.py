@@ -34,7 +34,9 @@ def uses_transformer_engine() -> bool:
     return platform.is_cuda and importlib.util.find_spec("transformer_engine") is not None
 
 
-def layer_spec(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> ModuleSpec | TransformerBlockSubmodules:
+def layer_spec(
+    config: TransformerConfig, vp_stage: int | None, pp_rank: int
+) -> ModuleSpec | TransformerBlockSubmodules:
     """Transformer Engine's layer spec where it can be used, else megatron-core's local one with our RMSNorm."""
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(

@@ -61,8 +61,7 @@ class ModelSpec:
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in ARCHITECTURES:
             raise ModelError(
-                f"{source}: architecture {architecture!r} is not supported. "
-                f"Supported: {', '.join(ARCHITECTURES)}."
+                f"{source}: architecture {architecture!r} is not supported. Supported: {', '.join(ARCHITECTURES)}."
             )
         try:
             return cls(**_read(architecture, config))

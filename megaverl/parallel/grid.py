@@ -49,9 +49,10 @@ class GridShape:
     etp: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp", "cp", "ep", "pp", "dp"):
-            if getattr(self, name) < 1:
-                raise GridError(f"{name}={getattr(self, name)}: a parallel size is at least 1.")
+        for name in ("tp", "cp", "ep", "pp", "dp", "vpp", "etp"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise GridError(f"{name}={size}: a parallel size is at least 1.")
         stage = self.tp * self.cp * self.dp
         if stage % (self.expert_tp * self.ep):
             raise GridError(

@@ -87,9 +87,7 @@ class ProcessGroupManager:
 
     def __init__(self, timeout: timedelta | None = None) -> None:
         self._timeout = timeout
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {
-            tuple(range(dist.get_world_size())): dist.group.WORLD
-        }
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(dist.get_world_size())): default_group()}
         # megatron-core's sequence-parallel layers ask for this buffer even without the global state
         if parallel_state._GLOBAL_MEMORY_BUFFER is None:
             parallel_state._set_global_memory_buffer()
@@ -97,46 +95,43 @@ class ProcessGroupManager:
     @property
     def num_groups(self) -> int:
         """Distinct groups this rank is a member of."""
-        return len(self._groups)
+        return sum(dist.get_rank() in ranks for ranks in self._groups)
 
-    def group(self, ranks: Iterable[int]) -> dist.ProcessGroup:
-        """The group over `ranks` (this rank among them), made at the first request.
+    def group(self, enumeration: Iterable[Iterable[int]]) -> dist.ProcessGroup | None:
+        """The group of `enumeration` that this rank is in, if any; those not there yet are made.
 
-        Only the members take part in making it, so they must ask in the same order.
+        Every rank of the world takes part, in the same order, for groups that it is not in as well: torch names
+        a group by the number of those before it, so members that have counted differently would never meet.
         """
-        key = tuple(sorted(ranks))
-        if key not in self._groups:
-            self._groups[key] = dist.new_group(
-                list(key), timeout=self._timeout, use_local_synchronization=True, group_desc=f"megaverl{key}"
-            )
-        return self._groups[key]
+        mine = None
+        for ranks in enumeration:
+            key = tuple(sorted(ranks))
+            if key not in self._groups:
+                self._groups[key] = dist.new_group(list(key), timeout=self._timeout, group_desc=f"megaverl{key}")
+            if dist.get_rank() in key:
+                mine = self._groups[key]
+        return mine
 
-    def grid(self, shape: GridShape, rank_offset: int = 0) -> Grid:
-        """Lay `shape` over the ranks from `rank_offset` on; every rank of the grid takes part.
+    def grid(self, shape: GridShape) -> Grid:
+        """Lay `shape` over the ranks of the world; every rank takes part.
 
         Raises:
-            GridError: the grid reaches beyond the world, or this rank is not in it.
+            GridError: the grid does not fill the world.
         """
-        world, rank = dist.get_world_size(), dist.get_rank() - rank_offset
-        if rank_offset + shape.world_size > world or not 0 <= rank < shape.world_size:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        if shape.world_size != world:
             raise GridError(
-                f"grid {shape} covers ranks {rank_offset} to {rank_offset + shape.world_size - 1}; "
-                f"rank {dist.get_rank()} of a world of {world} cannot build it."
+                f"grid {shape} has {shape.world_size} ranks, and the world {world}. "
+                "GridShape.fit makes one that fills the world."
             )
         groups: dict[str, Any] = {}
         for fields, dims in ((DENSE_GROUPS, DIMS), (EXPERT_GROUPS, EXPERT_DIMS)):
-            enumeration = HyperCommGrid(list(shape.sizes(dims)), list(dims), rank_offset=rank_offset)
+            enumeration = HyperCommGrid(list(shape.sizes(dims)), list(dims))
             for field, spanned in fields.items():
-                groups[field] = self.group(_containing(enumeration.get_rank_enum(list(spanned)), dist.get_rank()))
-        stages = sorted(dist.get_process_group_ranks(groups["pp"]))
+                groups[field] = self.group(enumeration.get_rank_enum(list(spanned)))
+        pipelines = [range(first, world, world // shape.pp) for first in range(world // shape.pp)]
         # Tied embeddings live on the first and last stage; only those ranks share a gradient group.
-        ends = {stages[0], stages[-1]}
-        groups["embd"] = self.group(ends) if dist.get_rank() in ends else None
-        groups["pos_embd"] = self.group([stages[0]]) if dist.get_rank() == stages[0] else None
-        groups["inter_dist_opt"] = self.group([dist.get_rank()])
-        everyone = self.group(range(rank_offset, rank_offset + shape.world_size))
-        return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), everyone)
-
-
-def _containing(enumeration: list[list[int]], rank: int) -> list[int]:
-    return next(ranks for ranks in enumeration if rank in ranks)
+        groups["embd"] = self.group({stages[0], stages[-1]} for stages in pipelines)
+        groups["pos_embd"] = self.group([stages[0]] for stages in pipelines)
+        groups["inter_dist_opt"] = self.group([one] for one in range(world))
+        return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), dist.group.WORLD)

@@ -28,7 +28,7 @@ class Critic:
     def values(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32: the value before each response token, the same on every rank."""
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
-        return self.model.score(micro, self.model.values, tuple(batch.generated_ids.shape))
+        return self.model.score(micro, self.model.values, batch.response_shape)
 
     def update(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
         """Take all updates of one step towards `returns`; `values` are the old ones. Returns metrics."""

@@ -43,7 +43,7 @@ class Policy:
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
         if self._offload:
             self.model.to(platform.device)
-        log_probs = self.model.score(micro, score, tuple(batch.generated_ids.shape))
+        log_probs = self.model.score(micro, score, batch.response_shape)
         if self._offload:
             self.model.to(torch.device("cpu"))
         return log_probs

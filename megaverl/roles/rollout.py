@@ -59,17 +59,23 @@ class Rollout:
         return stats
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingOptions,
+        seeds: Sequence[int],
+        *,
+        group_size: int = 1,
     ) -> list[Generation]:
         """One response per prompt, in order, the same list on every rank.
 
         Args:
             prompts: token ids; a prompt that is to be answered several times stands there several times.
             seeds: one per prompt; what is generated depends on the prompt and its seed, not on its place.
+            group_size: how often a prompt stands in a row; its responses are made where its prefix is cached.
         """
         engine = self.engine
         engine.wake_up()
-        mine = split_prompts([len(prompt) for prompt in prompts], engine.num_replicas)[engine.replica]
+        mine = split_prompts([len(prompt) for prompt in prompts], engine.num_replicas, group_size)[engine.replica]
         found: list[Generation] = []
         with together(self.world):
             found = engine.generate([list(prompts[i]) for i in mine], sampling, [seeds[i] for i in mine])

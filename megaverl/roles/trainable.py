@@ -64,7 +64,10 @@ class TrainableModel:
         grid = model.grid
         try:
             ddp_config = DistributedDataParallelConfig(
-                **({"use_distributed_optimizer": True} | realise(DistributedDataParallelConfig, ddp, f"{model.role}.ddp"))
+                **(
+                    {"use_distributed_optimizer": True}
+                    | realise(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
+                )
             )
             config = OptimizerConfig(
                 **(
@@ -79,7 +82,9 @@ class TrainableModel:
                 )
             )
         except (AssertionError, ValueError, TypeError) as error:
-            raise ConfigError(f"{model.role}.optimizer or {model.role}.ddp: megatron-core refuses it: {error}") from error
+            raise ConfigError(
+                f"{model.role}.optimizer or {model.role}.ddp: megatron-core refuses it: {error}"
+            ) from error
         self.chunks = [
             DistributedDataParallel(
                 config=model.config,
@@ -180,5 +185,3 @@ def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_u
 def _finalize(chunks: list[Any], num_tokens: Any, **groups: Any) -> None:
     """Reduce gradients over the ranks without scaling: losses are already normalised over the global batch."""
     finalize_model_grads(chunks, None, **groups)
-
-

@@ -20,7 +20,7 @@ from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import ConfigError
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
-from megaverl.parallel.groups import Grid, ProcessGroupManager
+from megaverl.parallel.groups import Grid, ProcessGroupManager, default_group
 from megaverl.platform import platform
 from megaverl.rewards import build_reward
 from megaverl.roles.critic import Critic
@@ -156,12 +156,13 @@ class Builder:
             stop_token_ids=self.tokenizer.stop_token_ids,
             load_weights=actor is None,
             trust_remote_code=config.model.trust_remote_code,
+            num_sequences=-(-config.samples_per_step * config.rollout.tp // dist.get_world_size()),
         )
         layouts = engine.layouts(actor.weights, self.spec) if actor else None
-        return Rollout(engine, layouts, actor, dist.group.WORLD, node_of=lambda rank: rank // ranks_per_node)
+        return Rollout(engine, layouts, actor, default_group(), node_of=lambda rank: rank // ranks_per_node)
 
     def reward(self) -> RewardRole:
-        return RewardRole(build_reward(self.config.reward), self.tokenizer, dist.group.WORLD)
+        return RewardRole(build_reward(self.config.reward), self.tokenizer, default_group())
 
     def kl_controller(self) -> KLController:
         kl = self.config.algorithm.kl

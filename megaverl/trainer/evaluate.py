@@ -41,6 +41,7 @@ def evaluate(
         [prompt.token_ids for prompt in repeated],
         sampling,
         [sample_seed(config.run.seed, VALIDATION_STEP, i) for i in range(len(repeated))],
+        group_size=size,
     )
     batch = rollout_batch(repeated, generations, [i // size for i in range(len(repeated))])
     scores = reward.score(batch)

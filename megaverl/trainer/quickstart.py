@@ -20,7 +20,7 @@ from megaverl.trainer.export import export_model
 from megaverl.trainer.rl import RLTrainer
 from megaverl.trainer.sft import SFTTrainer
 
-TASK = {"name": "sort_digits", "num_digits": 5, "num_train": 4096, "num_held_out": 256}
+TASK = {"name": "reverse", "num_digits": 5, "num_train": 4096, "num_held_out": 256}
 # Qwen3 with heads of 32 dimensions, the smallest that vLLM's CPU attention has.
 MODEL = {
     "hidden_size": 128,
@@ -37,8 +37,8 @@ MODEL = {
 def prepare(config: Config) -> None:
     """Make what the run reads: data, tokenizer and a randomly initialised model, all from `run.seed`."""
     import torch
-    from transformers.utils import logging
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
     logging.disable_progress_bar()
     folder = Path(config.run.dir) / config.run.name / "inputs"

@@ -61,7 +61,9 @@ class RLStep:
         flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",)))
         if self.roles.critic is not None:
             flow.add_operator(Operator("critic_update", self.update_critic, ("experience", "step"), (), role="critic"))
-        flow.add_operator(Operator("actor_update", self.update_actor, ("experience", "step"), ("updated",), role="actor"))
+        flow.add_operator(
+            Operator("actor_update", self.update_actor, ("experience", "step"), ("updated",), role="actor")
+        )
         flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role="rollout"))
         return flow.compile(given=("prompts", "step"))
 
@@ -74,6 +76,7 @@ class RLStep:
             [prompt.token_ids for prompt in repeated],
             sampling_options(config.rollout.sampling),
             [sample_seed(config.run.seed, step, sample) for sample in range(len(repeated))],
+            group_size=size,
         )
         batch = rollout_batch(repeated, generations, [i // size for i in range(len(repeated))])
         seconds = time.perf_counter() - start
@@ -150,9 +153,7 @@ class RLStep:
             self._record_kl(kl, mask)
         in_reward = kl if algorithm.kl.place == "reward" else None
         if algorithm.name == "ppo":
-            batch = batch.with_(
-                token_rewards=token_rewards(scores.total, mask, in_reward, kl_coef=self.roles.kl.coef)
-            )
+            batch = batch.with_(token_rewards=token_rewards(scores.total, mask, in_reward, kl_coef=self.roles.kl.coef))
             options = {"gamma": algorithm.gamma, "lam": algorithm.lam}
         else:
             if in_reward is not None:

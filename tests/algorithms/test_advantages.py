@@ -30,9 +30,7 @@ def test_gae_by_hand():
     mask = torch.ones(1, 3, dtype=torch.bool)
     result = gae(rewards, values, mask, gamma=0.9, lam=0.5)
     # delta = (0.9 * 0.6 - 0.5, 0.9 * 0.8 - 0.6, 1 - 0.8) = (0.04, 0.12, 0.2), gamma lam = 0.45
-    torch.testing.assert_close(
-        result.advantages, torch.tensor([[0.04 + 0.45 * 0.21, 0.12 + 0.45 * 0.2, 0.2]])
-    )
+    torch.testing.assert_close(result.advantages, torch.tensor([[0.04 + 0.45 * 0.21, 0.12 + 0.45 * 0.2, 0.2]]))
     torch.testing.assert_close(result.returns, result.advantages + values)
 
 
@@ -67,9 +65,7 @@ def test_gae_does_not_see_padding(case: Case, extra: int):
         return torch.nn.functional.pad(tensor, (0, extra))
 
     narrow = gae(rewards, values, case.mask)
-    wide = gae(
-        widen(rewards) + 7 * ~widen(case.mask), widen(values) - 3 * ~widen(case.mask), widen(case.mask)
-    )
+    wide = gae(widen(rewards) + 7 * ~widen(case.mask), widen(values) - 3 * ~widen(case.mask), widen(case.mask))
     assert torch.allclose(widen(narrow.advantages), wide.advantages, atol=1e-9)
 
 
@@ -138,9 +134,7 @@ def test_grpo_is_its_equation(case: Case, data: st.DataObject):
 
 def test_a_reward_that_is_not_finite_is_named():
     with pytest.raises(DataError, match="rewards of sample 2 is nan"):
-        grpo(
-            torch.tensor([0.0, 1.0, float("nan")]), torch.zeros(3).long(), torch.ones(3, 1, dtype=torch.bool)
-        )
+        grpo(torch.tensor([0.0, 1.0, float("nan")]), torch.zeros(3).long(), torch.ones(3, 1, dtype=torch.bool))
 
 
 @PROPERTY

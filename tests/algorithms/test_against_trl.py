@@ -65,9 +65,7 @@ def test_grpo_loss_and_gradient(loss_type: str, mode: str):
         pytest.skip(f"TRL {trl.__version__} computes its loss from other fields: {error}")
     ours = new.clone().requires_grad_()
     weights = aggregations.get(mode).function(mask, count_denominators(mask), dtype=torch.float64)
-    surrogate = ppo_clip(
-        ours, old, advantages.unsqueeze(1).expand(4, 7), weights, clip_low=0.2, clip_high=0.3
-    )
+    surrogate = ppo_clip(ours, old, advantages.unsqueeze(1).expand(4, 7), weights, clip_low=0.2, clip_high=0.3)
     total = combine((1.0, surrogate), (0.04, kl_loss(ours, reference, weights, kind="k3")))
 
     assert float(total.loss.detach()) == pytest.approx(float(loss.detach()), abs=1e-9)

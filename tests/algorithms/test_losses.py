@@ -102,9 +102,7 @@ def test_ppo_clip_is_its_equation(case: Case, mode: str, low: float, high: float
         clip_low=low,
         clip_high=high,
     )
-    assert_same(
-        result.loss, log_probs, aggregate_reference(token_by_token(case.mask, surrogate), mode), reference
-    )
+    assert_same(result.loss, log_probs, aggregate_reference(token_by_token(case.mask, surrogate), mode), reference)
 
 
 @PROPERTY
@@ -120,9 +118,7 @@ def test_value_loss_is_its_equation(case: Case, mode: str, clip: float | None):
         near = torch.maximum(torch.minimum(reference[i, t], old[i, t] + clip), old[i, t] - clip)
         return torch.maximum(error, (near - returns[i, t]) ** 2) / 2
 
-    result = VALUE_LOSS(
-        values, case.garbage(old), case.garbage(returns), weights_of(case.mask, mode), clip_range=clip
-    )
+    result = VALUE_LOSS(values, case.garbage(old), case.garbage(returns), weights_of(case.mask, mode), clip_range=clip)
     assert_same(result.loss, values, aggregate_reference(token_by_token(case.mask, squared), mode), reference)
 
 
@@ -162,9 +158,7 @@ def test_kl_loss_is_its_equation(case: Case, mode: str, kind: str):
         return {"k1": -log_r, "k2": log_r**2 / 2, "k3": torch.exp(log_r) - 1 - log_r}[kind]
 
     result = kl_loss(log_probs, case.garbage(ref), weights_of(case.mask, mode), kind=kind)
-    assert_same(
-        result.loss, log_probs, aggregate_reference(token_by_token(case.mask, estimate), mode), reference
-    )
+    assert_same(result.loss, log_probs, aggregate_reference(token_by_token(case.mask, estimate), mode), reference)
 
 
 @PROPERTY
@@ -260,7 +254,5 @@ def test_unknown_kl_lists_the_nearest():
 
 
 def test_policy_loss_can_be_called_from_a_batch_by_name():
-    batch = {
-        name: torch.zeros(1, 2) for name in ("log_probs", "old_log_probs", "advantages", "weights", "values")
-    }
+    batch = {name: torch.zeros(1, 2) for name in ("log_probs", "old_log_probs", "advantages", "weights", "values")}
     assert float(policy_losses.get("ppo_clip")(batch, clip_low=0.1).loss) == 0.0

@@ -43,9 +43,7 @@ def test_all_wrong_options_are_named_at_once(registry):
 
 
 def test_unknown_name_lists_the_nearest(registry):
-    with pytest.raises(
-        ConfigError, match=r"unknown policy loss 'duble_clip' \(did you mean 'double_clip'\?\)"
-    ):
+    with pytest.raises(ConfigError, match=r"unknown policy loss 'duble_clip' \(did you mean 'double_clip'\?\)"):
         registry.get("duble_clip")
 
 

@@ -96,9 +96,7 @@ def test_select_and_concat(batch):
     with pytest.raises(DataError, match="sample 3 asked for in a batch of 3"):
         batch.select([3])
 
-    again = RolloutBatch.concat(
-        [batch.select([0]).trim(), batch.select([1]).trim(), batch.select([2]).trim()]
-    )
+    again = RolloutBatch.concat([batch.select([0]).trim(), batch.select([1]).trim(), batch.select([2]).trim()])
     assert again.rewards.tolist() == [1.0, 2.0, 3.0] and again.columns == batch.columns
     assert again.generated_ids.shape == (3, 3) and torch.equal(again.response_mask, batch.response_mask)
     assert torch.equal(again.joined().token_ids, batch.joined().token_ids)
@@ -193,9 +191,7 @@ def test_scatter_rows_puts_micro_batches_back():
 def test_a_field_of_ones_own(batch):
     try:
         declare_field("turns_for_test", Field(torch.int64, "R", -1))
-        assert (
-            batch.with_(turns_for_test=torch.ones(3, 3).int()).pad_to(response=4).turns_for_test[0, 3] == -1
-        )
+        assert batch.with_(turns_for_test=torch.ones(3, 3).int()).pad_to(response=4).turns_for_test[0, 3] == -1
         with pytest.raises(DataError, match="already declared"):
             declare_field("turns_for_test", Field(torch.float32, "R"))
         with pytest.raises(DataError, match="axes out of 'S' and 'R'"):

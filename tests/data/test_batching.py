@@ -70,9 +70,7 @@ def test_padded_micro_batches_are_the_fewest_possible(lengths, max_tokens):
                 yield [*smaller[:i], [first, *smaller[i]], *smaller[i + 1 :]]
 
     fewest = min(
-        len(parts)
-        for parts in partitions(lengths)
-        if all(len(part) * max(part) <= max_tokens for part in parts)
+        len(parts) for parts in partitions(lengths) if all(len(part) * max(part) <= max_tokens for part in parts)
     )
     assert len(micro_batches(lengths, max_tokens)) == fewest
 
@@ -168,9 +166,7 @@ def test_groups_stay_together():
     parts = mini_batches(8, 2, seed=1, step=2, epoch=0, group_ids=group_ids)
     owners = [{group_ids[sample] for sample in part} for part in parts]
     assert flat(parts) == list(range(8)) and not owners[0] & owners[1] and len(owners[0]) == 2
-    with pytest.raises(
-        DataError, match="4 groups cannot be split into 5 mini-batches; lower algorithm.num_mini"
-    ):
+    with pytest.raises(DataError, match="4 groups cannot be split into 5 mini-batches; lower algorithm.num_mini"):
         mini_batches(8, 5, seed=1, step=2, epoch=0, group_ids=group_ids)
 
 

@@ -80,9 +80,7 @@ def test_the_trace_of_two_ranks_is_one_file(tmp_path: Path) -> None:
         paths.append(timeline.export(tmp_path / f"trace_{rank}.json"))
     merged = merge_traces(paths, tmp_path / "trace.json")
     events = [e for e in json.loads(merged.read_text())["traceEvents"] if e["ph"] == "X"]
-    assert {(e["pid"], e["name"]) for e in events} == set(
-        itertools.product((0, 1), ("step", "outer", "inner"))
-    )
+    assert {(e["pid"], e["name"]) for e in events} == set(itertools.product((0, 1), ("step", "outer", "inner")))
     first = {e["name"]: e for e in events if e["pid"] == 0}
     assert all(e["args"] == {"step": 7} for e in events)
     assert first["step"]["ts"] <= first["outer"]["ts"] <= first["inner"]["ts"]

