@@ -46,13 +46,15 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
 def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
     """Raise one ModelError that lists every dimension of `spec` which `shape` does not divide."""
     mistakes = []
-    for name, size in (
-        ("attention heads", spec.num_heads),
-        ("KV heads", spec.num_kv_heads),
-        ("feed-forward width", spec.ffn_hidden_size),
-    ):
+    sizes = {
+        "attention heads": spec.num_heads,
+        "KV heads": spec.num_kv_heads,
+        "feed-forward width": spec.ffn_hidden_size,
+    }
+    common = math.gcd(*sizes.values())
+    fitting = [d for d in range(1, common + 1) if common % d == 0]
+    for name, size in sizes.items():
         if size % shape.tp:
-            fitting = [d for d in range(1, size + 1) if size % d == 0 and spec.num_kv_heads % d == 0]
             mistakes.append(f"{role}.tp={shape.tp} does not divide the {size} {name}; tp can be one of {fitting}")
     stages = shape.pp * (shape.vpp or 1)
     if spec.num_layers < stages:

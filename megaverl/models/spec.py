@@ -10,6 +10,17 @@ from typing import Any
 from megaverl.errors import ModelError
 
 ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+AGAIN = "Copy the file again from its source."
+
+WHOLE_NUMBERS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "vocab_size",
+    "max_position_embeddings",
+)
+OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -52,21 +63,48 @@ class ModelSpec:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path}: not valid JSON ({error}). Copy the file again from its source.") from error
+            raise ModelError(f"{path}: not valid JSON ({error}). {AGAIN}") from error
         return cls.from_config(config, source=str(path))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str = "config.json") -> ModelSpec:
-        """Build the spec from the dictionary of a Hugging Face `config.json`."""
+        """Build the spec from the dictionary of a Hugging Face `config.json`.
+
+        Raises:
+            ModelError: as `from_folder`; also for what would be computed otherwise than its author meant.
+        """
+        if not isinstance(config, dict):
+            raise ModelError(f"{source}: expected a JSON object, found {type(config).__name__}. {AGAIN}")
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in ARCHITECTURES:
             raise ModelError(
                 f"{source}: architecture {architecture!r} is not supported. Supported: {', '.join(ARCHITECTURES)}."
             )
-        try:
-            return cls(**_read(architecture, config))
-        except KeyError as error:
-            raise ModelError(f"{source}: the key {error} is missing. Copy the file again from its source.") from error
+        problem = _problem(config)
+        if problem:
+            raise ModelError(f"{source}: {problem}")
+        return cls(**_read(architecture, config))
+
+
+def _problem(config: dict[str, Any]) -> str:
+    """What keeps this config.json from being read, or from meaning what it says here; empty if nothing does."""
+    for key in (*WHOLE_NUMBERS, "rms_norm_eps"):
+        if key not in config:
+            return f"the key {key!r} is missing. {AGAIN}"
+    for key in (*WHOLE_NUMBERS, *(key for key in OPTIONAL_NUMBERS if config.get(key) is not None)):
+        if type(config[key]) is not int or config[key] < 1:
+            return f"{key} is {config[key]!r}; expected a whole number above 0. {AGAIN}"
+    if type(config["rms_norm_eps"]) not in (int, float) or not config["rms_norm_eps"] > 0:
+        return f"rms_norm_eps is {config['rms_norm_eps']!r}; expected a number above 0. {AGAIN}"
+    if config.get("hidden_act", "silu") != "silu":
+        return f"hidden_act is {config['hidden_act']!r}; only silu is computed. Use another model."
+    windows = config.get("use_sliding_window") and config.get("sliding_window")
+    if windows and config["num_hidden_layers"] > config.get("max_window_layers", 28):
+        return (
+            f"use_sliding_window with a window of {config['sliding_window']} tokens; only full attention is "
+            "computed. Use another model, or set use_sliding_window to false and train with full attention."
+        )
+    return ""
 
 
 def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:

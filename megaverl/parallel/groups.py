@@ -134,4 +134,11 @@ class ProcessGroupManager:
         groups["embd"] = self.group({stages[0], stages[-1]} for stages in pipelines)
         groups["pos_embd"] = self.group([stages[0]] for stages in pipelines)
         groups["inter_dist_opt"] = self.group([one] for one in range(world))
-        return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), dist.group.WORLD)
+        return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), default_group())
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group: all ranks of this role's world."""
+    group = dist.group.WORLD
+    assert group is not None, "torch.distributed is not initialised"
+    return group

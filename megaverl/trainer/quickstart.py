@@ -1,4 +1,4 @@
-"""The quickstart: a tiny model learns to sort digits, from nothing, on the same code as a 70B run.
+"""The quickstart: a tiny model learns to write numbers backwards, from nothing, on the same code as a 70B run.
 
 Tokenizer, model and data are made on the spot; a short supervised warm-up teaches the form of an answer, PPO
 teaches the task.
@@ -20,7 +20,7 @@ from megaverl.trainer.export import export_model
 from megaverl.trainer.rl import RLTrainer
 from megaverl.trainer.sft import SFTTrainer
 
-TASK = {"name": "reverse", "num_digits": 5, "num_train": 4096, "num_held_out": 256}
+TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}
 # Qwen3 with heads of 32 dimensions, the smallest that vLLM's CPU attention has.
 MODEL = {
     "hidden_size": 128,

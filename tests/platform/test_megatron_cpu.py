@@ -105,9 +105,10 @@ def test_lines_keep_their_numbers() -> None:
 
 _LEFT_ALONE = """
 import json, sys, torch
+import torch._dynamo  # which itself replaces torch.manual_seed
 before = dict(vars(torch.cuda)), dict(vars(torch.Tensor)), dict(vars(torch))
 from megaverl.platform import platform
-platform.adapt_megatron()
+for _ in range(2): platform.adapt_megatron()
 import megatron.core.optimizer, megatron.core.models.gpt, megatron.core.tensor_parallel.random
 import megatron.core.transformer.moe.moe_utils as moe
 import megatron.core.distributed.param_and_grad_buffer as buffer
@@ -116,6 +117,7 @@ def changed(old, new):
     return sorted(name for name in old if new.get(name, None) is not old[name] and not name.startswith("_"))
 print(json.dumps({
     "changed": [changed(old, new) for old, new in zip(before, after)],
+    "hooks": sum(type(f).__module__ == "megaverl.platform.megatron_cpu" for f in sys.meta_path),
     "te_general_gemm": moe.te_general_gemm is None,
     "sees_the_shim": buffer._cuda_on_cpu.__name__,
 }))
@@ -128,6 +130,7 @@ def test_torch_is_left_alone_while_megatron_core_sees_the_shim() -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {
         "changed": [[], [], []],
+        "hooks": 1,
         "te_general_gemm": True,
         "sees_the_shim": "megaverl.platform.cuda_on_cpu",
     }

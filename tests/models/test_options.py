@@ -1,0 +1,125 @@
+"""From a model's dimensions to megatron-core's configuration, and what it cannot be cut into."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaverl.errors import ModelError
+from megaverl.models.options import CPU_OPTIONS, check_divides, padded_vocab_size, rope_options, transformer_config
+from megaverl.parallel.grid import GridShape
+from megaverl.platform import platform
+from tests.layout.specs import make_spec
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@given(st.integers(1, 300_000), st.integers(1, 64))
+def test_the_padded_vocabulary_is_the_next_multiple(vocab_size: int, tp_size: int) -> None:
+    padded = padded_vocab_size(vocab_size, tp_size)
+    assert padded >= vocab_size
+    assert padded % 64 == 0 and padded % tp_size == 0
+    smaller = [size for size in range(vocab_size, padded) if size % 64 == 0 and size % tp_size == 0]
+    assert smaller == []
+
+
+@pytest.mark.parametrize(("vocab_size", "tp", "padded"), [(64, 1, 64), (65, 2, 128), (151936, 8, 151936), (100, 3, 192)])
+def test_examples_of_padding(vocab_size: int, tp: int, padded: int) -> None:
+    assert padded_vocab_size(vocab_size, tp) == padded
+
+
+def test_what_tp_and_pp_do_not_divide_comes_at_once() -> None:
+    spec = replace(make_spec(), num_heads=12, num_kv_heads=6, ffn_hidden_size=96, num_layers=4)
+    check_divides(spec, GridShape(tp=6, pp=4), "actor")
+    with pytest.raises(ModelError) as caught:
+        check_divides(spec, GridShape(tp=4, pp=8), "critic")
+    assert str(caught.value).splitlines() == [
+        "critic.tp=4 does not divide the 6 KV heads; tp can be one of [1, 2, 3, 6]",
+        "critic.pp=8 x vpp=1 is more than the 4 layers",
+    ]
+
+
+@given(st.integers(1, 24), st.integers(1, 12), st.integers(1, 48))
+def test_every_tp_that_is_offered_fits(kv_heads: int, heads_per_kv: int, ffn: int) -> None:
+    spec = replace(make_spec(), num_heads=kv_heads * heads_per_kv, num_kv_heads=kv_heads, ffn_hidden_size=ffn)
+    with pytest.raises(ModelError) as caught:
+        check_divides(spec, GridShape(tp=289), "actor")  # 17 * 17 divides none of them
+    for line in str(caught.value).splitlines():
+        offered = [int(size) for size in line.split("one of [")[1].rstrip("]").split(", ")]
+        assert 1 in offered
+        for size in offered:
+            check_divides(spec, GridShape(tp=size), "actor")
+
+
+def test_virtual_stages_need_layers() -> None:
+    spec = replace(make_spec(), num_layers=6)
+    check_divides(spec, GridShape(pp=2, vpp=3), "actor")
+    with pytest.raises(ModelError, match=r"actor\.pp=2 x vpp=4 is more than the 6 layers"):
+        check_divides(spec, GridShape(pp=2, vpp=4), "actor")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "expected"),
+    [
+        (None, {}),
+        ({"rope_type": "linear", "factor": 2}, {"seq_len_interpolation_factor": 2.0}),
+        ({"type": "linear", "factor": 4.0}, {"seq_len_interpolation_factor": 4.0}),
+        (LLAMA3, {"rope_scaling": True, "rope_scaling_factor": 8.0}),
+    ],
+)
+def test_rotary_embeddings(scaling: dict[str, Any] | None, expected: dict[str, Any]) -> None:
+    spec = replace(make_spec(), rope_theta=5e5, rope_scaling=scaling)
+    assert rope_options(spec) == {"position_embedding_type": "rope", "rotary_base": 5e5} | expected
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "yarn", "factor": 4.0},
+        {"type": "dynamic", "factor": 2.0},
+        LLAMA3 | {"original_max_position_embeddings": 4096},
+        LLAMA3 | {"high_freq_factor": 8.0},
+    ],
+)
+def test_a_scaling_that_would_be_computed_wrongly_is_refused(scaling: dict[str, Any]) -> None:
+    with pytest.raises(ModelError) as caught:
+        rope_options(replace(make_spec(), rope_scaling=scaling))
+    assert str(scaling) in str(caught.value)
+    assert "Supported: none, linear, and llama3" in str(caught.value)
+
+
+def test_the_configuration_says_what_the_model_is() -> None:
+    spec = replace(make_spec("Qwen3ForCausalLM"), head_dim=16, norm_eps=3e-6)
+    config = transformer_config(spec, GridShape(tp=2, pp=2, dp=1), torch.bfloat16)
+    assert (config.kv_channels, config.layernorm_epsilon, config.normalization) == (16, 3e-6, "RMSNorm")
+    assert config.num_query_groups == spec.num_kv_heads
+    assert config.qk_layernorm and not config.add_qkv_bias and not config.add_bias_linear
+    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (2, 2)
+    assert config.bf16 and config.params_dtype is torch.bfloat16
+    assert config.calculate_per_token_loss, "losses come normalised: gradients are summed"
+    if not platform.is_cuda:
+        assert all(getattr(config, name) == value for name, value in CPU_OPTIONS.items())
+
+
+def test_the_users_fields_win_but_not_over_the_grid() -> None:
+    given_fields = {"attention_dropout": 0.25, "tensor_model_parallel_size": 7}
+    config = transformer_config(make_spec(), GridShape(tp=2), torch.float32, given_fields)
+    assert config.attention_dropout == 0.25
+    assert config.tensor_model_parallel_size == 2
+
+
+def test_what_megatron_core_refuses_is_passed_on() -> None:
+    refused = {"recompute_granularity": "full", "recompute_method": "sideways", "recompute_num_layers": 1}
+    with pytest.raises(ModelError, match=r"TransformerConfig refuses these options: .*sideways"):
+        transformer_config(make_spec(), GridShape(), torch.float32, refused)
