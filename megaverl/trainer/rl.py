@@ -20,7 +20,7 @@ from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation, evaluate
 from megaverl.trainer.export import export_model
-from megaverl.trainer.samples import append_samples, sample_records
+from megaverl.trainer.samples import append_samples, forget_samples, sample_records
 from megaverl.trainer.step import RLStep, Roles
 
 
@@ -79,6 +79,8 @@ class RLTrainer:
         config = self.config
         self._resume()
         tracker = self._tracker()
+        if self.rank == 0:
+            forget_samples(self.run_dir / "samples.jsonl", self.next_step)
         result: dict[str, float] = {}
         try:
             self.roles.rollout.reshard()

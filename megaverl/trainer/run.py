@@ -49,7 +49,7 @@ def _prepare(run_dir: Path, config: Config, command: str) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / f"{command}.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        write_versions(run_dir / "versions.json")
+        write_versions(run_dir)
     except OSError as error:
         raise ConfigError(f"run.dir: {run_dir} cannot be written ({error}). Name another folder.") from error
 

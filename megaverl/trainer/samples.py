@@ -43,6 +43,17 @@ def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, coun
     ]
 
 
+def forget_samples(path: Path, after_step: int) -> None:
+    """Drop the records of later steps, which a run that goes on from `after_step` writes again; 0 drops all.
+
+    A last line that a killed run left unfinished goes too.
+    """
+    if path.exists():
+        lines = path.read_text(encoding="utf-8").splitlines() if after_step else []
+        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= after_step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+
+
 def append_samples(path: Path, step: int, records: Sequence[Mapping[str, Any]], split: str = "train") -> None:
     """Add one JSON line per record to `path`."""
     with path.open("a", encoding="utf-8") as file:
