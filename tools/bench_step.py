@@ -140,11 +140,16 @@ class Turns:
         self._write(f"{self.side}.{step}.done.{self.rank}", seconds)
 
     def take(self, step: int, num_ranks: int, process: subprocess.Popen[bytes], log: Path) -> dict[str, float]:
-        """Let the side take `step`; returns for each part the seconds of the rank that was longest at it."""
+        """Let the side take `step`; returns for each part the seconds of the rank that was longest at it.
+
+        Processor seconds (`cpu_...`) are the sum over the ranks.
+        """
         self._await([f"{self.side}.{step}.ready.{rank}" for rank in range(num_ranks)], process, log)
         self._write(f"{self.side}.{step}.go", {})
         found = self._await([f"{self.side}.{step}.done.{rank}" for rank in range(num_ranks)], process, log)
-        return {name: max(seconds.get(name, 0.0) for seconds in found) for name in found[0]}
+        return {
+            name: (sum if name.startswith("cpu_") else max)(seconds[name] for seconds in found) for name in found[0]
+        }
 
     def _await(self, names: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> list[dict[str, float]]:
         while not all((self.folder / name).exists() for name in names):
@@ -161,16 +166,17 @@ class Turns:
 
 
 class Stopwatch:
-    """Seconds per part of the running step."""
+    """Seconds per part of the running step; `cpu_` and the part: of all processors, waiting not counted."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         yield
         self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - start
+        self.seconds[f"cpu_{part}"] = self.seconds.get(f"cpu_{part}", 0.0) + time.process_time() - cpu
 
     def wrap(self, owner: Any, method: str, part: Callable[[], str | None]) -> None:
         """From now on `owner.method` counts under the name that `part` gives; None: not."""
@@ -310,12 +316,15 @@ def run_trl(job: Job, folder: Path) -> None:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             turns.wait(state.global_step)
             watch.seconds.clear()
-            self.start = time.perf_counter()
+            self.whole = watch.measure("step")
+            self.whole.__enter__()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            watch.seconds["step"] = time.perf_counter() - self.start
-            watch.seconds["update"] = watch.seconds["step"] - watch.seconds.pop("experience")
-            turns.report(state.global_step - 1, watch.seconds)
+            self.whole.__exit__(None, None, None)
+            seconds = watch.seconds
+            for prefix in ("", "cpu_"):
+                seconds[f"{prefix}update"] = seconds[f"{prefix}step"] - seconds.pop(f"{prefix}experience")
+            turns.report(state.global_step - 1, seconds)
             if lengths and lengths[-1] != job.response_tokens:
                 raise SystemExit(f"TRL's responses have {lengths[-1]} tokens, not {job.response_tokens}")
 
@@ -367,29 +376,32 @@ def summarise(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
             row["optimizer"] = row.pop("update_and_optimizer") - row["update"]
         row["overhead"] = row["step"] - sum(row[part] for part in PARTS)
         row["overhead_share"] = row["overhead"] / row["step"]
-        row["other"] = row["overhead"] - sum(row.get(part, 0.0) for part in OVERHEAD)
+        # a part is that of the rank that was longest at it, so their sum may be a little more than the whole
+        row["other"] = max(0.0, row["overhead"] - sum(row.get(part, 0.0) for part in OVERHEAD))
         rows.append(row)
     medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     return medians | {"step_min": min(r["step"] for r in rows), "step_max": max(r["step"] for r in rows)}
 
 
 def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
-    """Both sides' parts: milliseconds, share of the step, tokens per second; and TRL's time over megaverl's."""
-    lines = [f"{'':12}" + "".join(f"{side:>12} ms   share   tokens/s" for side in found)]
-    if len(found) > 1:
-        lines[0] += "   TRL / megaverl"
+    """Both sides' parts: milliseconds, share of the step, tokens per second, processor seconds; and the ratios."""
+    both = len(found) > 1
+    lines = ["part      " + "".join(f"{side:>13} ms  share  tokens/s  cpu s" for side in found)]
+    lines[0] += "   TRL / megaverl  of cpu" * both
     for part in (*PARTS, "overhead", *OVERHEAD, "other", "step"):
         inner = part in (*OVERHEAD, "other")
-        line = f"{'  ' * inner + part.replace('_', '-'):12}"
+        line = f"{'  ' * inner + part.replace('_', '-'):10}"
         for median in found.values():
             if part not in median:
-                line += f"{'':>15}{'':8}{'':11}"
+                line += " " * 40
                 continue
             rate = f"{job.tokens[part] / median[part]:,.0f}" if part in job.tokens else ""
-            line += f"{median[part] * 1e3:>15,.1f}{median[part] / median['step']:>8.1%}{rate:>11}"
-        if len(found) > 1 and part in (*PARTS, "step"):
-            line += f"{found['trl'][part] / found['megaverl'][part]:>14.2f} x"
-        lines.append(line)
+            cpu = f"{median[f'cpu_{part}']:.2f}" if part in job.tokens else ""
+            line += f"{median[part] * 1e3:>16,.1f}{median[part] / median['step']:>7.1%}{rate:>10}{cpu:>7}"
+        if both and part in job.tokens:
+            ratios = [found["trl"][name] / found["megaverl"][name] for name in (part, f"cpu_{part}")]
+            line += f"{ratios[0]:>15.2f} x{ratios[1]:>6.2f} x"
+        lines.append(line.rstrip())
     for side, median in found.items():
         lines.append(f"{side}: a step takes {median['step_min']:.3f} to {median['step_max']:.3f} s")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
+from megaverl.models.attention import CausalAttention, is_plain
 from megaverl.models.heads import ValueHead
 from megaverl.models.norm import RMSNorm
 from megaverl.models.options import padded_vocab_size, rope_options
@@ -37,7 +38,7 @@ def uses_transformer_engine() -> bool:
 def layer_spec(
     config: TransformerConfig, vp_stage: int | None, pp_rank: int
 ) -> ModuleSpec | TransformerBlockSubmodules:
-    """Transformer Engine's layer spec where it can be used, else megatron-core's local one with our RMSNorm."""
+    """Transformer Engine's layer spec where it can be used, else megatron-core's local one with our parts."""
     if uses_transformer_engine():
         return get_gpt_layer_with_transformer_engine_spec(
             num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
@@ -47,6 +48,8 @@ def layer_spec(
     )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
+    if is_plain(config):
+        spec.submodules.self_attention.submodules.core_attention = CausalAttention
     if config.qk_layernorm:
         # One head is normalised at a time: its weight sees the whole sequence on every rank.
         spec.submodules.self_attention.submodules.q_layernorm = _HeadNorm

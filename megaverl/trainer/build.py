@@ -19,6 +19,7 @@ from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import ConfigError
 from megaverl.models.spec import ModelSpec
+from megaverl.parallel.collectives import together
 from megaverl.parallel.grid import GridShape
 from megaverl.parallel.groups import Grid, ProcessGroupManager, default_group
 from megaverl.platform import platform
@@ -47,17 +48,18 @@ class Builder:
     def __post_init__(self, shared_groups: ProcessGroupManager | None) -> None:
         config = self.config
         self.groups = shared_groups or ProcessGroupManager(timedelta(minutes=config.run.timeout_minutes))
-        self.spec = ModelSpec.from_folder(config.model.path)
-        self.tokenizer = load_tokenizer(
-            config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code
-        )
-        check_fits(self.tokenizer, self.spec)
-        if config.max_tokens > self.spec.max_positions:
-            raise ConfigError(
-                f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus rollout.sampling.max_tokens="
-                f"{config.rollout.sampling['max_tokens']} is more than the model's context of "
-                f"{self.spec.max_positions} tokens (max_position_embeddings). Lower one of the two."
+        with together():  # the files may lie on each machine's own disk
+            self.spec = ModelSpec.from_folder(config.model.path)
+            self.tokenizer = load_tokenizer(
+                config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code
             )
+            check_fits(self.tokenizer, self.spec, model=config.model.path)
+            if config.max_tokens > self.spec.max_positions:
+                raise ConfigError(
+                    f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus rollout.sampling.max_tokens="
+                    f"{config.rollout.sampling['max_tokens']} is more than the model's context of "
+                    f"{self.spec.max_positions} tokens (max_position_embeddings). Lower one of the two."
+                )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -162,7 +164,9 @@ class Builder:
         return Rollout(engine, layouts, actor, default_group(), node_of=lambda rank: rank // ranks_per_node)
 
     def reward(self) -> RewardRole:
-        return RewardRole(build_reward(self.config.reward), self.tokenizer, default_group())
+        with together():
+            reward = build_reward(self.config.reward)
+        return RewardRole(reward, self.tokenizer, default_group())
 
     def kl_controller(self) -> KLController:
         kl = self.config.algorithm.kl
@@ -182,12 +186,14 @@ class Builder:
 
     def dataset(self, paths: list[str], *, needs_answer: bool = True) -> PromptDataset:
         data = self.config.data
-        return PromptDataset.load(
-            paths,
-            self.encoder(),
-            prompt_key=data.prompt_key,
-            answer_key=data.answer_key if needs_answer else None,
-        )
+        with together():
+            dataset = PromptDataset.load(
+                paths,
+                self.encoder(),
+                prompt_key=data.prompt_key,
+                answer_key=data.answer_key if needs_answer else None,
+            )
+        return dataset
 
     @property
     def run_dir(self) -> Path:

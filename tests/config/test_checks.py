@@ -74,7 +74,11 @@ def test_an_inherited_grid_is_told_once(mistakes):
 
 
 def test_layers_may_be_spread_unevenly(load):
-    load("actor={pp: 4, megatron: {num_layers_in_first_pipeline_stage: 0, num_layers_in_last_pipeline_stage: 2}}")
+    uneven = {"num_layers_in_first_pipeline_stage": 0, "num_layers_in_last_pipeline_stage": 2}
+    config = load(
+        "actor={pp: 4, megatron: {num_layers_in_first_pipeline_stage: 0, num_layers_in_last_pipeline_stage: 2}}"
+    )
+    assert config.actor.megatron == uneven
 
 
 def test_vllm_may_hold_a_key_value_head_several_times(load):

@@ -34,7 +34,9 @@ def test_the_padded_vocabulary_is_the_next_multiple(vocab_size: int, tp_size: in
     assert smaller == []
 
 
-@pytest.mark.parametrize(("vocab_size", "tp", "padded"), [(64, 1, 64), (65, 2, 128), (151936, 8, 151936), (100, 3, 192)])
+@pytest.mark.parametrize(
+    ("vocab_size", "tp", "padded"), [(64, 1, 64), (65, 2, 128), (151936, 8, 151936), (100, 3, 192)]
+)
 def test_examples_of_padding(vocab_size: int, tp: int, padded: int) -> None:
     assert padded_vocab_size(vocab_size, tp) == padded
 

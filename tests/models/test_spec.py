@@ -65,7 +65,11 @@ LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_f
         ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),  # transformers 5
         ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
-        ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}, 5e5, {"type": "linear", "factor": 2.0}),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            5e5,
+            {"type": "linear", "factor": 2.0},
+        ),
         ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, LLAMA3 | {"rope_theta": 5e5}),
     ],
 )

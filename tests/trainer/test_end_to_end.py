@@ -1,0 +1,246 @@
+"""Whole runs on real parts: two processes, Megatron-core and vLLM, from the command to the exported folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from tests.trainer.conftest import command_arguments
+from tests.worlds import run_world
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+Metrics = dict[int, dict[str, float]]
+LOGPROB_LIMIT = 1e-3
+
+PPO = [
+    "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}",
+    "critic={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}",
+    "trainer={steps: 3, validate_every: 2, validation_samples: 2, pass_at: [1, 2]}",
+    "checkpoint.save_interval=2",
+]
+GRPO = [
+    "algorithm={name: grpo, group_size: 4, kl: {in: loss, kind: k3, coef: 0.01}}",
+    "actor={tp: 1, pp: 2}",
+    "rollout.tp=2",
+    "trainer={steps: 2, validate_every: 0}",
+]
+# What somebody who watches a run relies on.
+PROMISED = {
+    "rollout/throughput_tokens_per_sec",
+    "rollout/logprob_diff_mean",
+    "rollout/logprob_diff_max",
+    "rollout/response_length_mean",
+    "reward/latency_ms",
+    "reward/mean",
+    "reward/accuracy",
+    "train/step_time_ms",
+    "train/tokens_per_sec",
+    "train/kl",
+    "memory/actor_gpu_mem_mb",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/lr",
+    "actor/clip_fraction",
+    "reshard/seconds",
+    "reshard/bytes_received",
+}
+PROMISED_OF_A_CRITIC = {"critic/loss", "critic/grad_norm", "critic/explained_variance", "train/advantage_mean"}
+VALIDATION = {"validation/reward", "validation/accuracy", "validation/pass@1", "validation/pass@2"}
+
+
+def metrics_of(run: Path) -> Metrics:
+    """By step; a step's training and validation records together."""
+    found: Metrics = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record.pop("step"), {}).update(record)
+    return found
+
+
+class Run:
+    """A finished command: its folder, its arguments and what it printed."""
+
+    def __init__(self, done: subprocess.CompletedProcess[str], arguments: list[str], folder: Path) -> None:
+        assert done.returncode == 0, done.stdout + done.stderr
+        self.done, self.arguments, self.folder = done, arguments, folder
+
+
+@pytest.fixture(scope="module")
+def ppo(inputs: Path, tmp_path_factory: pytest.TempPathFactory, run_command: Command) -> Run:
+    runs = tmp_path_factory.mktemp("ppo")
+    arguments = [*command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO]
+    return Run(run_command("train", arguments), arguments, runs / "run")
+
+
+def test_a_person_sees_a_line_per_step_and_no_library(ppo: Run) -> None:
+    assert ppo.done.stderr == ""
+    lines = ppo.done.stdout.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in steps] == ["1/3", "2/3", "3/3"]
+    assert all(word in line for line in steps for word in ("reward", "accuracy", "tok/s"))
+    validations = [line for line in lines if line.startswith("validation after step")]
+    assert [line.split()[3].rstrip(":") for line in validations] == ["0", "2", "3"]
+    assert len(lines) == len(steps) + len(validations) + 1
+    assert lines[-1] == f"model written to {ppo.folder / 'hf'}"
+
+
+def test_metrics_are_those_that_were_promised(ppo: Run) -> None:
+    metrics = metrics_of(ppo.folder)
+    assert sorted(metrics) == [0, 1, 2, 3]
+    for step in (1, 2, 3):
+        missing = (PROMISED | PROMISED_OF_A_CRITIC) - metrics[step].keys()
+        assert not missing
+        assert all(math.isfinite(value) for value in metrics[step].values())
+    assert [metrics[step].keys() >= VALIDATION for step in range(4)] == [True, False, True, True]
+
+
+def test_engine_and_actor_agree_after_every_reshard(ppo: Run) -> None:
+    metrics = metrics_of(ppo.folder)
+    for step in (1, 2, 3):
+        assert 0 < metrics[step]["rollout/logprob_diff_max"] < LOGPROB_LIMIT
+        assert metrics[step]["actor/grad_norm"] > 0, "there was something to reshard"
+        assert metrics[step]["reshard/bytes_received"] > 0
+    assert [metrics[step]["rollout/weight_version"] for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_the_run_folder_tells_the_whole_story(ppo: Run) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    resolved = yaml.safe_load((ppo.folder / "train.yaml").read_text())
+    assert (resolved["actor"]["tp"], resolved["critic"]["pp"], resolved["trainer"]["steps"]) == (2, 2, 3)
+    versions = json.loads((ppo.folder / "versions.json").read_text())
+    assert "megatron-core" in json.dumps(versions) and torch.__version__ in json.dumps(versions)
+    records = [json.loads(line) for line in (ppo.folder / "samples.jsonl").read_text().splitlines()]
+    assert {(record["split"], record["step"]) for record in records} == {
+        *(("train", step) for step in (1, 2, 3)),
+        *(("validation", step) for step in (0, 2, 3)),
+    }
+    for record in records:
+        assert record["prompt"].startswith("reverse ") and isinstance(record["response"], str)
+        assert record["reference"] == record["prompt"].split()[1][::-1]
+    events = EventAccumulator(str(ppo.folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
+    logs = {path.name for path in (ppo.folder / "logs").iterdir()}
+    assert {"rank_0.log", "rank_1.log"} <= logs
+
+
+TOKENS = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def test_the_export_is_what_was_trained(ppo: Run, inputs: Path) -> None:
+    """Hugging Face's logits of the exported folder, and Megatron's of the last checkpoint, on another grid."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    def logits(folder: Path) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
+        with torch.no_grad():
+            return model(torch.tensor(TOKENS)).logits
+
+    exported = logits(ppo.folder / "hf")
+    assert (exported - logits(inputs / "model")).abs().max() > 1e-2, "training changed it"
+    checkpoint = ppo.folder / "checkpoints" / "step_00000003"
+    for found in run_world(
+        2, "tests.trainer.ranks:checkpoint_logits", arguments=ppo.arguments, checkpoint=checkpoint, tokens=TOKENS
+    ):
+        assert (torch.tensor(found) - exported).abs().max() < 1e-4
+    tokenizer = AutoTokenizer.from_pretrained(str(ppo.folder / "hf"))
+    assert tokenizer.decode(tokenizer.encode("reverse 123 =")).strip() == "reverse 123 ="
+
+
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: Path, run_command: Command) -> None:
+    """Killed after step 3, before its checkpoint: step 3 is taken again, to the same numbers, and then step 4."""
+    killed = tmp_path / "runs" / "run"
+    shutil.copytree(ppo.folder, killed)
+    shutil.rmtree(killed / "checkpoints" / "step_00000003")
+    shutil.rmtree(killed / "hf")
+    with (killed / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rewa')
+    done = run_command("train", [*ppo.arguments, f"run.dir={tmp_path / 'runs'}", "trainer.steps=4"])
+    assert done.returncode == 0, done.stderr
+    assert "checkpoints/step_00000002: 2 of 4 steps are done" in done.stdout
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step ")] == ["3/4", "4/4"]
+    before, after = metrics_of(ppo.folder), metrics_of(killed)
+    assert sorted(after) == [0, 1, 2, 3, 4]
+    lines = (killed / "metrics.jsonl").read_text().splitlines()
+    trained = [json.loads(line)["step"] for line in lines if "reward/mean" in line]
+    assert trained == [1, 2, 3, 4], "no step stands there twice"
+    assert after[2] == before[2]
+    for name in PROMISED | PROMISED_OF_A_CRITIC:
+        if not name.endswith(("_ms", "_sec", "seconds", "_mb")):
+            assert after[3][name] == pytest.approx(before[3][name], rel=1e-4, abs=1e-6), name
+    assert after[4]["rollout/logprob_diff_max"] < LOGPROB_LIMIT
+    assert (killed / "hf" / "config.json").exists()
+
+
+def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
+    arguments: list[str], tmp_path: Path, run_command: Command
+) -> None:
+    done = run_command("train", [*arguments, *GRPO])
+    assert done.returncode == 0, done.stderr
+    metrics = metrics_of(tmp_path / "runs" / "run")
+    assert sorted(metrics) == [1, 2]
+    for found in metrics.values():
+        assert not PROMISED - found.keys()
+        assert not any(name.startswith("critic/") for name in found)
+        assert all(math.isfinite(value) for value in found.values())
+        assert 0 < found["rollout/logprob_diff_max"] < LOGPROB_LIMIT
+    assert metrics[1]["train/kl"] == pytest.approx(0, abs=1e-5), "the reference is where the actor starts"
+    assert metrics[2]["train/kl"] > 1e-5, "and the actor leaves it"
+
+
+def test_fine_tune_then_evaluate_then_generate(inputs: Path, tmp_path: Path, run_command: Command) -> None:
+    """Each command on what the one before has left."""
+    (tmp_path / "one.jsonl").write_text('{"prompt": "reverse 123 =", "answer": "321"}\n' * 4)
+    common = [*command_arguments(inputs, tmp_path), "actor={tp: 1, pp: 2}"]
+    data = [f"data.train={tmp_path / 'one.jsonl'}", f"data.validation={tmp_path / 'one.jsonl'}"]
+    sft = run_command("sft", [*common, *data, "run.name=sft", "sft={steps: 30, batch_size: 4, lr: 1.0e-2}"])
+    assert sft.returncode == 0, sft.stderr
+    losses = [found["sft/loss"] for found in metrics_of(tmp_path / "sft").values()]
+    assert len(losses) == 30 and losses[-1] < 0.05 < losses[0]
+
+    tuned = [f"model.path={tmp_path / 'sft' / 'hf'}", "rollout.sampling.temperature=0"]
+    evaluated = run_command("eval", [*common, *data, *tuned, "run.name=eval", "rollout.tp=2", "reward=exact_match"])
+    assert evaluated.returncode == 0, evaluated.stderr
+    result = json.loads((tmp_path / "eval" / "eval.json").read_text())
+    assert result["validation/accuracy"] == 1.0
+    assert "accuracy" in evaluated.stdout
+
+    output = tmp_path / "out.jsonl"
+    options = ["--prompt", "reverse 123 =", "--output", str(output)]
+    generated = run_command("generate", [*options, *common, *tuned, "run.name=gen", "rollout.engine=hf"])
+    assert generated.returncode == 0, generated.stderr
+    assert json.loads(output.read_text()) == {
+        "prompt": "reverse 123 =",
+        "response": "321",
+        "finish_reason": "stop",
+    }
+
+
+@pytest.mark.parametrize("wrong_rank", [0, 1])
+def test_a_wrong_first_reshard_stops_the_run(arguments: list[str], tmp_path: Path, wrong_rank: int) -> None:
+    """One rank's engine gets one wrong row; every rank stops before the first update."""
+    given = [*arguments, "rollout.engine=hf"]
+    target = "tests.trainer.ranks:train_with_a_wrong_engine"
+    heard: list[dict[str, Any]] = run_world(2, target, arguments=given, wrong_rank=wrong_rank)
+    assert heard[0] == heard[1]
+    assert heard[0]["class"] == "TrainingStopped"
+    for text in ("the first reshard is wrong", "allowed are 0.001", "rollout.logprob_tolerance", "top_k"):
+        assert text in heard[0]["text"]
+    assert not (tmp_path / "runs" / "run" / "hf").exists()
+    assert not (tmp_path / "runs" / "run" / "checkpoints").exists()
+
+
+def test_the_tolerance_of_the_first_reshard_is_the_users(arguments: list[str]) -> None:
+    given = [*arguments, "rollout.engine=hf", "rollout.logprob_tolerance=50", "trainer.steps=1"]
+    target = "tests.trainer.ranks:train_with_a_wrong_engine"
+    assert run_world(2, target, arguments=given, wrong_rank=1) == [{}, {}]
