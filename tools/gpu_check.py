@@ -152,7 +152,7 @@ def load_model(folder: Path) -> tuple[Any, Path]:
 
     path = folder / "model"
     if not path.exists():
-        sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000}
+        sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000}
         make_tiny_folder(path, "Qwen3ForCausalLM", tie_embeddings=True, **sizes)
     grid = ProcessGroupManager().grid(GridShape())
     model = MegatronModel(ModelSpec.from_folder(path), grid, dtype=torch.bfloat16, seed=0)
