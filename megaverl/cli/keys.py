@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
-import signal
+import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -16,15 +16,17 @@ from megaverl.config.passthrough import PLACES
 def main(argv: Sequence[str] | None = None) -> int:
     described = argparse.ArgumentParser(prog="megaverl keys", description=__doc__)
     described.add_argument("prefix", nargs="?", default="", help="such as actor, algorithm.kl or rollout.vllm")
-    # A pager that is closed early is no error.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     prefix = described.parse_args(argv).prefix.strip(".")
     lines = list(_lines(prefix))
     if not lines:
         known = [key for key, *_ in described_keys()]
         print(f"megaverl keys: no key begins with `{prefix}`.{did_you_mean(prefix, known)}", file=sys.stderr)
         return 2
-    print("\n".join(lines))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:
+        # A pager that is closed early is no error; nor must the interpreter's own flush at exit find one.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
