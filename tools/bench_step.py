@@ -58,7 +58,8 @@ class Job:
     steps: int = 7
     nproc: int = 2
     trl_nproc: int = 2
-    micro_batch_tokens: int = 16384
+    trl_micro_batches: int = 1
+    micro_batch_tokens: int = 2048
 
     @property
     def responses(self) -> int:
@@ -70,6 +71,20 @@ class Job:
         sequence = self.prompt_tokens + self.response_tokens
         whole = self.responses * sequence
         return {"rollout": self.responses * self.response_tokens, "log_probs": whole, "update": whole, "step": whole}
+
+    @property
+    def gflop(self) -> dict[str, float]:
+        """Of the matrix products with weights: what no program saves that computes every token of every sequence.
+
+        2 per weight and token forward and 4 backward; in the rollout a prompt counts once for its group.
+        """
+        kv_width = self.hidden * self.kv_heads // self.heads
+        layer = 2 * self.hidden * self.hidden + 2 * self.hidden * kv_width + 3 * self.hidden * self.ffn
+        weights = self.layers * layer + self.hidden * self.vocab
+        forward = 2e-9 * weights * self.tokens["update"]
+        generated = self.responses * self.response_tokens + self.prompts * self.prompt_tokens
+        found = {"rollout": 2e-9 * weights * generated, "log_probs": forward, "update": 3 * forward}
+        return found | {"step": sum(found.values())}
 
 
 def unique_words(prompt: str, response: str, reference: Any, extra: Any) -> float:
@@ -142,13 +157,14 @@ class Turns:
     def take(self, step: int, num_ranks: int, process: subprocess.Popen[bytes], log: Path) -> dict[str, float]:
         """Let the side take `step`; returns for each part the seconds of the rank that was longest at it.
 
-        Processor seconds (`cpu_...`) are the sum over the ranks.
+        Processor seconds (`cpu_...`) and `gflops` are sums over the ranks.
         """
         self._await([f"{self.side}.{step}.ready.{rank}" for rank in range(num_ranks)], process, log)
         self._write(f"{self.side}.{step}.go", {})
         found = self._await([f"{self.side}.{step}.done.{rank}" for rank in range(num_ranks)], process, log)
         return {
-            name: (sum if name.startswith("cpu_") else max)(seconds[name] for seconds in found) for name in found[0]
+            name: (sum if name.startswith(("cpu_", "gflops")) else max)(seconds[name] for seconds in found)
+            for name in found[0]
         }
 
     def _await(self, names: Sequence[str], process: subprocess.Popen[bytes], log: Path) -> list[dict[str, float]]:
@@ -213,14 +229,31 @@ def run_megaverl(job: Job, folder: Path) -> None:
             if step == 0:
                 self.watch = watch_roles(self)
             turns.wait(step)
+            rate = matmul_gflops(job)
+            dist.barrier()
             self.watch.seconds.clear()
             with self.watch.measure("step"):
                 metrics = super()._one_step(step, tracker)
-            turns.report(step, self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3})
+            assert metrics["rollout/response_length_mean"] == job.response_tokens
+            turns.report(step, self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3, "gflops": rate})
             return metrics
 
     Bench(config, console).train()
     dist.destroy_process_group()
+
+
+def matmul_gflops(job: Job) -> float:
+    """What this rank reaches now, on its threads, in the model's largest matrix product."""
+    import torch
+
+    tokens = 2048
+    a, b = torch.ones(tokens, job.hidden), torch.ones(2 * job.ffn, job.hidden)
+    best = float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        best = min(best, time.perf_counter() - start)
+    return 2e-9 * tokens * a.shape[1] * b.shape[0] / best
 
 
 def watch_roles(trainer: Any) -> Stopwatch:
@@ -277,8 +310,8 @@ def run_trl(job: Job, folder: Path) -> None:
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         num_generations=job.group,
-        per_device_train_batch_size=job.responses // job.trl_nproc,
-        gradient_accumulation_steps=1,
+        per_device_train_batch_size=job.responses // job.trl_nproc // job.trl_micro_batches,
+        gradient_accumulation_steps=job.trl_micro_batches,
         gradient_checkpointing=False,
         max_completion_length=job.response_tokens,
         # the end of sequence must not come early; top_k and top_p are off by default
@@ -404,7 +437,17 @@ def table(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
         lines.append(line.rstrip())
     for side, median in found.items():
         lines.append(f"{side}: a step takes {median['step_min']:.3f} to {median['step_max']:.3f} s")
+    if "gflops" in found["megaverl"]:
+        lines.append(limit(job, found))
     return "\n".join(lines)
+
+
+def limit(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
+    """How long the matrix products alone would take at the rate that was measured between the steps."""
+    rate = found["megaverl"]["gflops"]
+    parts = ", ".join(f"{name.replace('_', '-')} {work / rate * 1e3:,.0f} ms" for name, work in job.gflop.items())
+    times = ", ".join(f"{side} takes {median['step'] * rate / job.gflop['step']:.2f} x" for side, median in found.items())
+    return f"limit: {job.gflop['step']:,.0f} GFLOP of matrix products at {rate:,.0f} GFLOP/s: {parts}; {times} that"
 
 
 def describe(job: Job) -> str:
@@ -420,8 +463,8 @@ def describe(job: Job) -> str:
         f"heads, vocabulary {job.vocab}, float32\n"
         f"GRPO, KL loss {KL_COEF}: {job.prompts} prompts of {job.prompt_tokens} tokens x {job.group} responses of "
         f"{job.response_tokens} tokens; medians of {job.steps} steps, taken in turn\n"
-        f"megaverl: {job.nproc} processes, data parallel; TRL: {job.trl_nproc} process(es), "
-        "transformers' generate, no gradient checkpointing"
+        f"megaverl: {job.nproc} process(es), data parallel; TRL: {job.trl_nproc} process(es) of "
+        f"{job.trl_micro_batches} micro-batch(es), transformers' generate, no gradient checkpointing"
     )
 
 
@@ -440,9 +483,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in dataclasses.asdict(result.job).items():
         if value < (0 if name == "warmup" else 1):
             parser.error(f"--{name.replace('_', '-')} is {value}; at least {0 if name == 'warmup' else 1} is needed")
-    for side in ("nproc", "trl_nproc"):
-        if result.job.responses % getattr(result.job, side):
-            parser.error(f"{result.job.responses} responses cannot be shared by --{side.replace('_', '-')} processes")
+    job = result.job
+    for name, parts in {"nproc": job.nproc, "trl-nproc": job.trl_nproc * job.trl_micro_batches}.items():
+        if job.responses % parts:
+            parser.error(f"{job.responses} responses cannot be shared by {parts} (see --{name})")
     return result
 
 

@@ -46,6 +46,12 @@ class Tokenizer:
                 f"{source}: the tokenizer has no end-of-sequence token, so a response could never end. "
                 "Name one as eos_token in its tokenizer_config.json."
             )
+        if len(backend) <= len(backend.all_special_tokens):
+            # transformers 5 makes an empty tokenizer for a folder without tokenizer files
+            raise DataError(
+                f"{source}: the tokenizer holds no tokens but special ones. Copy tokenizer.json and "
+                "tokenizer_config.json from the model's source, or name another tokenizer with model.tokenizer."
+            )
         self.backend = backend
         self.source = source
         self.vocab_size: int = max(backend.get_vocab().values()) + 1

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megaverl.data.sentencepiece_model import train_sentencepiece
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import DataError
+from megaverl.models.tiny import make_tiny_folder
 from tests.data.conftest import CHATML, TEXTS
 
 
@@ -170,3 +171,9 @@ def test_a_word_model_is_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="unigram or bpe"):
         load_tokenizer(tmp_path / "w.model")
+
+
+def test_a_folder_without_tokenizer_files(tmp_path):
+    make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
+    with pytest.raises(DataError, match="tokenizer.json"):
+        load_tokenizer(tmp_path)

@@ -36,7 +36,7 @@ def test_options_reach_the_job() -> None:
     [
         (["--steps", "0"], "--steps is 0"),
         (["--layers", "-1"], "--layers is -1"),
-        (["--prompts", "1", "--group", "3"], "3 responses cannot be shared by --nproc"),
+        (["--prompts", "1", "--group", "3"], "3 responses cannot be shared by 2 (see --nproc)"),
     ],
 )
 def test_what_cannot_be_run_is_refused(wrong: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +63,25 @@ def test_table_shows_both_sides_of_a_ratio() -> None:
     [rollout] = [line for line in whole if line.startswith("rollout")]
     assert f"{64 * 64:,}" in rollout  # in one second
     assert "trl" not in table(Job(), {"megaverl": ours})
+
+
+def test_limit_counts_the_weights_of_the_model() -> None:
+    """Against transformers' own model: tied embeddings, whose lookup is no product; norms and biases are none."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    job = Job()
+    config = Qwen2Config(
+        hidden_size=job.hidden,
+        intermediate_size=job.ffn,
+        num_hidden_layers=job.layers,
+        num_attention_heads=job.heads,
+        num_key_value_heads=job.kv_heads,
+        vocab_size=job.vocab,
+        tie_word_embeddings=True,
+    )
+    matrices = sum(p.numel() for p in Qwen2ForCausalLM(config).parameters() if p.dim() == 2)
+    assert job.gflop["update"] == pytest.approx(6e-9 * matrices * 64 * (64 + 32))
+    assert job.gflop["step"] == pytest.approx(2e-9 * matrices * (4 * 64 * 96 + 64 * 64 + 8 * 32))
 
 
 def test_stopwatch_adds_what_it_wraps() -> None:
