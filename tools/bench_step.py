@@ -446,8 +446,9 @@ def limit(job: Job, found: Mapping[str, Mapping[str, float]]) -> str:
     """How long the matrix products alone would take at the rate that was measured between the steps."""
     rate = found["megaverl"]["gflops"]
     parts = ", ".join(f"{name.replace('_', '-')} {work / rate * 1e3:,.0f} ms" for name, work in job.gflop.items())
-    times = ", ".join(f"{side} takes {median['step'] * rate / job.gflop['step']:.2f} x" for side, median in found.items())
-    return f"limit: {job.gflop['step']:,.0f} GFLOP of matrix products at {rate:,.0f} GFLOP/s: {parts}; {times} that"
+    whole = job.gflop["step"]
+    times = ", ".join(f"{side} takes {median['step'] * rate / whole:.2f} x" for side, median in found.items())
+    return f"limit: {whole:,.0f} GFLOP of matrix products at {rate:,.0f} GFLOP/s: {parts}; {times} that"
 
 
 def describe(job: Job) -> str:

@@ -180,6 +180,7 @@ class VLLMEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": sampling.stop_tokens(self._stop_token_ids),
+            "ignore_eos": sampling.ignore_eos,  # else config.json's end of sequence stops it as well
             "logprobs": 0,  # none but the drawn token's
             "flat_logprobs": True,
             "detokenize": False,
