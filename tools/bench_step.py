@@ -2,10 +2,11 @@
 
     python tools/bench_step.py                                # 64 responses of 64 tokens
     python tools/bench_step.py --response-tokens 256 --json bench.json
+    python tools/bench_step.py --dtype bfloat16               # mixed precision, float32 masters, on both sides
     python tools/bench_step.py --no-trl --layers 16 --hidden 512
 
 Both sides train the same randomly initialised Qwen2 from one folder, on the same prompts, with the same reward,
-float32, the same group size and a KL loss against a reference, so both score every response twice. Every
+dtype and group size, and a KL loss against a reference, so both score every response twice. Every
 response has the full length. Both are started first; then they take steps in turn (A B A B ...), one idle while
 the other works, so that a busy machine slows both alike.
 """
@@ -60,6 +61,8 @@ class Job:
     trl_nproc: int = 2
     trl_micro_batches: int = 1
     micro_batch_tokens: int = 2048
+    dtype: str = "float32"
+    trl_checkpointing: bool = False
 
     @property
     def responses(self) -> int:
@@ -247,7 +250,8 @@ def matmul_gflops(job: Job) -> float:
     import torch
 
     tokens = 2048
-    a, b = torch.ones(tokens, job.hidden), torch.ones(2 * job.ffn, job.hidden)
+    dtype = getattr(torch, job.dtype)
+    a, b = torch.ones(tokens, job.hidden, dtype=dtype), torch.ones(2 * job.ffn, job.hidden, dtype=dtype)
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()
@@ -272,7 +276,7 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
     """The run's configuration: data parallel, one engine per rank."""
     values: dict[str, Any] = {
         "run": {"name": "run", "dir": str(folder), "nproc": job.nproc},
-        "model": {"path": str(folder / "model"), "dtype": "float32"},
+        "model": {"path": str(folder / "model"), "dtype": job.dtype},
         "algorithm": {"name": "grpo", "group_size": job.group, "kl": {"in": "loss", "kind": "k3", "coef": KL_COEF}},
         "actor": {"micro_batch_tokens": job.micro_batch_tokens, "optimizer": {"lr": LEARNING_RATE}},
         "rollout": {
@@ -293,7 +297,7 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
 
 
 def run_trl(job: Job, folder: Path) -> None:
-    """One rank of TRL's side; no gradient checkpointing, which it would do by default."""
+    """One rank of TRL's side."""
     import torch
     from datasets import load_dataset
     from transformers import PreTrainedTokenizerFast, TrainerCallback
@@ -305,14 +309,14 @@ def run_trl(job: Job, folder: Path) -> None:
         output_dir=str(folder / "trl"),
         use_cpu=True,
         ddp_backend="gloo" if job.trl_nproc > 1 else None,
-        bf16=False,
+        bf16=job.dtype == "bfloat16",
         beta=KL_COEF,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         num_generations=job.group,
         per_device_train_batch_size=job.responses // job.trl_nproc // job.trl_micro_batches,
         gradient_accumulation_steps=job.trl_micro_batches,
-        gradient_checkpointing=False,
+        gradient_checkpointing=job.trl_checkpointing,
         max_completion_length=job.response_tokens,
         # the end of sequence must not come early; top_k and top_p are off by default
         generation_kwargs={"min_new_tokens": job.response_tokens},
@@ -461,11 +465,12 @@ def describe(job: Job) -> str:
         f"{datetime.date.today()}  {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, "
         f"Python {platform.python_version()}, {', '.join(versions)}\n"
         f"Qwen2 of {job.layers} layers, hidden {job.hidden}, ffn {job.ffn}, {job.heads} heads, {job.kv_heads} KV "
-        f"heads, vocabulary {job.vocab}, float32\n"
+        f"heads, vocabulary {job.vocab}, {job.dtype}\n"
         f"GRPO, KL loss {KL_COEF}: {job.prompts} prompts of {job.prompt_tokens} tokens x {job.group} responses of "
         f"{job.response_tokens} tokens; medians of {job.steps} steps, taken in turn\n"
         f"megaverl: {job.nproc} process(es), data parallel; TRL: {job.trl_nproc} process(es) of "
-        f"{job.trl_micro_batches} micro-batch(es), transformers' generate, no gradient checkpointing"
+        f"{job.trl_micro_batches} micro-batch(es), transformers' generate, "
+        f"{'' if job.trl_checkpointing else 'no '}gradient checkpointing"
     )
 
 
@@ -473,7 +478,17 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; `job` of the result is a Job."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for field in dataclasses.fields(Job):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, metavar="N")
+        if type(field.default) is int:
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, metavar="N")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default=Job.dtype,
+        help="of megaverl's model and engine; bfloat16 is mixed precision on both sides (TRL: its default autocast)",
+    )
+    parser.add_argument(
+        "--trl-checkpointing", action="store_true", help="TRL recomputes activations, as it does by default"
+    )
     parser.add_argument("--no-trl", action="store_true", help="measure megaverl alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's parts there")
     parser.add_argument("--start", choices=SIDES, help=argparse.SUPPRESS)
@@ -482,7 +497,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     result = parser.parse_args(argv)
     result.job = Job(**{field.name: getattr(result, field.name) for field in dataclasses.fields(Job)})
     for name, value in dataclasses.asdict(result.job).items():
-        if value < (0 if name == "warmup" else 1):
+        if type(value) is int and value < (0 if name == "warmup" else 1):
             parser.error(f"--{name.replace('_', '-')} is {value}; at least {0 if name == 'warmup' else 1} is needed")
     job = result.job
     for name, parts in {"nproc": job.nproc, "trl-nproc": job.trl_nproc * job.trl_micro_batches}.items():
