@@ -15,6 +15,7 @@ COMMANDS = {
     "quickstart": "the whole job on a tiny model made on the spot; downloads nothing",
     "generate": "responses to prompts",
     "eval": "validation only: mean reward, accuracy, pass@k",
+    "plan": "memory, bytes and seconds of a configuration on a given cluster, before there is one",
     "keys": "every key of the configuration: type, default, meaning",
 }
 

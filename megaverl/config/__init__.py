@@ -5,6 +5,7 @@ from megaverl.config.errors import InvalidConfig, Mistake
 from megaverl.config.grids import smallest_world
 from megaverl.config.loader import load_config
 from megaverl.config.realise import realise
+from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import ActorConfig, CriticConfig, GridConfig, ReferenceConfig, TrainedConfig
 from megaverl.config.rollout import RolloutConfig
 from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig
@@ -24,6 +25,7 @@ __all__ = [
     "Mistake",
     "ModelConfig",
     "ReferenceConfig",
+    "ReshardConfig",
     "RewardConfig",
     "RolloutConfig",
     "RunConfig",

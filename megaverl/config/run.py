@@ -39,6 +39,12 @@ class ModelConfig(Section):
     """`model`: the Hugging Face folder that training starts from."""
 
     path: str = Field(default="", description="Folder with config.json, safetensors and a tokenizer.")
+    config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A config.json, named from the folder of the YAML file; `megaverl plan` reads it where "
+        "model.path is not here.",
+    )
     tokenizer: str | None = Field(
         default=None,
         description="Folder of a Hugging Face tokenizer, or a sentencepiece .model file. null: model.path.",

@@ -9,6 +9,7 @@ import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import (
     SHARED_BY_CRITIC,
     SHARED_BY_REFERENCE,
@@ -32,6 +33,7 @@ class Config(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model (ppo).")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy (with a KL).")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    reshard: ReshardConfig = Field(default_factory=ReshardConfig, description="Weights, from actor to engine.")
     data: DataConfig = Field(default_factory=DataConfig, description="Prompts.")
     reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = Field(
         default_factory=list, description="Rewards, summed with their weights."

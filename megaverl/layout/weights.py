@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 class Split(Enum):
@@ -25,8 +24,7 @@ class Split(Enum):
     UP = "up"
 
 
-@dataclass(frozen=True)
-class Weight:
+class Weight(NamedTuple):
     """One global array.
 
     Attributes:
@@ -35,10 +33,12 @@ class Weight:
         split: how tensor parallelism divides it.
         stage: the number of the decoder layer that it belongs to, or the first or last pipeline stage.
         megatron: name of the GPTModel parameter that holds it; for a decoder layer, the part after
-            `decoder.layers.N.`. Weights of the same name are fused in the order of the table.
+            `decoder.layers.N.`. Weights of the same name are fused in the order of the table. A routed
+            expert's has `{}` where its number on the expert-parallel rank goes.
         transformer_engine: the same under Transformer Engine's layer spec, where it differs.
         vllm: name of vLLM's parameter, or None when vLLM has no use for it.
         megatron_tied: name of the second copy that the last stage holds when it is not the first one too.
+        expert: its number among the layer's routed experts; None: no routed expert's.
     """
 
     name: str
@@ -49,3 +49,4 @@ class Weight:
     vllm: str | None
     transformer_engine: str | None = None
     megatron_tied: str | None = None
+    expert: int | None = None

@@ -29,6 +29,7 @@ class CausalAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale  # None: 1 / sqrt(head_dim)
+        self.window = None if config.window_size is None else config.window_size[0] + 1  # keys that a query sees
 
     def forward(
         self,
@@ -44,14 +45,20 @@ class CausalAttention(nn.Module):
 
         Args:
             query: [s, b, heads / tp, head_dim].
-            key, value: [s, b, kv_heads / tp, head_dim].
-            attention_mask: [b, 1, s, s] bool, True where a query must not look; None: causal.
+            key, value: [s, b, kv_heads / tp, head_dim]; values may have a head_dim of their own.
+            attention_mask: [b, 1, s, s] bool, True where a query must not look; None: causal, within the window
+                if there is one.
 
         Returns:
-            [s, b, heads / tp * head_dim], dtype of `query`.
+            [s, b, heads / tp * head_dim of the values], dtype of `query`.
         """
         assert attention_bias is None and packed_seq_params is None, "Transformer Engine's attention has these"
+        if attention_mask is None and self.window is not None and self.window < len(query):
+            attention_mask = _outside_window(len(query), self.window, query.device)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim], no copies
+        if query.device.type == "cpu":
+            # the backward kernel for bfloat16 takes up to four times as long
+            q, k, v = q.float(), k.float(), v.float()
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -61,9 +68,20 @@ class CausalAttention(nn.Module):
             scale=self.softmax_scale,
             enable_gqa=query.shape[2] != key.shape[2],
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        return out.to(query.dtype).permute(2, 0, 1, 3).flatten(2)
+
+
+def _outside_window(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """[length, length] bool: True except where a key is the query's own or one of the `window` - 1 before it."""
+    inside = torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+    return ~inside
 
 
 def is_plain(config: Any) -> bool:
-    """Whether `config` asks for attention that `CausalAttention` computes: no dropout, window or softmax offset."""
-    return config.attention_dropout == 0.0 and config.window_size is None and config.softmax_type == "vanilla"
+    """Whether `config` asks for attention that `CausalAttention` computes: no dropout or softmax offset, and every
+    layer's window the same, if there is one."""
+    return (
+        config.attention_dropout == 0.0
+        and config.softmax_type == "vanilla"
+        and (config.window_size is None or (config.window_attn_skip_freq is None and config.window_size[1] == 0))
+    )

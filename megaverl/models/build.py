@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
+
+import torch
 
 from megaverl.models.attention import CausalAttention, is_plain
 from megaverl.models.heads import ValueHead
+from megaverl.models.latent import LatentAttention
 from megaverl.models.norm import RMSNorm
-from megaverl.models.options import padded_vocab_size, rope_options
+from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
+from megaverl.models.router import BiasedRouter
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.parallel.groups import Grid
@@ -17,10 +20,7 @@ from megaverl.platform import platform
 platform.adapt_megatron()
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
@@ -30,36 +30,53 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
-def uses_transformer_engine() -> bool:
-    """Transformer Engine's layers are used where it is installed and a GPU is there."""
-    return platform.is_cuda and importlib.util.find_spec("transformer_engine") is not None
-
-
-def layer_spec(
-    config: TransformerConfig, vp_stage: int | None, pp_rank: int
-) -> ModuleSpec | TransformerBlockSubmodules:
-    """Transformer Engine's layer spec where it can be used, else megatron-core's local one with our parts."""
-    if uses_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=True, qk_layernorm=config.qk_layernorm
-        )
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+def block_spec(
+    spec: ModelSpec, config: TransformerConfig, vp_stage: int | None, pp_rank: int
+) -> TransformerBlockSubmodules:
+    """The layers of one chunk: Transformer Engine's where they can be used, else megatron-core's local ones with
+    our parts. Layers with experts and dense ones follow `config.moe_layer_freq`."""
+    with_engine = uses_transformer_engine()
+    block = get_gpt_decoder_block_spec(
+        config, with_engine, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
     )
-    spec.submodules.input_layernorm = RMSNorm
-    spec.submodules.pre_mlp_layernorm = RMSNorm
+    for layer in block.layer_specs:  # the layers of one kind are one object: setting it again changes nothing
+        if not with_engine:
+            _use_our_parts(layer, config)
+        if spec.moe is not None and spec.moe.router_bias and hasattr(layer.submodules.mlp.submodules, "router"):
+            layer.submodules.mlp.submodules.router = BiasedRouter
+    if not with_engine:
+        block.layer_norm = RMSNorm
+    return block
+
+
+def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
     if is_plain(config):
-        spec.submodules.self_attention.submodules.core_attention = CausalAttention
-    if config.qk_layernorm:
+        attention.core_attention = CausalAttention
+    if config.multi_latent_attention:
+        layer.submodules.self_attention.module = LatentAttention
+        attention.q_layernorm = RMSNorm
+        attention.kv_layernorm = RMSNorm
+    elif config.qk_layernorm:
         # One head is normalised at a time: its weight sees the whole sequence on every rank.
-        spec.submodules.self_attention.submodules.q_layernorm = _HeadNorm
-        spec.submodules.self_attention.submodules.k_layernorm = _HeadNorm
-    num_layers = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=RMSNorm)
+        attention.q_layernorm = _HeadNorm
+        attention.k_layernorm = _HeadNorm
 
 
 class _HeadNorm(RMSNorm):
     """RMSNorm over one attention head; megatron-core gathers its gradient over tp by parameter name."""
+
+
+class _Scale:
+    """A forward hook: multiplies embeddings by sqrt(hidden), rounded to their dtype as Gemma was trained."""
+
+    def __init__(self, hidden_size: int) -> None:
+        self.factor = hidden_size**0.5
+
+    def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
 
 
 def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: bool, seed: int) -> list[Any]:
@@ -84,7 +101,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value
         is_last = grid.is_last_stage and index == num_chunks - 1
         model = GPTModel(
             config=config,
-            transformer_layer_spec=layer_spec(config, vp_stage, coords.pp),
+            transformer_layer_spec=block_spec(spec, config, vp_stage, coords.pp),
             vocab_size=padded_vocab_size(spec.vocab_size, grid.shape.tp),
             max_sequence_length=spec.max_positions,
             pre_process=grid.is_first_stage and index == 0,
@@ -97,6 +114,8 @@ def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value
         )
         if value_head and is_last:
             model.output_layer = ValueHead(config, grid.tp_group)
+        if spec.scale_embeddings and model.pre_process:
+            model.embedding.register_forward_hook(_Scale(spec.hidden_size))
         chunks.append(model.to(platform.device))
     return chunks
 

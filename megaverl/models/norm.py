@@ -14,16 +14,22 @@ class RMSNorm(nn.Module):
 
     megatron-core's own wrapper refuses sequence parallelism; this one marks its weight, so that
     `finalize_model_grads` sums the gradient over the tensor-parallel ranks, each of which saw its part of
-    the sequence.
+    the sequence. With `layernorm_zero_centered_gamma` (Gemma) the factor is 1 + weight, added in float32: the
+    weight holds the small difference, which 16 bits beside a one would lose.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.hidden_size = (hidden_size,)
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.zero_centred = config.layernorm_zero_centered_gamma
+        start = torch.zeros if self.zero_centred else torch.ones
+        self.weight = nn.Parameter(start(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., hidden] -> the same shape and dtype."""
+        if self.zero_centred:
+            factor = 1.0 + self.weight.float()
+            return F.rms_norm(hidden.float(), self.hidden_size, factor, self.eps).to(hidden.dtype)
         return F.rms_norm(hidden, self.hidden_size, self.weight, self.eps)

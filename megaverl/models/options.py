@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +12,13 @@ import torch.nn.functional as F
 
 from megaverl.config import realise
 from megaverl.errors import ModelError
-from megaverl.models.spec import ModelSpec
+from megaverl.models.spec import MLASpec, ModelSpec, MoESpec
 from megaverl.parallel.grid import GridShape
 from megaverl.platform import platform
 
 platform.adapt_megatron()
 
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 # Kernels and fusions that exist on CUDA only.
 CPU_OPTIONS = {
@@ -29,6 +30,15 @@ CPU_OPTIONS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """The tanh approximation of the Gaussian error linear unit."""
+    return F.gelu(x, approximate="tanh")
+
+
+# By `ModelSpec.activation`.
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
 
 # Llama 3's rotary scaling, whose other constants megatron-core fixes.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -43,24 +53,50 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
+def uses_transformer_engine() -> bool:
+    """Transformer Engine's layers are used where it is installed and a GPU is there."""
+    return platform.is_cuda and importlib.util.find_spec("transformer_engine") is not None
+
+
 def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
     """Raise one ModelError that lists every dimension of `spec` which `shape` does not divide."""
     mistakes = []
-    sizes = {
-        "attention heads": spec.num_heads,
-        "KV heads": spec.num_kv_heads,
-        "feed-forward width": spec.ffn_hidden_size,
-    }
-    common = math.gcd(*sizes.values())
-    fitting = [d for d in range(1, common + 1) if common % d == 0]
-    for name, size in sizes.items():
-        if size % shape.tp:
-            mistakes.append(f"{role}.tp={shape.tp} does not divide the {size} {name}; tp can be one of {fitting}")
+    for axis, size, parts in (
+        ("tp", shape.tp, _cut_by_tp(spec)),
+        ("etp", shape.expert_tp, _cut_by_etp(spec)),
+        ("ep", shape.ep, {"experts": spec.moe.num_experts} if spec.moe else {}),
+    ):
+        common = math.gcd(*parts.values())
+        fitting = [d for d in range(1, common + 1) if common % d == 0]
+        for name, length in parts.items():
+            if length % size:
+                mistakes.append(
+                    f"{role}.{axis}={size} does not divide the {length} {name}; {axis} can be one of {fitting}"
+                )
+    if spec.moe is None and shape.ep > 1:
+        mistakes.append(f"{role}.ep={shape.ep}, but the model has no experts; leave ep at 1")
     stages = shape.pp * (shape.vpp or 1)
     if spec.num_layers < stages:
         mistakes.append(f"{role}.pp={shape.pp} x vpp={shape.vpp or 1} is more than the {spec.num_layers} layers")
     if mistakes:
         raise ModelError("\n".join(mistakes))
+
+
+def _cut_by_tp(spec: ModelSpec) -> dict[str, int]:
+    """What tensor parallelism cuts into equal parts, by the words of a message."""
+    moe = spec.moe
+    parts = {"attention heads": spec.num_heads}
+    if spec.mla is None:
+        parts["KV heads"] = spec.num_kv_heads
+    if moe is None or moe.num_dense_layers:
+        parts["feed-forward width"] = spec.ffn_hidden_size
+    if moe is not None and moe.shared_ffn_hidden_size:
+        parts["width of the shared experts"] = moe.shared_ffn_hidden_size
+    return parts
+
+
+def _cut_by_etp(spec: ModelSpec) -> dict[str, int]:
+    return {"width of an expert": spec.moe.ffn_hidden_size} if spec.moe else {}
 
 
 def transformer_config(
@@ -74,6 +110,7 @@ def transformer_config(
     Raises:
         ModelError: megatron-core refuses the combination; its reason is passed on.
     """
+    config_class = TransformerConfig if spec.mla is None else MLATransformerConfig
     options: dict[str, Any] = {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
@@ -84,7 +121,10 @@ def transformer_config(
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": ACTIVATIONS[spec.activation],
+        "layernorm_zero_centered_gamma": spec.norm_plus_one,
+        # its ends count from the query's own position, which a Hugging Face window includes
+        "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
         "add_bias_linear": False,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.qk_norm,
@@ -103,9 +143,15 @@ def transformer_config(
     if shape.vpp and shape.pp == 2:
         # Both neighbours are the same rank: messages of the two directions must not share a batch.
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if spec.moe is not None:
+        options |= expert_options(spec.moe, spec.num_layers, shape)
+    if spec.mla is not None:
+        options |= latent_attention_options(spec, spec.mla)
+    if spec.activation != "silu":
+        options["bias_activation_fusion"] = False  # megatron-core fuses the exact gelu only
     if not platform.is_cuda:
         options |= CPU_OPTIONS
-    options |= realise(TransformerConfig, overrides or {}, "megatron")
+    options |= realise(config_class, overrides or {}, "megatron")
     options |= {
         "tensor_model_parallel_size": shape.tp,
         "pipeline_model_parallel_size": shape.pp,
@@ -114,10 +160,100 @@ def transformer_config(
         "expert_model_parallel_size": shape.ep,
         "expert_tensor_parallel_size": shape.etp,
     }
+    if spec.moe is not None:
+        _check_expert_options(options, shape)
     try:
-        return TransformerConfig(**options)
+        return config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
         raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error
+
+
+def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str, Any]:
+    """TransformerConfig's fields for routed and shared experts. No token is ever dropped."""
+    options: dict[str, Any] = {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": [0] * moe.num_dense_layers + [1] * (num_layers - moe.num_dense_layers),
+        "moe_router_topk": moe.experts_per_token,
+        "moe_router_score_function": moe.router,
+        # softmax over the chosen experts' scores is the softmax over all, divided by the chosen ones' sum
+        "moe_router_pre_softmax": moe.router == "softmax" and not moe.normalize_weights,
+        "moe_router_topk_scaling_factor": moe.scaling if moe.scaling != 1.0 else None,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": uses_transformer_engine(),
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": moe.aux_loss_coef,
+        # megatron-core's experts take their tokens from sequence-parallel ranks
+        "sequence_parallel": shape.tp > 1,
+    }
+    if moe.router == "sigmoid" and not moe.normalize_weights and moe.experts_per_token > 1:
+        raise ModelError(
+            "norm_topk_prob is false with sigmoid scores; megatron-core's router always divides these by their sum. "
+            "Use another model."
+        )
+    if moe.num_groups > 1:
+        per_group, rest = divmod(moe.experts_per_token, moe.groups_per_token)
+        if per_group != 2 or rest:
+            raise ModelError(
+                f"num_experts_per_tok {moe.experts_per_token} over topk_group {moe.groups_per_token}: megatron-core "
+                "ranks a group by its best num_experts_per_tok / topk_group experts, Hugging Face by its best two. "
+                "Only models where that quotient is 2 can be trained."
+            )
+        options |= {"moe_router_num_groups": moe.num_groups, "moe_router_group_topk": moe.groups_per_token}
+    if moe.shared_ffn_hidden_size:
+        options["moe_shared_expert_intermediate_size"] = moe.shared_ffn_hidden_size
+    return options
+
+
+def _check_expert_options(options: Mapping[str, Any], shape: GridShape) -> None:
+    """Refuse what the user's fields would make of experts, where megatron-core only says so in the first batch."""
+    if shape.tp > 1 and not options["sequence_parallel"]:
+        raise ModelError("megatron.sequence_parallel=false: experts with tp above 1 need it. Leave it out, or tp=1.")
+    if options.get("moe_expert_capacity_factor") is not None:
+        raise ModelError(
+            "megatron.moe_expert_capacity_factor: dropped tokens would make the trained policy another one than the "
+            "sampled. Leave it out."
+        )
+    if options.get("moe_router_enable_expert_bias"):
+        raise ModelError(
+            "megatron.moe_router_enable_expert_bias: a router's bias stays as it was loaded. Leave it out; "
+            "megatron.moe_aux_loss_coeff balances the load."
+        )
+
+
+def latent_attention_options(spec: ModelSpec, mla: MLASpec) -> dict[str, Any]:
+    """MLATransformerConfig's fields.
+
+    Raises:
+        ModelError: a scaling of the rotary embedding that megatron-core cannot express.
+    """
+    options: dict[str, Any] = {
+        "q_lora_rank": mla.q_lora_rank,
+        "kv_lora_rank": mla.kv_lora_rank,
+        "qk_head_dim": mla.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": mla.qk_rope_head_dim,
+        "v_head_dim": mla.v_head_dim,
+        "qk_layernorm": True,  # both latents are normalised
+        "rope_type": "rope",
+        "rotary_base": spec.rope_theta,
+        "rotary_scaling_factor": 1.0,
+    }
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return options
+    if scaling.get("rope_type", scaling.get("type")) != "yarn":
+        raise ModelError(
+            f"rope_scaling {scaling} cannot be computed by megatron-core's latent attention. Supported: none, yarn."
+        )
+    return options | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": float(scaling["factor"]),
+        "original_max_position_embeddings": int(scaling.get("original_max_position_embeddings", spec.max_positions)),
+        "beta_fast": float(scaling.get("beta_fast") or 32),
+        "beta_slow": float(scaling.get("beta_slow") or 1),
+        "mscale": float(scaling.get("mscale") or 1.0),
+        "mscale_all_dim": float(scaling.get("mscale_all_dim") or 0.0),
+    }
 
 
 def rope_options(spec: ModelSpec) -> dict[str, Any]:
@@ -128,7 +264,7 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
     """
     options: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": spec.rope_theta}
     scaling = spec.rope_scaling
-    if scaling is None:
+    if scaling is None or spec.mla is not None:  # latent attention has an embedding of its own
         return options
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind == "linear":

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megaverl.errors import ModelError
 
-ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+    "GemmaForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+)
 AGAIN = "Copy the file again from its source."
 
 WHOLE_NUMBERS = (
@@ -21,14 +31,107 @@ WHOLE_NUMBERS = (
     "max_position_embeddings",
 )
 OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim")
+# The number of experts, as each model calls it; transformers 5 writes the second for Qwen3-MoE too.
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MORE_WHOLE_NUMBERS: dict[str, tuple[str, ...]] = {
+    "MixtralForCausalLM": ("num_experts_per_tok",),
+    "Qwen3MoeForCausalLM": ("num_experts_per_tok", "moe_intermediate_size"),
+    "DeepseekV3ForCausalLM": (
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+    ),
+}
+MORE_OPTIONAL_NUMBERS = {"DeepseekV3ForCausalLM": ("q_lora_rank", "n_group", "topk_group", "n_shared_experts")}
+
+# Where a config.json may ask for something else: the key, and the only value (besides none) that is computed.
+ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
+    "": (
+        ("quantization_config", None),
+        ("attn_logit_softcapping", None),
+        ("final_logit_softcapping", None),
+        ("mlp_bias", False),
+        ("use_bidirectional_attention", False),
+        ("partial_rotary_factor", 1.0),
+    ),
+    "MixtralForCausalLM": (("router_jitter_noise", 0.0),),
+    "Qwen3MoeForCausalLM": (
+        ("decoder_sparse_step", 1),
+        ("mlp_only_layers", []),
+        ("shared_expert_intermediate_size", 0),
+    ),
+    "DeepseekV3ForCausalLM": (
+        ("moe_layer_freq", 1),
+        ("scoring_func", "sigmoid"),
+        ("topk_method", "noaux_tc"),
+        ("rope_interleave", True),
+    ),
+}
+# These apply a window wherever `sliding_window` is a number; Qwen's wait for `use_sliding_window`.
+ALWAYS_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM")
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """The routed experts of a decoder's layers.
+
+    Attributes:
+        num_experts, experts_per_token: routed experts of a layer, and how many a token goes to.
+        ffn_hidden_size: inner width of one routed expert.
+        normalize_weights: the chosen experts' weights are divided by their sum.
+        num_dense_layers: the first layers, which have a plain MLP of `ModelSpec.ffn_hidden_size` instead.
+        shared_ffn_hidden_size: inner width of all shared experts together; 0: none.
+        router: how scores become probabilities.
+        router_bias: a bias that only takes part in choosing the experts (DeepSeek-V3's
+            `e_score_correction_bias`), not in weighing them.
+        num_groups, groups_per_token: experts stand in groups, and a token chooses within its best groups.
+        scaling: factor on the routed experts' output.
+        aux_loss_coef: weight of the load-balancing loss in training.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    ffn_hidden_size: int
+    normalize_weights: bool
+    num_dense_layers: int = 0
+    shared_ffn_hidden_size: int = 0
+    router: Literal["softmax", "sigmoid"] = "softmax"
+    router_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scaling: float = 1.0
+    aux_loss_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class MLASpec:
+    """Multi-head latent attention (DeepSeek-V2, section 2.1): ranks of the latents and sizes inside a head.
+
+    `q_lora_rank` is None where queries come straight from the hidden state.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
 
 
 @dataclass(frozen=True)
 class ModelSpec:
     """The dimensions of a decoder-only transformer, in Hugging Face's meaning of each.
 
-    `rope_scaling` is None for plain rotary embeddings, else the Hugging Face dictionary
-    (`rope_type`, `factor`, ...).
+    Attributes:
+        rope_scaling: None for plain rotary embeddings, else the Hugging Face dictionary (`rope_type`, ...).
+        moe: the routed experts; None: every layer has a plain MLP.
+        mla: multi-head latent attention; None: plain attention.
+        activation: of the gate in the MLP; `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`.
+        norm_plus_one: norms multiply by weight + 1 (Gemma), Megatron's `layernorm_zero_centered_gamma`.
+        scale_embeddings: embeddings are multiplied by sqrt(hidden_size) (Gemma).
+        sliding_window: tokens of attention's window; None: full attention.
     """
 
     architecture: str
@@ -46,6 +149,12 @@ class ModelSpec:
     rope_theta: float
     max_positions: int
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    moe: MoESpec | None = None
+    mla: MLASpec | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm_plus_one: bool = False
+    scale_embeddings: bool = False
+    sliding_window: int | None = None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -71,7 +180,8 @@ class ModelSpec:
         """Build the spec from the dictionary of a Hugging Face `config.json`.
 
         Raises:
-            ModelError: as `from_folder`; also for what would be computed otherwise than its author meant.
+            ModelError: as `from_folder`; also for what would be computed otherwise than its author meant. Names
+                everything that is wrong at once.
         """
         if not isinstance(config, dict):
             raise ModelError(f"{source}: expected a JSON object, found {type(config).__name__}. {AGAIN}")
@@ -80,31 +190,74 @@ class ModelSpec:
             raise ModelError(
                 f"{source}: architecture {architecture!r} is not supported. Supported: {', '.join(ARCHITECTURES)}."
             )
-        problem = _problem(config)
-        if problem:
-            raise ModelError(f"{source}: {problem}")
+        problems = [*_wrong_numbers(architecture, config)] or [*_computed_otherwise(architecture, config)]
+        if problems:
+            raise ModelError("\n".join(f"{source}: {problem}" for problem in problems))
         return cls(**_read(architecture, config))
 
 
-def _problem(config: dict[str, Any]) -> str:
-    """What keeps this config.json from being read, or from meaning what it says here; empty if nothing does."""
-    for key in (*WHOLE_NUMBERS, "rms_norm_eps"):
+def _wrong_numbers(architecture: str, config: dict[str, Any]) -> Iterator[str]:
+    """What is missing in this config.json, or is no number that a model can have."""
+    needed = [*WHOLE_NUMBERS, *MORE_WHOLE_NUMBERS.get(architecture, ())]
+    if architecture in MORE_WHOLE_NUMBERS:
+        needed.append(next((key for key in NUM_EXPERTS if key in config), NUM_EXPERTS[0]))
+    optional = (*OPTIONAL_NUMBERS, *MORE_OPTIONAL_NUMBERS.get(architecture, ()))
+    for key in (*needed, "rms_norm_eps"):
         if key not in config:
-            return f"the key {key!r} is missing. {AGAIN}"
-    for key in (*WHOLE_NUMBERS, *(key for key in OPTIONAL_NUMBERS if config.get(key) is not None)):
-        if type(config[key]) is not int or config[key] < 1:
-            return f"{key} is {config[key]!r}; expected a whole number above 0. {AGAIN}"
-    if type(config["rms_norm_eps"]) not in (int, float) or not config["rms_norm_eps"] > 0:
-        return f"rms_norm_eps is {config['rms_norm_eps']!r}; expected a number above 0. {AGAIN}"
-    if config.get("hidden_act", "silu") != "silu":
-        return f"hidden_act is {config['hidden_act']!r}; only silu is computed. Use another model."
-    windows = config.get("use_sliding_window") and config.get("sliding_window")
-    if windows and config["num_hidden_layers"] > config.get("max_window_layers", 28):
-        return (
-            f"use_sliding_window with a window of {config['sliding_window']} tokens; only full attention is "
-            "computed. Use another model, or set use_sliding_window to false and train with full attention."
+            yield f"the key {key!r} is missing. {AGAIN}"
+    for key in (*needed, *(key for key in optional if config.get(key) is not None)):
+        if key in config and (type(config[key]) is not int or config[key] < 1):
+            yield f"{key} is {config[key]!r}; expected a whole number above 0. {AGAIN}"
+    eps = config.get("rms_norm_eps", 1.0)
+    if type(eps) not in (int, float) or not eps > 0:
+        yield f"rms_norm_eps is {eps!r}; expected a number above 0. {AGAIN}"
+
+
+def _computed_otherwise(architecture: str, config: dict[str, Any]) -> Iterator[str]:
+    """What this config.json asks for and would not be given."""
+    rope = config.get("rope_parameters") or {}
+    for key, value in (*ONLY[""], *ONLY.get(architecture, ())):
+        found = config.get(key, rope.get(key))
+        if found is not None and found != value:
+            yield f"{key} is {found!r}; only {value!r} is computed. Use another model."
+    activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
+    if architecture == "GemmaForCausalLM":
+        # as transformers and vLLM read it: Gemma's first folders say gelu in hidden_act, and mean its tanh form
+        legacy = "hidden_activation" not in config and activation == "gelu"
+        if activation != "gelu_pytorch_tanh" and not legacy:
+            yield f"hidden_act is {activation!r}; only gelu_pytorch_tanh is computed. Use another model."
+    elif activation != "silu":
+        yield f"hidden_act is {activation!r}; only silu is computed. Use another model."
+    yield from _windows(architecture, config)
+    if architecture in MORE_WHOLE_NUMBERS:
+        yield from _impossible_experts(config)
+
+
+def _windows(architecture: str, config: dict[str, Any]) -> Iterator[str]:
+    """A sliding window that some token of the longest sequence would feel."""
+    window = config.get("sliding_window")
+    if window is None or window >= config["max_position_embeddings"]:
+        return
+    everywhere = architecture in ALWAYS_WINDOWED
+    used = config.get("use_sliding_window", everywhere)
+    if used and (everywhere or config["num_hidden_layers"] > config.get("max_window_layers", 28)):
+        yield (
+            f"use_sliding_window with a window of {window} tokens; only full attention is computed. Use another "
+            f"model, or set {'sliding_window to null' if everywhere else 'use_sliding_window to false'} and train "
+            "with full attention."
         )
-    return ""
+
+
+def _impossible_experts(config: dict[str, Any]) -> Iterator[str]:
+    num_experts = next(config[key] for key in NUM_EXPERTS if key in config)
+    if config["num_experts_per_tok"] > num_experts:
+        yield f"num_experts_per_tok is {config['num_experts_per_tok']}, of {num_experts} experts. {AGAIN}"
+    groups = config.get("n_group") or 1
+    if num_experts % groups or (config.get("topk_group") or 1) > groups:
+        yield f"n_group is {groups} and topk_group {config.get('topk_group')}, of {num_experts} experts. {AGAIN}"
+    dense = config.get("first_k_dense_replace") or 0
+    if type(dense) is not int or not 0 <= dense < config["num_hidden_layers"]:
+        yield f"first_k_dense_replace is {dense!r}, of {config['num_hidden_layers']} layers. {AGAIN}"
 
 
 def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +265,8 @@ def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     # transformers 5 writes `rope_parameters`; older files hold `rope_theta` and `rope_scaling`.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    return {
+    is_gemma = architecture == "GemmaForCausalLM"
+    fields = {
         "architecture": architecture,
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -121,11 +275,45 @@ def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         "num_kv_heads": config.get("num_key_value_heads") or num_heads,
         "head_dim": config.get("head_dim") or config["hidden_size"] // num_heads,
         "vocab_size": config["vocab_size"],
-        "tie_embeddings": bool(config.get("tie_word_embeddings", False)),
+        # Gemma's folders leave the key out, for theirs are always tied
+        "tie_embeddings": bool(config.get("tie_word_embeddings", is_gemma)),
         "qkv_bias": architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
-        "qk_norm": architecture == "Qwen3ForCausalLM",
+        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         "norm_eps": config["rms_norm_eps"],
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         "rope_scaling": None if rope_type == "default" else dict(rope),
         "max_positions": config["max_position_embeddings"],
+        "activation": "gelu_tanh" if is_gemma else "silu",
+        "norm_plus_one": is_gemma,
+        "scale_embeddings": is_gemma,
     }
+    if architecture in MORE_WHOLE_NUMBERS:
+        fields["moe"] = _read_experts(architecture, config)
+    if architecture == "DeepseekV3ForCausalLM":
+        mla = MLASpec(
+            config.get("q_lora_rank"), *(config[key] for key in MORE_WHOLE_NUMBERS["DeepseekV3ForCausalLM"][2:])
+        )
+        # every head has keys and values of its own, whatever num_key_value_heads says
+        fields |= {"mla": mla, "num_kv_heads": num_heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+    return fields
+
+
+def _read_experts(architecture: str, config: dict[str, Any]) -> MoESpec:
+    is_deepseek = architecture == "DeepseekV3ForCausalLM"
+    width = config["intermediate_size" if architecture == "MixtralForCausalLM" else "moe_intermediate_size"]
+    return MoESpec(
+        num_experts=next(config[key] for key in NUM_EXPERTS if key in config),
+        experts_per_token=config["num_experts_per_tok"],
+        ffn_hidden_size=width,
+        # the defaults of transformers' own configurations
+        normalize_weights=bool(config.get("norm_topk_prob", architecture != "Qwen3MoeForCausalLM")),
+        num_dense_layers=config.get("first_k_dense_replace") or 0 if is_deepseek else 0,
+        shared_ffn_hidden_size=(config.get("n_shared_experts") or 0) * width if is_deepseek else 0,
+        router="sigmoid" if is_deepseek else "softmax",
+        router_bias=is_deepseek,
+        num_groups=config.get("n_group") or 1 if is_deepseek else 1,
+        groups_per_token=config.get("topk_group") or 1 if is_deepseek else 1,
+        scaling=float(config.get("routed_scaling_factor") or 1.0) if is_deepseek else 1.0,
+        # as in transformers, the coefficient counts only where the router's outputs are asked for
+        aux_loss_coef=float(config.get("router_aux_loss_coef") or 0.0) if config.get("output_router_logits") else 0.0,
+    )

@@ -16,6 +16,34 @@ TINY = {
     "rms_norm_eps": 1e-5,
 }
 
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# What an architecture has besides; fields that its configuration does not know are left out.
+TINY_MORE: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": None},
+    "MixtralForCausalLM": EXPERTS,
+    "Qwen3MoeForCausalLM": EXPERTS | {"norm_topk_prob": True},
+    "DeepseekV3ForCausalLM": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+        "topk_method": "noaux_tc",  # transformers takes these two for granted, vLLM reads them
+        "scoring_func": "sigmoid",
+        "num_mtp_layers": 0,
+        "rms_norm_eps": 1e-6,  # transformers normalises the latents with this one, whatever is set
+    },
+}
+
 
 def make_tiny_folder(
     folder: str | Path,
@@ -32,7 +60,7 @@ def make_tiny_folder(
     Every parameter is random, biases and norms too, so that a swapped or forgotten one shows.
 
     Args:
-        architecture: one of `megaverl.models.spec.ARCHITECTURES`.
+        architecture: one of `megaverl.models.spec`'s.
         shard_bytes: split the weights into files of at most this size, with an index; None: one file.
         config: changes to `TINY`, under Hugging Face's names.
     """
@@ -40,16 +68,22 @@ def make_tiny_folder(
     import transformers
 
     config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
-    settings = {**TINY, "tie_word_embeddings": tie_embeddings, **config}
-    # Qwen3's configuration has a head size of its own, far from that of a tiny model
-    settings.setdefault("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
+    settings = {**TINY, **TINY_MORE.get(architecture, {}), "tie_word_embeddings": tie_embeddings, **config}
+    if architecture != "DeepseekV3ForCausalLM":
+        # Qwen3's and Gemma's configurations have a head size of their own, far from that of a tiny model
+        settings.setdefault("head_dim", settings["hidden_size"] // settings["num_attention_heads"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                centre = 1.0 if name.endswith("norm.weight") else 0.0
-                parameter.data.normal_(centre, 0.1)
+        norms_at_zero = architecture == "GemmaForCausalLM"  # they multiply by weight + 1
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("mlp.gate.weight"):
+                tensor.data.normal_(0.0, 0.5)  # some routers start at zero, where all experts are as good
+            elif name.endswith("e_score_correction_bias"):
+                tensor.data.normal_(0.0, 0.1)
+            elif tensor.dim() == 1 and not name.endswith("inv_freq"):
+                centre = 1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0
+                tensor.data.normal_(centre, 0.1)
     limit = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(str(folder), **limit)
     return Path(folder)

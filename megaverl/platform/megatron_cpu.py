@@ -23,6 +23,9 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megaverl.platform.adaptation import Adaptation
 
 PACKAGE = "megatron.core"
@@ -174,6 +177,60 @@ def _define_te_general_gemm() -> None:
     _set_missing(moe_utils, "te_general_gemm", None)
 
 
+def _tell_latent_attention_of_the_missing_engine() -> None:
+    """megatron-core 0.16 takes what stands for the layers of an absent Transformer Engine for the layers."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.HAVE_TE = False
+
+
+def _give_splits_as_numbers() -> None:
+    """The alltoall dispatcher makes numbers of its split sizes when it copies them from the GPU, and only then."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+    if hasattr(move, "__wrapped__"):
+        return
+
+    @functools.wraps(move)
+    def move_and_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = move(tensor, as_numpy, record_stream)
+        return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_and_convert
+
+
+def _gather_uneven_rows() -> None:
+    """gloo gathers and scatters equal parts only; experts under tensor parallelism have as many rows as tokens came."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+    if hasattr(gather, "__wrapped__"):
+        return
+
+    @functools.wraps(gather)
+    def gather_any(rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(rows, group, None, use_global_buffer)
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        whole = rows.new_empty(group.size(), *padded.shape)
+        dist.all_gather(list(whole), padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(whole, sizes, strict=True)])
+
+    @functools.wraps(scatter)
+    def scatter_any(rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+        if sizes is None or group.size() == 1:
+            return scatter(rows, group, None, use_global_buffer)
+        total = rows.clone()
+        dist.all_reduce(total, group=group)
+        return total.split(sizes)[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather_any
+    mappings._reduce_scatter_along_first_dim = scatter_any
+
+
 def _set_missing(module: ModuleType, name: str, value: Any) -> None:
     if not hasattr(module, name):
         setattr(module, name, value)
@@ -187,4 +244,19 @@ ADAPTATIONS = (
         _quiet_fallback_warnings,
     ),
     Adaptation("moe te_general_gemm", "an undefined name without Transformer Engine", _define_te_general_gemm),
+    Adaptation(
+        "moe split sizes",
+        "numbers of tokens stay tensors, which torch.distributed refuses, where there is no GPU to copy them from",
+        _give_splits_as_numbers,
+    ),
+    Adaptation(
+        "uneven rows over gloo",
+        "experts cut by tensor parallelism exchange as many rows as tokens came, and gloo moves equal parts only",
+        _gather_uneven_rows,
+    ),
+    Adaptation(
+        "latent attention without Transformer Engine",
+        "the output projection is compared with a class that is no class without Transformer Engine",
+        _tell_latent_attention_of_the_missing_engine,
+    ),
 )

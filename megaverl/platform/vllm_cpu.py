@@ -24,6 +24,8 @@ DEFAULT_NUM_SEQUENCES = 128
 MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
 SHARED_MEMORY = Path("/dev/shm")
+EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
+REPACK = "megaverl_repack_experts"
 
 
 def _keep_weights_beside_packed() -> None:
@@ -41,6 +43,38 @@ def _keep_weights_beside_packed() -> None:
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
 
+def _keep_experts_beside_packed() -> None:
+    """Experts too run on packed (and padded) copies of their fused weights; keep the weights as parameters."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    pack, run = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+    if hasattr(pack, "__wrapped__"):
+        return
+
+    @functools.wraps(pack)
+    def pack_and_keep(self: Any, layer: torch.nn.Module) -> None:
+        kept = {name: getattr(layer, name) for name in EXPERT_WEIGHTS}
+        pack(self, layer)  # replaces the parameters
+        self.packed = [getattr(layer, name).data for name in EXPERT_WEIGHTS]
+        for name, weight in kept.items():
+            layer.register_parameter(name, weight)
+        # for `repack_weights`, which finds layers and not their experts
+        setattr(layer, REPACK, functools.partial(self.process_weights_after_loading, layer))
+
+    @functools.wraps(run)
+    def run_packed(self: Any, **arguments: Any) -> None:
+        arguments |= dict(zip(("w1", "w2"), self.packed, strict=True))
+        if arguments["expert_map"] is not None:
+            # the kernel takes expert numbers for places in its weights: give it this rank's, and others no weight
+            here = arguments["expert_map"][arguments["topk_ids"].long()]
+            arguments["topk_weights"] = arguments["topk_weights"].masked_fill(here < 0, 0.0)
+            arguments["topk_ids"] = here.clamp(min=0).to(arguments["topk_ids"].dtype)
+        run(self, **arguments)
+
+    CPUUnquantizedExperts.process_weights_after_loading = pack_and_keep
+    CPUUnquantizedExperts.apply = run_packed
+
+
 def repack_weights(model: torch.nn.Module) -> None:
     """Make the packed copies anew, from weights that were written in place."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -48,6 +82,8 @@ def repack_weights(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if hasattr(layer, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        if repack := getattr(layer, REPACK, None):
+            repack()
 
 
 def _keep_biases_as_they_are() -> None:
@@ -105,6 +141,12 @@ ADAPTATIONS = (
         "weights beside packed copies",
         "packing linear weights for oneDNN replaces them by empty tensors, which nothing can be written to",
         _keep_weights_beside_packed,
+    ),
+    Adaptation(
+        "experts beside packed copies",
+        "packing fused expert weights puts tensors of another order, and of padded sizes, in their places; and with "
+        "enable_expert_parallel the kernel reads beyond a rank's experts",
+        _keep_experts_beside_packed,
     ),
     Adaptation(
         "no sgl kernels",

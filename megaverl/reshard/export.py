@@ -17,10 +17,12 @@ from megaverl.layout.layout import EMPTY, Layout, Piece
 from megaverl.layout.weights import Weight
 from megaverl.parallel.collectives import on_first_rank, raise_together, together
 from megaverl.platform import platform
+from megaverl.reshard.agreement import agree_on_dtypes
 from megaverl.reshard.check import check_plan
-from megaverl.reshard.movers import BUCKET_BYTES, PointToPoint, copy_local
+from megaverl.reshard.failures import Failures
+from megaverl.reshard.movers import BUCKET_BYTES, Job, Options, copy_local
+from megaverl.reshard.movers.point_to_point import PointToPoint
 from megaverl.reshard.plan import Plan, Transfer, make_plan
-from megaverl.reshard.reshard import agree_on_dtype
 from megaverl.reshard.safetensors_writer import FolderWriter, cannot_write
 from megaverl.reshard.views import check_tensors
 
@@ -77,15 +79,20 @@ def save_folder(
     with together(group):
         check_tensors(layouts(rank), tensors, "the model", CheckpointError)
     held = {name: tensors[name] for name in layouts(rank).local_shapes}
-    source_dtype = agree_on_dtype(held, {}, group)
-    dtype = dtype or source_dtype
+    of_model = agree_on_dtypes({"model": (layouts(rank), held)}, group)["model"]
+    dtype = of_files = dtype or of_model.common
     windows = _windows(weights, max(1, bucket_bytes // dtype.itemsize))
     shapes = {weight.name: weight.shape for weight in weights}
     with together(group):
         plans = _plans_by_window(windows, layouts, shapes, world, rank)
-    on_first_rank(lambda: _prepare(folder, temporary, Path(source_folder), tokenizer_folder, dtype, overwrite), group)
-    wire_dtype = min(dtype, source_dtype, key=lambda each: each.itemsize)
-    mover = PointToPoint(group, wire_dtype, platform.device, bucket_bytes)
+    on_first_rank(
+        lambda: _prepare(folder, temporary, Path(source_folder), tokenizer_folder, of_files, overwrite), group
+    )
+
+    def wire(tensor: str) -> torch.dtype:
+        return min(of_files, of_model.of(tensor) or of_files, key=lambda each: each.itemsize)
+
+    failures, options = Failures(group, rank, None), Options(bucket_bytes=bucket_bytes)
     with torch.no_grad(), FolderWriter(temporary, weights, dtype, shard_bytes, writes=rank == 0) as writer:
         for window, plan in zip(windows, plans, strict=True):
             # every rank sends its parts of this window to the first, which alone has chunks to fill
@@ -94,8 +101,10 @@ def save_folder(
                 for chunk in (window if rank == 0 else ())
             }
             copy_local(plan.copies, held, landed)
-            if world > 1:
-                mover.run(mover.rounds(plan), held, landed)
+            mover = PointToPoint.take(Job(plan, held, landed, wire, group, options, failures))
+            if mover is not None:
+                mover.start(0)
+                mover.finish()
             writer.write(landed.values())
         error = writer.finish()
     raise_together(error, group)

@@ -1,20 +1,28 @@
 """A plan: the intersection of a source and a destination layout, seen from one rank.
 
 Every rank computes its own plan by arithmetic alone, and the rules are the same everywhere, so that the
-sends of one rank are the receives of another without a word between them.
+sends of one rank are the receives of another without a word between them. What a rank holds itself it copies;
+the rest comes from a holder on its node, else from any, shared out as `dealing` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
-from megaverl.layout.boxes import Box, carry, intersect, join, same_up_to_ones, subtract
+from megaverl.layout.boxes import Box, carry, contains, intersect, join, same_up_to_ones
 from megaverl.layout.layout import Layout, Piece
+from megaverl.reshard.dealing import Dealer, Part
+from megaverl.reshard.holders import Geometry, Side, find_geometries
+from megaverl.reshard.naming import listed
 
 MAX_NAMED = 8
+
+Layouts = Callable[[int], Layout]
+NodeOf = Callable[[int], int]
 
 
 class Transfer(NamedTuple):
@@ -48,25 +56,21 @@ class Plan:
     @property
     def num_received(self) -> int:
         """Elements that come from other ranks."""
-        return _count(transfer for transfers in self.receives.values() for transfer in transfers)
+        return _count(self.receives.values())
 
     @property
     def num_sent(self) -> int:
         """Elements that go to other ranks."""
-        return _count(transfer for transfers in self.sends.values() for transfer in transfers)
+        return _count(self.sends.values())
 
 
 def make_plan(
-    source_layouts: Callable[[int], Layout],
-    dest_layouts: Callable[[int], Layout],
-    world: int,
-    rank: int,
-    node_of: Callable[[int], int] | None = None,
+    source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int, node_of: NodeOf | None = None
 ) -> Plan:
     """The plan of `rank` in a world where rank r holds `source_layouts(r)` and needs `dest_layouts(r)`.
 
-    Each element comes from the nearest holder: the rank itself, else one on its node, else any; where several
-    are as near, those who need it are dealt out to them in turn.
+    Each element comes once, from the nearest holder: the rank itself, else one on its node, else any; where
+    several are as near, they share the work evenly.
 
     Args:
         source_layouts, dest_layouts: same arguments give same layouts on every rank. Ranks that hold the
@@ -77,18 +81,17 @@ def make_plan(
         ReshardError: tensors that one side has and the other lacks, unequal global shapes, or elements that
             nobody holds; names every offending tensor.
     """
-    planner = _Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0))
-    incoming = list(planner.fetches_of(rank))
-    outgoing = list(planner.fetches_from(rank))
-    return Plan(
-        rank=rank,
-        world=world,
-        source_layout=source_layouts(rank),
-        dest_layout=dest_layouts(rank),
-        copies=tuple(_merge(t for t in incoming if t.source == rank)),
-        sends=_by_peer(outgoing, lambda transfer: transfer.dest),
-        receives=_by_peer((t for t in incoming if t.source != rank), lambda transfer: transfer.source),
-    )
+    return make_plans(source_layouts, dest_layouts, world, node_of)[rank]
+
+
+def make_plans(
+    source_layouts: Layouts, dest_layouts: Layouts, world: int, node_of: NodeOf | None = None
+) -> Sequence[Plan]:
+    """The plans of all ranks, each made when it is asked for, and not kept.
+
+    Args and errors as for `make_plan`.
+    """
+    return _Plans(_Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0)))
 
 
 def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
@@ -97,154 +100,147 @@ def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
     Raises:
         ReshardError: elements of `dest` that `source` lacks.
     """
-    planner = _Planner(lambda _: source, lambda _: dest, 1, lambda _: 0, allow_unused=True)
-    return _merge(planner.fetches_of(0))
+    return list(_Planner(lambda _: source, lambda _: dest, 1, lambda _: 0, allow_unused=True).plan(0).copies)
 
 
-class _Group(NamedTuple):
-    """A distinct box of a tensor, and the layouts (by class number) that hold it, each with its piece."""
+class _Plans(Sequence[Plan]):
+    def __init__(self, planner: _Planner) -> None:
+        self._planner = planner
 
+    def __len__(self) -> int:
+        return self._planner.world
+
+    @overload
+    def __getitem__(self, rank: int) -> Plan: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Plan]: ...
+    def __getitem__(self, rank: int | slice) -> Plan | list[Plan]:
+        ranks = range(self._planner.world)[rank]
+        return self._planner.plan(ranks) if isinstance(ranks, int) else [self._planner.plan(r) for r in ranks]
+
+
+class _Row(NamedTuple):
+    """A transfer of one tensor between any rank of a class of the source and any of the destination."""
+
+    tensor: str
     box: Box
-    pieces: dict[int, Piece]
-
-
-class _Side:
-    """All ranks' layouts of one side, indexed by tensor. Ranks that share a layout object are one class."""
-
-    def __init__(self, layouts: Callable[[int], Layout], world: int) -> None:
-        self.class_of: list[int] = []
-        self.ranks: list[list[int]] = []
-        self.layouts: list[Layout] = []
-        self.groups: dict[str, list[_Group]] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        numbers: dict[int, int] = {}
-        for rank in range(world):
-            layout = layouts(rank)
-            number = numbers.get(id(layout))
-            if number is None:
-                number = numbers[id(layout)] = len(self.ranks)
-                self.ranks.append([])
-                self.layouts.append(layout)
-            self.class_of.append(number)
-            self.ranks[number].append(rank)
-        self._index()
-
-    def _index(self) -> None:
-        by_box: dict[tuple[str, Box], _Group] = {}
-        for number, layout in enumerate(self.layouts):
-            for tensor, shape in layout.global_shapes.items():
-                if self.shapes.setdefault(tensor, shape) != shape:
-                    raise ReshardError(
-                        f"{tensor}: ranks of one side disagree on its shape: {self.shapes[tensor]} and {shape}."
-                    )
-            for piece in layout.pieces:
-                group = by_box.get((piece.tensor, piece.box))
-                if group is None:
-                    group = by_box[piece.tensor, piece.box] = _Group(piece.box, {})
-                    self.groups.setdefault(piece.tensor, []).append(group)
-                group.pieces.setdefault(number, piece)
-        for groups in self.groups.values():
-            groups.sort(key=lambda group: group.box)
+    source_local: str
+    source_box: Box
+    dest_local: str
+    dest_box: Box
 
 
 class _Planner:
     def __init__(
         self,
-        source_layouts: Callable[[int], Layout],
-        dest_layouts: Callable[[int], Layout],
+        source_layouts: Layouts,
+        dest_layouts: Layouts,
         world: int,
-        node_of: Callable[[int], int],
+        node_of: NodeOf,
         allow_unused: bool = False,
     ) -> None:
-        self.source = _Side(source_layouts, world)
-        self.dest = _Side(dest_layouts, world)
-        self.node_of = node_of
+        self.world = world
+        self.source = Side(source_layouts, world)
+        self.dest = Side(dest_layouts, world)
+        nodes: dict[int, int] = {}
+        self.node_of = [nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)]
         self._refuse_mismatch(allow_unused)
-        self._ordinal = {tensor: i for i, tensor in enumerate(sorted(self.source.groups))}
-        self._assigned: dict[tuple[str, Box], dict[int, int]] = {}
+        self.geometries = find_geometries(self.source, self.dest)
+        self._refuse_missing()
+        # by class of the destination what it wants, by set of holders what is wanted of it
+        self._wanted: list[list[int]] = [[] for _ in self.dest.layouts]
+        self._asked: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
+        self._holder_sets: list[list[tuple[int, ...]]] = [[] for _ in self.source.layouts]
+        for number, geometry in enumerate(self.geometries):
+            for dest_class, amounts in geometry.wanted.items():
+                self._wanted[dest_class].append(number)
+                for bundle, size in amounts.items():
+                    classes = geometry.bundles[bundle].classes
+                    self._asked.setdefault(classes, []).append((size, number, bundle, dest_class))
+        for classes in self._asked:
+            for source_class in classes:
+                self._holder_sets[source_class].append(classes)
+        self._dealers: dict[tuple[int, ...], Dealer] = {}
+        self._rows: dict[tuple[int, tuple[int, ...], int, int], list[list[_Row]]] = {}
+        self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
 
-    def fetches_of(self, rank: int) -> Iterator[Transfer]:
-        """Where each element that `rank` needs comes from, in the order of its layout."""
-        for piece in self.dest.layouts[self.dest.class_of[rank]].pieces:
-            yield from self._fetch(rank, piece)
+    def plan(self, rank: int) -> Plan:
+        incoming = self._incoming(rank)
+        outgoing: dict[int, list[Part]] = {}
+        for classes in self._holder_sets[self.source.class_of[rank]]:
+            for other, part in self._dealer(classes).served(rank):
+                outgoing.setdefault(other, []).append(part)
+        return Plan(
+            rank=rank,
+            world=self.world,
+            source_layout=self.source.layouts[self.source.class_of[rank]],
+            dest_layout=self.dest.layouts[self.dest.class_of[rank]],
+            copies=self._transfers(rank, rank, incoming.pop(rank, [])),
+            sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
+            receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
+        )
 
-    def fetches_from(self, rank: int) -> Iterator[Transfer]:
-        """What the other ranks fetch from `rank`."""
-        for tensor, held in self.source.layouts[self.source.class_of[rank]].by_tensor.items():
-            for group in self.dest.groups.get(tensor, ()):
-                if not any(intersect(piece.box, group.box) for piece in held):
+    def _incoming(self, rank: int) -> dict[int, list[Part]]:
+        """Where each element that `rank` needs comes from."""
+        own, wants = self.source.class_of[rank], self.dest.class_of[rank]
+        incoming: dict[int, list[Part]] = {}
+        for number in self._wanted[wants]:
+            geometry = self.geometries[number]
+            for bundle, size in geometry.wanted[wants].items():
+                classes = geometry.bundles[bundle].classes
+                if own in classes:
+                    incoming.setdefault(rank, []).append(Part(number, 0, len(geometry.tensors), bundle))
                     continue
-                for number, piece in group.pieces.items():
-                    # a class may hold the same box in two local tensors: ask for all of them
-                    same = self.dest.layouts[number].by_tensor[tensor]
-                    wanted = [p for p in same if p.box == piece.box]
-                    for dest in self.dest.ranks[number]:
-                        if dest != rank:
-                            for p in wanted:
-                                yield from (t for t in self._fetch(dest, p) if t.source == rank)
+                for holder, part in self._dealer(classes).fetched(rank, number, bundle, size):
+                    incoming.setdefault(holder, []).append(part)
+        return incoming
 
-    def _fetch(self, rank: int, piece: Piece) -> Iterator[Transfer]:
-        own = self.source.class_of[rank]
-        remaining = [piece.box]
-        groups = self.source.groups[piece.tensor]
-        # what the rank holds itself comes first, then the rest
-        for group in sorted(groups, key=lambda group: own not in group.pieces):
-            if not remaining:
-                return
-            taken = [common for box in remaining if (common := intersect(box, group.box))]
-            if not taken:
-                continue
-            source = rank if own in group.pieces else self._assign(piece.tensor, group)[rank]
-            held = group.pieces[self.source.class_of[source]]
-            for box in taken:
-                yield Transfer(
-                    piece.tensor,
-                    box,
-                    source,
-                    held.local,
-                    carry(box, held.box, held.local_box),
-                    rank,
-                    piece.local,
-                    carry(box, piece.box, piece.local_box),
+    def _dealer(self, classes: tuple[int, ...]) -> Dealer:
+        if classes not in self._dealers:
+            self._dealers[classes] = Dealer(
+                classes, self._asked[classes], self.geometries, self.source, self.dest, self.node_of
+            )
+        return self._dealers[classes]
+
+    def _transfers(self, source: int, dest: int, parts: list[Part]) -> tuple[Transfer, ...]:
+        """What goes from one rank to another, in an order that both know: by geometry, tensor and box."""
+        source_class, dest_class = self.source.class_of[source], self.dest.class_of[dest]
+        new = tuple.__new__  # a world's plans hold tens of millions of transfers: skip the named tuple's own
+        transfers: list[Transfer] = []
+        for number, same in groupby(sorted(parts), key=lambda part: part.geometry):
+            for low, high, bundles in _segments(list(same)):
+                rows = self._rows_of(number, bundles, source_class, dest_class)
+                transfers += [
+                    new(Transfer, (tensor, box, source, source_local, source_box, dest, dest_local, dest_box))
+                    for of_tensor in rows[low:high]
+                    for tensor, box, source_local, source_box, dest_local, dest_box in of_tensor
+                ]
+        return tuple(transfers)
+
+    def _rows_of(self, number: int, bundles: tuple[int, ...], source_class: int, dest_class: int) -> list[list[_Row]]:
+        """For each tensor of a geometry, what of these bundles goes from one class to another."""
+        key = (number, bundles, source_class, dest_class)
+        if key not in self._rows:
+            geometry = self.geometries[number]
+            held_by, wanted_by = self.source.layouts[source_class].by_tensor, self.dest.layouts[dest_class].by_tensor
+            self._rows[key] = rows = []
+            for tensor in geometry.tensors:
+                held, wanted = held_by[tensor], wanted_by[tensor]
+                # tensors alike differ at most in the place of their boxes inside fused local tensors
+                shape = (number, bundles, _places(held), _places(wanted))
+                if shape not in self._merged:
+                    self._merged[shape] = _merge(_overlaps(geometry, bundles, held, wanted))
+                rows.append(
+                    [
+                        _Row(tensor, box, held[i].local, source_box, wanted[j].local, dest_box)
+                        for box, i, source_box, j, dest_box in self._merged[shape]
+                    ]
                 )
-            remaining = [rest for box in remaining for rest in subtract(box, group.box)]
-        if remaining:
-            raise ReshardError(
-                f"{piece.tensor}: rank {rank} needs {remaining[0]} for {piece.local}, but no rank holds it."
-            )
-
-    def _assign(self, tensor: str, group: _Group) -> dict[int, int]:
-        """Which holder of a box serves each rank that needs part of it and does not hold it."""
-        key = (tensor, group.box)
-        if key not in self._assigned:
-            holders = sorted(rank for number in group.pieces for rank in self.source.ranks[number])
-            by_node: dict[int, list[int]] = {}
-            for holder in holders:
-                by_node.setdefault(self.node_of(holder), []).append(holder)
-            needing = sorted(
-                {
-                    rank
-                    for other in self.dest.groups[tensor]
-                    if intersect(other.box, group.box)
-                    for number in other.pieces
-                    for rank in self.dest.ranks[number]
-                }.difference(holders)
-            )
-            turns: dict[int, int] = {}
-            chosen = {}
-            for rank in needing:
-                node = self.node_of(rank)
-                pool = by_node.get(node)
-                if pool is None:
-                    node, pool = -1, holders
-                turn = turns.get(node, self._ordinal[tensor])
-                turns[node] = turn + 1
-                chosen[rank] = pool[turn % len(pool)]
-            self._assigned[key] = chosen
-        return self._assigned[key]
+        return self._rows[key]
 
     def _refuse_mismatch(self, allow_unused: bool) -> None:
-        problems = [
+        problems = [*self.source.disagreements, *self.dest.disagreements]
+        problems += [
             f"{tensor}: the source has no such tensor"
             for tensor in self.dest.shapes
             if tensor not in self.source.shapes
@@ -257,52 +253,91 @@ class _Planner:
             elif wanted != shape:
                 problems.append(f"{tensor}: shape {shape} at the source, {wanted} at the destination")
         if problems:
-            more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-            raise ReshardError(
-                f"source and destination are not the same model: {'; '.join(problems[:MAX_NAMED])}{more}."
-            )
+            raise ReshardError(f"source and destination are not the same model: {'; '.join(listed(problems))}.")
+
+    def _refuse_missing(self) -> None:
+        problems = []
+        for geometry in self.geometries:
+            for number, box in geometry.missing.items():
+                by_tensor, rank = self.dest.layouts[number].by_tensor, self.dest.ranks[number][0]
+                problems += [
+                    f"{tensor}: rank {rank} needs {box} for {by_tensor[tensor][0].local}, but no rank holds it"
+                    for tensor in geometry.tensors
+                ]
+        if problems:
+            raise ReshardError(f"the source lacks what the destination needs: {'; '.join(listed(problems))}.")
 
 
-def _count(transfers: Iterable[Transfer]) -> int:
-    return sum(transfer.box.numel for transfer in transfers)
+def _segments(parts: list[Part]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Runs of tensors with the bundles that all of the run come in, from the parts of one geometry."""
+    cuts = sorted({part.low for part in parts} | {part.high for part in parts})
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        bundles = tuple(sorted(part.bundle for part in parts if part.low <= low and high <= part.high))
+        if bundles:
+            yield low, high, bundles
 
 
-def _by_peer(transfers: Iterable[Transfer], peer_of: Callable[[Transfer], int]) -> dict[int, tuple[Transfer, ...]]:
-    by_peer: dict[int, list[Transfer]] = {}
-    for transfer in transfers:
-        by_peer.setdefault(peer_of(transfer), []).append(transfer)
-    return {peer: tuple(_merge(by_peer[peer])) for peer in sorted(by_peer)}
+def _places(pieces: list[Piece]) -> tuple[object, ...]:
+    """What of the pieces of a tensor decides how boxes merge: all but the names."""
+    if len(pieces) == 1:
+        return pieces[0].box, pieces[0].local_box
+    locals_ = list(dict.fromkeys(piece.local for piece in pieces))
+    return tuple((piece.box, piece.local_box, locals_.index(piece.local)) for piece in pieces)
 
 
-def _merge(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Sort transfers between the same two ranks, and join those adjacent in all three boxes."""
-    merged: list[Transfer] = []
-    for transfer in sorted(transfers):
-        joined = _join(merged[-1], transfer) if merged else None
-        if joined is None:
-            merged.append(transfer)
-        else:
-            merged[-1] = joined
-    return merged
+class _Overlap(NamedTuple):
+    """A box of the source that the destination wants: in which piece of either side, and where there."""
+
+    source_local: str
+    dest_local: str
+    box: Box
+    source_piece: int
+    source_box: Box
+    dest_piece: int
+    dest_box: Box
 
 
-def _join(a: Transfer, b: Transfer) -> Transfer | None:
-    if (a.tensor, a.source, a.source_local, a.dest, a.dest_local) != (
-        b.tensor,
-        b.source,
-        b.source_local,
-        b.dest,
-        b.dest_local,
-    ):
+def _overlaps(
+    geometry: Geometry, bundles: tuple[int, ...], held: list[Piece], wanted: list[Piece]
+) -> Iterator[_Overlap]:
+    cells = [cell for bundle in bundles for cell in geometry.bundles[bundle].cells]
+    places = [next((i, p) for i, p in enumerate(held) if contains(p.box, cell)) for cell in cells]
+    for j, piece in enumerate(wanted):
+        for cell, (i, origin) in zip(cells, places, strict=True):
+            box = intersect(cell, piece.box)
+            if box is not None:
+                source_box = carry(box, origin.box, origin.local_box)
+                dest_box = carry(box, piece.box, piece.local_box)
+                yield _Overlap(origin.local, piece.local, box, i, source_box, j, dest_box)
+
+
+def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]:
+    """Join what is adjacent in all three boxes, until nothing is; sorted by box."""
+    merged = sorted(overlaps)
+    count = 0
+    while count != len(merged):
+        count = len(merged)
+        pending, merged = merged, []
+        for overlap in pending:
+            joined = _join(merged[-1], overlap) if merged else None
+            if joined is None:
+                merged.append(overlap)
+            else:
+                merged[-1] = joined
+    return sorted((o.box, o.source_piece, o.source_box, o.dest_piece, o.dest_box) for o in merged)
+
+
+def _join(a: _Overlap, b: _Overlap) -> _Overlap | None:
+    if (a.source_local, a.dest_local) != (b.source_local, b.dest_local):
         return None
-    box, source_box, dest_box = (
-        join(a.box, b.box),
-        join(a.source_box, b.source_box),
-        join(a.dest_box, b.dest_box),
-    )
+    box, source_box, dest_box = join(a.box, b.box), join(a.source_box, b.source_box), join(a.dest_box, b.dest_box)
     if box is None or source_box is None or dest_box is None:
         return None
     # side by side in one tensor and one below the other in the next: adjacent everywhere, yet not one box
     if not (same_up_to_ones(box.shape, source_box.shape) and same_up_to_ones(box.shape, dest_box.shape)):
         return None
     return a._replace(box=box, source_box=source_box, dest_box=dest_box)
+
+
+def _count(by_peer: Iterable[Sequence[Transfer]]) -> int:
+    return sum(transfer.box.numel for transfers in by_peer for transfer in transfers)

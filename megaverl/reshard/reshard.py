@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -13,39 +15,66 @@ import torch.distributed as dist
 from megaverl.errors import ReshardError
 from megaverl.parallel.collectives import gather_json, together
 from megaverl.platform import platform
+from megaverl.reshard.agreement import agree_on_dtypes, wire_dtypes
+from megaverl.reshard.background import Background
 from megaverl.reshard.check import check_plan
-from megaverl.reshard.movers import BUCKET_BYTES, PointToPoint, copy_local
+from megaverl.reshard.failures import GRACE_SECONDS, Failures
+from megaverl.reshard.movers import BUCKET_BYTES, Job, Moved, Options, assign
+from megaverl.reshard.movers.alias import Alias
+from megaverl.reshard.naming import listed
 from megaverl.reshard.plan import Plan
+from megaverl.reshard.staging import Staging
+from megaverl.reshard.transport import record_event, wait, wait_for_event
 from megaverl.reshard.views import check_tensors
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one run moved on this rank: bytes copied within it, sent and received, messages and seconds."""
+    """What one run moved on this rank.
+
+    Attributes:
+        bytes_local: copied within the rank.
+        bytes_sent, bytes_received: to and from other ranks.
+        seconds: that this rank spent in the run; with overlap, in the background and at the boundary.
+        num_messages: sends and receives.
+        bytes_aliased: in tensors that share their storage with the source, of which nothing moved.
+        version: of the weights that the destination now holds.
+    """
 
     bytes_local: int
     bytes_sent: int
     bytes_received: int
     seconds: float
     num_messages: int
+    bytes_aliased: int = 0
+    version: int = 0
 
 
 class Resharder:
     """Moves one set of weights into another's layout, in place, as often as asked.
 
-    Making one is collective over `group`: the ranks agree on the dtype that travels, the smaller of the two
-    sides', so that float32 masters reach a bfloat16 engine at half the bytes. Running it is collective too.
+    Making one is collective over `group`, and so is every run. Between `start` and `finish` the source's tensors
+    must stay as they are, and the destination holds neither version whole, unless `overlap` moves the new one
+    into a set of its own. After a run that failed the destination counts as torn until a whole one has passed.
 
     Args:
         plan: this rank's plan; checked here.
-        source_tensors: local name -> tensor, as in `plan.source_layout`; looked up anew at every run, so
-            that offloading may move them in between.
+        source_tensors: local name -> tensor, all of `plan.source_layout` and no others; their storage is looked
+            up anew at every run, so that offloading may move them in between.
         dest_tensors: the same for the destination.
         group: the ranks of the plan, in order; None: all.
-        bucket_bytes: the largest message, and so the extra memory for each of sending and receiving.
+        bucket_bytes: buffer for each of sending and receiving, and all the extra memory of a run.
+        alias: let destination tensors take the source's storage where layout, dtype and device agree. From then
+            on they change when the source does: call `source_changes` before.
+        may_rebind: False where captured graphs hold the addresses of the destination's tensors.
+        overlap: move in the background, into a second set of the destination's tensors; nothing is aliased.
+        node_of: the node of a rank; None: all on one.
+        timeout: how long to wait for another rank; None: the group's own timeout.
+        folder: a shared folder, through which weights go between nodes; None: over the network.
 
     Raises:
-        ReshardError: a plan that is not exact, parameters that do not fit their layout, mixed dtypes.
+        ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
+            too little memory for a second set. Nothing has moved then.
     """
 
     def __init__(
@@ -56,51 +85,168 @@ class Resharder:
         group: dist.ProcessGroup | None = None,
         *,
         bucket_bytes: int = BUCKET_BYTES,
+        alias: bool = False,
+        may_rebind: bool = True,
+        overlap: bool = False,
+        node_of: Callable[[int], int] | None = None,
+        timeout: timedelta | None = None,
+        folder: str | Path | None = None,
     ) -> None:
+        self.version = 0
+        self.torn: str | None = "no version has been moved yet"
+        self._plan, self._group = plan, group
+        self._timeout = timeout
         with together(group) if plan.world > 1 else nullcontext():
             check_plan(plan)
-            check_tensors(plan.source_layout, source_tensors, "the source", ReshardError)
-            check_tensors(plan.dest_layout, dest_tensors, "the destination", ReshardError)
-        self._plan = plan
-        self._source = {name: source_tensors[name] for name in plan.source_layout.local_shapes}
-        self._dest = {name: dest_tensors[name] for name in plan.dest_layout.local_shapes}
-        if plan.world > 1:
-            wire_dtype = agree_on_dtype(self._source, self._dest, group)
-            self._mover = PointToPoint(group, wire_dtype, platform.device, bucket_bytes)
-            self._rounds = self._mover.rounds(plan)
+            check_tensors(plan.source_layout, source_tensors, "the source", ReshardError, exact=True)
+            check_tensors(plan.dest_layout, dest_tensors, "the destination", ReshardError, exact=True)
+        source, dest = dict(source_tensors), dict(dest_tensors)
+        sides = {"source": (plan.source_layout, source), "destination": (plan.dest_layout, dest)}
+        wire = wire_dtypes(agree_on_dtypes(sides, group))
+        self._staging: Staging | None = None
+        moving = group
+        if overlap:
+            with together(group) if plan.world > 1 else nullcontext():
+                self._staging = Staging(dest, may_rebind)
+            dest = self._staging.tensors
+            if plan.world > 1:
+                # a group of its own: what moves in the background must not meet the main thread's collectives
+                ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+                everyone = len(ranks) == dist.get_world_size()
+                moving = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)
+        self._failures = Failures(group, plan.rank, timeout)
+        options = Options(
+            bucket_bytes=bucket_bytes,
+            alias=alias and not overlap,
+            may_rebind=may_rebind,
+            node_of=node_of,
+            timeout=timeout,
+            folder=None if folder is None else Path(folder),
+        )
+        self._job = Job(plan, source, dest, wire, moving, options, self._failures)
+        self._movers = assign(self._job)
+        self._aliases = [mover for mover in self._movers if isinstance(mover, Alias)]
+        travels = bool(plan.sends or plan.receives)
+        self._anything_travels = plan.world > 1 and any(gather_json(travels, group))
+        self._background: Background[Moved] | None = None
+        self._started = False
 
     def run(self) -> ReshardStats:
-        """Bring the destination up to date. Every rank of the group takes part."""
-        start = time.perf_counter()
-        sent = received = num_messages = 0
-        with torch.no_grad():
-            local = copy_local(self._plan.copies, self._source, self._dest)
-            if self._plan.world > 1:
-                sent, received = self._mover.run(self._rounds, self._source, self._dest)
-                num_messages = sum((r.outgoing is not None) + (r.incoming is not None) for r in self._rounds)
+        """Bring the destination up to date. Every rank of the group takes part.
+
+        Raises:
+            ReshardError: a rank died or stalled, by number and with the weights concerned.
+        """
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Set the next version going; with `overlap` it moves by itself, and the destination stays whole."""
+        assert not self._started, "finish() the version that was started"
+        begin = time.perf_counter()
+        self._started = True
+        if self._staging is not None:
+            self._background = Background(self._move)
+        else:
+            with torch.no_grad(), self._tearing():
+                for mover in self._movers:
+                    mover.start(self.version + 1)
+        self._seconds = time.perf_counter() - begin
+
+    def finish(self) -> ReshardStats:
+        """Wait until the started version is whole on every rank, and make it the destination's.
+
+        Raises:
+            ReshardError: as `run`.
+        """
+        assert self._started, "start() comes first"
+        begin = time.perf_counter()
+        with torch.no_grad(), self._tearing():
+            if self._background is not None and self._staging is not None:
+                moved = self._background.result()
+                self._seconds += self._background.seconds
+                begin = time.perf_counter()
+                self._agree()
+                self._staging.swap()
+            else:
+                moved = self._finish_movers()
+                self._agree()
+        self.version += 1
+        self.torn = None
+        self._started, self._background = False, None
+        return ReshardStats(
+            bytes_local=moved.local,
+            bytes_sent=moved.sent,
+            bytes_received=moved.received,
+            seconds=self._seconds + time.perf_counter() - begin,
+            num_messages=moved.messages,
+            bytes_aliased=moved.aliased,
+            version=self.version,
+        )
+
+    def source_changes(self) -> None:
+        """To be called before the source's weights change: what shares storage with them changes as well, and
+        what does not stays behind, so the destination holds no version whole until the next run."""
+        if self.torn is None and any(alias.shares() for alias in self._aliases):
+            self.torn = f"part of it shares storage with the source, which has changed since version {self.version}"
+
+    def check_whole(self) -> None:
+        """Refuse to use a destination that holds parts of two versions.
+
+        Raises:
+            ReshardError: says why it is torn.
+        """
+        if self.torn is not None:
+            raise ReshardError(
+                f"the engine's weights are torn: {self.torn}. Nothing can be generated until a whole reshard has "
+                "passed."
+            )
+        if freed := [name for alias in self._aliases for name in alias.freed()]:
+            raise ReshardError(
+                f"the engine's weights are gone: {', '.join(listed(freed))} share storage with the actor's, which was "
+                "freed. Bring that back and reshard, or set reshard.alias=never."
+            )
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """Around everything that writes to the destination."""
+        wanted = self.version + 1
+        if self._staging is None:
+            self.torn = f"version {wanted} is being written over version {self.version}"
+        try:
+            yield
+        except Exception as error:
+            self._started, self._background = False, None
+            if self._staging is None:
+                self.torn = f"the reshard from version {self.version} to {wanted} failed ({error})"
+            raise
+
+    def _move(self) -> Moved:
+        for mover in self._movers:
+            mover.start(self.version + 1)
+        return self._finish_movers()
+
+    def _finish_movers(self) -> Moved:
+        moved = Moved()
+        for mover in self._movers:
+            moved = moved.plus(mover.finish())
         if platform.is_cuda:
             torch.cuda.current_stream().synchronize()
-        return ReshardStats(local, sent, received, time.perf_counter() - start, num_messages)
+        return moved
 
-
-def agree_on_dtype(
-    source: Mapping[str, torch.Tensor], dest: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
-) -> torch.dtype:
-    """The smaller of the dtypes of the two sides over all ranks (the destination's when they are as large).
-
-    All ranks of the group take part; this is also the collective that NCCL wants before the first
-    point-to-point batch.
-
-    Raises:
-        ReshardError: on every rank, when a side's parameters are not all of one dtype.
-    """
-    sides = [sorted({str(tensor.dtype) for tensor in side.values()}) for side in (source, dest)]
-    gathered = gather_json(sides, group)
-    agreed = []
-    for name, column in (("destination", 1), ("source", 0)):
-        dtypes = {dtype for found in gathered for dtype in found[column]}
-        if len(dtypes) > 1:
-            by_rank = {rank: ", ".join(found[column]) for rank, found in enumerate(gathered)}
-            raise ReshardError(f"the {name}'s parameters must all have one dtype; found, by rank: {by_rank}.")
-        agreed += [getattr(torch, dtype.removeprefix("torch.")) for dtype in dtypes]
-    return min(agreed, key=lambda dtype: dtype.itemsize)
+    def _agree(self) -> None:
+        """Every rank has got here with the same version: one number from each. Nothing if nothing travels."""
+        if not self._anything_travels:
+            return
+        mine = torch.tensor([self.version + 1], device=platform.device)
+        versions = torch.empty(self._plan.world, dtype=torch.int64, device=platform.device)
+        patience = None if self._timeout is None else self._timeout + timedelta(seconds=GRACE_SECONDS)
+        try:
+            work = dist.all_gather_into_tensor(versions, mine, group=self._group, async_op=True)
+            wait(work, patience)
+            wait_for_event(record_event(), patience)
+        except (RuntimeError, TimeoutError) as error:
+            what = "with its own part whole and waiting for the others"
+            raise self._failures.blame(self.version + 1, -1, what, error) from error
+        if other := {rank: found for rank, found in enumerate(versions.tolist()) if found != self.version + 1}:
+            raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")

@@ -1,4 +1,4 @@
-"""Boxes of real tensors."""
+"""Boxes of real tensors, and whether the tensors are those of a layout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from megaverl.errors import MegaverlError
 from megaverl.layout.boxes import Box
 from megaverl.layout.layout import Layout
-from megaverl.reshard.plan import MAX_NAMED
+from megaverl.reshard.naming import listed
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -17,18 +17,34 @@ def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor.detach()[box.slices]
 
 
-def check_tensors(layout: Layout, tensors: Mapping[str, torch.Tensor], holder: str, error: type[MegaverlError]) -> None:
+def check_tensors(
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    holder: str,
+    error: type[MegaverlError],
+    *,
+    exact: bool = False,
+) -> None:
     """Every local tensor of the layout is in `tensors`, with the layout's shape.
 
+    Args:
+        exact: `tensors` must hold nothing else either.
+
     Raises:
-        error: names every tensor that is missing or of another shape.
+        error: names every tensor that is missing, of another shape or, if `exact`, that no weight belongs to.
     """
-    problems = []
+    missing = [name for name in layout.local_shapes if name not in tensors]
+    problems = [f"{holder} has no such parameter: {', '.join(listed(missing))}"] if missing else []
+    shapes: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for name, shape in layout.local_shapes.items():
-        if name not in tensors:
-            problems.append(f"{name}: {holder} has no such parameter")
-        elif tuple(tensors[name].shape) != tuple(shape):
-            problems.append(f"{name}: shape {list(tensors[name].shape)}, the layout says {list(shape)}")
+        if name in tensors and tuple(tensors[name].shape) != tuple(shape):
+            shapes.setdefault((tuple(tensors[name].shape), tuple(shape)), []).append(name)
+    for (found, wanted), names in shapes.items():
+        problems.append(f"shape {list(found)}, the layout says {list(wanted)}: {', '.join(listed(names))}")
+    extra = [name for name in tensors if name not in layout.local_shapes] if exact else []
+    if extra:
+        problems.append(
+            f"no weight of the model belongs to {', '.join(listed(extra))} (quantised or adapted models have such)"
+        )
     if problems:
-        more = f"; and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
-        raise error(f"{holder} does not fit its layout: " + "; ".join(problems[:MAX_NAMED]) + more + ".")
+        raise error(f"{holder} does not fit its layout: " + "; ".join(problems) + ".")

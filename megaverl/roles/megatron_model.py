@@ -27,6 +27,9 @@ platform.adapt_megatron()
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
+# TransformerConfig's coefficients of losses that routers of experts add to the policy's.
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+
 
 @dataclass
 class MicroBatch:
@@ -101,6 +104,7 @@ class MegatronModel:
         check_divides(spec, grid.shape, role)
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         self.config = transformer_config(spec, grid.shape, dtype, overrides)
+        self._router_losses = {name: getattr(self.config, name) for name in ROUTER_LOSSES if getattr(self.config, name)}
         self.chunks = build_model(spec, self.config, grid, value_head=value_head, seed=seed)
         self.parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
         self.weights = weights_of(spec, value_head=value_head)
@@ -177,6 +181,7 @@ class MegatronModel:
         self, chunks: list[Any], micro_batches: Sequence[MicroBatch], loss: Loss
     ) -> list[Mapping[str, torch.Tensor]]:
         """Accumulate gradients over `micro_batches`; returns each one's sums on the last stage, else nothing."""
+        self._weigh_router_losses(micro_batches)
 
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches).to(platform.device)
@@ -188,6 +193,21 @@ class MegatronModel:
             return self._forward(model, batch), loss_func
 
         return self._run(chunks, micro_batches, forward_step, forward_only=False)
+
+    def _weigh_router_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Make the routers' own losses means over the tokens of the whole mini-batch, padding counted.
+
+        megatron-core multiplies them by the tokens that a rank sees of a micro-batch, and counts on gradients being
+        divided by all tokens afterwards; ours are not, as the policy's loss comes normalised.
+        """
+        if not self._router_losses:
+            return
+        shape = self.grid.shape
+        tokens = torch.tensor(sum(batch.tokens.numel() for batch in micro_batches), device=platform.device)
+        dist.all_reduce(tokens, group=self.grid.dp_group)
+        factor = shape.tp * shape.cp / int(tokens)  # each of these ranks sees its part of the sequence
+        for name, given in self._router_losses.items():
+            setattr(self.config, name, [each * factor for each in given] if isinstance(given, list) else given * factor)
 
     def _run(self, chunks: list[Any], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool) -> Any:
         iterators = [iter(micro_batches) for _ in chunks]

@@ -71,6 +71,11 @@ class SamplingOptions:
         return sorted({*self.stop_token_ids, *(() if self.ignore_eos else of_engine)})
 
 
+# Called with an engine's parameters once they are there, before anything has captured their addresses; and with
+# what `Engine.layouts` is.
+OnLoad = Callable[[Mapping[str, "Tensor"], Callable[..., Callable[[int], "Layout"]]], None]
+
+
 class Engine(Protocol):
     """A model that generates, or this rank's part of one.
 
@@ -82,6 +87,10 @@ class Engine(Protocol):
     tp_rank: int
     replica: int
     num_replicas: int
+
+    @property
+    def may_rebind(self) -> bool:
+        """Whether parameters may take other storage: no captured graph holds their addresses."""
 
     def named_parameters(self) -> dict[str, Tensor]:
         """The parameters that this rank holds, under the engine's names; written in place by a reshard."""

@@ -30,6 +30,7 @@ class HFEngine:
     """
 
     tp_size, tp_rank = 1, 0
+    may_rebind = True
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaverl.rollout.engine import Engine
+from megaverl.rollout.engine import Engine, OnLoad
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +25,7 @@ def make_engine(
     load_weights: bool = True,
     trust_remote_code: bool = False,
     num_sequences: int | None = None,
+    on_load: OnLoad | None = None,
 ) -> Engine:
     """Make this rank's part of the engine that `config.engine` names. Every rank of the world takes part.
 
@@ -38,6 +39,8 @@ def make_engine(
         load_weights: False leaves the weights unset, to be filled by a reshard, which must cover all of them.
         trust_remote_code: run Python code from the model folder.
         num_sequences: how many responses an engine is asked for at once, to size its cache; None: unknown.
+        on_load: called with the engine's parameters, and with what `Engine.layouts` is, before graphs are captured:
+            the last moment at which they may share storage with an actor's for good.
 
     Raises:
         RolloutError: a world, model or machine that the engine cannot work with.
@@ -64,4 +67,5 @@ def make_engine(
         load_weights=load_weights,
         trust_remote_code=trust_remote_code,
         num_sequences=num_sequences,
+        on_load=on_load,
     )

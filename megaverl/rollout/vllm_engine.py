@@ -7,8 +7,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from megaverl.errors import RolloutError
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.spec import ModelSpec
 from megaverl.platform import platform
-from megaverl.rollout.engine import Generation, SamplingOptions, check_generations, check_request
+from megaverl.rollout.engine import Generation, OnLoad, SamplingOptions, check_generations, check_request
 from megaverl.rollout.process_state import (
     keep_default_group,
     process_state_kept,
@@ -60,10 +60,11 @@ class VLLMEngine:
         stop_token_ids: tokens that end a response.
         load_weights: False fills the weights with noise; a reshard must then write all of them.
         num_sequences: how many responses are asked for at once, to size a CPU's cache.
+        on_load: see `megaverl.rollout.make_engine`.
 
     Raises:
         RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
-            this machine cannot run, or EngineArgs that vLLM refuses.
+            this machine cannot run, a quantised engine without weights of its own, or EngineArgs that vLLM refuses.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class VLLMEngine:
         load_weights: bool = True,
         trust_remote_code: bool = False,
         num_sequences: int | None = None,
+        on_load: OnLoad | None = None,
     ) -> None:
         self.tp_size = config.tp
         self.replica, self.tp_rank, self.num_replicas = _place(config.tp)
@@ -109,7 +111,18 @@ class VLLMEngine:
         }
         if not platform.is_cuda:
             vllm_cpu().check_runs_here(spec.head_dim, arguments)
-        self._llm: LLM | None = _start(str(model_folder), arguments)
+        if not load_weights and (method := arguments.get("quantization")):
+            raise RolloutError(
+                f"rollout.vllm.quantization={method}: the engine's weights come from the actor, whose floating-point "
+                "weights have no place in a quantised engine. Leave it out."
+            )
+        self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
+        self._experts: dict[str, Any] = {
+            "expert_parallel": bool(arguments.get("enable_expert_parallel")),
+            "expert_placement": arguments.get("expert_placement_strategy", "linear"),
+        }
+        with _weights_loaded(lambda model: on_load(dict(model.named_parameters()), self.layouts) if on_load else None):
+            self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
         os.environ.update(_ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
@@ -153,7 +166,7 @@ class VLLMEngine:
         return dict(self.model.named_parameters())
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-        return vllm_layouts(weights, spec, self.tp_size)
+        return vllm_layouts(weights, spec, self.tp_size, **self._experts)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
@@ -302,6 +315,27 @@ def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:
             return LLM(model=model_folder, **arguments)
         except (TypeError, ValueError) as error:
             raise RolloutError(f"vLLM refuses to start on {model_folder}: {error}") from error
+
+
+@contextmanager
+def _weights_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
+    """Call `then` with an engine's model as soon as it has its weights, before it is profiled or captured.
+
+    Outside vLLM's memory pool for weights: what takes their place here is not vLLM's to put to sleep.
+    """
+    from vllm.v1.worker.gpu_worker import Worker
+
+    load_model = Worker.load_model
+
+    def load_and_tell(self: Any, **options: Any) -> None:
+        load_model(self, **options)
+        then(self.model_runner.get_model())
+
+    Worker.load_model = load_and_tell
+    try:
+        yield
+    finally:
+        Worker.load_model = load_model
 
 
 def _generation(output: RequestOutput) -> Generation:

@@ -28,7 +28,7 @@ from megaverl.roles.critic import Critic
 from megaverl.roles.megatron_model import MegatronModel
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import RewardRole
-from megaverl.roles.rollout import Rollout
+from megaverl.roles.rollout import Rollout, adopting
 from megaverl.roles.trainable import TrainableModel
 
 
@@ -149,6 +149,11 @@ class Builder:
 
         config = self.config
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        world, reshard = default_group(), config.reshard
+
+        def node_of(rank: int) -> int:
+            return rank // ranks_per_node
+
         engine = make_engine(
             config.rollout,
             config.model.path,
@@ -159,9 +164,11 @@ class Builder:
             load_weights=actor is None,
             trust_remote_code=config.model.trust_remote_code,
             num_sequences=-(-config.samples_per_step * config.rollout.tp // dist.get_world_size()),
+            on_load=adopting(actor, world, node_of, reshard) if actor else None,
         )
         layouts = engine.layouts(actor.weights, self.spec) if actor else None
-        return Rollout(engine, layouts, actor, default_group(), node_of=lambda rank: rank // ranks_per_node)
+        timeout = timedelta(minutes=reshard.timeout_minutes or config.run.timeout_minutes)
+        return Rollout(engine, layouts, actor, world, node_of, reshard, timeout)
 
     def reward(self) -> RewardRole:
         with together():

@@ -25,15 +25,6 @@ SMOLLM2 = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-LLAMA_70B = SMOLLM2 | {
-    "num_hidden_layers": 80,
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": False,
-}
 
 
 def command_of(path: Path) -> Command:
@@ -57,11 +48,11 @@ def test_a_recipe_is_right(path, monkeypatch):
 @pytest.mark.parametrize("path", [p for p in RECIPES if p.stem != "quickstart"], ids=lambda path: path.stem)
 def test_a_recipe_fits_its_model_and_its_world(path, tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    big = "70b" in path.stem
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B if big else SMOLLM2))
+    described = load_config(path, command=command_of(path), check_paths=False).model.config
+    (tmp_path / "config.json").write_text((CONFIGS / described).read_text() if described else json.dumps(SMOLLM2))
     data = tmp_path / "data.jsonl"
     data.write_text("{}\n")
     overrides = [f"model.path={tmp_path}", f"data.train={data}", f"data.validation={data}"]
-    config = load_config(path, overrides, command=command_of(path), world_size=64 if big else None)
-    if not big:
+    config = load_config(path, overrides, command=command_of(path), world_size=512 if described else None)
+    if not described:
         assert config.run.nproc == smallest_world(config, command_of(path))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megaverl.layout.megatron import megatron_layout
 from megaverl.layout.vllm import vllm_layout
+from megaverl.layout.weights import Split, Weight
 from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
@@ -51,9 +52,12 @@ def differences(real: dict[str, Any], layout: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def compare_with_vllm(folders: list[str], tp_sizes: list[int]) -> dict[str, list[str]]:
-    """Build vLLM's own model of each folder at each TP, let its own `load_weights` place element ids, and
-    compare with what the layout places. Returns the parameters that differ, by folder and TP."""
+def compare_with_vllm(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """For each case (folder, tp, expert_parallel, placement) build vLLM's own model, let its own `load_weights`
+    place element ids, and compare with what the layout places. Returns the parameters that differ.
+
+    Cases of one TP must follow each other.
+    """
     platform.adapt_vllm()
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
@@ -61,30 +65,35 @@ def compare_with_vllm(folders: list[str], tp_sizes: list[int]) -> dict[str, list
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    wrong: dict[str, list[str]] = {}
-    for tp in tp_sizes:
+    wrong = []
+    tp = 0
+    for case in cases:
+        if tp != case["tp"] and tp:
+            parallel_state.destroy_model_parallel()
+        tp = case["tp"]
         # what vLLM's CPU worker would set: the name of the ranks' shared memory
         os.environ["VLLM_DIST_IDENT"] = f"layout-{os.environ['MASTER_PORT']}-{tp}"
-        for folder in folders:
-            config = EngineArgs(
-                folder,
-                tensor_parallel_size=tp,
-                skip_tokenizer_init=True,
-                dtype="float32",
-                distributed_executor_backend="external_launcher",
-            ).create_engine_config()
-            with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
-                if not parallel_state.model_parallel_is_initialized():
-                    parallel_state.init_distributed_environment(backend="gloo")
-                    parallel_state.initialize_model_parallel(tp)
-                model = initialize_model(config)
-            spec = ModelSpec.from_folder(folder)
-            wrong[f"{folder} tp{tp}"] = place_ids(model, spec, tp, dist.get_rank() % tp)
-        parallel_state.destroy_model_parallel()
+        config = EngineArgs(
+            case["folder"],
+            tensor_parallel_size=tp,
+            enable_expert_parallel=case["expert_parallel"],
+            expert_placement_strategy=case["placement"],
+            skip_tokenizer_init=True,
+            dtype="float32",
+            distributed_executor_backend="external_launcher",
+        ).create_engine_config()
+        with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
+            if not parallel_state.model_parallel_is_initialized():
+                parallel_state.init_distributed_environment(backend="gloo")
+                parallel_state.initialize_model_parallel(tp)
+            model = initialize_model(config)
+        wrong.append(place_ids(model, case))
+    parallel_state.destroy_model_parallel()
     return wrong
 
 
-def place_ids(model: torch.nn.Module, spec: ModelSpec, tp: int, tp_rank: int) -> list[str]:
+def place_ids(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
+    spec = ModelSpec.from_folder(case["folder"])
     weights = weights_of(spec)
     ids = element_ids(weights)
     assert sum(array.size for array in ids.values()) < 2**24, "float32 must hold every id"
@@ -92,7 +101,15 @@ def place_ids(model: torch.nn.Module, spec: ModelSpec, tp: int, tp_rank: int) ->
     for parameter in parameters.values():
         parameter.data.zero_()
     model.load_weights((name, torch.from_numpy(array).float()) for name, array in ids.items())
-    expected = fill(vllm_layout(weights, spec, tp, tp_rank), ids)
+    layout = vllm_layout(
+        weights,
+        spec,
+        case["tp"],
+        dist.get_rank() % case["tp"],
+        expert_parallel=case["expert_parallel"],
+        expert_placement=case["placement"],
+    )
+    expected = fill(layout, ids)
     wrong = [f"{name}: only in one" for name in parameters.keys() ^ expected.keys()]
     for name in parameters.keys() & expected.keys():
         if tuple(parameters[name].shape) != expected[name].shape:
@@ -100,3 +117,29 @@ def place_ids(model: torch.nn.Module, spec: ModelSpec, tp: int, tp_rank: int) ->
         elif not torch.equal(parameters[name].data, torch.from_numpy(expected[name]).float()):
             wrong.append(f"{name}: other elements")
     return wrong
+
+
+def compare_with_fsdp2(shapes: dict[str, list[int]]) -> list[str]:
+    """Shard parameters that hold element ids with FSDP2; the names on which its shards and the layout differ."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    from megaverl.layout.even import even_layout
+
+    weights = [Weight(name, tuple(shape), Split.REPLICATED, 0, name, name) for name, shape in shapes.items()]
+    ids = element_ids(weights)
+    model = torch.nn.Module()
+    for name, array in ids.items():
+        module, parameter = name.split(".")
+        model.add_module(module, torch.nn.Module())
+        getattr(model, module).register_parameter(parameter, torch.nn.Parameter(torch.from_numpy(array).float()))
+    world = dist.get_world_size()
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    expected = fill(even_layout(weights, world, dist.get_rank()), ids)
+    wrong = []
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        if not torch.equal(parameter.to_local(), torch.from_numpy(expected.pop(name)).float()):
+            wrong.append(name)
+    return wrong + list(expected)

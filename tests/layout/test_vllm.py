@@ -16,12 +16,15 @@ from megaverl.layout.vllm import VOCAB_PADDING, vllm_layout
 from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ARCHITECTURES, ModelSpec
 from megaverl.models.tiny import make_tiny_folder
-from tests.layout.specs import element_ids, fill, make_spec, specs
+from tests.layout.specs import CONFIGS, DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
+
+# vLLM's Gemma is always tied, its DeepSeek never.
+VLLM_HAS_NONE = (("GemmaForCausalLM", False), ("DeepseekV3ForCausalLM", True))
 
 
 @settings(max_examples=40, deadline=None)
 @example((4, make_spec(num_kv_heads=2, vocab_size=130)))
-@given(st.sampled_from([1, 2, 4]).flatmap(lambda tp: st.tuples(st.just(tp), specs([tp]))))
+@given(st.sampled_from([1, 2, 4]).flatmap(lambda tp: st.tuples(st.just(tp), specs([tp], DENSE))))
 def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> None:
     tp, spec = case
     weights = weights_of(spec)
@@ -63,6 +66,32 @@ def test_what_tp_does_not_divide_is_named(changes: dict[str, int], tp: int, mess
         vllm_layout(weights, spec, tp, 0)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "experts", "tp", "parallel", "message"),
+    [
+        ("MixtralForCausalLM", (4, 6), 4, False, "experts.0.w1.weight: its 6 rows cannot be divided over rollout.tp 4"),
+        ("Qwen3MoeForCausalLM", (2, 8), 4, True, "the layer's 2 experts are fewer than the rollout.tp 4"),
+        ("DeepseekV3ForCausalLM", (4, 3), 4, True, "shared_experts.gate_proj.weight: its 6 rows"),
+    ],
+)
+def test_experts_that_cannot_be_divided_are_named(
+    architecture: str, experts: tuple[int, int], tp: int, parallel: bool, message: str
+) -> None:
+    spec = make_spec(architecture, moe=make_experts(architecture, *experts))
+    with pytest.raises(GridError, match=message):
+        vllm_layout(weights_of(spec), spec, tp, 0, expert_parallel=parallel)
+
+
+def test_expert_parallel_ranks_need_not_divide_an_expert() -> None:
+    spec = make_spec("MixtralForCausalLM", moe=make_experts("MixtralForCausalLM", 4, 6))
+    layout = vllm_layout(weights_of(spec), spec, 4, 3, expert_parallel=True)
+    fused = "model.layers.0.block_sparse_moe.experts.routed_experts."
+    assert layout.local_shapes[fused + "w13_weight"] == (1, 12, 8)
+    assert {piece.tensor.split(".experts.")[1] for piece in layout.pieces if piece.local == fused + "w2_weight"} == {
+        "3.w2.weight"
+    }
+
+
 def test_a_critics_head_is_nothing_to_vllm() -> None:
     spec = make_spec()
     layout = vllm_layout(weights_of(spec, value_head=True), spec, 1, 0)
@@ -71,20 +100,39 @@ def test_a_critics_head_is_nothing_to_vllm() -> None:
 
 def test_vllm_itself_places_the_elements_there(world: Callable[..., list[Any]], tmp_path: Path) -> None:
     """Every architecture, tied and untied, at TP 1, 2 and 4 (more ranks than key-value heads), with a vocabulary
-    of 130 that needs padding."""
+    of 130 that needs padding; experts (6, so that 4 ranks hold unequal numbers) with and without expert parallelism."""
     folders = [
-        make_tiny_folder(tmp_path / f"{architecture}-{tied}", architecture, tie_embeddings=tied, vocab_size=130)
-        for architecture in ARCHITECTURES
+        make_tiny_folder(
+            tmp_path / f"{architecture}-{tied}",
+            architecture,
+            **{"tie_embeddings": tied, "vocab_size": 130, "num_hidden_layers": 2, **CONFIGS.get(architecture, {})},
+        )
+        # vLLM makes its expert-parallel group only if the first model of a TP has experts
+        for architecture in sorted(ARCHITECTURES, key=lambda architecture: architecture not in ROUTED)
         for tied in (False, True)
+        if (architecture, tied) not in VLLM_HAS_NONE
+    ]
+    folders.append(
+        make_tiny_folder(
+            tmp_path / "DeepseekV3ForCausalLM-direct",
+            "DeepseekV3ForCausalLM",
+            **{**CONFIGS["DeepseekV3ForCausalLM"], "q_lora_rank": None, "num_hidden_layers": 2},
+        )
+    )
+    cases = [
+        {"folder": str(folder), "tp": tp, "expert_parallel": parallel, "placement": placement}
+        for tp in (4, 2, 1)
+        for folder in folders
+        for parallel, placement in ((False, "linear"), (True, "linear"), (True, "round_robin"))
+        if not parallel or (tp > 1 and folder.name.startswith(ROUTED))
     ]
     results = world(
         4,
         "tests.layout.ranks:compare_with_vllm",
-        folders=folders,
-        tp_sizes=[4, 2, 1],
+        cases=cases,
         fresh=True,  # vLLM's process-wide state must not meet the engines of other tests
         deadline=300.0,
     )
     for rank, wrong in enumerate(results):
-        assert len(wrong) == 3 * len(folders)
-        assert {case: names for case, names in wrong.items() if names} == {}, f"rank {rank}"
+        assert len(wrong) == len(cases)
+        assert [(case, names) for case, names in zip(cases, wrong, strict=True) if names] == [], f"rank {rank}"

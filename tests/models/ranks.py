@@ -22,17 +22,17 @@ def manager() -> ProcessGroupManager:
     return ProcessGroupManager()
 
 
-def grid(tp: int, pp: int, vpp: int | None = None) -> Grid:
-    return manager().grid(GridShape.fit(dist.get_world_size(), tp=tp, pp=pp, vpp=vpp))
+def grid(**sizes: int) -> Grid:
+    return manager().grid(GridShape.fit(dist.get_world_size(), **sizes))
 
 
-def load(folder: str, tp: int, pp: int, *, value_head: bool = False, **options: Any) -> MegatronModel:
-    """The model of `folder` on a grid that fills the world."""
-    vpp = options.pop("vpp", None)
+def load(folder: str, *, value_head: bool = False, dtype: torch.dtype = torch.float32, **options: Any) -> MegatronModel:
+    """The model of `folder` on a grid that fills the world; `options` are its sizes and TransformerConfig fields."""
+    sizes = {name: options.pop(name) for name in ("tp", "pp", "vpp", "ep", "etp") if name in options}
     model = MegatronModel(
         ModelSpec.from_folder(folder),
-        grid(tp, pp, vpp),
-        dtype=torch.float32,
+        grid(**sizes),
+        dtype=dtype,
         seed=0,
         value_head=value_head,
         overrides=options,
@@ -54,9 +54,10 @@ def whole_rows(tokens: list[list[int]]) -> RolloutBatch:
     )
 
 
-def logits(folder: str, tp: int, pp: int, tokens: list[list[int]], **options: Any) -> list[list[list[float]]]:
+def logits(folder: str, tokens: list[list[int]], **options: Any) -> list[list[list[float]]]:
     """[b, s, vocab] logits of every position, gathered over the tensor-parallel ranks; [] off the last stage."""
-    model = load(folder, tp, pp, **options)
+    model = load(folder, **options)
+    tp, pp = model.grid.shape.tp, model.grid.shape.pp
     found: list[torch.Tensor] = []
 
     def score(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -71,8 +72,8 @@ def logits(folder: str, tp: int, pp: int, tokens: list[list[int]], **options: An
     return found[0].tolist() if found else []
 
 
-def values(folder: str, tp: int, pp: int, tokens: list[list[int]]) -> list[list[float]]:
+def values(folder: str, tokens: list[list[int]], **options: Any) -> list[list[float]]:
     """[b, s - 1] values of a critic."""
-    model = load(folder, tp, pp, value_head=True)
+    model = load(folder, value_head=True, **options)
     batch = whole_rows(tokens)
     return model.score(micro_batches_for(model, batch, 64), model.values, tuple(batch.generated_ids.shape)).tolist()

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megaverl.models.spec import ARCHITECTURES
+from megaverl.models.spec import ARCHITECTURES, ModelSpec
 from megaverl.models.tiny import make_tiny_folder
+from tests.layout.specs import make_spec
 from tests.worlds import run_world
 
 TOKENS = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(5)).tolist()
-GRIDS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+GRIDS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
+EXPERT_GRIDS: list[dict[str, int]] = [
+    {"ep": 2},
+    {"ep": 4},
+    {"ep": 2, "pp": 2},
+    {"tp": 2, "ep": 2},  # experts cut by tensor parallelism too: uneven rows go between its ranks
+    {"tp": 2, "ep": 2, "etp": 1},
+    {"tp": 2, "pp": 2, "ep": 2, "etp": 1},
+]
+WITH_EXPERTS = [a for a in ARCHITECTURES if make_spec(a).moe]
 
 
 @pytest.fixture(scope="module", params=[(a, t) for a in ARCHITECTURES for t in (True, False)], ids=str)
@@ -33,25 +44,55 @@ def reference_logits(folder: Path) -> torch.Tensor:
         return model(torch.tensor(TOKENS)).logits
 
 
-@pytest.mark.parametrize(("tp", "pp"), GRIDS)
-def test_logits_equal_hugging_faces(folder: Path, tp: int, pp: int) -> None:
-    results = run_world(4, "tests.models.ranks:logits", folder=folder, tp=tp, pp=pp, tokens=TOKENS)
-    expected = reference_logits(folder)
+def assert_parity(folder: Path, expected: torch.Tensor, grid: dict[str, int], **options: Any) -> None:
+    results = run_world(4, "tests.models.ranks:logits", folder=folder, tokens=TOKENS, **grid, **options)
     found = [torch.tensor(result) for result in results if result]
-    assert len(found) == 4 // pp
+    assert len(found) == 4 // grid.get("pp", 1)
+    width = expected.shape[1]  # sequence parallelism pads the sequence to a multiple of tp
     for each in found:
-        assert (each - expected).abs().max() < 1e-4
+        assert (each[:, :width] - expected).abs().max() < 1e-4, grid
+
+
+def test_logits_equal_hugging_faces(folder: Path) -> None:
+    expected = reference_logits(folder)
+    for grid in GRIDS:
+        assert_parity(folder, expected, grid)
+
+
+@pytest.mark.parametrize("architecture", WITH_EXPERTS)
+def test_logits_with_experts_on_ranks_of_their_own(architecture: str, tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path, architecture, num_hidden_layers=2)
+    expected = reference_logits(folder)
+    for grid in EXPERT_GRIDS:
+        assert_parity(folder, expected, grid)
+
+
+def test_weights_of_chosen_experts_that_are_not_divided_by_their_sum(tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path, "Qwen3MoeForCausalLM", norm_topk_prob=False)
+    assert_parity(folder, reference_logits(folder), {"tp": 2, "ep": 2})
+
+
+def test_latent_attention_without_a_query_latent_and_with_yarn(tmp_path: Path) -> None:
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    folder = make_tiny_folder(tmp_path, "DeepseekV3ForCausalLM", q_lora_rank=None, rope_parameters=yarn)
+    assert ModelSpec.from_folder(folder).rope_scaling is not None
+    assert_parity(folder, reference_logits(folder), {"tp": 2, "pp": 2})
 
 
 def test_virtual_stages_and_sequence_parallel(tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM", tie_embeddings=True)
     expected = reference_logits(folder)
     for options in ({"vpp": 2}, {"sequence_parallel": True}):
-        results = run_world(4, "tests.models.ranks:logits", folder=folder, tp=2, pp=2, tokens=TOKENS, **options)
-        found = [torch.tensor(result) for result in results if result]
-        assert len(found) == 2
-        width = expected.shape[1]  # sequence parallelism pads the sequence to a multiple of tp
-        assert all((each[:, :width] - expected).abs().max() < 1e-4 for each in found)
+        assert_parity(folder, expected, {"tp": 2, "pp": 2}, **options)
 
 
 def test_critic_is_the_backbone_with_a_value_head(tmp_path: Path) -> None:
@@ -65,8 +106,8 @@ def test_critic_is_the_backbone_with_a_value_head(tmp_path: Path) -> None:
     with torch.no_grad():
         hidden = model.model(torch.tensor(TOKENS)).last_hidden_state
     expected = (hidden @ head.T)[:, :-1, 0]
-    for tp, pp in GRIDS:
-        for result in run_world(4, "tests.models.ranks:values", folder=folder, tp=tp, pp=pp, tokens=TOKENS):
+    for grid in GRIDS:
+        for result in run_world(4, "tests.models.ranks:values", folder=folder, tokens=TOKENS, **grid):
             assert (torch.tensor(result) - expected).abs().max() < 1e-4
 
 

@@ -24,6 +24,9 @@ def test_the_list_is_whole_and_says_why() -> None:
         "import hook",
         "quiet fallback warnings",
         "moe te_general_gemm",
+        "moe split sizes",
+        "uneven rows over gloo",
+        "latent attention without Transformer Engine",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
     assert list(REWRITES) == [
@@ -111,6 +114,8 @@ from megaverl.platform import platform
 for _ in range(2): platform.adapt_megatron()
 import megatron.core.optimizer, megatron.core.models.gpt, megatron.core.tensor_parallel.random
 import megatron.core.transformer.moe.moe_utils as moe
+import megatron.core.transformer.moe.token_dispatcher as dispatcher
+import megatron.core.transformer.multi_latent_attention as latent
 import megatron.core.distributed.param_and_grad_buffer as buffer
 after = dict(vars(torch.cuda)), dict(vars(torch.Tensor)), dict(vars(torch))
 def changed(old, new):
@@ -119,6 +124,8 @@ print(json.dumps({
     "changed": [changed(old, new) for old, new in zip(before, after)],
     "hooks": sum(type(f).__module__ == "megaverl.platform.megatron_cpu" for f in sys.meta_path),
     "te_general_gemm": moe.te_general_gemm is None,
+    "latent_attention_has_te": latent.HAVE_TE,
+    "split_sizes": type(dispatcher.maybe_move_tensor_to_cpu(torch.ones(2), as_numpy=True)).__name__,
     "sees_the_shim": buffer._cuda_on_cpu.__name__,
 }))
 """
@@ -132,6 +139,8 @@ def test_torch_is_left_alone_while_megatron_core_sees_the_shim() -> None:
         "changed": [[], [], []],
         "hooks": 1,
         "te_general_gemm": True,
+        "latent_attention_has_te": False,
+        "split_sizes": "ndarray",
         "sees_the_shim": "megaverl.platform.cuda_on_cpu",
     }
     assert "not installed" not in done.stderr

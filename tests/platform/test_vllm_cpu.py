@@ -19,6 +19,7 @@ def test_the_list_is_whole_and_says_why() -> None:
     assert [adaptation.name for adaptation in ADAPTATIONS] == [
         "quiet expected warnings",
         "weights beside packed copies",
+        "experts beside packed copies",
         "no sgl kernels",
         "shared memory by job",
     ]

@@ -73,6 +73,10 @@ def reshard_with_a_fault(fault: str) -> str:
         tensors[name] = torch.nn.Parameter(torch.zeros(3))
     if rank == 1 and fault == "dtype":
         tensors[name] = torch.nn.Parameter(tensors[name].data.bfloat16())
+    if rank == 1 and fault == "extra":
+        tensors["decoder.weight_scale"] = torch.nn.Parameter(torch.zeros(3))
+    if rank == 1 and fault == "quantised":
+        tensors[name] = torch.nn.Parameter(tensors[name].data.to(torch.int8), requires_grad=False)
     plan = make_plan(layouts, layouts, 4, rank)
     try:
         Resharder(plan, tensors, tensors)

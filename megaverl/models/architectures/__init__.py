@@ -2,14 +2,28 @@
 
 from megaverl.errors import ModelError
 from megaverl.layout.weights import Weight
-from megaverl.models.architectures import llama, qwen2, qwen3
+from megaverl.models.architectures import (
+    deepseek_v3,
+    gemma,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from megaverl.models.architectures.table import build
 from megaverl.models.spec import ModelSpec
 
-LAYER_RULES = {
-    "LlamaForCausalLM": llama.LAYER,
-    "Qwen2ForCausalLM": qwen2.LAYER,
-    "Qwen3ForCausalLM": qwen3.LAYER,
+LAYERS = {
+    "LlamaForCausalLM": llama.LAYERS,
+    "Qwen2ForCausalLM": qwen2.LAYERS,
+    "Qwen3ForCausalLM": qwen3.LAYERS,
+    "MistralForCausalLM": mistral.LAYERS,
+    "GemmaForCausalLM": gemma.LAYERS,
+    "MixtralForCausalLM": mixtral.LAYERS,
+    "Qwen3MoeForCausalLM": qwen3_moe.LAYERS,
+    "DeepseekV3ForCausalLM": deepseek_v3.LAYERS,
 }
 
 
@@ -22,13 +36,11 @@ def weights_of(spec: ModelSpec, *, value_head: bool = False) -> list[Weight]:
     Raises:
         ModelError: an architecture without a table, or attention biases where the table has none.
     """
-    if spec.architecture not in LAYER_RULES:
-        raise ModelError(
-            f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYER_RULES)}."
-        )
+    if spec.architecture not in LAYERS:
+        raise ModelError(f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYERS)}.")
     if spec.qkv_bias and spec.architecture != "Qwen2ForCausalLM":
         raise ModelError(
             f"{spec.architecture} with `attention_bias: true` is not supported: only Qwen2 may have "
             "biases on its attention projections."
         )
-    return build(LAYER_RULES[spec.architecture], spec, value_head=value_head)
+    return build(LAYERS[spec.architecture], spec, value_head=value_head)

@@ -1,7 +1,7 @@
 """Llama: the base decoder; the other architectures add their lines to this table."""
 
 from megaverl.layout.weights import Split
-from megaverl.models.architectures.table import Rule
+from megaverl.models.architectures.table import Layers, Rule
 
 ATTENTION = (
     Rule(
@@ -72,4 +72,4 @@ MLP = (
         "mlp.down_proj.weight",
     ),
 )
-LAYER = ATTENTION + MLP
+LAYERS = Layers(dense=ATTENTION + MLP)

@@ -2,7 +2,7 @@
 
 from megaverl.layout.weights import Split
 from megaverl.models.architectures import llama
-from megaverl.models.architectures.table import Rule
+from megaverl.models.architectures.table import Layers, Rule
 
 QKV_BIAS = tuple(
     Rule(
@@ -14,4 +14,4 @@ QKV_BIAS = tuple(
     )
     for part, axis, split in (("q", "q", Split.Q), ("k", "kv", Split.K), ("v", "kv", Split.V))
 )
-LAYER = llama.ATTENTION + QKV_BIAS + llama.MLP
+LAYERS = Layers(dense=llama.ATTENTION + QKV_BIAS + llama.MLP)

@@ -2,7 +2,7 @@
 
 from megaverl.layout.weights import Split
 from megaverl.models.architectures import llama
-from megaverl.models.architectures.table import Rule
+from megaverl.models.architectures.table import Layers, Rule
 
 QK_NORMS = tuple(
     Rule(
@@ -14,4 +14,4 @@ QK_NORMS = tuple(
     )
     for part in ("q", "k")
 )
-LAYER = llama.ATTENTION + QK_NORMS + llama.MLP
+LAYERS = Layers(dense=llama.ATTENTION + QK_NORMS + llama.MLP)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megaverl.layout.weights import Split, Weight
 from megaverl.models.spec import ModelSpec
@@ -15,10 +15,12 @@ class Rule:
     """One line of a table.
 
     Attributes:
-        name: Hugging Face name; in a decoder layer, the part after `model.layers.N.`.
-        axes: the sizes of the axes, by the words of `_sizes`.
+        name: Hugging Face name; in a decoder layer, the part after `model.layers.N.`. With `{}` in the place of
+            a number, the rule is for every routed expert of a layer.
+        axes: the sizes of the axes, by the words of `_sizes`. Where one of them is 0, the model has no such weight.
         split: how tensor parallelism divides it.
-        megatron: GPTModel's name; in a decoder layer, the part after `decoder.layers.N.`.
+        megatron: GPTModel's name; in a decoder layer, the part after `decoder.layers.N.`, `{}` for the number of
+            an expert on its rank.
         vllm: vLLM's name; in a decoder layer, the part after `model.layers.N.`. None: vLLM has no use for it.
         stage: `layer`, or the pipeline stage of a weight that stands outside the layers.
         transformer_engine: GPTModel's name under Transformer Engine's layer spec, where it differs.
@@ -31,6 +33,13 @@ class Rule:
     vllm: str | None
     stage: Literal["first", "layer", "last"] = "layer"
     transformer_engine: str | None = None
+
+
+class Layers(NamedTuple):
+    """The rules of a decoder layer with a plain MLP, and of one with routed experts."""
+
+    dense: tuple[Rule, ...] = ()
+    routed: tuple[Rule, ...] = ()
 
 
 EMBEDDING = Rule(
@@ -53,27 +62,29 @@ LM_HEAD = Rule("lm_head.weight", ("vocab", "hidden"), Split.VOCAB, "output_layer
 VALUE_HEAD = Rule("score.weight", ("one", "hidden"), Split.REPLICATED, "output_layer.weight", None, "last")
 
 
-def build(layer_rules: Sequence[Rule], spec: ModelSpec, *, value_head: bool) -> list[Weight]:
-    """All weights of a decoder whose layers follow `layer_rules`, in the order of the forward pass.
+def build(layers: Layers, spec: ModelSpec, *, value_head: bool) -> list[Weight]:
+    """All weights of a decoder whose layers follow these rules, in the order of the forward pass.
 
     With `value_head` the model is a critic: `score.weight` `[1, hidden]` in the place of the language-model
     head, and nothing tied.
     """
     sizes = _sizes(spec)
     tied = spec.tie_embeddings and not value_head
-    weights = [_weight(EMBEDDING, sizes, tied=tied)]
+    num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
+    dense, routed = (_templates(rules, sizes, spec) for rules in layers)
+    weights = [_outside(EMBEDDING, sizes, tied=tied)]
     for layer in range(spec.num_layers):
-        weights += [_weight(rule, sizes, layer) for rule in layer_rules]
-    weights.append(_weight(FINAL_NORM, sizes))
+        weights += _in_layer(layer, dense if layer < num_dense else routed)
+    weights.append(_outside(FINAL_NORM, sizes))
     if value_head:
-        weights.append(_weight(VALUE_HEAD, sizes))
+        weights.append(_outside(VALUE_HEAD, sizes))
     elif not tied:
-        weights.append(_weight(LM_HEAD, sizes))
+        weights.append(_outside(LM_HEAD, sizes))
     return weights
 
 
 def _sizes(spec: ModelSpec) -> dict[str, int]:
-    return {
+    sizes = {
         "one": 1,
         "vocab": spec.vocab_size,
         "hidden": spec.hidden_size,
@@ -82,17 +93,83 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "q": spec.num_heads * spec.head_dim,
         "kv": spec.num_kv_heads * spec.head_dim,
     }
+    if spec.moe is not None:
+        sizes |= {
+            "experts": spec.moe.num_experts,
+            "expert_bias": spec.moe.num_experts if spec.moe.router_bias else 0,
+            "expert_ffn": spec.moe.ffn_hidden_size,
+            "shared_ffn": spec.moe.shared_ffn_hidden_size,
+        }
+    if spec.mla is not None:
+        kv_a = spec.mla.kv_lora_rank + spec.mla.qk_rope_head_dim
+        sizes |= {
+            "q_latent": spec.mla.q_lora_rank or 0,
+            "q_direct": 0 if spec.mla.q_lora_rank else sizes["q"],
+            "kv_latent": spec.mla.kv_lora_rank,
+            "kv_a_fused": kv_a if spec.mla.q_lora_rank else 0,
+            "kv_a_alone": 0 if spec.mla.q_lora_rank else kv_a,
+            "kv_up": spec.num_heads * (spec.mla.qk_nope_head_dim + spec.mla.v_head_dim),
+            "values": spec.num_heads * spec.mla.v_head_dim,
+        }
+    return sizes
 
 
-def _weight(rule: Rule, sizes: dict[str, int], layer: int | None = None, *, tied: bool = False) -> Weight:
-    prefix = "" if layer is None else f"model.layers.{layer}."
+class _Template(NamedTuple):
+    """A rule with its names and sizes filled in, but for the number of the layer."""
+
+    name: str
+    rule: Rule
+    shape: tuple[int, ...]
+    expert: int | None
+
+
+def _templates(rules: Sequence[Rule], sizes: dict[str, int], spec: ModelSpec) -> list[_Template]:
+    """The weights of one layer, those of the routed experts expert by expert."""
+    held: list[_Template] = []
+    routed: list[_Template] = []
+    for rule in rules:
+        shape = tuple(sizes[axis] for axis in rule.axes)
+        if 0 not in shape:
+            (routed if "{}" in rule.name else held).append(_Template(rule.name, rule, shape, None))
+    if spec.moe is not None:
+        for expert in range(spec.moe.num_experts):
+            held += [each._replace(name=each.name.format(expert), expert=expert) for each in routed]
+    return held
+
+
+def _in_layer(layer: int, templates: Sequence[_Template]) -> list[Weight]:
+    prefix = f"model.layers.{layer}."
+    # the experts of a layer share vLLM's parameter, and so its name
+    vllm_names: dict[str | None, str | None] = {None: None}
+    weights = []
+    for name, rule, shape, expert in templates:
+        if rule.vllm not in vllm_names:
+            vllm_names[rule.vllm] = f"{prefix}{rule.vllm}"
+        weights.append(
+            Weight(
+                prefix + name,
+                shape,
+                rule.split,
+                layer,
+                rule.megatron,
+                vllm_names[rule.vllm],
+                rule.transformer_engine,
+                None,
+                expert,
+            )
+        )
+    return weights
+
+
+def _outside(rule: Rule, sizes: dict[str, int], *, tied: bool = False) -> Weight:
+    """A weight that stands before or after the layers."""
     return Weight(
-        name=prefix + rule.name,
+        name=rule.name,
         shape=tuple(sizes[axis] for axis in rule.axes),
         split=rule.split,
-        stage=layer if layer is not None else ("first" if rule.stage == "first" else "last"),
+        stage="first" if rule.stage == "first" else "last",
         megatron=rule.megatron,
-        vllm=None if rule.vllm is None else prefix + rule.vllm,
+        vllm=rule.vllm,
         transformer_engine=rule.transformer_engine,
         megatron_tied=LM_HEAD.megatron if tied else None,
     )

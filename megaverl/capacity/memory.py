@@ -1,0 +1,196 @@
+"""Memory of every rank: what each role holds, and the busiest moment of each phase of a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from megaverl.capacity.activations import LayerShape, Recompute, StageLoad, head_bytes, in_flight, stage_bytes
+from megaverl.capacity.buffers import Options, Parameter, TrainedBytes, parameters_of, trained_bytes
+from megaverl.capacity.engine import EngineBytes, engine_bytes
+from megaverl.capacity.job import Job, Role
+from megaverl.capacity.stages import padded_vocab_size
+from megaverl.capacity.traffic import aliased_elements
+
+MB = 2**20  # of `reshard.bucket_mb`
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parts: role -> component -> bytes.
+        moments: phase of a step -> what is in use at its busiest -> bytes; the machine's reserve among them.
+        engine: how the rollout engine divides its share.
+    """
+
+    rank: int
+    parts: dict[str, dict[str, float]]
+    moments: dict[str, dict[str, float]]
+    engine: EngineBytes = field(repr=False)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Phase of a step -> bytes in use at its busiest."""
+        return {phase: sum(used.values()) for phase, used in self.moments.items()}
+
+    @property
+    def peak(self) -> float:
+        return max(self.phases.values())
+
+
+class MemoryModel:
+    """Computes `RankMemory`; ranks that hold as much share the work."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._stage_parameters = cache(self._make_stage_parameters)
+        self._trained = cache(self._make_trained)
+        self._activations = cache(self._make_activations)
+        config = job.config
+        self._engine = engine_bytes(
+            job.spec,
+            job.rollout.layout_of(0),
+            job.rollout.tp,
+            config.rollout.vllm,
+            itemsize=job.itemsize,
+            memory=job.machine.memory,
+            sequences=-(-config.samples_per_step * job.rollout.tp // job.world),
+            longest=config.max_tokens,
+        )
+
+    def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
+        """Of these ranks; of all where none are given."""
+        return [self.rank(rank) for rank in (range(self.job.world) if ranks is None else ranks)]
+
+    def rank(self, rank: int) -> RankMemory:
+        """Of one rank."""
+        job = self.job
+        parts: dict[str, dict[str, float]] = {}
+        held = {"reserve": job.machine.reserve, "training": 0.0, "frozen": 0.0}
+        loads: dict[str, dict[str, float]] = {}
+        for role in job.roles:
+            train, score = self._activations(role.name, role.grid.coords(rank - role.ranks.start).pp)
+            if role.trained is not None:
+                trained = self.trained(role, rank)
+                parts[role.name] = {
+                    "weights": trained.weights,
+                    "gradients": trained.gradients,
+                    "optimizer": trained.optimizer,
+                    "activations": train,
+                }
+                held["training"] += trained.weights + trained.gradients + trained.optimizer
+                loads[f"{role.name} forward"] = {"activations": score}
+                loads[f"{role.name} update"] = {"activations": max(train, trained.step)}
+                continue
+            weights = self.weights(role, rank)
+            parts[role.name] = {"weights": weights, "activations": score}
+            loads[f"{role.name} forward"] = {"activations": score}
+            if job.config.reference.offload:
+                loads[f"{role.name} forward"]["frozen"] = weights
+            else:
+                held["frozen"] += weights
+        aliased, engine = self._aliased_on(rank), self._engine
+        parts["rollout"] = {
+            "weights": engine.weights - aliased,
+            "aliased": aliased,
+            "KV cache": max(0.0, engine.cache),
+            "workspace": engine.workspace,
+        }
+        buckets = 2 * job.config.reshard.bucket_mb * MB if job.world > 1 else 0
+        parts["reshard"] = {"buckets": buckets}
+        return RankMemory(rank, parts, self._moments(held, loads, aliased, buckets), engine)
+
+    def _moments(
+        self, held: dict[str, float], loads: dict[str, dict[str, float]], aliased: float, buckets: float
+    ) -> dict[str, dict[str, float]]:
+        """What is in use in each phase; `held` always is, each of `loads` in the phase that it is of."""
+        engine, config = self._engine, self.job.config
+        own = {"engine weights": engine.weights - aliased, "KV cache": max(0.0, engine.cache)}
+        if config.reshard.overlap:  # the next weights, beside the present ones
+            own["engine weights"] += engine.weights
+        resting = {} if config.rollout.sleep else own
+        return {
+            # vLLM asks for its whole share before anything is aliased
+            "engine start": held | own | {"engine weights": engine.weights, "activations": engine.workspace},
+            "generate": held | own | {"activations": engine.workspace},
+            "reshard": held | own | {"buckets": buckets},
+        } | {
+            phase: {name: (held | resting).get(name, 0.0) + load.get(name, 0.0) for name in held | resting | load}
+            for phase, load in loads.items()
+        }
+
+    def weights(self, role: Role, rank: int) -> int:
+        """The role's parameters as its layout gives them, without any buffer's padding."""
+        stage = role.grid.coords(rank - role.ranks.start).pp
+        return sum(p.numel for chunk in self._stage_parameters(role.name, stage) for p in chunk) * self.job.itemsize
+
+    def trained(self, role: Role, rank: int) -> TrainedBytes:
+        """What training adds to a role on this rank."""
+        coords = role.grid.coords(rank - role.ranks.start)
+        return self._trained(role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp)
+
+    def _aliased_on(self, rank: int) -> int:
+        job = self.job
+        if not job.aliases or rank not in job.actor.ranks:
+            return 0
+        source = job.actor.layout_of(rank - job.actor.ranks.start)
+        return aliased_elements(source, job.rollout.layout_of(rank - job.rollout.ranks.start)) * job.itemsize
+
+    def _role(self, name: str) -> Role:
+        return next(role for role in self.job.roles if role.name == name)
+
+    def _make_stage_parameters(self, name: str, stage: int) -> tuple[tuple[Parameter, ...], ...]:
+        role = self._role(name)
+        layout = role.layout_of(role.grid.rank(pp=stage))  # the same sizes on every rank of a stage
+        tied = role.spec.tie_embeddings and not role.value_head and role.grid.pp > 1
+        return parameters_of(layout, expert_parallel=role.grid.ep > 1, tied=tied)
+
+    def _make_trained(self, name: str, stage: int, dense: int, expert: int) -> TrainedBytes:
+        role = self._role(name)
+        assert role.trained is not None
+        replicas = role.grid.dp * role.grid.cp
+        return trained_bytes(
+            self._stage_parameters(name, stage),
+            Options.read(role.trained.ddp, _optimizer(role), replicas),
+            itemsize=self.job.itemsize,
+            dense=(dense, replicas),
+            expert=(expert, role.grid.expert_dp),
+            first_stage=stage == 0,
+        )
+
+    def _make_activations(self, name: str, stage: int) -> tuple[float, float]:
+        """(while training, while scoring) at the peak."""
+        role, config = self._role(name), self.job.config
+        grid, fields = role.grid, role.config.megatron
+        shape = LayerShape.read(role.spec, grid, fields, self.job.itemsize)
+        tokens = -(-role.config.micro_batch_tokens // grid.cp)
+        responses = math.ceil(tokens * (1 - config.data.max_prompt_tokens / config.max_tokens))
+        dense, moe = role.layers(stage)
+        flying = in_flight(stage, grid.pp, grid.vpp, self._micro_batches(role))
+        load = StageLoad(dense, moe, tokens, config.max_tokens, flying)
+        train = stage_bytes(shape, load, Recompute.read(fields))
+        score = stage_bytes(shape, StageLoad(min(dense, 1), min(moe, 1), tokens, config.max_tokens, 1.0), Recompute())
+        if stage == grid.pp - 1:
+            if role.value_head:
+                head_train = head_score = 8.0 * tokens * role.spec.hidden_size  # float32 hidden states and gradient
+            else:
+                vocab = padded_vocab_size(role.spec.vocab_size, grid.tp)
+                head_train = head_bytes(shape, vocab, tokens, responses, train=True)
+                head_score = head_bytes(shape, vocab, tokens, responses, train=False)
+            train, score = train + head_train, score + head_score
+        return train, score
+
+    def _micro_batches(self, role: Role) -> int:
+        """Of one update on a data-parallel rank, if every sample is as long as it may be."""
+        config = self.job.config
+        samples = -(-config.samples_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
+        return -(-samples // max(1, role.config.micro_batch_tokens // config.max_tokens))
+
+
+def _optimizer(role: Role) -> dict[str, Any]:
+    return getattr(role.config, "optimizer", {})

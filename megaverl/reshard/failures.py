@@ -1,0 +1,125 @@
+"""Who failed: a rank that cannot go on says whom it waits for, and all learn which rank is at the root."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from megaverl.errors import ReshardError
+
+# How long a rank waits to hear whether the rank that it blames has itself been waiting for another.
+GRACE_SECONDS = 2.0
+POLL_SECONDS = 0.05
+
+_made: Counter[str] = Counter()  # so that all ranks of a group name their resharders alike
+
+
+class Report(NamedTuple):
+    """`reporter` waited for `culprit` (-1: for all) while it was `doing` something."""
+
+    culprit: int
+    doing: str
+    reporter: int
+
+
+class Failures:
+    """Reports of one resharder's ranks in the store of the process group, looked at only when something failed.
+
+    Where that store is hosted by the rank that is lost (rank 0, without torchrun), each rank says what it knows.
+
+    Args:
+        group: the ranks; None: all.
+        timeout: how long they wait for each other.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, timeout: timedelta | None) -> None:
+        name = "" if group is None else group.group_name
+        self._prefix = f"megaverl/reshard/{name}/{_made[name]}"
+        _made[name] += 1
+        self._rank = rank
+        self._world = dist.get_world_size(group) if dist.is_initialized() else 1
+        self._seconds = None if timeout is None else timeout.total_seconds()
+
+    def blame(self, version: int, peer: int, what: str, error: Exception) -> ReshardError:
+        """An error that names the rank at the root of this one's failure.
+
+        Args:
+            version: of the weights that were on their way.
+            peer: the rank that this one waited for; -1: all.
+            what: this rank was doing, with the boxes concerned.
+            error: what the transport said.
+        """
+        found = [Report(peer, what, self._rank)]
+        prefix = f"{self._prefix}/{version}"
+
+        def ask() -> None:
+            store = dist.distributed_c10d._get_default_store()
+            if peer >= 0:
+                store.set(f"{prefix}/report/{self._rank}", json.dumps(found[0]))
+                store.set(f"{prefix}/reporter", str(self._rank))
+                found[0] = _follow(store, prefix, found[0])
+            elif culprit := self._missing(store, prefix, what):
+                found[0] = culprit
+
+        patience = (self._seconds or 0.0) if peer < 0 else 0.0
+        _within(patience + 3 * GRACE_SECONDS, ask)
+        root = found[0]
+        who = f"rank {root.culprit}" if root.culprit >= 0 else "some rank"
+        waited = "in time" if self._seconds is None else f"within {self._seconds:g} s"
+        here = "" if root.reporter == self._rank else f" Rank {self._rank} was {what}."
+        return ReshardError(
+            f"{who} died or stalled while the weights of version {version} moved: rank {root.reporter}, {root.doing}, "
+            f"got no answer {waited}.{here} ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+        )
+
+    def _missing(self, store: dist.Store, prefix: str, what: str) -> Report | None:
+        """Who is at the root when this rank only knows that not all have come: someone else's report says it, or
+        there is one rank alone of which nothing is heard."""
+        store.set(f"{prefix}/present/{self._rank}", "")
+        store.add(f"{prefix}/num_present", 1)
+        end = time.monotonic() + (self._seconds or 0.0) + GRACE_SECONDS
+        while time.monotonic() < end:
+            if store.check([f"{prefix}/reporter"]):
+                reporter = store.get(f"{prefix}/reporter").decode()
+                return _follow(store, prefix, Report(*json.loads(store.get(f"{prefix}/report/{reporter}"))))
+            if store.add(f"{prefix}/num_present", 0) >= self._world - 1:
+                break
+            time.sleep(POLL_SECONDS)
+        silent = [rank for rank in range(self._world) if not store.check([f"{prefix}/present/{rank}"])]
+        return Report(silent[0], what, self._rank) if len(silent) == 1 else None
+
+
+def _follow(store: dist.Store, prefix: str, report: Report) -> Report:
+    """From a report to that of the rank blamed in it, and on, until one that says nothing."""
+    end = time.monotonic() + GRACE_SECONDS
+    seen = {report.reporter}
+    while time.monotonic() < end and report.culprit not in seen:
+        key = f"{prefix}/report/{report.culprit}"
+        if store.check([key]):
+            report = Report(*json.loads(store.get(key)))
+            seen.add(report.reporter)
+        else:
+            time.sleep(POLL_SECONDS)
+    return report
+
+
+def _within(seconds: float, function: Callable[[], None]) -> None:
+    """Run it in a thread and leave it there if it takes longer: the store's own host may be the one that stalled."""
+
+    def run() -> None:
+        try:
+            function()
+        except RuntimeError:
+            # The store went with the rank that hosts it; what this rank knows by itself must do.
+            return
+
+    thread = threading.Thread(target=run, daemon=True, name="reshard-failure")
+    thread.start()
+    thread.join(seconds)

@@ -1,0 +1,121 @@
+"""`megaverl plan` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from megaverl.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ["plan", "--config", str(ROOT / "configs" / "grpo_llama3_70b.yaml"), "--nodes", "8"]
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 1024,
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> list[str]:
+    """A model that is not here, but for its config.json."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    keys = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match", "actor.pp=2", "rollout.tp=2"]
+    return ["plan", *keys, "--model-config", str(tmp_path / "config.json")]
+
+
+def test_a_recipe_is_planned_without_its_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(RECIPE) == 0
+    out = capsys.readouterr().out
+    assert "64 ranks: 8 nodes of 8 GPUs" in out and "70.6 billion parameters" in out
+    assert "fits: " in out and "arXiv 2205.05198" in out
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_json_holds_the_same_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RECIPE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True and found["world"] == {"ranks": 64, "nodes": 8, "gpus_per_node": 8}
+    assert found["memory"]["actor"].keys() == {"weights", "gradients", "optimizer", "activations"}
+    assert found["reshard"]["received"].keys() == {"alias", "local", "nvlink", "network"}
+    assert 0.9 < found["reshard"]["share_of_wire_limit"] <= 1
+
+
+def test_what_does_not_fit_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RECIPE, "--memory", "70"]) == 0
+    out = capsys.readouterr().out
+    assert "does not fit:" in out and "GB too much" in out
+    assert "nearest that would: rollout.vllm.gpu_memory_utilization=" in out
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_picture(suffix: str, tiny: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "made" / f"plan{suffix}"
+    assert main([*tiny, "--nodes", "1", "--picture", str(file)]) == 0
+    if suffix == ".svg":
+        assert ElementTree.parse(file).getroot().tag.endswith("svg")
+    else:
+        assert file.read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_the_world_is_the_fewest_ranks_without_nodes(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*tiny, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world"]["ranks"] == 2
+    assert main([*tiny, "run.nproc=4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world"]["ranks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", "1", "actor.tp=3"], "actor.tp: found 3, which does not divide the model's 4 attention heads"),
+        (["--nodes", "3", "--gpus-per-node", "1"], "does not divide the 3 ranks"),
+        (["--model-config", "nowhere.json"], "--model-config: nowhere.json does not exist"),
+    ],
+)
+def test_mistakes_end_in_one_message(
+    arguments: list[str], said: str, tiny: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*tiny, *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_model_that_nothing_describes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model.path=absent", "data.train=x.jsonl", "reward=exact_match"]) == 2
+    assert "Give the model's config.json: --model-config FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), [(["--picture", "plan.gif"], ".svg or .png"), (["--network", "0"], "a number above 0")]
+)
+def test_options_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*RECIPE, *arguments])
+    assert caught.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_no_heavy_library_is_imported() -> None:
+    code = (
+        "import sys; from megaverl.cli.main import main; code = main(sys.argv[1:]); "
+        "print(sorted({'torch', 'vllm', 'megatron', 'transformers', 'matplotlib'} & set(sys.modules))); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *RECIPE], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr

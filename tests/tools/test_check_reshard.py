@@ -1,0 +1,68 @@
+"""tools/check_reshard.py: the real command on tiny models, and its plans of large ones."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.conftest import ROOT, command_arguments, environment, inputs  # noqa: F401  (a fixture)
+from tools.check_reshard import add_up, kind_of
+
+
+def check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "tools/check_reshard.py", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=300, check=False
+    )
+
+
+@pytest.fixture
+def tiny(inputs: Path, tmp_path: Path) -> list[str]:  # noqa: F811
+    """A tiny configuration whose actor and engine lie differently, on the engine that starts fastest."""
+    config, *overrides = command_arguments(inputs, tmp_path / "runs")
+    return [config.removeprefix("--config="), *overrides, "actor.tp=2", "rollout.engine=hf", "rollout.tp=1"]
+
+
+def test_every_weight_of_a_configuration_arrives(tiny: list[str]) -> None:
+    done = check(*tiny)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    [fused] = [line for line in lines if line.startswith("model.layers.*.self_attn.q_proj.weight")]
+    assert fused.endswith("equal")
+    assert "DIFFERS" not in done.stdout and "tensors compared" in done.stdout
+
+
+def test_a_flipped_bit_is_named_and_fails(tiny: list[str]) -> None:
+    done = check(*tiny, "--flip-a-bit")
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("DIFFERS") == 1
+    assert "of the destination on rank 1 is not what the source holds on rank" in done.stderr
+
+
+def test_plans_of_a_large_configuration_are_proved_without_weights() -> None:
+    done = check("configs/llama3_70b_grpo.yaml", "--plan-only", "--world", "64")
+    assert done.returncode == 0, done.stderr
+    assert "64 plans are exact" in done.stdout
+    assert "model.layers.*.mlp.down_proj.weight" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no-such.yaml", "--plan-only"], "no-such.yaml"),
+        (["configs/llama3_70b_grpo.yaml", "--plan-only", "actor.tp=7", "--world", "56"], "actor.tp"),
+        (["configs/llama3_70b_grpo.yaml", "--plan-only", "actor.tq=8"], "actor.tq"),
+    ],
+)
+def test_mistakes_are_named_without_a_traceback(arguments: list[str], message: str) -> None:
+    done = check(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_layers_and_experts_of_one_kind_are_counted_together() -> None:
+    assert kind_of("model.layers.11.mlp.experts.3.up_proj.weight") == "model.layers.*.mlp.experts.*.up_proj.weight"
+    assert add_up([{"a": {"held": 1}}, {"a": {"held": 2}, "b": {"held": 3}}]) == {"a": {"held": 3}, "b": {"held": 3}}

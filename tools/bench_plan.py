@@ -1,0 +1,277 @@
+"""Plans at scale: 70B dense and 235B MoE on 1,024 ranks, Megatron to vLLM, without a weight or a second process.
+
+    python tools/bench_plan.py                    # both shapes, all 1,024 plans of each
+    python tools/bench_plan.py --shape llama3_70b --json plan.json
+    python tools/bench_plan.py --ranks 0 700      # one rank's plan for these ranks only, no others
+
+One rank's plan is timed as a rank makes it: layouts of all ranks and plan, in a fresh process for each rank.
+All plans are made one after another in this process and proven by `check_plans`. The bytes a rank must get are
+worked out from the layouts alone, not from the plans.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, overload
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
+
+from megaverl.layout.boxes import Box, intersect  # noqa: E402
+from megaverl.layout.layout import Layout  # noqa: E402
+from megaverl.layout.megatron import megatron_layouts  # noqa: E402
+from megaverl.layout.vllm import vllm_layouts  # noqa: E402
+from megaverl.models.architectures import weights_of  # noqa: E402
+from megaverl.models.spec import ModelSpec  # noqa: E402
+from megaverl.parallel.grid import GridShape  # noqa: E402
+from megaverl.reshard.check import check_plans  # noqa: E402
+from megaverl.reshard.plan import Plan, make_plan, make_plans  # noqa: E402
+
+RANKS_PER_NODE = 8
+ITEMSIZE = 2  # bfloat16 on the wire
+Layouts = Callable[[int], Layout]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and the two parallelisms between which it moves."""
+
+    title: str
+    model: str
+    grid: GridShape
+    vllm_tp: int
+    layer_split: tuple[int, ...] | None = None
+    expert_parallel: bool = False
+
+    def layouts(self) -> tuple[Layouts, Layouts]:
+        config = json.loads((ROOT / "configs" / "models" / f"{self.model}.json").read_text(encoding="utf-8"))
+        spec = ModelSpec.from_config(config)
+        weights = weights_of(spec)
+        padded = -(-spec.vocab_size // self.grid.tp) * self.grid.tp
+        source = megatron_layouts(weights, spec, self.grid, padded_vocab_size=padded, layer_split=self.layer_split)
+        return source, vllm_layouts(weights, spec, self.vllm_tp, expert_parallel=self.expert_parallel)
+
+
+UNEVEN_94 = (12, 12, 12, 12, 12, 12, 11, 11)
+SHAPES = {
+    "llama3_70b": Shape("TP8 x PP8 x DP16 -> vLLM TP8 x 128", "llama3_70b", GridShape(tp=8, pp=8, dp=16), 8),
+    "qwen3_235b": Shape(
+        "TP4 x PP8 x EP16 (experts whole on a rank: ETP1) -> vLLM TP8 with EP x 128",
+        "qwen3_235b_a22b",
+        GridShape(tp=4, pp=8, dp=32, ep=16, etp=1),
+        8,
+        UNEVEN_94,
+        expert_parallel=True,
+    ),
+    "qwen3_235b_etp4": Shape(
+        "TP4 x PP8 x EP16, each expert cut over TP too (ETP4) -> vLLM TP8 with EP x 128",
+        "qwen3_235b_a22b",
+        GridShape(tp=4, pp=8, dp=32, ep=16),
+        8,
+        UNEVEN_94,
+        expert_parallel=True,
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, help="one of the shapes instead of all")
+    parser.add_argument("--ranks", type=int, nargs="+", help="only one rank's plan, for each of these")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(measure_one(SHAPES[options.shape], options.ranks[0])))
+        return
+    figures = {}
+    for name in [options.shape] if options.shape else SHAPES:
+        shape = SHAPES[name]
+        print(f"\n{shape.model}: {shape.title}, {shape.grid.world_size:,} ranks, {RANKS_PER_NODE} a node", flush=True)
+        figures[name] = one_rank_each(name, options.ranks or spread(shape.grid.world_size, 6))
+        if not options.ranks:
+            figures[name] |= measure_all(shape)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def spread(world: int, count: int) -> list[int]:
+    """Ranks from first to last, on different places of their nodes."""
+    return [round(i * (world - 1) / (count - 1)) for i in range(count)]
+
+
+def node_of(rank: int) -> int:
+    return rank // RANKS_PER_NODE
+
+
+def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
+    """One rank's layouts and plan in a fresh process, for each of `ranks`."""
+    found = []
+    for rank in ranks:
+        command = [sys.executable, __file__, "--alone", "--shape", name, "--ranks", str(rank)]
+        found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    worst = {key: max(one[key] for one in found) for key in found[0]}
+    print(
+        f"  one rank (most of {len(ranks)}, each in a fresh process): layouts {worst['layout_seconds']:.2f} s, "
+        f"plan {worst['plan_seconds']:.2f} s, together {worst['seconds']:.2f} s "
+        f"({worst['cpu_seconds']:.2f} s of CPU) and {worst['peak_mb']:.0f} MB; "
+        f"{worst['transfers']:,} boxes with {worst['peers']} peers, {worst['messages']:,} messages",
+        flush=True,
+    )
+    return {"one_rank": found}
+
+
+def measure_one(shape: Shape, rank: int) -> dict[str, float]:
+    """What one rank does before its first reshard; the process has done nothing else."""
+    before = resident_mb()
+    start, cpu = time.perf_counter(), time.process_time()
+    source, dest = shape.layouts()
+    for other in range(shape.grid.world_size):
+        source(other), dest(other)
+    laid_out = time.perf_counter()
+    plan = make_plan(source, dest, shape.grid.world_size, rank, node_of)
+    end, cpu_seconds = time.perf_counter(), time.process_time() - cpu
+    # in KiB on Linux: the most that the process ever held
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {
+        "rank": rank,
+        "layout_seconds": laid_out - start,
+        "plan_seconds": end - laid_out,
+        "seconds": end - start,
+        "cpu_seconds": cpu_seconds,
+        "peak_mb": peak - before,
+        "transfers": sum(map(len, [*plan.sends.values(), *plan.receives.values()])),
+        "peers": len(plan.sends.keys() | plan.receives.keys()),
+        "messages": num_messages(plan),
+    }
+
+
+def resident_mb() -> float:
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def num_messages(plan: Plan) -> int:
+    """Messages that the rank sends and receives in one reshard with the default bucket."""
+    import torch  # only here: it would hide what the plan itself takes
+
+    from megaverl.reshard.movers.packing import BUCKET_BYTES, messages
+    from megaverl.reshard.movers.point_to_point import SLOTS
+
+    lists = [*plan.sends.values(), *plan.receives.values()]
+    return sum(len(messages(boxes, lambda _: torch.bfloat16, BUCKET_BYTES // SLOTS)) for boxes in lists)
+
+
+class Watched(Sequence[Plan]):
+    """Plans as they are made, with the seconds that making them took and what they move."""
+
+    def __init__(self, plans: Sequence[Plan]) -> None:
+        self._plans = plans
+        self._numel: dict[Box, int] = {}
+        self.seconds = self.seconds_counting = 0.0
+        self.received = [0] * len(plans)
+        self.sent = [0] * len(plans)
+        self.local = [0] * len(plans)
+        self.to_own_node = 0
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @overload
+    def __getitem__(self, rank: int) -> Plan: ...
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[Plan]: ...
+    def __getitem__(self, rank: int | slice) -> Plan | Sequence[Plan]:
+        if isinstance(rank, slice):
+            return self._plans[rank]
+        if rank >= len(self):
+            raise IndexError(rank)
+        start = time.perf_counter()
+        plan = self._plans[rank]
+        made = time.perf_counter()
+        self.received[rank] = sum(map(self._count, plan.receives.values()))
+        self.local[rank] = self._count(plan.copies)
+        for peer, transfers in plan.sends.items():
+            count = self._count(transfers)
+            self.sent[rank] += count
+            self.to_own_node += count if node_of(peer) == node_of(rank) else 0
+        self.seconds += made - start
+        self.seconds_counting += time.perf_counter() - made
+        return plan
+
+    def _count(self, transfers: Sequence[Any]) -> int:
+        numel, total = self._numel, 0
+        for transfer in transfers:
+            box = transfer[1]
+            if box not in numel:
+                numel[box] = box.numel
+            total += numel[box]
+        return total
+
+
+def measure_all(shape: Shape) -> dict[str, Any]:
+    """All ranks' plans, made and proven, and what they move."""
+    world = shape.grid.world_size
+    source, dest = shape.layouts()
+    start, cpu = time.perf_counter(), time.process_time()
+    plans = Watched(make_plans(source, dest, world, node_of))
+    gc.freeze()  # the layouts stay: without this the collector walks through them again and again
+    check_plans(plans)
+    seconds = time.perf_counter() - start - plans.seconds_counting
+    cpu_seconds = time.process_time() - cpu
+    must = minima(source, dest, world)
+    wrong = [rank for rank in range(world) if plans.received[rank] != must[rank]]
+    busiest = max(plans.sent) / statistics.mean(plans.sent)
+    nodes = [sum(plans.sent[rank : rank + RANKS_PER_NODE]) for rank in range(0, world, RANKS_PER_NODE)]
+    gigabytes = [received * ITEMSIZE / 1e9 for received in plans.received]
+    print(
+        f"  all {world:,} plans: {seconds:.1f} s made and checked (made {plans.seconds:.1f} s; {cpu_seconds:.1f} s of "
+        "CPU with counting their bytes), check_plans passed"
+    )
+    print(
+        f"  received by a rank: {min(gigabytes):.3f} to {max(gigabytes):.3f} GB, median "
+        f"{statistics.median(gigabytes):.3f} GB; the minimum (needed and not held) exactly on "
+        f"{world - len(wrong):,} of {world:,} ranks; {plans.to_own_node / sum(plans.sent):.0%} stays within a node"
+    )
+    print(f"  busiest sender: {busiest:.3f} of the mean; busiest node: {max(nodes) / statistics.mean(nodes):.3f}")
+    return {
+        "seconds_all": seconds,
+        "seconds_making": plans.seconds,
+        "cpu_seconds": cpu_seconds,
+        "gigabytes_received": [min(gigabytes), statistics.median(gigabytes), max(gigabytes)],
+        "ranks_off_the_minimum": wrong,
+        "busiest_sender": busiest,
+        "busiest_node": max(nodes) / statistics.mean(nodes),
+        "within_nodes": plans.to_own_node / sum(plans.sent),
+    }
+
+
+def minima(source: Layouts, dest: Layouts, world: int) -> list[int]:
+    """Elements that each rank needs and does not hold, from the layouts. Pieces of one layout are disjoint."""
+    known: dict[tuple[int, int], int] = {}
+    for rank in range(world):
+        key = (id(source(rank)), id(dest(rank)))
+        if key not in known:
+            held: dict[str, list[Box]] = {}
+            for piece in source(rank).pieces:
+                held.setdefault(piece.tensor, []).append(piece.box)
+            count = 0
+            for piece in dest(rank).pieces:
+                own = [intersect(piece.box, box) for box in held.get(piece.tensor, ())]
+                count += piece.box.numel - sum(common.numel for common in own if common is not None)
+            known[key] = count
+    return [known[id(source(rank)), id(dest(rank))] for rank in range(world)]
+
+
+if __name__ == "__main__":
+    main()

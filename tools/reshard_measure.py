@@ -1,0 +1,397 @@
+"""What each rank of `bench_reshard.py` does: build both ends of a pair, check every way, measure all in turn."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import datetime
+import gc
+import json
+import math
+import os
+import re
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+
+from megaverl.layout.boxes import whole
+from megaverl.layout.layout import Layout
+from megaverl.layout.vllm import vllm_layouts
+from megaverl.metrics.console import redirect_output
+from megaverl.models.spec import ModelSpec
+from megaverl.parallel.collectives import gather_json
+from megaverl.parallel.grid import GridShape
+from megaverl.parallel.groups import ProcessGroupManager
+from megaverl.platform import platform
+from megaverl.reshard.fingerprint import ReshardCheck, box_fingerprint
+from megaverl.reshard.plan import Plan, make_plan
+from megaverl.reshard.reshard import Resharder
+from megaverl.reshard.views import view
+from megaverl.roles.megatron_model import MegatronModel
+from tools.reshard_peers import Bridge, CoreResharding, PlainExchange
+
+LayoutOf = Callable[[int], Layout]
+Tensors = Mapping[str, torch.Tensor]
+
+MB = 2**20
+# Source and destination; a pipeline of one stage and one data replica are left out of a name.
+PAIRS = (
+    "tp2pp2-vllm2",
+    "tp2pp2-vllm1",
+    "tp1pp4-vllm2",
+    "tp4-vllm2",
+    "tp2dp2-vllm2",
+    "tp2pp2-tp2dp2",
+    "tp2pp2-tp1dp4",
+    "tp1pp4-tp2dp2",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Sizes of the model, and how to measure."""
+
+    layers: int = 24
+    hidden: int = 896
+    ffn: int = 4864
+    heads: int = 14
+    kv_heads: int = 2
+    vocab: int = 151936
+    repeats: int = 5
+    bucket_mb: int = 64
+    bridge_bucket_mb: int = 512
+    nproc: int = 4
+    pairs: tuple[str, ...] = PAIRS
+
+    def sized_for(self, tp_sizes: Sequence[int]) -> Job:
+        """This model, or the nearest whose heads all `tp_sizes` divide: heads of the same size, and as wide."""
+        most = max(tp_sizes)
+        if all(self.heads % tp == 0 and self.kv_heads % tp == 0 for tp in tp_sizes):
+            return self
+        head_dim = self.hidden // self.heads
+        heads = -(-self.heads // most) * most
+        return dataclasses.replace(self, heads=heads, kv_heads=max(self.kv_heads, most), hidden=heads * head_dim)
+
+    def __str__(self) -> str:
+        return (
+            f"Qwen2 of {self.layers} layers, hidden {self.hidden}, ffn {self.ffn}, {self.heads}/{self.kv_heads} "
+            f"heads of {self.hidden // self.heads}, vocabulary {self.vocab:,}, tied, bfloat16"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class End:
+    """One end of a pair: a Megatron grid, or vLLM at a tensor-parallel size."""
+
+    engine: str
+    tp: int
+    pp: int = 1
+    dp: int = 1
+
+    @classmethod
+    def parse(cls, text: str, nproc: int) -> End:
+        if found := re.fullmatch(r"vllm(\d+)", text):
+            end = cls("vllm", int(found[1]), 1, nproc // int(found[1]))
+        elif found := re.fullmatch(r"tp(\d+)(?:pp(\d+))?(?:dp(\d+))?", text):
+            end = cls("megatron", int(found[1]), int(found[2] or 1), int(found[3] or 1))
+        else:
+            raise ValueError(f"{text!r} is neither like tp2pp2 nor like vllm2")
+        if end.tp * end.pp * end.dp != nproc:
+            raise ValueError(f"{text} is not a grid of {nproc} processes")
+        return end
+
+    def __str__(self) -> str:
+        if self.engine == "vllm":
+            return f"vLLM TP{self.tp}"
+        sizes = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
+        return "x".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "TP")
+
+
+def ends(pair: str, nproc: int) -> tuple[End, End]:
+    """The two ends of a pair such as `tp2pp2-vllm2`.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    source, _, dest = pair.partition("-")
+    found = End.parse(source, nproc), End.parse(dest, nproc)
+    if found[0].engine != "megatron":
+        raise ValueError(f"{pair}: the source must be Megatron")
+    return found
+
+
+class Ours:
+    """A Resharder, and what its set-up took."""
+
+    def __init__(self, source_of: LayoutOf, source: Tensors, dest_of: LayoutOf, dest: Tensors, bucket_bytes: int):
+        start = time.perf_counter()
+        self.plan = make_plan(source_of, dest_of, dist.get_world_size(), dist.get_rank())
+        self._resharder = Resharder(self.plan, source, dest, bucket_bytes=bucket_bytes, alias=True)
+        self.setup_seconds = time.perf_counter() - start
+
+    def run(self) -> None:
+        self.stats = self._resharder.run()
+
+    @property
+    def bytes_received(self) -> int:
+        return self.stats.bytes_received
+
+    @property
+    def num_messages(self) -> int:
+        return self.stats.num_messages
+
+
+def least_elements(source: Layout, dest: Layout) -> int:
+    """Elements that a rank needs and does not hold: counted cell by cell between all borders of its boxes.
+
+    Takes nothing from plans, so that it can judge them.
+    """
+    total = 0
+    for tensor, pieces in dest.by_tensor.items():
+        needed, held = ([p.box for p in found] for found in (pieces, source.by_tensor.get(tensor, [])))
+        borders = [
+            sorted({border for box in (*needed, *held) for border in (box.start[axis], box.stop[axis])})
+            for axis in range(len(dest.global_shapes[tensor]))
+        ]
+        masks = np.zeros((2, *(len(axis) - 1 for axis in borders)), dtype=bool)
+        for mask, boxes in zip(masks, (needed, held), strict=True):
+            for box in boxes:
+                mask[tuple(slice(b.index(i), b.index(j)) for b, i, j in zip(borders, *box, strict=True))] = True
+        sizes = np.ones((), dtype=np.int64)
+        for axis in borders:
+            sizes = np.multiply.outer(sizes, np.diff(axis))
+        total += int(sizes[masks[0] & ~masks[1]].sum())
+    return total
+
+
+def share_in_place(plan: Plan) -> float:
+    """The part of the received elements whose box is one run of the destination's memory, so that they can be
+    received straight into it; the others are the columns of wider rows, unpacked from a bucket."""
+    received = straight = 0
+    for transfer in (t for transfers in plan.receives.values() for t in transfers):
+        shape, box = plan.dest_layout.local_shapes[transfer.dest_local], transfer.dest_box.shape
+        first = next((axis for axis, size in enumerate(box) if size > 1), 0)
+        received += transfer.box.numel
+        straight += transfer.box.numel * (tuple(box[first + 1 :]) == tuple(shape[first + 1 :]))
+    return straight / received if received else 1.0
+
+
+def fill(layout: Layout, tensors: Tensors) -> None:
+    """Give every element a value that follows from its name and place in the global array; finite, in bfloat16."""
+    for piece in layout.pieces:
+        target = view(tensors[piece.local], piece.local_box)
+        columns = torch.arange(piece.box.start[-1], piece.box.stop[-1]) * 7919 + zlib.crc32(piece.tensor.encode())
+        if target.dim() == 1:
+            target.copy_((columns % 16001).to(torch.int16).view(torch.bfloat16))
+            continue
+        for row in range(0, target.shape[0], 1024):
+            rows = torch.arange(row, min(row + 1024, target.shape[0])) + piece.box.start[0]
+            values = (rows[:, None] * 1000003 + columns) % 16001
+            target[row : row + len(rows)].copy_(values.to(torch.int16).view(torch.bfloat16))
+
+
+def peak_memory(run: Callable[[], None]) -> int:
+    """Bytes by which this process's resident memory rose above its start while `run` ran."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # memory that malloc keeps from before would hide what is asked for now
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from what is resident
+    start = _status("VmRSS")
+    run()
+    return _status("VmHWM") - start
+
+
+def _status(field: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":")]
+    return int(line.split()[1]) * 1024
+
+
+@contextlib.contextmanager
+def object_collectives() -> Iterator[list[str]]:
+    """Names of torch's pickling collectives, each time one is called."""
+    names = [name for name in dir(dist) if name.endswith(("_object", "_object_list"))]
+    kept = {name: getattr(dist, name) for name in names}
+    called: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        def function(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return kept[name](*args, **kwargs)
+
+        return function
+
+    for name in names:
+        setattr(dist, name, counted(name))
+        setattr(dist.distributed_c10d, name, counted(name))
+    try:
+        yield called
+    finally:
+        for name in names:
+            setattr(dist, name, kept[name])
+            setattr(dist.distributed_c10d, name, kept[name])
+
+
+def write_config(job: Job, folder: Path) -> Path:
+    """A folder with nothing but the model's config.json."""
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
+        hidden_size=job.hidden,
+        intermediate_size=job.ffn,
+        num_hidden_layers=job.layers,
+        num_attention_heads=job.heads,
+        num_key_value_heads=job.kv_heads,
+        vocab_size=job.vocab,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    config.save_pretrained(str(folder))
+    return folder
+
+
+def megatron(job: Job, folder: Path, end: End, groups: ProcessGroupManager) -> MegatronModel:
+    """A real GPTModel on a grid. Its weights are to be filled: drawing them would take longer than all else."""
+    grid = groups.grid(GridShape(tp=end.tp, pp=end.pp, dp=end.dp))
+    leave = {name: _leave_as_it_is for name in ("init_method", "output_layer_init_method", "embedding_init_method")}
+    return MegatronModel(ModelSpec.from_folder(folder), grid, dtype=torch.bfloat16, seed=0, overrides=leave)
+
+
+def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+@contextlib.contextmanager
+def vllm_model(folder: Path, tp: int) -> Iterator[torch.nn.Module]:
+    """vLLM's own model on this rank, in groups of `tp` neighbouring ranks; no engine around it."""
+    platform.adapt_vllm()
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    os.environ["VLLM_DIST_IDENT"] = f"bench-{os.environ['MASTER_PORT']}-{tp}"  # names the ranks' shared memory
+    config = EngineArgs(
+        str(folder),
+        tensor_parallel_size=tp,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        distributed_executor_backend="external_launcher",
+    ).create_engine_config()
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        parallel_state.init_distributed_environment(backend="gloo")
+        parallel_state.initialize_model_parallel(tp)
+        try:
+            yield initialize_model(config)
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def measure_pair(job: Job, pair: str, folder: Path, groups: ProcessGroupManager) -> dict[str, Any]:
+    """What this rank measures of one pair."""
+    source_end, dest_end = ends(pair, job.nproc)
+    folder = write_config(job.sized_for([source_end.tp, dest_end.tp]), folder / pair)
+    source = megatron(job, folder, source_end, groups)
+    fill(source.layout_of(source.grid.rank), source.parameters)
+    with contextlib.ExitStack() as stack:
+        if dest_end.engine == "vllm":
+            engine = stack.enter_context(vllm_model(folder, dest_end.tp))
+            dest_of = vllm_layouts(source.weights, source.spec, dest_end.tp)
+            peer: Any = Bridge(source, engine, job.bridge_bucket_mb * MB)
+            return measure_ways(job, source, dest_of, dict(engine.named_parameters()), "bridge", peer)
+        dest = megatron(job, folder, dest_end, groups)
+        return measure_ways(job, source, dest.layout_of, dest.parameters, "megatron.core", CoreResharding(source, dest))
+
+
+def measure_ways(
+    job: Job, source: MegatronModel, dest_of: LayoutOf, dest: Tensors, peer_name: str, peer: Any
+) -> dict[str, Any]:
+    """Check every way once, its memory being measured; then time all in turn."""
+    rank = dist.get_rank()
+    found: dict[str, Any] = {"ways": {}}
+    check = ReshardCheck(source.layout_of, dest_of, source.parameters, dest)
+
+    def first_run(name: str, way: Any) -> None:
+        dist.barrier()
+        with object_collectives() as called:
+            start = time.perf_counter()
+            peak = peak_memory(way.run)
+            seconds = time.perf_counter() - start
+        found["ways"][name] = {
+            "peak": peak,
+            "first_seconds": seconds,
+            "received": way.bytes_received,
+            "messages": way.num_messages,
+            "first_objects": len(called),
+            "seconds": [],
+        }
+        if not isinstance(way, PlainExchange):
+            checked = check.compare()
+            found["check"] = {"bytes": checked.bytes_read, "seconds": checked.seconds}
+
+    def zero() -> None:
+        with torch.no_grad():
+            for tensor in dest.values():
+                tensor.zero_()
+
+    zero()
+    first_run(peer_name, peer)
+    zero()
+    ours = Ours(source.layout_of, source.parameters, dest_of, dest, job.bucket_mb * MB)  # may join storages: last
+    first_run("ours", ours)
+    plain = PlainExchange(ours.plan, torch.bfloat16.itemsize, job.bucket_mb * MB)
+    first_run("plain", plain)
+    ways = {"ours": ours, peer_name: peer, "plain": plain}
+    for _ in range(job.repeats):
+        for name, way in ways.items():
+            dist.barrier()
+            with object_collectives() as called:
+                start = time.perf_counter()
+                way.run()
+                found["ways"][name]["seconds"].append(time.perf_counter() - start)
+            found["ways"][name]["objects"] = len(called)
+    check.compare()
+    found |= {
+        "parameters": sum(math.prod(weight.shape) for weight in source.weights),
+        "least": least_elements(source.layout_of(rank), dest_of(rank)) * torch.bfloat16.itemsize,
+        "local": ours.stats.bytes_local,
+        "aliased": ours.stats.bytes_aliased,
+        "setup_seconds": ours.setup_seconds,
+        "in_place": share_in_place(ours.plan),
+    }
+    dist.barrier()
+    if rank == 0:  # one process alone, so that the rate is that of a core
+        name, parameter = max(dest.items(), key=lambda item: item[1].numel())
+        start = time.perf_counter()
+        box_fingerprint(parameter.detach(), whole(tuple(parameter.shape)))
+        found["fingerprint_rate"] = parameter.nbytes / (time.perf_counter() - start)
+    dist.barrier()
+    return found
+
+
+def run_rank(job: Job, folder: Path) -> None:
+    """One rank of the benchmark; the first writes what all have found."""
+    console = redirect_output(folder / "logs", int(os.environ["RANK"]))
+    platform.start()
+    dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))
+    groups = ProcessGroupManager()
+    for pair in job.pairs:
+        start = time.perf_counter()
+        ranks = gather_json(measure_pair(job, pair, folder, groups))
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        if dist.get_rank() == 0:
+            (folder / f"{pair}.json").write_text(json.dumps(ranks), encoding="utf-8")
+            console.print(f"{pair}: measured in {time.perf_counter() - start:.0f} s")
+    dist.barrier()
+    dist.destroy_process_group()
