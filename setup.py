@@ -22,6 +22,7 @@ def read_version() -> str:
 MEGATRON_CORE = "megatron-core>=0.16,<0.20"  # 0.17 and later need Python 3.12
 
 INSTALL_REQUIRES = [
+    "huggingface-hub>=1.0",
     "jinja2>=3.1",
     "math-verify>=0.9",
     "matplotlib>=3.8",

@@ -1,5 +1,9 @@
 """Errors meant for the person who has to mend them: each names the key, file, row or rank, and what to do."""
 
+# Exit code of a run that was asked to leave (SIGTERM, SIGUSR1) and has saved what it had: start it again
+# (EX_TEMPFAIL of sysexits.h).
+SAVED_AND_LEFT = 75
+
 
 class MegaverlError(Exception):
     """Base of every error caused by input, configuration or environment rather than by a bug.

@@ -34,7 +34,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("roles",),
     ("checkpoint", "dataflow"),
     ("trainer",),
-    ("capacity",),
+    ("capacity", "convert"),
     ("cli",),
 )
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}

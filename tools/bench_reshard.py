@@ -140,7 +140,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, value in dataclasses.asdict(result.job).items():
         if isinstance(value, int) and value < 1:
             parser.error(f"--{name.replace('_', '-')} is {value}; at least 1 is needed")
-    for pair in result.job.pairs:
+    for pair in result.job.pairs if result.folder is None else ():
         try:
             ends(pair, result.job.nproc)
         except ValueError as error:
@@ -151,21 +151,22 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.folder:
-        job = Job(**json.loads((arguments.folder / "job.json").read_text()))
-        run_rank(job, arguments.folder)
+        run_rank(Job(**json.loads((arguments.folder / "job.json").read_text())), arguments.pairs[0], arguments.folder)
         return 0
     job = arguments.job
+    description, found = describe(job), {}
+    print(description, flush=True)
     with tempfile.TemporaryDirectory(prefix="megaverl_bench_") as temporary:
         folder = Path(temporary)
         (folder / "job.json").write_text(json.dumps(dataclasses.asdict(job)), encoding="utf-8")
-        description = describe(job)
-        code = start_ranks([__file__, "--folder", str(folder)], job.nproc)
-        if code:
-            for log in sorted((folder / "logs").glob("*.log"))[:1]:
-                print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", file=sys.stderr)
-            return code
-        found = {pair: summarise(json.loads((folder / f"{pair}.json").read_text())) for pair in job.pairs}
-    print(description, *(table(job, pair, one) for pair, one in found.items()), sep="\n\n")
+        for pair in job.pairs:  # each in processes of its own, as engines do not give all of their memory back
+            code = start_ranks([__file__, "--folder", str(folder), "--pairs", pair], job.nproc)
+            if code:
+                for log in sorted((folder / "logs").glob("*.log"))[:1]:
+                    print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", file=sys.stderr)
+                return code
+            found[pair] = summarise(json.loads((folder / f"{pair}.json").read_text()))
+            print("\n" + table(job, pair, found[pair]), flush=True)
     if arguments.json:
         content = {"description": description, "job": dataclasses.asdict(job), "pairs": found}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

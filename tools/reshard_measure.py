@@ -29,7 +29,7 @@ from megaverl.layout.layout import Layout
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.metrics.console import redirect_output
 from megaverl.models.spec import ModelSpec
-from megaverl.parallel.collectives import gather_json
+from megaverl.parallel.collectives import gather_json, on_first_rank
 from megaverl.parallel.grid import GridShape
 from megaverl.parallel.groups import ProcessGroupManager
 from megaverl.platform import platform
@@ -240,7 +240,7 @@ def object_collectives() -> Iterator[list[str]]:
             setattr(dist.distributed_c10d, name, kept[name])
 
 
-def write_config(job: Job, folder: Path) -> Path:
+def write_config(job: Job, folder: Path) -> None:
     """A folder with nothing but the model's config.json."""
     from transformers import Qwen2Config
 
@@ -256,7 +256,6 @@ def write_config(job: Job, folder: Path) -> Path:
         architectures=["Qwen2ForCausalLM"],
     )
     config.save_pretrained(str(folder))
-    return folder
 
 
 def megatron(job: Job, folder: Path, end: End, groups: ProcessGroupManager) -> MegatronModel:
@@ -300,7 +299,8 @@ def vllm_model(folder: Path, tp: int) -> Iterator[torch.nn.Module]:
 def measure_pair(job: Job, pair: str, folder: Path, groups: ProcessGroupManager) -> dict[str, Any]:
     """What this rank measures of one pair."""
     source_end, dest_end = ends(pair, job.nproc)
-    folder = write_config(job.sized_for([source_end.tp, dest_end.tp]), folder / pair)
+    folder = folder / pair
+    on_first_rank(lambda: write_config(job.sized_for([source_end.tp, dest_end.tp]), folder))
     source = megatron(job, folder, source_end, groups)
     fill(source.layout_of(source.grid.rank), source.parameters)
     with contextlib.ExitStack() as stack:
@@ -379,19 +379,15 @@ def measure_ways(
     return found
 
 
-def run_rank(job: Job, folder: Path) -> None:
-    """One rank of the benchmark; the first writes what all have found."""
+def run_rank(job: Job, pair: str, folder: Path) -> None:
+    """One rank of the benchmark of a pair; the first writes what all have found."""
     console = redirect_output(folder / "logs", int(os.environ["RANK"]))
     platform.start()
     dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))
-    groups = ProcessGroupManager()
-    for pair in job.pairs:
-        start = time.perf_counter()
-        ranks = gather_json(measure_pair(job, pair, folder, groups))
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        if dist.get_rank() == 0:
-            (folder / f"{pair}.json").write_text(json.dumps(ranks), encoding="utf-8")
-            console.print(f"{pair}: measured in {time.perf_counter() - start:.0f} s")
+    start = time.perf_counter()
+    ranks = gather_json(measure_pair(job, pair, folder, ProcessGroupManager()))
+    if dist.get_rank() == 0:
+        (folder / f"{pair}.json").write_text(json.dumps(ranks), encoding="utf-8")
+        console.print(f"{pair}: measured in {time.perf_counter() - start:.0f} s")
     dist.barrier()
     dist.destroy_process_group()

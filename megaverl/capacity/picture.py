@@ -110,8 +110,7 @@ def _who_to_whom(figure: Any, axes: Axes, capacity: Capacity) -> None:
             matrix[source, dest] += nbytes / GB
     unit = "node" if by_node else "rank"
     shown = np.ma.masked_equal(matrix, 0.0)
-    palette = colormaps["magma_r"].copy()
-    palette.set_bad("#f2f2f2")
+    palette = colormaps["magma_r"].with_extremes(bad="#f2f2f2")
     most = 1.15 * matrix.max() or 1.0  # the palette's last colour is black
     image = axes.imshow(shown, cmap=palette, vmin=0.0, vmax=most, aspect="equal", interpolation="nearest")
     figure.colorbar(image, ax=axes, label=f"GB from {unit} to {unit}", shrink=0.9)

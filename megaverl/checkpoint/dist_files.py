@@ -1,4 +1,4 @@
-"""The files of a sharded state: megatron-core's `torch_dist` format, written without helper processes.
+"""Reading the files of a sharded state, megatron-core's `torch_dist` format; and what may stand in its pickles.
 
 A rank that fails makes all ranks fail: torch's checkpointing gathers the outcome of every rank at each stage.
 """
@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megaverl.checkpoint.shards import COMMON_FILE, METADATA_FILE
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 
@@ -23,14 +24,6 @@ platform.adapt_megatron()
 
 from megatron.core import dist_checkpointing  # noqa: E402
 from megatron.core.dist_checkpointing.core import CheckpointingException  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
-    MCoreSavePlanner,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-
-METADATA_FILE = ".metadata"
 
 # All that the pickled index of a torch_dist checkpoint may name.
 _INDEX_CLASSES = {
@@ -52,39 +45,13 @@ _INDEX_CLASSES = {
 }
 
 
-class _PlainWriter(TorchDistSaveShardedStrategy):
-    """Writes in the calling process, one file per rank.
-
-    megatron-core's own writer spawns a manager process and forks a writer for every file: seconds per save,
-    and a hang where the main script has no `__main__` guard.
-    """
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, keep_only_main_replica=True)
-        torch_checkpoint.save(
-            mcore_to_pyt_state_dict(state, is_loading=False),
-            storage_writer=torch_checkpoint.FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-def write_shards(state: dict[str, Any], folder: Path) -> None:
-    """Write a `sharded_state` into an empty folder; every rank takes part.
-
-    Raises:
-        CheckpointError: on every rank, if one could not write; names the ranks and why.
-    """
-    with _own_errors(f"{folder}: the checkpoint was not written", "Look at the folder's free space and rights."):
-        dist_checkpointing.save(state, str(folder), sharded_strategy=_PlainWriter("torch_dist", 1))
-
-
 def read_shards(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fill a `sharded_state(loading=True)` from a folder; every rank takes part and reads what it needs.
 
     Raises:
         CheckpointError: on every rank, if one could not read; names the ranks, and the tensor that does not fit.
     """
-    with _own_errors(
+    with own_errors(
         f"{folder}: the checkpoint cannot be loaded",
         "It must be of the same model and the same kind of optimizer; the grid may differ.",
     ):
@@ -95,7 +62,8 @@ def read_shards(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 def check_pickles(folder: Path) -> None:
     """Refuse a folder whose pickled parts name anything but tensors, their layout and plain values.
 
-    torch reads the index and stored objects with an unrestricted unpickler, so they are vetted first.
+    torch reads the index and stored objects with an unrestricted unpickler, so they are vetted first; what is
+    common to the ranks is tried as well, for one message instead of one from each rank.
 
     Raises:
         CheckpointError: the index or an object is damaged, or names something that loading must not run.
@@ -105,6 +73,7 @@ def check_pickles(folder: Path) -> None:
     try:
         with index.open("rb") as file:
             metadata = _IndexUnpickler(file).load()
+        torch.load(folder / COMMON_FILE, weights_only=True)
         objects = {
             name
             for name, entry in metadata.state_dict_metadata.items()
@@ -118,7 +87,7 @@ def check_pickles(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be read: {error}. {mend}") from error
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{index}: refused: {type(error).__name__}: {error}. {mend}") from error
+        raise CheckpointError(f"{folder}: refused: {_reason(error)}. {mend}") from error
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -130,7 +99,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 @contextmanager
-def _own_errors(what: str, mend: str) -> Iterator[None]:
+def own_errors(what: str, mend: str) -> Iterator[None]:
     """One CheckpointError, short, instead of the libraries' exceptions with a traceback for every rank."""
     try:
         yield

@@ -2,8 +2,9 @@
 
 checkpoints/
     step_00000010/          a whole checkpoint: named so only after everything in it was on the disk
-        manifest.json       step, roles and their grids, versions, every file with its size
+        manifest.json       step, roles and their grids, versions, every file with its size and checksum
         state.json          the trainer's own state
+        rollouts.safetensors    responses that were not trained on yet, where a run left in the middle of a step
         random_00000.json   one per rank: its random generators
         .metadata, *.distcp, common.pt, metadata.json      megatron-core's `torch_dist` format
     step_00000020.tmp/      a torn one: ignored, and removed by the next save
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -22,7 +24,7 @@ from typing import Any
 
 from megaverl.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 PREFIX = "step_"
 TORN_SUFFIX = ".tmp"
@@ -35,55 +37,83 @@ class Manifest:
 
     Attributes:
         serial: counts the checkpoints of a run folder; the highest is the newest, whatever its step.
+        job: of the torchrun job that wrote it, the same over its restarts; empty outside of one.
         roles: role -> its `model` (dimensions), `value_head` and `grid` (sizes).
-        files: every other file of the folder -> bytes.
+        files: every other file of the folder -> [bytes, CRC-32 as eight hex digits].
     """
 
     format: int
     serial: int
     step: int
     world_size: int
+    job: str
     roles: dict[str, dict[str, Any]]
     versions: dict[str, str]
-    files: dict[str, int]
+    files: dict[str, list[Any]]
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read `folder/manifest.json`.
 
         Raises:
-            CheckpointError: no such file, not a manifest, or a newer format than this one.
+            CheckpointError: no such file, not a manifest, changed after it was written, or of another format.
         """
         path = folder / MANIFEST_FILE
         if not path.is_file():
             raise CheckpointError(f"{folder}: not a whole checkpoint: it has no {MANIFEST_FILE}. {USE_ANOTHER}")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-            version = content["format"]
-            if version <= FORMAT_VERSION:
+            version = int(content["format"])
+            if version == FORMAT_VERSION:
+                if content.pop("crc32") != _crc32_of_json(content):
+                    raise ValueError("its own checksum does not agree with what it says")
                 return cls(**{field.name: content[field.name] for field in fields(cls)})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {USE_ANOTHER}") from error
+        age = "a newer" if version > FORMAT_VERSION else "an older"
         raise CheckpointError(
-            f"{path}: format {version}, written by a newer megaverl; this one reads up to {FORMAT_VERSION}. "
-            "Install the version that `versions` in it names, or a later one."
+            f"{path}: format {version}, written by {age} megaverl; this one reads format {FORMAT_VERSION}. "
+            f"Install the version that `versions` in it names{', or a later one' if version > FORMAT_VERSION else ''}."
         )
 
     def write(self, folder: Path) -> None:
         """Write it to `folder`, on the disk when this returns."""
-        write_json(folder / MANIFEST_FILE, asdict(self))
+        content = asdict(self)
+        write_json(folder / MANIFEST_FILE, {**content, "crc32": _crc32_of_json(content)})
 
-    def check_files(self, folder: Path) -> None:
-        """Raise a CheckpointError that lists every file that is missing or has another size."""
+    def wrong_sizes(self, folder: Path) -> list[str]:
+        """Every file that is missing or has another size, in words; no file is read."""
         wrong = []
-        for name, size in self.files.items():
+        for name, (size, _) in self.files.items():
             path = folder / name
             if not path.is_file():
                 wrong.append(f"{name} is missing")
             elif path.stat().st_size != size:
                 wrong.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
-        if wrong:
-            raise CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {USE_ANOTHER}")
+        return wrong
+
+    def check_files(self, folder: Path) -> None:
+        """Raise a CheckpointError that lists every file that is missing or has another size; no file is read."""
+        if wrong := self.wrong_sizes(folder):
+            raise damaged(folder, wrong)
+
+    def wrong_bytes(self, folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+        """Every file of this share (of so many) whose bytes are not those that were written, in words.
+
+        Shares are of about the same number of bytes, so that several ranks read a checkpoint together.
+        """
+        by_size = sorted(self.files, key=lambda name: (-int(self.files[name][0]), name))
+        wrong = []
+        for name in by_size[share::shares]:
+            expected = self.files[name][1]
+            try:
+                found = crc32_of(folder / name)
+            except OSError as error:
+                wrong.append(f"{name} cannot be read ({error})")
+                continue
+            if found != expected:
+                wrong.append(f"{name} has the checksum {found} instead of {expected}: its bytes were changed")
+        return wrong
 
     def check_roles(self, folder: Path, wanted: dict[str, dict[str, Any]]) -> None:
         """Raise a CheckpointError that lists what a run with the roles `wanted` cannot take from here.
@@ -110,9 +140,14 @@ def _differences(name: str, saved: Any, wanted: Any) -> Iterator[str]:
         yield f"{name} is {saved}, this run has {wanted}"
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lies."""
-    return root / f"{PREFIX}{step:08d}"
+def damaged(folder: Path, wrong: list[str]) -> CheckpointError:
+    """The error that lists what is wrong with the files of a checkpoint."""
+    return CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {USE_ANOTHER}")
+
+
+def folder_of(root: Path, step: int, *, inside: bool = False) -> Path:
+    """Where the checkpoint of `step` lies; `inside` the next step it has a name of its own."""
+    return root / f"{PREFIX}{step:08d}{'_inside' if inside else ''}"
 
 
 def torn_name(folder: Path) -> Path:
@@ -138,13 +173,11 @@ def readable(root: Path) -> list[tuple[Path, Manifest]]:
     return sorted(found, key=lambda entry: entry[1].serial)
 
 
-def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint all of whose files are there, and what is wrong with those passed over.
+def newest_first(root: Path, job: str = "") -> tuple[list[Path], list[str]]:
+    """The checkpoints all of whose files are there, newest first, and what is wrong with the others.
 
-    (None, []) where there is none yet.
-
-    Raises:
-        CheckpointError: there are checkpoints, and every one is damaged.
+    Args:
+        job: only those that this job wrote.
     """
     problems: list[str] = []
     whole: list[tuple[int, Path]] = []
@@ -152,18 +185,41 @@ def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
         try:
             manifest = Manifest.read(folder)
             manifest.check_files(folder)
-            whole.append((manifest.serial, folder))
         except CheckpointError as error:
             problems.append(str(error))
-    if not whole and problems:
+        else:
+            if not job or manifest.job == job:
+                whole.append((manifest.serial, folder))
+    return [folder for _, folder in sorted(whole, reverse=True)], problems
+
+
+def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint all of whose files are there, and what is wrong with others; their bytes are not read.
+
+    (None, []) where there is none yet.
+
+    Raises:
+        CheckpointError: there are checkpoints, and every one is damaged.
+    """
+    found, problems = newest_first(root)
+    if not found and problems:
         raise CheckpointError("\n".join([f"{root}: no checkpoint is whole.", *problems]))
-    return max(whole)[1] if whole else None, problems
+    return found[0] if found else None, problems
 
 
-def list_files(folder: Path) -> dict[str, int]:
-    """Every file under `folder`, by its relative path, with its bytes; the manifest left out."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != MANIFEST_FILE)
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in paths}
+def crc32_of(path: Path) -> str:
+    """The CRC-32 of a file, as eight hex digits."""
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        block = bytearray(1 << 22)
+        view = memoryview(block)
+        while count := file.readinto(block):
+            value = zlib.crc32(view[:count], value)
+    return f"{value:08x}"
+
+
+def _crc32_of_json(content: dict[str, Any]) -> str:
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def write_json(path: Path, content: Any) -> None:

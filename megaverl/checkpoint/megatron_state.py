@@ -19,8 +19,6 @@ from megaverl.roles.trainable import TrainableModel
 
 platform.adapt_megatron()
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedBase, is_main_replica  # noqa: E402
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
@@ -51,12 +49,6 @@ def apply_state(roles: Mapping[str, TrainableModel], loaded: Mapping[str, Any]) 
         # the scheduler adds the loaded number of steps to its own
         trainable.scheduler.num_steps = 0
         trainable.scheduler.load_state_dict(state["scheduler"])
-
-
-def local_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes that this rank will write of a `sharded_state`: where it holds the first copy of a tensor."""
-    tensors = [value for value in nested_values(state) if isinstance(value, ShardedBase)]
-    return sum(t.data.nbytes for t in tensors if isinstance(t.data, torch.Tensor) and is_main_replica(t.replica_id))
 
 
 def _role_state(role: str, trainable: TrainableModel, loading: bool) -> dict[str, Any]:

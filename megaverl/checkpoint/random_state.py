@@ -16,6 +16,13 @@ platform.adapt_megatron()
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
 
+def seed_generators(seed: int) -> None:
+    """Start Python's, numpy's and torch's generators from a seed, which they must have for two runs to be the same."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def capture_random_state() -> dict[str, Any]:
     """States of Python's, numpy's and torch's generators (CPU and device) and of megatron-core's tracker."""
     version, internal, gauss = random.getstate()

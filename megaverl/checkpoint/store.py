@@ -1,45 +1,56 @@
-"""Save and resume: all ranks write, the first commits by one rename, and only whole checkpoints are loaded."""
+"""Save and resume: all ranks write, one commits by one rename, and only whole checkpoints are loaded."""
 
 from __future__ import annotations
 
 import json
 import logging
 import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.checkpoint.dist_files import check_pickles, read_shards, write_shards
+from megaverl.checkpoint.background import Writing
+from megaverl.checkpoint.commit import Committer, FirstRank, Retention, best_name, commit, job_name, make_room, prune
+from megaverl.checkpoint.dist_files import check_pickles, own_errors, read_shards
 from megaverl.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST_FILE,
     PREFIX,
-    TORN_SUFFIX,
     Manifest,
+    damaged,
     folder_of,
-    list_files,
-    newest_whole,
+    newest_first,
     read_json,
-    readable,
-    sync_folder,
     torn_name,
-    write_json,
-    writing,
 )
-from megaverl.checkpoint.megatron_state import apply_state, local_bytes, sharded_state
+from megaverl.checkpoint.megatron_state import apply_state, sharded_state
 from megaverl.checkpoint.random_state import capture_random_state, restore_random_state
+from megaverl.checkpoint.shards import Files, StagedShards, Stager, synced_record, write_bytes
 from megaverl.errors import CheckpointError
 from megaverl.metrics.versions import collect_versions
-from megaverl.parallel.collectives import gather_json, on_first_rank, together
+from megaverl.parallel.collectives import gather_json, together
 from megaverl.roles.trainable import TrainableModel
 
 STATE_FILE = "state.json"
-BEST_FILE = "best.json"
+MEND = (
+    "Look at the folder's free space and rights, or point run.dir elsewhere. The checkpoints before it are untouched."
+)
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Pending:
+    """A checkpoint that is being written."""
+
+    folder: Path
+    manifest: Manifest
+    shards: StagedShards
+    writing: Writing
+    best: bool
 
 
 class CheckpointStore:
@@ -47,39 +58,111 @@ class CheckpointStore:
 
     Args:
         root: the folder, on a file system that all ranks share; made by the first save.
-        keep_last: how many of the newest are kept.
-        keep_best: keep the best one besides.
+        retention: which checkpoints stay.
+        committer: who marks a checkpoint complete.
+        phase: told what a save is about to do: checkpoint_copy, checkpoint_write, and see `commit`.
     """
 
-    def __init__(self, root: str | Path, *, keep_last: int = 3, keep_best: bool = True) -> None:
-        if keep_last < 1:
-            raise CheckpointError(f"checkpoint.keep_last={keep_last}: at least 1, for the newest is always kept.")
-        self.root, self.keep_last, self.keep_best = Path(root), keep_last, keep_best
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        retention: Retention | None = None,
+        committer: Committer | None = None,
+        phase: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.root, self.retention = Path(root), retention or Retention()
+        self.committer: Committer = committer or FirstRank()
+        self.phase = phase
+        self._stager = Stager()
+        self._pending: _Pending | None = None
+        self._was_there = False
 
-    def save(
-        self, step: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], *, best: bool = False
-    ) -> Path:
-        """Write the checkpoint of `step`; when this returns, it is on the disk and whole.
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint was started and is not committed yet; the same on all ranks."""
+        return self._pending is not None
 
-        Args:
-            roles: models, optimizers and schedulers, by role.
-            state: the trainer's own state, JSON, the same on every rank.
-            best: remember it as the best so far.
+    def save(self, step: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], **options: Any) -> Path:
+        """Write the checkpoint of `step`; when this returns, it is on the disk and whole. Arguments as of `start`.
 
         Raises:
             CheckpointError: on every rank. The earlier checkpoints are untouched, the new one is not there.
         """
-        folder = folder_of(self.root, step)
+        self.start(step, roles, state, **options, in_background=False)
+        path = self.finish()
+        assert path is not None
+        return path
+
+    def start(
+        self,
+        step: int,
+        roles: Mapping[str, TrainableModel],
+        state: Mapping[str, Any],
+        *,
+        files: Mapping[str, Callable[[Path], None]] | None = None,
+        best: bool = False,
+        inside: bool = False,
+        in_background: bool = True,
+    ) -> None:
+        """Copy the state to host memory and begin to write it; `finish` commits it. Waits for an earlier one.
+
+        Args:
+            roles: models, optimizers and schedulers, by role.
+            state: the trainer's own state, JSON, the same on every rank.
+            files: further files by name, each written by a function that is given its path. The rank that
+                commits writes them; they must not change meanwhile.
+            best: remember it as the best so far.
+            inside: it was taken in the middle of the next step.
+            in_background: write in a thread, while training goes on; False: here and now, without a copy.
+
+        Raises:
+            CheckpointError: on every rank: no space, a folder that is gone, or the checkpoint before this one
+                failed.
+        """
+        self.finish()
+        folder = folder_of(self.root, step, inside=inside)
         torn = torn_name(folder)
-        shards = sharded_state(roles)
-        num_bytes = sum(gather_json(local_bytes(shards)))
-        on_first_rank(lambda: self._prepare(torn, num_bytes))
-        write_shards(shards, torn)
-        del shards
-        with together(), writing(torn):
-            write_json(torn / _random_file(dist.get_rank()), capture_random_state())
-        on_first_rank(lambda: self._commit(folder, step, _describe(roles), state, best))
-        return folder
+        self.phase("checkpoint_copy")
+        with own_errors(f"{torn}: the checkpoint was not written", MEND):
+            shards = self._stager.stage(sharded_state(roles), copy=in_background)
+        num_bytes = sum(self.committer.collect(shards.num_bytes))
+        self.committer.decide(lambda: self._make_room(torn, num_bytes))
+        random_state = json.dumps(capture_random_state()).encode()
+        own: dict[str, bytes] = {_random_file(dist.get_rank()): random_state}
+        if self.committer.decides:
+            own[STATE_FILE] = json.dumps(dict(state), indent=1).encode()
+        more = dict(files or {}) if self.committer.decides else {}
+        self.phase("checkpoint_write")
+        self._pending = _Pending(
+            folder=folder,
+            manifest=self._manifest(step, roles),
+            shards=shards,
+            writing=Writing(lambda: _write(torn, shards, own, more), in_background=in_background),
+            best=best,
+        )
+
+    def finish(self, *, wait: bool = True) -> Path | None:
+        """Commit the checkpoint that was started, once every rank has written its part.
+
+        Args:
+            wait: for all ranks; else a checkpoint that is not complete yet is left for a later call.
+
+        Returns:
+            Its folder, if it was committed now.
+
+        Raises:
+            CheckpointError: on every rank, if one could not write: names the ranks and why.
+        """
+        pending = self._pending
+        if pending is None:
+            return None
+        if not wait and not all(self.committer.collect(pending.writing.is_done)):
+            return None
+        self._pending = None
+        reports = self.committer.collect(list(pending.writing.outcome()))
+        self.committer.decide(lambda: self._commit(pending, reports))
+        return pending.folder
 
     def load(self, folder: str | Path, roles: Mapping[str, TrainableModel]) -> dict[str, Any]:
         """Restore `roles` in place, on any grid, and the random generators; returns the trainer's state.
@@ -90,100 +173,157 @@ class CheckpointStore:
             CheckpointError: on every rank: damaged, of another model, or it lacks a role.
         """
         folder = Path(folder)
-        world_size, state = on_first_rank(lambda: _open(folder, _describe(roles)))
+        world_size, state = self.committer.decide(lambda: _open(folder, _describe(roles)))
         apply_state(roles, read_shards(sharded_state(roles, loading=True), folder))
         if world_size == dist.get_world_size():
             with together():
                 restore_random_state(read_json(folder / _random_file(dist.get_rank())))
+        self._was_there = self._was_there or folder.parent == self.root
         return dict(state)
 
-    def latest(self) -> Path | None:
+    def check(self, folder: Path) -> None:
+        """Read every byte of a checkpoint, all ranks together, and compare the checksums.
+
+        Raises:
+            CheckpointError: on every rank: what is missing or damaged.
+        """
+        if wrong := self._wrong(folder):
+            raise damaged(folder, wrong)
+
+    def latest(self, job: str = "") -> Path | None:
         """The newest whole checkpoint, None where there is none yet; damaged ones are passed over with a warning.
+
+        Args:
+            job: only those that this job wrote.
 
         Raises:
             CheckpointError: every one is damaged.
         """
-        return _latest(self.root)
+        return self._newest(self.root, job)
 
     def best(self) -> Path | None:
         """The best checkpoint, if one was marked so and is still there."""
-        name = on_first_rank(lambda: _best_name(self.root))
+        name = self.committer.decide(lambda: best_name(self.root))
         return self.root / name if name else None
 
-    def resolve(self, resume: str) -> Path | None:
-        """What to resume from: `auto` (the newest here, if any), `never`, or a folder.
+    def resolve(self, resume: str, *, restarted: bool = False) -> Path | None:
+        """What to resume from, found whole: every byte of it was compared with its checksum.
 
-        The folder may be a checkpoint, a `checkpoints` folder or a run folder; of those, the newest is taken.
+        Args:
+            resume: `auto` (the newest here, if any), `latest` (the newest here, which must be there), `never`, or
+                a folder: a checkpoint, a `checkpoints` folder or a run folder; of those, the newest is taken.
+            restarted: torchrun has started the ranks again, so what this job itself has saved comes first.
 
         Raises:
             CheckpointError: on every rank: no such folder, or no whole checkpoint in it.
         """
+        if restarted and resume not in ("auto", "latest"):
+            own = self.latest(self.committer.decide(job_name))
+            if own is not None:
+                return own
         if resume == "never":
             return None
-        if resume == "auto":
-            return self.latest()
+        if resume in ("auto", "latest"):
+            newest = self.latest()
+            if newest is None and resume == "latest":
+                raise CheckpointError(
+                    f"checkpoint.resume=latest: {self.root} holds no checkpoint ({PREFIX}NNNNNNNN folders). "
+                    "With auto, a run without one starts anew."
+                )
+            return newest
         path = Path(resume)
-        kind = on_first_rank(lambda: _kind_of(path))
+        kind = self.committer.decide(lambda: _kind_of(path))
         if kind == "checkpoint":
+            self.check(path)
             return path
         root = path / "checkpoints" if kind == "run" else path
-        latest = _latest(root)
-        if latest is None:
+        newest = self._newest(root)
+        if newest is None:
             raise CheckpointError(f"checkpoint.resume={resume}: {root} holds no checkpoint ({PREFIX}NNNNNNNN folders).")
-        return latest
+        return newest
 
-    def _prepare(self, torn: Path, num_bytes: int) -> None:
-        """Remove what earlier attempts left, and make the folder to write to."""
-        with writing(torn):
+    def _make_room(self, torn: Path, num_bytes: int) -> None:
+        if self._was_there and not self.root.is_dir():
+            raise CheckpointError(
+                f"{torn}: the checkpoint was not written: the folder {self.root} has vanished, with the checkpoints "
+                "that were in it. Is its file system still mounted? Make the folder again to go on there."
+            )
+        try:
             self.root.mkdir(parents=True, exist_ok=True)
-            for rest in self.root.glob(f"{PREFIX}*{TORN_SUFFIX}"):
-                shutil.rmtree(rest)
-            free = shutil.disk_usage(self.root).free
-            if free < num_bytes:
-                raise CheckpointError(
-                    f"{torn}: the checkpoint needs {num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
-                    "Free some, lower checkpoint.keep_last, or point run.dir elsewhere."
-                )
-            torn.mkdir()
+        except OSError as error:
+            raise CheckpointError(f"{torn}: the checkpoint was not written: {error}. {MEND}") from error
+        self._was_there = True
+        make_room(self.root, torn, num_bytes)
 
-    def _commit(
-        self, folder: Path, step: int, roles: dict[str, dict[str, Any]], state: Mapping[str, Any], best: bool
-    ) -> None:
-        """Write the manifest, give the folder its name, and let go of old ones. One rank, after all have written."""
-        torn = torn_name(folder)
-        with writing(torn):
-            write_json(torn / STATE_FILE, dict(state))
-            Manifest(
-                format=FORMAT_VERSION,
-                serial=max((manifest.serial for _, manifest in readable(self.root)), default=0) + 1,
-                step=step,
-                world_size=dist.get_world_size(),
-                roles=roles,
-                versions=collect_versions(),
-                files=list_files(torn),
-            ).write(torn)
-            sync_folder(torn)
-            replaced = _set_aside(folder) if folder.exists() else None
-            torn.rename(folder)
-            sync_folder(self.root)
-            if best:
-                _write_best(self.root, folder.name)
-            if replaced:  # the run went back to an earlier checkpoint and came here again
-                shutil.rmtree(replaced)
-                if not best and _best_name(self.root) == folder.name:
-                    (self.root / BEST_FILE).unlink()
-        self._prune()
+    def _manifest(self, step: int, roles: Mapping[str, TrainableModel]) -> Manifest:
+        """What is known before anything is written; the serial and the files come with the commit."""
+        return Manifest(
+            format=FORMAT_VERSION,
+            serial=0,
+            step=step,
+            world_size=dist.get_world_size(),
+            job=job_name(),
+            roles=_describe(roles),
+            versions=collect_versions() if self.committer.decides else {},
+            files={},
+        )
 
-    def _prune(self) -> None:
-        """Remove all but the newest and the best. A folder without a good manifest is left for a person to see."""
-        best = _best_name(self.root) if self.keep_best else None
-        for folder, _ in readable(self.root)[: -self.keep_last]:
-            if folder.name == best:
-                continue
-            try:
-                shutil.rmtree(_set_aside(folder))
-            except OSError as error:  # the new checkpoint is whole: too many are better than none
-                logger.warning("%s: an old checkpoint could not be removed: %s", folder, error)
+    def _commit(self, pending: _Pending, reports: list[Any]) -> None:
+        torn = torn_name(pending.folder)
+        failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why is not None]
+        if failures:
+            # its space is better free
+            shutil.rmtree(torn, ignore_errors=True)
+            raise CheckpointError(f"{torn}: the checkpoint was not written: {'; '.join(failures)}. {MEND}")
+        files: Files = {}
+        for (written, _), _ in reports:
+            files |= written
+        try:
+            files |= pending.shards.index(torn, [items for (_, items), _ in reports])
+        except OSError as error:
+            raise CheckpointError(f"{torn}: the checkpoint was not written: {error}. {MEND}") from error
+        manifest = Manifest(**{**pending.manifest.__dict__, "files": dict(sorted(files.items()))})
+        commit(pending.folder, manifest, best=pending.best, phase=self.phase)
+        self.phase("checkpoint_prune")
+        prune(self.root, self.retention)
+
+    def _newest(self, root: Path, job: str = "") -> Path | None:
+        found, problems = self.committer.decide(lambda: _as_json(newest_first(root, job)))
+        for name in found:
+            if not (wrong := self._wrong(Path(name))):
+                newest: Path | None = Path(name)
+                break
+            problems.append(str(damaged(Path(name), wrong)))
+        else:
+            newest = None
+        if newest is None and problems and not job:
+            raise CheckpointError("\n".join([f"{root}: no checkpoint is whole.", *problems]))
+        for problem in problems if self.committer.decides else []:
+            logger.warning("passed over %s", problem)
+        return newest
+
+    def _wrong(self, folder: Path) -> list[str]:
+        """What is wrong with the files of a checkpoint; each rank reads a share of them."""
+        wrong: list[str] = []
+        with together():
+            manifest = Manifest.read(folder)
+            wrong = manifest.wrong_sizes(folder)
+            if not wrong:
+                wrong = manifest.wrong_bytes(folder, dist.get_rank(), dist.get_world_size())
+        return sorted({problem for found in gather_json(wrong) for problem in found})
+
+
+def _write(
+    torn: Path, shards: StagedShards, own: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
+) -> Any:
+    """All that one rank writes: [records of its files, where its items lie]."""
+    files, items = shards.write(torn)
+    for name, data in own.items():
+        files[name] = write_bytes(torn / name, data)
+    for name, write in more.items():
+        write(torn / name)
+        files[name] = synced_record(torn / name)
+    return [files, items]
 
 
 def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, Any]:
@@ -208,22 +348,15 @@ def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
     return dict(json.loads(json.dumps(described)))
 
 
-def _latest(root: Path) -> Path | None:
-    def find() -> list[Any]:
-        folder, problems = newest_whole(root)
-        return [str(folder) if folder else None, problems]
-
-    found, problems = on_first_rank(find)
-    for problem in problems if dist.get_rank() == 0 else []:
-        logger.warning("passed over %s", problem)
-    return Path(found) if found else None
+def _as_json(found: tuple[list[Path], list[str]]) -> list[list[str]]:
+    return [[str(folder) for folder in found[0]], found[1]]
 
 
 def _kind_of(path: Path) -> str:
     if not path.is_dir():
         raise CheckpointError(
             f"checkpoint.resume={path}: {'a file, not a folder' if path.exists() else 'no such folder'}. "
-            "Give auto, never, or the folder of a checkpoint."
+            "Give auto, latest, never, or the folder of a checkpoint."
         )
     if (path / MANIFEST_FILE).is_file() or path.name.startswith(PREFIX):
         return "checkpoint"
@@ -232,21 +365,3 @@ def _kind_of(path: Path) -> str:
 
 def _random_file(rank: int) -> str:
     return f"random_{rank:05d}.json"
-
-
-def _set_aside(folder: Path) -> Path:
-    """Give a checkpoint that goes a torn one's name: until it is gone, nobody takes it for a whole one."""
-    return folder.rename(torn_name(folder.with_name(folder.name + ".removed")))
-
-
-def _best_name(root: Path) -> str | None:
-    path = root / BEST_FILE
-    name = read_json(path)["folder"] if path.is_file() else None
-    return str(name) if name and (root / name / MANIFEST_FILE).is_file() else None
-
-
-def _write_best(root: Path, name: str) -> None:
-    temporary = root / (BEST_FILE + TORN_SUFFIX)
-    write_json(temporary, {"folder": name})
-    temporary.rename(root / BEST_FILE)
-    sync_folder(root)

@@ -16,6 +16,7 @@ COMMANDS = {
     "generate": "responses to prompts",
     "eval": "validation only: mean reward, accuracy, pass@k",
     "plan": "memory, bytes and seconds of a configuration on a given cluster, before there is one",
+    "convert": "Hugging Face <-> Megatron checkpoint on any grid, Megatron <-> Megatron, GGUF",
     "keys": "every key of the configuration: type, default, meaning",
 }
 

@@ -81,7 +81,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> Job:
     world = arguments.nodes * arguments.gpus_per_node if arguments.nodes else None
-    config = load_config(arguments.config, arguments.overrides, check_paths=False, world_size=world)
+    # the grids are judged below, against the world and the model together
+    config = load_config(arguments.config, arguments.overrides, check_paths=False)
     machine = Machine(
         gpus_per_node=arguments.gpus_per_node, **{name: getattr(arguments, name) * GB for name in MACHINE}
     )

@@ -6,11 +6,28 @@ import sys
 from collections.abc import Sequence
 
 from megaverl.cli.command import parser, run
+from megaverl.errors import SAVED_AND_LEFT
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 failed; 2 a mistake in the configuration; 130 interrupted; "
+    f"{SAVED_AND_LEFT} saved and left on SIGTERM or SIGUSR1: start it again to go on."
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    arguments = parser("train", "Reinforcement learning: PPO or GRPO.").parse_intermixed_args(given)
+    described = parser("train", "Reinforcement learning: PPO or GRPO.")
+    described.add_argument("--resume", metavar="WHAT", help="auto, latest, never or a folder (checkpoint.resume)")
+    described.add_argument("--rollout-only", action="store_true", help="generate, score and store; train nothing")
+    described.add_argument("--replay-rollouts", metavar="PATH", help="train on stored rollouts, without an engine")
+    described.epilog = f"{described.epilog} {EXIT_CODES}"
+    arguments = described.parse_intermixed_args(given)
+    if arguments.resume is not None:
+        arguments.overrides.append(f"checkpoint.resume={arguments.resume}")
+    if arguments.rollout_only:
+        arguments.overrides.append("trainer.rollout_only=true")
+    if arguments.replay_rollouts is not None:
+        arguments.overrides.append(f"trainer.replay_rollouts={arguments.replay_rollouts}")
     return run("train", arguments, given, {})
 
 

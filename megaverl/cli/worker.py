@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 from megaverl.config import Config
 from megaverl.errors import ConfigError, MegaverlError
 
+# Besides 0 and errors.SAVED_AND_LEFT.
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 

@@ -28,7 +28,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     mistakes += _lengths(config, command, spec)
     mistakes += grid_mistakes(config, command, spec, world_size)
     if command in REINFORCING:
-        mistakes += [*_algorithm(config), *_optimizers(config)]
+        mistakes += [*_algorithm(config), *_optimizers(config), *_stored_rollouts(config)]
     if command in (*REINFORCING, "eval"):
         mistakes += [*_validation(config), *_rewards(config)]
     if command in ("sft", "quickstart") and config.sft.lr_warmup_steps >= config.sft.steps:
@@ -147,6 +147,18 @@ def _lengths(config: Config, command: str, spec: ModelSpec | None) -> Iterator[M
             )
 
 
+def _stored_rollouts(config: Config) -> Iterator[Mistake]:
+    trainer, resume = config.trainer, config.checkpoint.resume
+    if trainer.rollout_only and trainer.replay_rollouts is not None:
+        yield Mistake("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
+    if trainer.rollout_only and resume not in ("auto", "never"):
+        yield Mistake(
+            "checkpoint.resume",
+            f"found {found(resume)}; trainer.rollout_only generates with the weights of model.path. "
+            "Name a checkpoint's Hugging Face folder there.",
+        )
+
+
 def _validation(config: Config) -> Iterator[Mistake]:
     trainer = config.trainer
     if trainer.validate_every and not config.data.validation:
@@ -212,11 +224,15 @@ def _files(config: Config, command: str) -> Iterator[Mistake]:
     if config.model.tokenizer is not None and not Path(config.model.tokenizer).exists():
         yield Mistake("model.tokenizer", f"found {found(config.model.tokenizer)}, which does not exist.")
     resume = config.checkpoint.resume
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
+    if resume not in ("auto", "latest", "never") and not Path(resume).is_dir():
+        kind = ", which is a file" if Path(resume).exists() else ""
         yield Mistake(
             "checkpoint.resume",
-            f"found {found(resume)}; allowed: auto, never, or the folder of a checkpoint.",
+            f"found {found(resume)}{kind}; allowed: auto, latest, never, or the folder of a checkpoint.",
         )
+    replay = config.trainer.replay_rollouts
+    if replay is not None and not Path(replay).is_dir():
+        yield Mistake("trainer.replay_rollouts", f"found {found(replay)}, which is not a folder of stored rollouts.")
 
 
 def _run_folder(config: Config) -> Iterator[Mistake]:

@@ -33,6 +33,17 @@ class TrainerConfig(Section):
     save_samples: NonNegative = Field(
         default=4, description="Sample generations written to the run folder at each step."
     )
+    store_rollouts: bool = Field(
+        default=False, description="Store every step's responses and scores, for replay_rollouts, in dir/name/rollouts."
+    )
+    rollout_only: bool = Field(
+        default=False, description="Generate, score and store; train nothing. Also `megaverl train --rollout-only`."
+    )
+    replay_rollouts: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH.",
+    )
 
 
 class SFTConfig(Section):
@@ -56,11 +67,25 @@ class CheckpointConfig(Section):
     """`checkpoint`."""
 
     save_interval: NonNegative = Field(default=0, description="Steps between checkpoints; 0: only after the last step.")
-    keep_last: Positive = Field(default=3, description="How many are kept, besides the best one.")
+    keep_last_k: Positive = Field(default=3, description="How many are kept, besides the best one and milestones.")
     keep_best: bool = Field(default=True, description="Keep the one with the best validation as well.")
+    milestone_interval: NonNegative = Field(
+        default=0, description="Checkpoints of every so many steps are kept for good; 0: none."
+    )
+    async_save: bool = Field(
+        default=True,
+        description="Training waits for a copy in host memory only, which is as large as the checkpoint; writing goes "
+        "on beside it.",
+    )
+    on_write_error: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="A checkpoint that cannot be written: stop ends the run, continue says so and goes on. "
+        "The ones before it are kept either way.",
+    )
     resume: str = Field(
         default="auto",
         min_length=1,
-        description="auto: the newest of this run folder. never: start anew. Or a checkpoint folder.",
+        description="auto: the newest of this run folder, if any. latest: the same, and it must be there. "
+        "never: start anew. Or a checkpoint folder. Also `megaverl train --resume`.",
     )
     export_hf: bool = Field(default=True, description="Write a Hugging Face folder at the end.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -84,19 +84,29 @@ class DataFlow:
         return order
 
     def run(
-        self, span: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(), **given: Any
+        self,
+        span: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
+        done: Mapping[str, Any] | None = None,
+        after: Callable[[str, Mapping[str, Any]], None] = lambda name, values: None,
+        **given: Any,
     ) -> dict[str, Any]:
         """Run every operator; returns all values by name.
 
         Args:
             span: opened around every operator with its name, for a timeline.
+            done: values that were made before, in a run that was cut off; what makes nothing else is left out.
+            after: called after every operator that ran, with its name and all values so far.
             given: the values named in `compile`.
         """
         self.order  # noqa: B018 - says so if the flow is not compiled
         if set(given) != self._given:
             raise ConfigError(f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}")
-        values = dict(given)
+        done = done or {}
+        values = {**given, **done}
         for operator in self._order or []:
+            if operator.gives and all(name in done for name in operator.gives):
+                continue
             with span(operator.name):
                 values.update(operator(values))
+            after(operator.name, values)
         return values

@@ -21,11 +21,12 @@ AGAIN = "Copy or download the file again from its source."
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file: its shape and its dtype in safetensors' words (`F32`, `BF16`, ...)."""
+    """A tensor in a file: its shape, its dtype in safetensors' words (`F32`, `BF16`, ...), its first byte."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    offset: int = 0
 
 
 def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
@@ -44,7 +45,7 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
             f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} is there. `model.path` must name a folder "
             "with safetensors weights (convert others with transformers' `save_pretrained`)."
         )
-    weight_map = _read_index(index)
+    weight_map = read_weight_map(index)
     headers = {}
     for name in sorted(set(weight_map.values())):
         if not (folder / name).is_file():
@@ -84,7 +85,10 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        tensors = {name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"]) for name, entry in header.items()}
+        tensors = {
+            name: StoredTensor(file, tuple(entry["shape"]), entry["dtype"], 8 + length + entry["data_offsets"][0])
+            for name, entry in header.items()
+        }
         end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ModelError(f"{file}: its safetensors header is damaged ({error}). {AGAIN}") from error
@@ -96,7 +100,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_weight_map(index: Path) -> dict[str, str]:
+    """tensor -> file, of a `model.safetensors.index.json`; ModelError if it is none."""
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return {str(tensor): str(file) for tensor, file in weight_map.items()}

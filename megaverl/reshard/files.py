@@ -1,4 +1,4 @@
-"""The file mover: a rank's own slices out of a Hugging Face folder, straight into its tensors."""
+"""The file mover: a rank's own slices out of a model's files, straight into its tensors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from megaverl.errors import ModelError
-from megaverl.layout.files import AGAIN, StoredTensor, folder_layout, read_folder
+from megaverl.layout.boxes import carry, split
+from megaverl.layout.files import INDEX_FILE, StoredTensor, folder_layout, read_folder, read_header, read_weight_map
 from megaverl.layout.layout import Layout, padded_tensors
 from megaverl.layout.weights import Weight
-from megaverl.reshard.plan import MAX_NAMED, Transfer, intersect_layouts
+from megaverl.models.spec import ModelSpec
+from megaverl.reshard.checkpoints import open_checkpoint, without_head
+from megaverl.reshard.naming import listed
+from megaverl.reshard.plan import MAX_NAMED, intersect_layouts
+from megaverl.reshard.stored import Reader, StoredArray, stored_arrays
+from megaverl.reshard.torch_dist import is_torch_dist
 from megaverl.reshard.views import check_tensors, view
 
+MAX_READ = 1 << 24  # elements that are read at a time, where they cannot go straight to their place
 # Tensors that some files hold though no model reads them: buffers that are computed from the configuration.
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 LM_HEAD = "lm_head.weight"
@@ -33,7 +39,8 @@ def load_folder(
     Values are converted to the tensors' dtype; padding (vocabulary rows beyond the model's) becomes zero.
 
     Args:
-        folder: a Hugging Face folder, one safetensors file or sharded with an index.
+        folder: a Hugging Face folder, one safetensors file or sharded with an index; or a Megatron distributed
+            checkpoint with a config.json in it, as `megaverl convert` writes it.
         layout: this rank's layout, from `megatron_layout` or another.
         tensors: local name -> tensor or parameter, any device and floating dtype; more may be in it.
         weights: all weights of the model, so that every rank finds the same mistakes.
@@ -44,34 +51,110 @@ def load_folder(
 
     Raises:
         ModelError: a missing or damaged file, missing or left-over tensors, wrong shapes: names them all.
+        CheckpointError: the same of a distributed checkpoint.
     """
+    folder = Path(folder)
+    check_tensors(layout, tensors, "the model", ModelError)
+    if is_torch_dist(folder):
+        return _load_checkpoint(folder, layout, tensors, weights, optional)
     stored = read_folder(folder)
     absent = [weight.name for weight in weights if weight.name in optional and weight.name not in stored]
-    _check_names(Path(folder), stored, weights, absent)
-    check_tensors(layout, tensors, "the model", ModelError)
-    wanted = _without(layout, absent)
+    check_stored(folder, stored, weights, absent)
     # the weights decide which tensors are read: a second head stored beside tied embeddings is none of them
-    source = folder_layout({weight.name: stored[weight.name] for weight in weights if weight.name in stored})
-    by_file: dict[Path, list[Transfer]] = {}
-    for transfer in intersect_layouts(source, wanted):
-        by_file.setdefault(stored[transfer.tensor].file, []).append(transfer)
-    with torch.no_grad():
-        for name in padded_tensors(wanted):
-            tensors[name].zero_()
-        for file, transfers in by_file.items():
-            _read_file(file, transfers, tensors)
+    held = {weight.name: stored[weight.name] for weight in weights if weight.name in stored}
+    wanted = _without(layout, absent)
+    _clear_padding(wanted, tensors)
+    _fill(folder_layout(held), stored_arrays(held), wanted, tensors)
     return absent
 
 
-def _read_file(file: Path, transfers: Sequence[Transfer], tensors: Mapping[str, torch.Tensor]) -> None:
-    try:
-        with safe_open(file, framework="pt", device="cpu") as stream:
-            for transfer in transfers:
-                box = stream.get_slice(transfer.tensor)[transfer.source_box.slices]
-                target = view(tensors[transfer.dest_local], transfer.dest_box)
-                target.copy_(box.reshape(target.shape))
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file}: cannot be read ({error}). {AGAIN}") from error
+class ArrivingFolder:
+    """`load_folder` file by file, so that one is read while the next is on its way.
+
+    Names are checked before the first one where there is an index, shapes with each file. Arguments and errors as
+    `load_folder`; `finish` returns the optional names that the files lack.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        layout: Layout,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        weights: Sequence[Weight],
+        optional: Collection[str] = (),
+    ) -> None:
+        self._folder, self._layout, self._tensors = Path(folder), layout, tensors
+        self._weights, self._optional = weights, optional
+        self._names = {weight.name for weight in weights}
+        self._seen: set[str] = set()
+        check_tensors(layout, tensors, "the model", ModelError)
+        index = self._folder / INDEX_FILE
+        if index.is_file():
+            check_names(self._folder, read_weight_map(index), weights, optional)
+        _clear_padding(layout, tensors)
+
+    def read(self, file: Path) -> None:
+        """Take what this rank needs from a file that is there."""
+        stored = read_header(file)
+        check_shapes(self._folder, stored, self._weights)
+        held = {name: tensor for name, tensor in stored.items() if name in self._names}
+        _fill(folder_layout(held), stored_arrays(held), _only(self._layout, held), self._tensors)
+        self._seen.update(stored)
+
+    def finish(self) -> list[str]:
+        """After the last file."""
+        absent = [
+            weight.name for weight in self._weights if weight.name in self._optional and weight.name not in self._seen
+        ]
+        check_names(self._folder, dict.fromkeys(self._seen, self._folder.name), self._weights, absent)
+        return absent
+
+
+def _load_checkpoint(
+    folder: Path,
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    weights: Sequence[Weight],
+    optional: Collection[str],
+) -> list[str]:
+    opened = open_checkpoint(folder)
+    absent = without_head(weights, opened, optional)
+    source = opened.layout([weight for weight in weights if weight.name not in absent], ModelSpec.from_folder(folder))
+    wanted = _without(layout, absent)
+    _clear_padding(wanted, tensors)
+    _fill(source, opened.arrays(source), wanted, tensors)
+    return absent
+
+
+def _fill(
+    source: Layout, arrays: Mapping[str, StoredArray], wanted: Layout, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    with torch.no_grad(), Reader(arrays) as reader:
+        for transfer in intersect_layouts(source, wanted):
+            for box in split(transfer.dest_box, MAX_READ):
+                target = view(tensors[transfer.dest_local], box)
+                read = target if target.device.type == "cpu" else torch.empty(box.shape, dtype=target.dtype)
+                reader.read(transfer.source_local, carry(box, transfer.dest_box, transfer.source_box), read)
+                if read is not target:
+                    target.copy_(read)
+
+
+def _clear_padding(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name in padded_tensors(layout):
+            tensors[name].zero_()
+
+
+def _only(layout: Layout, names: Collection[str]) -> Layout:
+    """The local tensors that hold any of these weights, with the pieces of these."""
+    pieces = tuple(piece for piece in layout.pieces if piece.tensor in names)
+    held = {piece.local for piece in pieces}
+    return Layout(
+        pieces,
+        {name: shape for name, shape in layout.local_shapes.items() if name in held},
+        {name: shape for name, shape in layout.global_shapes.items() if name in names},
+    )
 
 
 def _without(layout: Layout, absent: Collection[str]) -> Layout:
@@ -86,32 +169,59 @@ def _without(layout: Layout, absent: Collection[str]) -> Layout:
     )
 
 
-def _check_names(
+def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight], absent: Collection[str]) -> None:
+    """Every weight is there, and every tensor is a weight of the model.
+
+    Args:
+        files: tensor -> the file that holds it.
+        absent: weights that may be missing.
+
+    Raises:
+        ModelError: names every tensor that is missing or left over.
+    """
+    names = {weight.name for weight in weights}
+    problems = [
+        f"{weight.name}: missing, expected with shape {list(weight.shape)}"
+        for weight in weights
+        if weight.name not in files and weight.name not in absent
+    ]
+    problems += [
+        f"{name}: in {file}, but config.json describes a model without it"
+        for name, file in files.items()
+        # tied models and critics have no head of their own, yet some folders store one
+        if name not in names and name != LM_HEAD and not name.endswith(IGNORED_SUFFIXES)
+    ]
+    _refuse(folder, problems)
+
+
+def check_shapes(folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight]) -> None:
+    """Raise a ModelError that names every stored tensor of another shape than the model's weight."""
+    _refuse(
+        folder,
+        [
+            f"{weight.name}: shape {list(stored[weight.name].shape)} in {stored[weight.name].file.name}, "
+            f"expected {list(weight.shape)}"
+            for weight in weights
+            if weight.name in stored and stored[weight.name].shape != weight.shape
+        ],
+    )
+
+
+def check_stored(
     folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight], absent: Collection[str]
 ) -> None:
-    """Every weight is there with its shape, and every tensor of the folder is a weight of the model."""
-    shapes = {weight.name: weight.shape for weight in weights}
-    problems = [
-        f"{name}: missing, expected with shape {list(shape)}"
-        for name, shape in shapes.items()
-        if name not in stored and name not in absent
-    ]
-    problems += [
-        f"{name}: shape {list(stored[name].shape)} in {stored[name].file.name}, expected {list(shape)}"
-        for name, shape in shapes.items()
-        if name in stored and stored[name].shape != shape
-    ]
-    problems += [
-        f"{name}: in {tensor.file.name}, but config.json describes a model without it"
-        for name, tensor in stored.items()
-        # tied models and critics have no head of their own, yet some folders store one
-        if name not in shapes and name != LM_HEAD and not name.endswith(IGNORED_SUFFIXES)
-    ]
+    """`check_names`, then `check_shapes`."""
+    check_names(folder, {name: tensor.file.name for name, tensor in stored.items()}, weights, absent)
+    check_shapes(folder, stored, weights)
+
+
+def _refuse(folder: Path, problems: Sequence[str]) -> None:
     if problems:
-        more = f"\n  and {len(problems) - MAX_NAMED} more" if len(problems) > MAX_NAMED else ""
+        lines = listed(problems)
+        more = f"\n  and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
         raise ModelError(
             f"{folder}: its weights do not fit its config.json:\n  "
-            + "\n  ".join(problems[:MAX_NAMED])
+            + "\n  ".join(lines[:MAX_NAMED])
             + more
             + "\nCopy config.json and weights from the same source."
         )

@@ -7,7 +7,9 @@ the rest comes from a holder on its node, else from any, shared out as `dealing`
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, overload
@@ -91,7 +93,8 @@ def make_plans(
 
     Args and errors as for `make_plan`.
     """
-    return _Plans(_Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0)))
+    with _collector_at_rest():
+        return _Plans(_Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0)))
 
 
 def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
@@ -116,7 +119,21 @@ class _Plans(Sequence[Plan]):
     def __getitem__(self, rank: slice) -> list[Plan]: ...
     def __getitem__(self, rank: int | slice) -> Plan | list[Plan]:
         ranks = range(self._planner.world)[rank]
-        return self._planner.plan(ranks) if isinstance(ranks, int) else [self._planner.plan(r) for r in ranks]
+        with _collector_at_rest():
+            return self._planner.plan(ranks) if isinstance(ranks, int) else [self._planner.plan(r) for r in ranks]
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Layouts and plans are hundreds of thousands of tuples and no cycle: walking through them again and again
+    while they grow would be a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Row(NamedTuple):

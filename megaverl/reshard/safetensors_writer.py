@@ -16,6 +16,8 @@ from megaverl.layout.boxes import whole
 from megaverl.layout.files import INDEX_FILE, SINGLE_FILE
 from megaverl.layout.weights import Weight
 
+# name, shape, dtype
+Tensor = tuple[str, tuple[int, ...], torch.dtype]
 DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -31,9 +33,8 @@ class FolderWriter:
     ) -> None:
         self._folder = folder
         self._writes = writes
-        self._files = _file_contents(weights, dtype, shard_bytes)
-        self._file_names = _file_names(len(self._files))
-        self._dtype = dtype
+        self._files = shards_of([(weight.name, weight.shape, dtype) for weight in weights], shard_bytes)
+        self._file_names = [file_name(number, len(self._files)) for number in range(len(self._files))]
         self._next = 0
         self._left = 0
         self._stream: BinaryIO | None = None
@@ -81,20 +82,11 @@ class FolderWriter:
 
     def _open_next(self) -> None:
         self._close()
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for weight in self._files[self._next]:
-            start, end = end, end + _nbytes(weight, self._dtype)
-            header[weight.name] = {
-                "dtype": DTYPE_NAMES[self._dtype],
-                "shape": list(weight.shape),
-                "data_offsets": [start, end],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        shard = self._files[self._next]
+        text = header_of(shard).encode()
         self._stream = (self._folder / self._file_names[self._next]).open("wb")
         self._stream.write(len(text).to_bytes(8, "little") + text)
-        self._left = end
+        self._left = sum(_nbytes(tensor) for tensor in shard)
         self._next += 1
 
     def _close(self) -> None:
@@ -106,36 +98,49 @@ class FolderWriter:
 
     def _write_index(self) -> None:
         pairs = [
-            (weight.name, file)
-            for file, weights in zip(self._file_names, self._files, strict=True)
-            for weight in weights
+            (name, file) for file, shard in zip(self._file_names, self._files, strict=True) for name, _, _ in shard
         ]
-        total = sum(_nbytes(weight, self._dtype) for weights in self._files for weight in weights)
+        total = sum(_nbytes(tensor) for shard in self._files for tensor in shard)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(pairs))}
         (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _nbytes(weight: Weight, dtype: torch.dtype) -> int:
-    return whole(weight.shape).numel * dtype.itemsize
+def header_of(shard: Sequence[Tensor]) -> str:
+    """The JSON header of a safetensors file that holds these tensors one behind the other, padded to 8 bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape, dtype in shard:
+        start, end = end, end + _nbytes((name, shape, dtype))
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"))
+    return text + " " * (-len(text.encode()) % 8)
 
 
-def _file_contents(weights: Sequence[Weight], dtype: torch.dtype, shard_bytes: int) -> list[list[Weight]]:
-    files: list[list[Weight]] = [[]]
+def shards_of(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
+    """The tensors in order, cut into files of at most `shard_bytes` (a file may hold one larger tensor).
+
+    In a file the wider dtypes come first, so that every tensor lies where its dtype can be read.
+    """
+    files: list[list[Tensor]] = [[]]
     filled = 0
-    for weight in weights:
-        nbytes = _nbytes(weight, dtype)
+    for tensor in tensors:
+        nbytes = _nbytes(tensor)
         if files[-1] and filled + nbytes > shard_bytes:
             files.append([])
             filled = 0
-        files[-1].append(weight)
+        files[-1].append(tensor)
         filled += nbytes
-    return files
+    return [sorted(shard, key=lambda tensor: -tensor[2].itemsize) for shard in files]
 
 
-def _file_names(count: int) -> list[str]:
-    if count == 1:
-        return [SINGLE_FILE]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+def file_name(number: int, count: int) -> str:
+    """The name of one of `count` files, counted from zero."""
+    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    _, shape, dtype = tensor
+    return whole(shape).numel * dtype.itemsize
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

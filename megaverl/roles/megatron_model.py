@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from megaverl.models.spec import ModelSpec
 from megaverl.parallel.collectives import together
 from megaverl.parallel.groups import Grid
 from megaverl.platform import platform
-from megaverl.reshard.files import load_folder
+from megaverl.reshard.files import ArrivingFolder, load_folder
 
 platform.adapt_megatron()
 
@@ -125,24 +125,31 @@ class MegatronModel:
         coords = self.grid.coords
         return self.grid.is_last_stage and coords.tp == 0 and coords.cp == 0
 
-    def load(self, folder: str | Path) -> list[str]:
-        """Fill this rank's parameters from a Hugging Face folder, reading its own slices only.
+    def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
+        """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
 
         A critic may start from a language model: its value head stays as it was initialised. Every rank takes
         part, and all fail if one does. Returns the names that the folder lacked.
 
+        Args:
+            arriving: the folder's weight files, each given when it is there (`ModelFiles.arriving`). None: all are.
+
         Raises:
-            ModelError: a missing or damaged file, or tensors that do not fit the model.
+            ModelError, CheckpointError: a missing or damaged file, or tensors that do not fit the model.
         """
         absent: list[str] = []
+        layout, optional = self.layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
+        if arriving is None:
+            with together(self.grid.world):
+                absent = load_folder(folder, layout, self.parameters, weights=self.weights, optional=optional)
+            return absent
         with together(self.grid.world):
-            absent = load_folder(
-                folder,
-                self.layout_of(self.grid.rank),
-                self.parameters,
-                weights=self.weights,
-                optional=("score.weight",) if self.value_head else (),
-            )
+            reader = ArrivingFolder(folder, layout, self.parameters, weights=self.weights, optional=optional)
+        for file in arriving:
+            with together(self.grid.world):
+                reader.read(file)
+        with together(self.grid.world):
+            absent = reader.finish()
         return absent
 
     def to(self, device: torch.device) -> None:

@@ -19,6 +19,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.rl import RLTrainer
 from megaverl.trainer.sft import SFTTrainer
+from megaverl.trainer.watchdog import Watchdog
 
 TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}
 # Qwen3 with heads of 32 dimensions, the smallest that vLLM's CPU attention has.
@@ -58,7 +59,7 @@ def prepare(config: Config) -> None:
     tokenizer.save(folder / "model")
 
 
-def quickstart(config: Config, console: Console) -> None:
+def quickstart(config: Config, console: Console, watchdog: Watchdog | None = None) -> None:
     """Warm-up, then PPO, then what a person wants to see: before, after, the curve and where things are."""
     builder = Builder(config)
     warm_up = SFTTrainer(config, builder, console)
@@ -67,7 +68,7 @@ def quickstart(config: Config, console: Console) -> None:
     export_model(warm_up.model, builder, warm)
     del warm_up
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(warm)})})
-    trainer = RLTrainer(config, console, Builder(config, builder.groups))
+    trainer = RLTrainer(config, console, Builder(config, builder.groups), watchdog)
     trainer.train()
     if dist.get_rank() == 0:
         _report(trainer, console)

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config
 from megaverl.data.datasets import PromptDataset
+from megaverl.data.tokenizers import Tokenizer
+from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.metrics.console import Console
 from megaverl.metrics.memory import memory_metrics
 from megaverl.metrics.timeline import Timeline
 from megaverl.metrics.tracker import Tracker
+from megaverl.parallel.collectives import on_first_rank, together
 from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation, evaluate
 from megaverl.trainer.export import export_model
 from megaverl.trainer.samples import append_samples, forget_samples, sample_records
+from megaverl.trainer.saving import Saving, checkpoint_store, settle_file
+from megaverl.trainer.signals import LeaveRequest, Leaving
+from megaverl.trainer.stages import Stages
 from megaverl.trainer.step import RLStep, Roles
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.trainer.watchdog import Watchdog
+
+# After these a run may leave in the middle of a step: nothing is trained yet.
+SAFE_AFTER = ("rollout", "reward")
+ROLLOUT_FILE = "rollouts.safetensors"
 
 
 @dataclass
@@ -33,9 +48,15 @@ class Best:
 
 
 class RLTrainer:
-    """PPO or GRPO, from a configuration to trained weights. Every rank makes one and calls `train`."""
+    """PPO or GRPO, from a configuration to trained weights. Every rank makes one and calls `train`.
 
-    def __init__(self, config: Config, console: Console, builder: Builder | None = None) -> None:
+    Args:
+        watchdog: is told what this rank is doing.
+    """
+
+    def __init__(
+        self, config: Config, console: Console, builder: Builder | None = None, watchdog: Watchdog | None = None
+    ) -> None:
         self.config, self.console = config, console
         self.rank = dist.get_rank()
         builder = builder or Builder(config)
@@ -47,6 +68,11 @@ class RLTrainer:
         self.sampler = self.train_data.sampler(
             config.data.prompts_per_step, config.run.seed, shuffle=config.data.shuffle
         )
+        self.timeline = Timeline(self.rank)
+        self.stages = Stages(self.timeline, watchdog.note if watchdog else lambda what: None)
+        replay = config.trainer.replay_rollouts
+        replayed = RolloutFolder(replay) if replay is not None else None
+        self.stages.note("build")
         actor = builder.actor()
         self.roles = Roles(
             actor=actor,
@@ -54,16 +80,17 @@ class RLTrainer:
             reference=builder.reference() if config.uses_reference else None,
             reward=builder.reward(),
             kl=builder.kl_controller(),
-            rollout=builder.rollout(actor.model),
+            rollout=builder.rollout(actor.model) if replayed is None else None,
         )
-        self.timeline = Timeline(self.rank)
-        self.step = RLStep(config, self.roles)
+        self.step = RLStep(config, self.roles, replayed)
         self.flow = self.step.flow()
         self.best = Best()
         self.next_step = 0
-        self.store = CheckpointStore(
-            self.run_dir / "checkpoints", keep_last=config.checkpoint.keep_last, keep_best=config.checkpoint.keep_best
-        )
+        self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
+        store = checkpoint_store(config.checkpoint, self.run_dir, self.stages.note)
+        self.saving = Saving(config.checkpoint, store, console)
+        self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
+        self.leave = LeaveRequest()
         self.history: list[tuple[int, dict[str, float]]] = []
 
     @property
@@ -75,37 +102,61 @@ class RLTrainer:
         return roles
 
     def train(self) -> dict[str, float]:
-        """Run to the last step; returns the last validation's metrics, or the last step's."""
+        """Run to the last step; returns the last validation's metrics, or the last step's.
+
+        Raises:
+            Leaving: the run was asked to leave, has saved, and is to be started again.
+        """
+        with self.leave.listening():
+            return self._train()
+
+    def _train(self) -> dict[str, float]:
         config = self.config
         self._resume()
+        if self.step.replayed is not None:
+            with together():
+                self.step.replayed.check(self.next_step, config.trainer.steps, config.samples_per_step)
         tracker = self._tracker()
         if self.rank == 0:
             forget_samples(self.run_dir / "samples.jsonl", self.next_step)
+            if self.stored is not None:
+                self.stored.forget(self.next_step)
         result: dict[str, float] = {}
         try:
-            self.roles.rollout.reshard()
             if self.next_step == 0 and config.trainer.validate_at_start:
                 result = self._validate(tracker, 0) or result
+            self._safe_point()
             for step in range(self.next_step, config.trainer.steps):
+                self.stages.step = step + 1
                 result = self._one_step(step, tracker) or result
                 self.next_step = step + 1
                 result = self._after(step + 1, tracker) or result
+                self._safe_point()
+        except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
+            self.saving.commit_written()
+            raise
         finally:
             if tracker is not None:
                 tracker.close()
-                self.timeline.export(self.run_dir / "timeline.json")
+                self._write_aside(lambda: self.timeline.export(self.run_dir / "timeline.json"))
         if config.checkpoint.export_hf:
+            self.stages.note("export")
             export_model(self.roles.actor.model, self.builder, self.run_dir / "hf")
             self.console.print(f"model written to {self.run_dir / 'hf'}")
         return result
 
     def _one_step(self, step: int, tracker: Tracker | None) -> dict[str, float]:
         prompts = [self.train_data[i] for i in self.sampler.indices(step)]
-        self.step.metrics = {}
+        cut_off, self.cut_off = self.cut_off, None
+        self.step.stored = None
+        self.step.metrics = dict(cut_off.metrics) if cut_off else {}
         start = time.perf_counter()
         with self.timeline.step(step):
-            values = self.flow.run(self.timeline.span, prompts=prompts, step=step)
+            values = self.flow.run(
+                self.stages, cut_off.values if cut_off else None, self._after_operator, prompts=prompts, step=step
+            )
         seconds = time.perf_counter() - start
+        self.stages.note("log")
         batch = values["rollouts"]
         metrics = {
             **self.step.metrics,
@@ -118,37 +169,80 @@ class RLTrainer:
         if tracker is not None:
             tracker.log(step + 1, metrics)
             records = sample_records(batch, values["scores"], self.roles.reward, self.config.trainer.save_samples)
-            append_samples(self.run_dir / "samples.jsonl", step + 1, records)
+            self._write_aside(lambda: append_samples(self.run_dir / "samples.jsonl", step + 1, records))
+        if self.stored is not None:
+            rollouts = self._rollouts(step, values)
+            on_first_rank(lambda: RolloutFolder(self.run_dir / "rollouts").append(rollouts))
         self.console.step(step + 1, self.config.trainer.steps, metrics)
         self.history.append((step + 1, metrics))
         return metrics
 
     def _after(self, done: int, tracker: Tracker | None) -> dict[str, float] | None:
         """Validate and save where the configuration says so; `done` steps are behind us."""
-        trainer, checkpoint = self.config.trainer, self.config.checkpoint
+        trainer = self.config.trainer
         last = done == trainer.steps
         result, is_best = None, False
         if self.validation_data is not None and trainer.validate_every and (done % trainer.validate_every == 0 or last):
             best_before = self.best.step
             result = self._validate(tracker, done)
             is_best = self.best.step != best_before
-        due = last or (checkpoint.save_interval and done % checkpoint.save_interval == 0)
-        if due or (is_best and checkpoint.save_interval and checkpoint.keep_best):
-            self._save(done, is_best)
+        if self.saving.is_due(done, last=last, is_best=is_best):
+            self._save(done, best=is_best, wait=last)
         return result
 
+    def _after_operator(self, name: str, values: Mapping[str, Any]) -> None:
+        """Inside a step, leave if asked to, with what was generated."""
+        if name not in SAFE_AFTER or self.step.replayed is not None:
+            return
+        self.saving.look()
+        if signal := self.leave.agreed():
+            self._leave(signal, self._rollouts(self.next_step, values))
+
+    def _safe_point(self) -> None:
+        """Between steps: see what became of a checkpoint that was being written, and leave if asked to."""
+        self.saving.look()
+        if self.next_step < self.config.trainer.steps and (signal := self.leave.agreed()):
+            self._leave(signal, None)
+
+    def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
+        if self.next_step == 0 and cut_off is None:
+            what = "nothing was trained yet"
+        else:
+            if not self._save(self.next_step, wait=True, cut_off=cut_off):
+                raise CheckpointError(f"{signal}: the run leaves, and could not save before.")
+            inside = f", inside step {self.next_step + 1}" if cut_off else ""
+            what = f"saved after {self.next_step} of {self.config.trainer.steps} steps{inside}"
+        raise Leaving(f"{signal}: {what}; start the run again to go on.")
+
+    def _rollouts(self, step: int, values: Mapping[str, Any]) -> StoredRollouts:
+        """What a step has generated and scored so far."""
+        measured = {k: v for k, v in self.step.metrics.items() if k.startswith(("rollout/", "reward/"))}
+        version = self.roles.rollout.weight_version if self.roles.rollout else 0
+        return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
+
+    def _write_aside(self, write: Any) -> None:
+        """Files that nothing depends on: one that cannot be written is told of, and does not end the run."""
+        try:
+            write()
+        except OSError as error:
+            self.console.warn(f"{error}; the run goes on without this file")
+
     def _validate(self, tracker: Tracker | None, done: int) -> dict[str, float] | None:
-        if self.validation_data is None or not self.config.trainer.validate_every:
+        if self.validation_data is None or not self.config.trainer.validate_every or self.roles.rollout is None:
             return None
-        with self.timeline.span("validation"):
+        with self.stages("validation"):
             evaluation = self.evaluate()
+            # A resumed run has not validated here: nothing of this may be found again by the next step.
+            with together():
+                self.roles.rollout.engine.reset_prefix_cache()
         metrics = evaluation.metrics
         value = metrics[f"validation/{self.config.trainer.best_metric}"]
         if value > self.best.value:
             self.best = Best(done, value)
         if tracker is not None:
             tracker.log(done, metrics)
-            append_samples(self.run_dir / "samples.jsonl", done, evaluation.samples, split="validation")
+            path = self.run_dir / "samples.jsonl"
+            self._write_aside(lambda: append_samples(path, done, evaluation.samples, split="validation"))
         self.history.append((done, metrics))
         self.console.print(
             f"validation after step {done}: "
@@ -158,7 +252,7 @@ class RLTrainer:
 
     def evaluate(self) -> Evaluation:
         """Validate the weights that the engine holds now."""
-        assert self.validation_data is not None
+        assert self.validation_data is not None and self.roles.rollout is not None
         count = len(self.validation_data)
         if self.config.trainer.validation_prompts is not None:
             count = min(count, self.config.trainer.validation_prompts)
@@ -177,27 +271,79 @@ class RLTrainer:
             warn=self.console.warn,
         )
 
-    def _save(self, done: int, is_best: bool) -> None:
-        with self.timeline.span("checkpoint"):
-            self.store.save(done, self.trained, self._state(), best=is_best)
+    def _save(
+        self, done: int, *, best: bool = False, wait: bool = False, cut_off: StoredRollouts | None = None
+    ) -> bool:
+        with self.stages("checkpoint"):
+            files = {ROLLOUT_FILE: cut_off.write} if cut_off else {}
+            state = self._state(cut_off)
+            return self.saving.save(
+                done, self.trained, state, wait=wait, best=best, inside=cut_off is not None, files=files
+            )
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:
+        rollout = self.roles.rollout
         return {
             "next_step": self.next_step,
             "kl": self.roles.kl.state_dict(),
             "sampler": self.sampler.state_dict(),
-            "weight_version": self.roles.rollout.weight_version,
+            "tokenizer": tokenizer_digest(self.builder.tokenizer),
+            "weight_version": rollout.weight_version if rollout else 0,
             "best": {"step": self.best.step, "value": self.best.value},
+            "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.rank == 0 else 0,
+            "cut_off": cut_off.facts() if cut_off else None,
         }
 
     def _resume(self) -> None:
-        path: Path | None = self.store.resolve(self.config.checkpoint.resume)
-        if path is None:
-            return
-        state = self.store.load(path, self.trained)
+        """Take up a checkpoint, if there is one; then the engine has the actor's weights."""
+        self.stages.note("resume")
+        rollout, store = self.roles.rollout, self.saving.store
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        path: Path | None = store.resolve(self.config.checkpoint.resume, restarted=restarted)
+        state: dict[str, Any] | None = None
+        if path is not None:
+            if rollout is not None:
+                rollout.source_changes()
+            state = store.load(path, self.trained)
+            self._take_up(path, state)
+        if rollout is not None:
+            rollout.reshard()
+            if state is not None:
+                rollout.weight_version = int(state["weight_version"]) or rollout.weight_version
+        if path is not None:
+            inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
+            done = f"{self.next_step} of {self.config.trainer.steps} steps are done"
+            self.console.print(f"resumed from {path}: {done}{inside}")
+
+    def _take_up(self, path: Path, state: dict[str, Any]) -> None:
+        """The trainer's own state.
+
+        Raises:
+            CheckpointError, DataError: it was made with other data, or another tokenizer.
+        """
         self.sampler.check_state(state["sampler"])
+        mine = tokenizer_digest(self.builder.tokenizer)
+        if state["tokenizer"] != mine:
+            raise CheckpointError(
+                f"{path}: it was made with another tokenizer ({state['tokenizer']}; this run's, of "
+                f"{self.builder.tokenizer.source}, is {mine}). Name the right one with model.tokenizer."
+            )
         self.roles.kl.load_state_dict(state["kl"])
         self.next_step = int(state["next_step"])
-        self.roles.rollout.weight_version = int(state["weight_version"])
         self.best = Best(int(state["best"]["step"]), float(state["best"]["value"]))
-        self.console.print(f"resumed from {path}: {self.next_step} of {self.config.trainer.steps} steps are done")
+        self.saving.note_resumed(self.next_step, inside=state["cut_off"] is not None)
+        if state["cut_off"] is not None and self.step.replayed is None:
+            with together():
+                self.cut_off = StoredRollouts.read(path / ROLLOUT_FILE, state["cut_off"])
+        written = self.run_dir / "metrics.jsonl"
+        if self.rank == 0 and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
+            self.console.warn(
+                f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "
+                "the steps that are missing there will stay so"
+            )
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """The same for tokenizers that give the same ids to the same tokens, and end responses alike."""
+    facts = [sorted(tokenizer.backend.get_vocab().items()), tokenizer.stop_token_ids, tokenizer.chat_template]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()

@@ -10,11 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from megaverl.checkpoint.random_state import seed_generators
 from megaverl.config import Config
-from megaverl.errors import ConfigError, DataError
+from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStopped
 from megaverl.metrics.console import Console, redirect_output
 from megaverl.metrics.tracker import Tracker
 from megaverl.metrics.versions import write_versions
@@ -22,10 +22,14 @@ from megaverl.parallel.collectives import on_first_rank
 from megaverl.platform import platform
 from megaverl.roles.rollout import sampling_options
 from megaverl.rollout.seeds import sample_seed
+from megaverl.trainer.signals import Leaving
+from megaverl.trainer.watchdog import Watchdog
 
 
 def main(config: Config, command: str, options: Mapping[str, Any] | None = None) -> int:
-    """Run `command` (train, sft, eval, generate or quickstart) on this rank; returns the exit status.
+    """Run `command` (train, sft, eval, generate or quickstart) on this rank.
+
+    Returns: the exit status: 0, or `errors.SAVED_AND_LEFT` where the run was asked to leave.
 
     What goes wrong is raised: the process that called this shows it and ends.
     """
@@ -34,13 +38,31 @@ def main(config: Config, command: str, options: Mapping[str, Any] | None = None)
     console = redirect_output(run_dir / "logs", rank)
     platform.start()
     dist.init_process_group(platform.backend, timeout=timedelta(minutes=config.run.timeout_minutes))
-    torch.manual_seed(config.run.seed)
-    on_first_rank(lambda: _prepare(run_dir, config, command))
+    watchdog = Watchdog(console, stalled_after=config.run.timeout_minutes * 60)
+    try:
+        code = _do(config, command, console, watchdog, dict(options or {}))
+    except BaseException as error:
+        # of a rank that is gone the others hear in their own way: what they say of it is one thing
+        if verdict := watchdog.explain(error):
+            raise TrainingStopped(verdict) from error
+        raise
+    dist.barrier()
+    watchdog.leave()
+    if code == 0:
+        dist.destroy_process_group()
+    return code
+
+
+def _do(config: Config, command: str, console: Console, watchdog: Watchdog, options: dict[str, Any]) -> int:
+    seed_generators(config.run.seed)
+    on_first_rank(lambda: _prepare(config.run_dir, config, command))
     for warning in config.warnings:
         console.warn(warning)
-    COMMANDS[command](config, console, dict(options or {}))
-    dist.barrier()
-    dist.destroy_process_group()
+    try:
+        COMMANDS[command](config, console, watchdog, options)
+    except Leaving as leaving:
+        console.print(str(leaving))
+        return SAVED_AND_LEFT
     return 0
 
 
@@ -54,13 +76,18 @@ def _prepare(run_dir: Path, config: Config, command: str) -> None:
         raise ConfigError(f"run.dir: {run_dir} cannot be written ({error}). Name another folder.") from error
 
 
-def _train(config: Config, console: Console, options: dict[str, Any]) -> None:
+def _train(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
+    if config.trainer.rollout_only:
+        from megaverl.trainer.rollout_only import generate_only
+
+        generate_only(config, console, watchdog)
+        return
     from megaverl.trainer.rl import RLTrainer
 
-    RLTrainer(config, console).train()
+    RLTrainer(config, console, watchdog=watchdog).train()
 
 
-def _sft(config: Config, console: Console, options: dict[str, Any]) -> None:
+def _sft(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
     from megaverl.trainer.export import export_model
     from megaverl.trainer.sft import SFTTrainer
@@ -84,7 +111,7 @@ def _sft(config: Config, console: Console, options: dict[str, Any]) -> None:
     console.print(f"model written to {builder.run_dir / 'hf'}")
 
 
-def _eval(config: Config, console: Console, options: dict[str, Any]) -> None:
+def _eval(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
     from megaverl.trainer.evaluate import evaluate
 
@@ -101,7 +128,7 @@ def _eval(config: Config, console: Console, options: dict[str, Any]) -> None:
         console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
 
 
-def _generate(config: Config, console: Console, options: dict[str, Any]) -> None:
+def _generate(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
 
     builder = Builder(config)
@@ -145,13 +172,14 @@ def _generate(config: Config, console: Console, options: dict[str, Any]) -> None
             console.print(f"{text}\n  -> {response}\n")
 
 
-def _quickstart(config: Config, console: Console, options: dict[str, Any]) -> None:
+def _quickstart(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.quickstart import quickstart
 
-    quickstart(config, console)
+    quickstart(config, console, watchdog)
 
 
-COMMANDS: dict[str, Callable[[Config, Console, dict[str, Any]], None]] = {
+Command = Callable[[Config, Console, Watchdog | None, dict[str, Any]], None]
+COMMANDS: dict[str, Command] = {
     "train": _train,
     "sft": _sft,
     "eval": _eval,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -17,17 +16,17 @@ from megaverl.errors import TrainingStopped
 from megaverl.roles.critic import Critic
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.rollout import Rollout, sampling_options
-from megaverl.rollout.seeds import sample_seed
-from megaverl.trainer.samples import rollout_batch
+from megaverl.roles.rollout import Rollout
+from megaverl.trainer.generate import generate, score
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 
 
 @dataclass
 class Roles:
-    """Who takes part in a run."""
+    """Who takes part in a run. A replay of stored rollouts has no engine."""
 
     actor: Actor
-    rollout: Rollout
+    rollout: Rollout | None
     reward: RewardRole
     critic: Critic | None
     reference: Policy | None
@@ -36,11 +35,19 @@ class Roles:
 
 @dataclass
 class RLStep:
-    """The operators of a step. `metrics` holds what the running step has measured so far."""
+    """The operators of a step. `metrics` holds what the running step has measured so far.
+
+    Attributes:
+        replayed: stored rollouts, which take the engine's place.
+        stored: those of the running step.
+    """
 
     config: Config
     roles: Roles
+    replayed: RolloutFolder | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    stored: StoredRollouts | None = None
+    _has_compared: bool = False
 
     def flow(self) -> DataFlow:
         """Compiled for `run(prompts=..., step=...)`.
@@ -48,7 +55,8 @@ class RLStep:
         What a configuration does not use (critic, reference) is no operator of its flow.
         """
         flow = DataFlow()
-        flow.add_operator(Operator("rollout", self.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
+        source = self.generate if self.replayed is None else self.replay
+        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role="rollout"))
         flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
         flow.add_operator(Operator("old_log_probs", self.old_log_probs, ("rollouts", "step"), role="actor"))
         inputs = ["rollouts", "scores", "old_log_probs"]
@@ -64,62 +72,47 @@ class RLStep:
         flow.add_operator(
             Operator("actor_update", self.update_actor, ("experience", "step"), ("updated",), role="actor")
         )
-        flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role="rollout"))
+        if self.roles.rollout is not None:
+            flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role="rollout"))
         return flow.compile(given=("prompts", "step"))
 
     def generate(self, prompts: list[PromptRecord], step: int) -> RolloutBatch:
         """`group_size` responses to every prompt."""
-        config, start = self.config, time.perf_counter()
-        size = config.algorithm.group_size
-        repeated = [prompt for prompt in prompts for _ in range(size)]
-        generations = self.roles.rollout.generate(
-            [prompt.token_ids for prompt in repeated],
-            sampling_options(config.rollout.sampling),
-            [sample_seed(config.run.seed, step, sample) for sample in range(len(repeated))],
-            group_size=size,
-        )
-        batch = rollout_batch(repeated, generations, [i // size for i in range(len(repeated))])
-        seconds = time.perf_counter() - start
-        lengths = batch.response_lengths.double()
-        finished = [reason == "stop" for reason in batch.columns["finish_reason"]]
-        self.metrics |= {
-            "rollout/throughput_tokens_per_sec": float(lengths.sum()) / seconds,
-            "rollout/response_length_mean": float(lengths.mean()),
-            "rollout/response_length_max": float(lengths.max()),
-            "rollout/finished_fraction": sum(finished) / len(finished),
-            "rollout/weight_version": float(self.roles.rollout.weight_version),
-        }
+        assert self.roles.rollout is not None, "a replay generates nothing"
+        batch, metrics = generate(self.config, self.roles.rollout, prompts, step)
+        self.metrics |= metrics
         return batch
 
+    def replay(self, prompts: list[PromptRecord], step: int) -> RolloutBatch:
+        """Responses that another run generated for this step."""
+        assert self.replayed is not None
+        self.stored = self.replayed.read(step)
+        self.metrics |= self.stored.metrics
+        return self.stored.batch
+
     def score(self, rollouts: RolloutBatch) -> Scores:
-        """Rewards of all responses."""
-        start = time.perf_counter()
-        scores = self.roles.reward.score(rollouts)
-        self.metrics |= {
-            "reward/latency_ms": (time.perf_counter() - start) * 1e3,
-            "reward/mean": float(scores.total.mean()),
-            "reward/std": float(scores.total.std(unbiased=False)),
-            "reward/max": float(scores.total.max()),
-            "reward/min": float(scores.total.min()),
-            "reward/accuracy": float(scores.correct.float().mean()),
-            **{f"reward/{name}": float(values.mean()) for name, values in scores.components.items()},
-        }
+        """Rewards of all responses; in a replay those of the run that generated them."""
+        if self.stored is not None and self.stored.scores is not None:
+            return self.stored.scores
+        scores, metrics = score(self.roles.reward, rollouts)
+        self.metrics |= metrics
         return scores
 
     def old_log_probs(self, rollouts: RolloutBatch, step: int) -> torch.Tensor | None:
         """The actor's log-probs at the start of the update; None where its own forward pass gives the same.
 
-        Always taken in the first step, where they show whether the first reshard was right.
+        Also taken by the first step after a start, where they show whether the first reshard was right. A resumed
+        run does not train on these, as a run that was never interrupted would not have had them.
         """
         actor, kl = self.roles.actor, self.config.algorithm.kl
-        first = self.roles.rollout.num_checked == 0
-        if actor.is_on_policy and kl.place != "reward" and not first:
+        needed = not actor.is_on_policy or kl.place == "reward" or step == 0
+        if not needed and self._has_compared:
             return None
         log_probs = actor.log_probs(rollouts)
         difference = (log_probs - rollouts.rollout_log_probs).abs().masked_fill(~rollouts.response_mask, 0.0)
         self._record_difference(masked_mean(difference, rollouts.response_mask), float(difference.max()))
-        self.roles.rollout.num_checked += 1
-        return log_probs
+        self._has_compared = True
+        return log_probs if needed else None
 
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The reference's log-probs."""
@@ -178,6 +171,8 @@ class RLStep:
         """The actor's updates; False while only the critic warms up."""
         if step < self.config.algorithm.critic_warmup_steps:
             return False
+        if self.roles.rollout is not None:
+            self.roles.rollout.source_changes()
         metrics = self.roles.actor.update(experience, step=step, kl_coef=self.roles.kl.coef)
         if "logprob_diff_mean" in metrics:
             self._record_difference(metrics.pop("logprob_diff_mean"), metrics.pop("logprob_diff_max"))
@@ -186,7 +181,7 @@ class RLStep:
 
     def reshard(self, updated: bool) -> None:
         """The engine gets the new weights."""
-        if not updated:
+        if not updated or self.roles.rollout is None:
             return
         stats = self.roles.rollout.reshard()
         self.metrics |= {
@@ -206,7 +201,7 @@ class RLStep:
     def _record_difference(self, mean: float, largest: float) -> None:
         """Engine against Megatron, for the same tokens: both have the same weights, so only rounding may differ."""
         self.metrics |= {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest}
-        if self.roles.rollout.num_checked:
+        if self._has_compared or self.roles.rollout is None:
             return
         limit, mean_limit = logprob_limits(self.config, self.roles.actor.model.config.params_dtype)
         if not (largest <= limit and mean <= mean_limit):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
 
 from megaverl.checkpoint import store as store_module
+from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.errors import MegaverlError
 from megaverl.models.spec import ModelSpec
@@ -128,7 +129,7 @@ def _changed(one: dict[str, str], other: dict[str, str]) -> list[str]:
 
 def save_run(folder: str, root: str, grids: dict[str, dict[str, int]], steps: list[int], **options: Any) -> list[float]:
     """Save at each of `steps`, one update before each; the losses of 2 updates after the last."""
-    store = CheckpointStore(root, keep_last=options.get("keep_last", 3), keep_best=options.get("keep_best", True))
+    store = CheckpointStore(root, retention=Retention(**options.get("retention", {})))
     roles = build(folder, grids)
     for step in steps:
         train(roles, 1)
@@ -159,7 +160,9 @@ def move(folder: str, root: str, to: str, grids: dict[str, dict[str, int]]) -> N
     CheckpointStore(to).save(int(state["step"]), roles, state)
 
 
-def failing_save(folder: str, root: str, grids: dict[str, dict[str, int]], fault: str) -> dict[str, str]:
+def failing_save(
+    folder: str, root: str, grids: dict[str, dict[str, int]], fault: str, in_background: bool = False
+) -> dict[str, str]:
     """Save at step 2 where one rank, or the disk, fails on the way; what each rank hears."""
     store = CheckpointStore(root)
     roles = build(folder, grids)
@@ -171,17 +174,23 @@ def failing_save(folder: str, root: str, grids: dict[str, dict[str, int]], fault
     if fault == "write" and dist.get_rank() == 1:
         replaced.append((filesystem, "_write_item", filesystem._write_item))
     if fault == "random state" and dist.get_rank() == 1:
-        replaced.append((store_module, "capture_random_state", store_module.capture_random_state))
+        replaced.append((store_module, "write_bytes", store_module.write_bytes))
     if fault == "commit" and dist.get_rank() == 0:
         replaced.append((Path, "rename", Path.rename))
     for owner, name, _ in replaced:
         setattr(owner, name, fail)
+    if fault == "vanished folder":
+        store.save(1, roles, {"step": 1})
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(root)
     if fault == "full disk":
         replaced.append((shutil, "disk_usage", shutil.disk_usage))
         usage = shutil.disk_usage(root)._replace(free=1000)
         shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
     try:
-        store.save(2, roles, {"step": 2})
+        store.start(2, roles, {"step": 2}, in_background=in_background)
+        store.finish()
     except MegaverlError as error:
         return {"error": type(error).__name__, "text": str(error), "latest": str(store.latest())}
     finally:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megaverl.checkpoint.manifest import Manifest
 from megaverl.models.tiny import make_tiny_folder
 from tests.worlds import run_world
 
@@ -73,24 +75,31 @@ def test_the_manifest_says_what_is_there(saved: Path) -> None:
     assert manifest["roles"]["actor"]["grid"]["tp"] == 2
     assert manifest["roles"]["actor"]["model"]["hidden_size"] == 32
     assert manifest["versions"]["megatron-core"]
-    on_disk = {p.name: p.stat().st_size for p in folder.iterdir() if p.name != "manifest.json"}
+    on_disk = {
+        p.name: [p.stat().st_size, f"{zlib.crc32(p.read_bytes()):08x}"]
+        for p in folder.iterdir()
+        if p.name != "manifest.json"
+    }
     assert manifest["files"] == on_disk
 
 
+@pytest.mark.parametrize("in_background", [False, True], ids=["blocking", "background"])
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
         ("write", "rank 1: OSError: [Errno 28] No space left on device"),
         ("random state", "No space left on device"),
         ("commit", "No space left on device"),
-        ("full disk", "0.00 GB are free. Free some, lower checkpoint.keep_last"),
+        ("full disk", "0.00 GB are free. Free some, lower checkpoint.keep_last_k"),
     ],
 )
-def test_a_failed_save_leaves_no_checkpoint(folder: Path, tmp_path: Path, fault: str, text: str) -> None:
+def test_a_failed_save_leaves_no_checkpoint(
+    folder: Path, tmp_path: Path, fault: str, text: str, in_background: bool
+) -> None:
     save(folder, tmp_path, [1])
     root = tmp_path / "checkpoints"
-    found = run_world(2, RANKS + "failing_save", folder=folder, root=root, grids=GRIDS, fault=fault)
-    for heard in found:
+    options = {"folder": folder, "root": root, "grids": GRIDS, "fault": fault, "in_background": in_background}
+    for heard in run_world(2, RANKS + "failing_save", **options):
         assert heard["error"] == "CheckpointError"
         assert "step_00000002.tmp" in heard["text"] and text in heard["text"]
         assert len(heard["text"]) < 700
@@ -124,6 +133,18 @@ def newer_format(folder: Path) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 7}))
 
 
+def lie_in_the_manifest(folder: Path) -> None:
+    file = folder / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 9}))
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
@@ -132,6 +153,8 @@ def newer_format(folder: Path) -> None:
         (lose_the_manifest, "it has no manifest.json"),
         (tear_the_manifest, "manifest.json: damaged"),
         (newer_format, "format 7, written by a newer megaverl"),
+        (lie_in_the_manifest, "its own checksum does not agree"),
+        (flip_a_bit, "__0_0.distcp has the checksum "),
     ],
 )
 def test_damage_is_named_and_the_newest_whole_one_is_used(
@@ -157,9 +180,10 @@ def test_a_planted_pickle_is_not_run(folder: Path, run: Path, tmp_path: Path) ->
     payload = Payload()
     payload.target = tmp_path / "ran"  # type: ignore[attr-defined]
     (newest / ".metadata").write_bytes(pickle.dumps(payload))
-    manifest = json.loads((newest / "manifest.json").read_text())
-    manifest["files"][".metadata"] = (newest / ".metadata").stat().st_size
-    (newest / "manifest.json").write_text(json.dumps(manifest))
+    data = (newest / ".metadata").read_bytes()
+    manifest = Manifest.read(newest)
+    manifest.files[".metadata"] = [len(data), f"{zlib.crc32(data):08x}"]
+    manifest.write(newest)
     assert "refused" in resume(folder, run)["text"]
     assert not (tmp_path / "ran").exists()
 
@@ -175,12 +199,12 @@ def test_what_does_not_fit_the_run_is_said(folder: Path, saved: Path, tmp_path: 
 
 
 def test_the_newest_and_the_best_are_kept(folder: Path, tmp_path: Path) -> None:
-    save(folder, tmp_path, [1, 2, 3, 4], keep_last=2, best=[1])
-    assert names(tmp_path) == ["best.json", "step_00000001", "step_00000003", "step_00000004"]
+    save(folder, tmp_path, [1, 2, 3, 4, 5], retention={"keep_last_k": 2, "milestone_interval": 3}, best=[1])
+    assert names(tmp_path) == ["best.json", "step_00000001", "step_00000003", "step_00000004", "step_00000005"]
     assert json.loads((tmp_path / "checkpoints" / "best.json").read_text()) == {"folder": "step_00000001"}
-    # a run that went back to step 1: what it saves now is newer than step 4
-    save(folder, tmp_path, [3, 2], keep_last=2, best=[2])
+    # a run that went back to step 1: what it saves now is newer than step 5
+    save(folder, tmp_path, [3, 2], retention={"keep_last_k": 2}, best=[2])
     assert names(tmp_path) == ["best.json", "step_00000002", "step_00000003"]
     assert resume(folder, tmp_path)["state"] == {"step": 2}
-    save(folder, tmp_path, [5], keep_last=1, keep_best=False)
+    save(folder, tmp_path, [5], retention={"keep_last_k": 1, "keep_best": False})
     assert names(tmp_path) == ["best.json", "step_00000005"]

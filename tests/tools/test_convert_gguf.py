@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from megaverl.convert.gguf import convert_gguf, find_in_package
 from megaverl.errors import ModelError
 from megaverl.models.spec import ModelSpec
-from tools.convert_gguf import convert, find_in_package, main
+from tools.convert_gguf import main
 
 gguf = pytest.importorskip("gguf")
 
@@ -126,7 +127,7 @@ def test_the_tokenizer_splits_as_its_vocabulary_was_learned(tmp_path: Path) -> N
     from transformers import AutoTokenizer
 
     write_gguf(tmp_path / "tiny.gguf", tiny_llama(True), "smollm")
-    convert(tmp_path / "tiny.gguf", tmp_path / "out", dtype="bfloat16")
+    convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     # digits are cut off before the spaces are: "a  12" is a, two spaces, 1, 2, and never " 1" or "12"
     pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12</s>", add_special_tokens=False))
@@ -140,10 +141,10 @@ def test_the_tokenizer_splits_as_its_vocabulary_was_learned(tmp_path: Path) -> N
 def test_an_unknown_split_is_refused_and_another_tokenizer_may_be_given(tmp_path: Path) -> None:
     write_gguf(tmp_path / "good.gguf", tiny_llama(True), "gpt-2")
     write_gguf(tmp_path / "odd.gguf", tiny_llama(True), "never-heard-of")
-    convert(tmp_path / "good.gguf", tmp_path / "good")
+    convert_gguf(tmp_path / "good.gguf", tmp_path / "good")
     with pytest.raises(ModelError, match="'never-heard-of'.*--tokenizer"):
-        convert(tmp_path / "odd.gguf", tmp_path / "odd")
-    convert(tmp_path / "odd.gguf", tmp_path / "odd", tokenizer_folder=tmp_path / "good")
+        convert_gguf(tmp_path / "odd.gguf", tmp_path / "odd")
+    convert_gguf(tmp_path / "odd.gguf", tmp_path / "odd", tokenizer_folder=tmp_path / "good")
     assert (tmp_path / "odd" / "tokenizer.json").is_file()
 
 

@@ -41,7 +41,7 @@ def attempt(
     config = configuration(arguments + (on_rank or {}).get(str(dist.get_rank()), []), command)
     try:
         on_first_rank(lambda: _prepare(config.run_dir, config, command))
-        COMMANDS[command](config, Console(rank=dist.get_rank()), options or {})
+        COMMANDS[command](config, Console(rank=dist.get_rank()), None, options or {})
     except MegaverlError as error:
         return {"class": type(error).__name__, "text": str(error)}
     return {}

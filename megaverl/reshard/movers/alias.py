@@ -75,8 +75,8 @@ class Alias:
     def shares(self) -> bool:
         """Whether any destination tensor has the source's storage now."""
         return any(
-            self._dest[name].data_ptr() == view(self._source[source], box).data_ptr()
-            for name, source, box in self._pairs
+            self._dest[pair.dest].data_ptr() == view(self._source[pair.source], pair.box).data_ptr()
+            for pair in self._pairs
         )
 
     def freed(self) -> list[str]:

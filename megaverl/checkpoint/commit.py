@@ -1,0 +1,180 @@
+"""Making a checkpoint one: after every rank has reported, one rank writes the manifest, then gives the folder its name.
+
+Who that is, a `Committer` says. Until there is a coordinator it is the first rank; a coordinator that decides for
+the whole run passes the store a committer of its own, and nothing else here changes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megaverl.checkpoint.manifest import (
+    MANIFEST_FILE,
+    PREFIX,
+    TORN_SUFFIX,
+    Manifest,
+    read_json,
+    readable,
+    sync_folder,
+    torn_name,
+    write_json,
+    writing,
+)
+from megaverl.errors import CheckpointError
+from megaverl.parallel.collectives import gather_json, on_first_rank
+
+BEST_FILE = "best.json"
+OLD_SUFFIX = ".old"
+
+logger = logging.getLogger(__name__)
+
+
+class Committer(Protocol):
+    """The ranks' agreement on a checkpoint. Every rank calls its methods at the same time."""
+
+    @property
+    def decides(self) -> bool:
+        """Whether this rank is the one that commits. It must be the first of the ranks that plan a save."""
+
+    def collect(self, report: Any) -> list[Any]:
+        """Every rank's report (JSON), in rank order, at least on the rank that decides and alike where given."""
+
+    def decide(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on the rank that decides; its JSON result, or its error, on every rank."""
+
+
+class FirstRank:
+    """The first rank commits."""
+
+    @property
+    def decides(self) -> bool:
+        return dist.get_rank() == 0
+
+    def collect(self, report: Any) -> list[Any]:
+        return gather_json(report)
+
+    def decide(self, function: Callable[[], Any]) -> Any:
+        return on_first_rank(function)
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay.
+
+    Attributes:
+        keep_last_k: this many of the newest.
+        keep_best: the best one besides.
+        milestone_interval: those of every so many steps besides; 0: none.
+    """
+
+    keep_last_k: int = 3
+    keep_best: bool = True
+    milestone_interval: int = 0
+
+    def __post_init__(self) -> None:
+        if self.keep_last_k < 1:
+            raise CheckpointError(
+                f"checkpoint.keep_last_k={self.keep_last_k}: at least 1, for the newest is always kept."
+            )
+
+    def dispensable(self, found: list[tuple[Path, Manifest]], best: str | None) -> list[Path]:
+        """The folders that may go, of those found, oldest first."""
+        return [
+            folder
+            for folder, manifest in found[: -self.keep_last_k]
+            if not (self.keep_best and folder.name == best) and not self._is_milestone(folder, manifest)
+        ]
+
+    def _is_milestone(self, folder: Path, manifest: Manifest) -> bool:
+        every = self.milestone_interval
+        return bool(every) and manifest.step % every == 0 and folder.name == f"{PREFIX}{manifest.step:08d}"
+
+
+def make_room(root: Path, torn: Path, num_bytes: int) -> None:
+    """Remove what torn writes left, look whether there is space, and make the folder to write to."""
+    with writing(torn):
+        for rest in root.glob(f"{PREFIX}*{TORN_SUFFIX}"):
+            shutil.rmtree(rest)
+        free = shutil.disk_usage(root).free
+        if free < num_bytes:
+            raise CheckpointError(
+                f"{torn}: the checkpoint needs {num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
+                "Free some, lower checkpoint.keep_last_k, or point run.dir elsewhere. "
+                "The checkpoints before it are untouched."
+            )
+        torn.mkdir()
+
+
+def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str], None]) -> None:
+    """Mark a checkpoint complete, all of whose files are on the disk under its torn name. On one rank.
+
+    Args:
+        manifest: its serial is filled in here.
+        phase: told before each stage: checkpoint_manifest, checkpoint_rename, checkpoint_marked.
+    """
+    root, torn = folder.parent, torn_name(folder)
+    with writing(torn):
+        phase("checkpoint_manifest")
+        newest = max((known.serial for _, known in readable(root)), default=0)
+        replace(manifest, serial=newest + 1).write(torn)
+        sync_folder(torn)
+        phase("checkpoint_rename")
+        # The run went back and came here again. Until the new one has the name, the old one is a whole checkpoint.
+        replaced = _move(folder, folder.with_name(folder.name + OLD_SUFFIX)) if folder.exists() else None
+        torn.rename(folder)
+        sync_folder(root)
+        phase("checkpoint_marked")
+        if best:
+            _write_best(root, folder.name)
+        elif replaced and best_name(root) == folder.name:
+            (root / BEST_FILE).unlink()
+        if replaced:
+            remove(replaced)
+
+
+def prune(root: Path, retention: Retention) -> None:
+    """Remove what need not be kept. A folder without a good manifest is left for a person to see."""
+    for folder in retention.dispensable(readable(root), best_name(root)):
+        try:
+            remove(folder)
+        except OSError as error:  # the new checkpoint is whole: too many are better than none
+            logger.warning("%s: an old checkpoint could not be removed: %s", folder, error)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint. It first gets a torn one's name: until it is gone, nobody takes it for a whole one."""
+    shutil.rmtree(_move(folder, torn_name(folder.with_name(folder.name + ".removed"))))
+
+
+def best_name(root: Path) -> str | None:
+    """The name of the best checkpoint, if one was marked so and is still there."""
+    path = root / BEST_FILE
+    name = read_json(path)["folder"] if path.is_file() else None
+    return str(name) if name and (root / name / MANIFEST_FILE).is_file() else None
+
+
+def _move(source: Path, target: Path) -> Path:
+    if target.exists():
+        shutil.rmtree(target)
+    return source.rename(target)
+
+
+def _write_best(root: Path, name: str) -> None:
+    temporary = root / (BEST_FILE + TORN_SUFFIX)
+    write_json(temporary, {"folder": name})
+    temporary.rename(root / BEST_FILE)
+    sync_folder(root)
+
+
+def job_name() -> str:
+    """Of the torchrun job that this process belongs to, the same over its restarts; empty outside of one."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return f"{run}.{os.getppid()}" if run else ""

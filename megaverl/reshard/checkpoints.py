@@ -1,0 +1,120 @@
+"""A distributed checkpoint as the source of a model's weights: which of its arrays they are, by name and shape."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaverl.errors import CheckpointError
+from megaverl.layout.dist_checkpoint import checkpoint_layout
+from megaverl.layout.layout import Layout
+from megaverl.layout.weights import Weight
+from megaverl.models.spec import ModelSpec
+from megaverl.reshard.naming import listed
+from megaverl.reshard.plan import MAX_NAMED
+from megaverl.reshard.stored import StoredArray
+from megaverl.reshard.torch_dist import IndexedArray, locate, read_index
+
+EMBEDDING_KEY = "embedding.word_embeddings.weight"
+HEAD_KEY = "output_layer.weight"
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedCheckpoint:
+    """The index of a checkpoint, and what stands in front of the keys of the wanted model."""
+
+    folder: Path
+    index: Mapping[str, IndexedArray]
+    prefix: str
+
+    @property
+    def has_value_head(self) -> bool:
+        head = self.index.get(self.prefix + HEAD_KEY)
+        return head is not None and head.shape[0] == 1 < self.index[self.prefix + EMBEDDING_KEY].shape[0]
+
+    def layout(self, weights: Sequence[Weight], spec: ModelSpec) -> Layout:
+        """Where the weights lie in the arrays.
+
+        Raises:
+            CheckpointError: arrays that are missing, of another shape, or no weights of this model: names them all.
+        """
+        found = checkpoint_layout(
+            weights,
+            spec,
+            padded_vocab_size=max(self.index[self.prefix + EMBEDDING_KEY].shape[0], spec.vocab_size),
+            prefix=self.prefix,
+            present=self.index.keys(),
+        )
+        self._check(found)
+        return found
+
+    def arrays(self, layout: Layout) -> dict[str, StoredArray]:
+        """The arrays that the layout names, with the places of their elements."""
+        return locate({name: self.index[name] for name in layout.local_shapes})
+
+    def _check(self, layout: Layout) -> None:
+        shapes = layout.local_shapes
+        problems = [
+            f"{key}: missing, expected with shape {list(shape)}"
+            for key, shape in shapes.items()
+            if key not in self.index
+        ]
+        problems += [
+            f"{key}: shape {list(self.index[key].shape)}, expected {list(shape)}"
+            for key, shape in shapes.items()
+            if key in self.index and self.index[key].shape != shape
+        ]
+        parts = (f"{self.prefix}decoder.", f"{self.prefix}embedding.")
+        problems += [
+            f"{key}: not a weight of the model that config.json describes"
+            for key in self.index
+            if key.startswith(parts) and key not in shapes
+        ]
+        if problems:
+            lines = listed(problems)
+            more = f"\n  and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
+            raise CheckpointError(
+                f"{self.folder}: of another model than its config.json:\n  "
+                + "\n  ".join(lines[:MAX_NAMED])
+                + more
+                + "\nTake the config.json of the model that was trained."
+            )
+
+
+def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
+    """Read the index of a checkpoint, and find the model in it: `role`'s, or the only one, or the actor's.
+
+    Raises:
+        CheckpointError: as `read_index`; no model of that role, or several to choose from.
+    """
+    index = read_index(folder)
+    found = [key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)]
+    found = [prefix for prefix in found if "optimizer." not in prefix]
+    if not found:
+        raise CheckpointError(f"{folder}: holds no GPT model: none of its {len(index)} arrays is an {EMBEDDING_KEY}.")
+    return OpenedCheckpoint(folder, index, _choose(folder, found, role))
+
+
+def _choose(folder: Path, prefixes: Sequence[str], role: str | None) -> str:
+    roles = [prefix.removesuffix(".") for prefix in prefixes]
+    if role is None and len(prefixes) == 1:
+        return prefixes[0]
+    wanted = "actor" if role is None else role
+    if wanted in roles:
+        return prefixes[roles.index(wanted)]
+    held = ", ".join(name or "(unnamed)" for name in roles)
+    raise CheckpointError(
+        f"{folder}: holds several models; choose one with --role: {held}."
+        if role is None
+        else f"{folder}: no role {role!r} in it. It holds: {held}."
+    )
+
+
+def without_head(weights: Sequence[Weight], opened: OpenedCheckpoint, optional: Collection[str]) -> list[str]:
+    """The optional weights (a critic's head) that the checkpoint has no array for."""
+    return [
+        weight.name
+        for weight in weights
+        if weight.name in optional and weight.megatron == HEAD_KEY and not opened.has_value_head
+    ]

@@ -1,0 +1,110 @@
+"""When a run saves, and what becomes of a save that fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaverl.checkpoint.commit import Retention
+from megaverl.checkpoint.store import CheckpointStore
+from megaverl.config.trainer import CheckpointConfig
+from megaverl.errors import CheckpointError
+from megaverl.metrics.console import Console
+from megaverl.roles.trainable import TrainableModel
+
+
+class Saving:
+    """The checkpoints of a run as `checkpoint` in the configuration wants them. All ranks call it together.
+
+    Args:
+        store: as `checkpoint_store` makes it.
+    """
+
+    def __init__(self, config: CheckpointConfig, store: CheckpointStore, console: Console) -> None:
+        self.config, self.store, self.console = config, store, console
+        self.num_failed = 0
+        self._last: tuple[int, bool] | None = None
+
+    def is_due(self, done: int, *, last: bool, is_best: bool) -> bool:
+        """Whether to save after `done` steps."""
+        interval = self.config.save_interval
+        return last or bool(interval and (done % interval == 0 or (is_best and self.config.keep_best)))
+
+    def note_resumed(self, done: int, *, inside: bool) -> None:
+        """What the run goes on from need not be saved again."""
+        self._last = (done, inside)
+
+    def look(self) -> None:
+        """At every safe point: commit a checkpoint that was written meanwhile, or tell that it was not.
+
+        Raises:
+            CheckpointError: it was not, and `on_write_error` is stop.
+        """
+        self._attempt(lambda: self.store.finish(wait=False))
+
+    def save(
+        self, done: int, roles: Mapping[str, TrainableModel], state: Mapping[str, Any], *, wait: bool, **options: Any
+    ) -> bool:
+        """Save after `done` steps; False if it failed and the run goes on all the same.
+
+        Args:
+            wait: until it is whole, as at the end of a run; else `async_save` says so.
+            options: of `CheckpointStore.start`.
+
+        Raises:
+            CheckpointError: it failed, and `on_write_error` is stop.
+        """
+        in_background = self.config.async_save and not wait
+        if self._last == (done, bool(options.get("inside"))):
+            return self.settle()
+        # one that failed says nothing of the next
+        earlier = self._attempt(self.store.finish)
+        started = self._attempt(lambda: self.store.start(done, roles, state, in_background=in_background, **options))
+        if started:
+            self._last = (done, bool(options.get("inside")))
+        if not in_background:
+            return started and self.settle()
+        return started and earlier
+
+    def commit_written(self) -> None:
+        """When the run ends with an error that all ranks have: keep what is being written. Tells, and never raises."""
+        try:
+            self.store.finish()
+        except CheckpointError as error:
+            self.console.error(str(error))
+
+    def settle(self) -> bool:
+        """Wait for what is still being written; False if it failed."""
+        return self._attempt(self.store.finish)
+
+    def _attempt(self, action: Callable[[], Any]) -> bool:
+        try:
+            action()
+        except CheckpointError as error:
+            self.num_failed += 1
+            self._last = None
+            if self.config.on_write_error == "stop":
+                raise
+            self.console.error(f"{error} The run goes on without it (checkpoint.on_write_error=continue).")
+            return False
+        return True
+
+
+def checkpoint_store(config: CheckpointConfig, run_dir: Path, phase: Callable[[str], None]) -> CheckpointStore:
+    """The store of a run, which keeps what the configuration wants kept."""
+    retention = Retention(
+        keep_last_k=config.keep_last_k, keep_best=config.keep_best, milestone_interval=config.milestone_interval
+    )
+    return CheckpointStore(run_dir / "checkpoints", retention=retention, phase=phase)
+
+
+def settle_file(path: Path) -> int:
+    """Put a file that is being appended to on the disk; its size, 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            return path.stat().st_size
+    except OSError:  # a tracker that cannot write has said so
+        return 0

@@ -1,0 +1,32 @@
+"""What this rank is doing right now: for its timeline, and for the others should it stop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from megaverl.metrics.timeline import Timeline
+
+
+class Stages:
+    """Named stages of a step, entered one after the other.
+
+    Args:
+        timeline: gets a span for each.
+        tell: hears of each as it begins, as "step 3: reward".
+    """
+
+    def __init__(self, timeline: Timeline, tell: Callable[[str], None] = lambda what: None) -> None:
+        self.timeline, self._tell = timeline, tell
+        self.step: int | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Around a stage."""
+        self.note(name)
+        with self.timeline.span(name):
+            yield
+
+    def note(self, name: str) -> None:
+        """A stage begins that has no span of its own."""
+        self._tell(name if self.step is None else f"step {self.step}: {name}")

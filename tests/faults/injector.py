@@ -1,0 +1,127 @@
+"""The fault injector: at rank r, in step s, at stage x or byte b of a write, something goes wrong, once.
+
+    MEGAVERL_FAULT='{"kind": "kill", "rank": 1, "step": 2, "stage": "actor_update", "mark": "/path"}'
+
+It patches the two seams that a run has anyway: the note of the stage that begins, and the file that a checkpoint is
+written through. `tests.faults.rank` installs it in a rank and then does what the command does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+VARIABLE = "MEGAVERL_FAULT"
+Kind = Literal["kill", "stop", "term", "usr1", "exception", "stall", "full", "readonly"]
+
+
+class Injected(RuntimeError):
+    """The exception that a fault of that kind raises."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and where.
+
+    Attributes:
+        kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), usr1 (SIGUSR1), exception, stall (this thread waits for
+            good); of a write also full and readonly (the system's errors).
+        stage: as `Stages.note` gets it, without its step.
+        step: counted from 1; None: whichever comes first.
+        byte: of this rank's writes in that stage; None: as the stage begins.
+        delay: seconds after that, while the stage runs (signals only).
+        mark: this file is made when it happens; while it is there, nothing does, so that a restart goes well.
+    """
+
+    kind: Kind
+    rank: int
+    stage: str
+    step: int | None = None
+    byte: int | None = None
+    delay: float = 0.0
+    mark: str = ""
+
+    def environment(self) -> dict[str, str]:
+        """What makes the ranks have it."""
+        return {VARIABLE: json.dumps(asdict(self))}
+
+    def happens_to(self, step: int | None, stage: str) -> bool:
+        return stage == self.stage and self.step in (None, step) and not (self.mark and Path(self.mark).exists())
+
+    def strike(self) -> None:
+        """Let it happen."""
+        if self.mark:
+            Path(self.mark).touch()
+        if self.delay:
+            threading.Timer(self.delay, self._act).start()
+        else:
+            self._act()
+
+    def _act(self) -> None:
+        signals = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "usr1": "SIGUSR1"}
+        if self.kind in signals:
+            os.kill(os.getpid(), getattr(signal, signals[self.kind]))
+        elif self.kind == "exception":
+            raise Injected(f"injected into {self.stage}")
+        elif self.kind == "stall":
+            stall()
+        else:
+            raise OSError(
+                *{"full": (28, "No space left on device"), "readonly": (30, "Read-only file system")}[self.kind]
+            )
+
+
+def stall() -> NoReturn:
+    """Never come back, as a deadlock or a hung file system would not."""
+    while True:
+        time.sleep(3600)
+
+
+def install(environment: Mapping[str, str], rank: int) -> None:
+    """Patch this process, if the fault that the environment names is this rank's."""
+    if VARIABLE not in environment:
+        return
+    fault = Fault(**json.loads(environment[VARIABLE]))
+    if fault.rank == rank:
+        _Patches(fault).apply()
+
+
+class _Patches:
+    def __init__(self, fault: Fault) -> None:
+        self.fault = fault
+        self.armed = False
+        self.written = 0
+
+    def apply(self) -> None:
+        from megaverl.checkpoint.shards import ChecksummedFile
+        from megaverl.trainer.stages import Stages
+
+        note, write = Stages.note, ChecksummedFile.write
+
+        def note_with_fault(stages: Stages, name: str) -> None:
+            note(stages, name)
+            if not self.armed and self.fault.happens_to(stages.step, name):
+                if self.fault.byte is None:
+                    self.fault.strike()
+                else:
+                    self.armed, self.written = True, 0
+
+        def write_with_fault(file: ChecksummedFile, data: Any) -> int:
+            size = len(memoryview(data).cast("B"))
+            byte = self.fault.byte
+            if self.armed and byte is not None and self.written + size > byte:
+                write(file, memoryview(data).cast("B")[: max(0, byte - self.written)])
+                self.armed = False
+                self.fault.strike()
+            self.written += size
+            return write(file, data)
+
+        Stages.note = note_with_fault  # type: ignore[method-assign]
+        ChecksummedFile.write = write_with_fault  # type: ignore[method-assign]

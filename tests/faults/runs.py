@@ -1,0 +1,71 @@
+"""The run that faults are tried on, two ranks of PPO with everything that has a state; and what must be the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaverl.checkpoint.manifest import Manifest, newest_first
+from tests.trainer.conftest import command_arguments
+
+STEPS = 4
+# Adaptive KL, schedules, two optimizers, validation with a best score, checkpoints at every step and milestones.
+PPO = [
+    "rollout.engine=hf",
+    "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01, target: 0.01}}",
+    "actor={tp: 2, optimizer: {lr: 1.0e-3}, scheduler: {lr_decay_style: cosine, lr_warmup_steps: 1}}",
+    "critic={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}",
+    f"trainer={{steps: {STEPS}, validate_every: 2}}",
+    "checkpoint={save_interval: 1, keep_last_k: 2, milestone_interval: 3}",
+    "run={name: run, nproc: 2, log_with: jsonl, timeout_minutes: 2}",
+]
+# What a clock or the machine says.
+_VARYING = ("time", "_ms", "_per_sec", "seconds", "memory/")
+
+
+def arguments(inputs: Path, runs: Path, *more: str) -> list[str]:
+    """Of a run on `inputs` that writes to `runs`/run."""
+    return ["train", *command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO, *more]
+
+
+def remains(run: Path) -> dict[str, Any]:
+    """What a finished run leaves that must not depend on what happened to it: compare with ==.
+
+    The exported weights and the whole training state to the bit, every number that was measured, every sample.
+    """
+    newest, problems = newest_first(run / "checkpoints")
+    assert not problems, problems
+    files = Manifest.read(newest[0]).files
+    state = json.loads((newest[0] / "state.json").read_text())
+    return {
+        "weights": {path.name: _digest(path) for path in sorted((run / "hf").glob("*.safetensors"))},
+        "checkpoint": newest[0].name,
+        "state": {name: found for name, found in files.items() if name.endswith(".distcp")},
+        # the same values can be pickled in several ways
+        "common": repr(torch.load(newest[0] / "common.pt", weights_only=True)),
+        "random": {name: found for name, found in files.items() if name.startswith("random_")},
+        "trainer": {name: value for name, value in state.items() if name != "metrics_bytes"},
+        "metrics": metrics(run),
+        "samples": (run / "samples.jsonl").read_text().splitlines(),
+        "kept": sorted(path.name for path in newest),
+    }
+
+
+def metrics(run: Path) -> list[dict[str, float]]:
+    """The records of metrics.jsonl in order, without what the clock says."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [{k: v for k, v in record.items() if not any(part in k for part in _VARYING)} for record in records]
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """The names of what differs."""
+    return [name for name in expected if found.get(name) != expected[name]]
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]

@@ -1,0 +1,132 @@
+"""Seconds to convert a 0.5 B bfloat16 model each way, beside copying the same files in the same run, and peak memory.
+
+    python tools/bench_convert.py [--folder DIR] [--layers 24] [--repeat 3] [--tp 1 --pp 1]
+
+The model has Qwen2-0.5B's dimensions and random weights. Each side ends with its files on the disk (fsync). The
+source was just written, so that both sides read it from the page cache. The limit of either is the disk and
+the kernel's copying: a conversion writes as many bytes as the copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megaverl.convert.run import Request, convert, process_group
+from megaverl.models.architectures import weights_of
+from megaverl.models.spec import ModelSpec
+from megaverl.parallel.grid import GridShape
+from megaverl.reshard.safetensors_writer import FolderWriter
+
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+def make_model(folder: Path, num_layers: int) -> int:
+    """Write a model of random weights; returns its bytes."""
+    config = {**CONFIG, "num_hidden_layers": num_layers}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = weights_of(ModelSpec.from_config(config))
+    generator = torch.Generator().manual_seed(0)
+    with FolderWriter(folder, weights, torch.bfloat16, 10**9, writes=True) as writer:
+        for weight in weights:
+            writer.write([torch.randint(-(2**15), 2**15, weight.shape, dtype=torch.int16, generator=generator)])
+        error = writer.finish()
+    if error is not None:
+        raise error
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a folder's files, down to the disk."""
+    target.mkdir()
+    for file in source.iterdir():
+        shutil.copyfile(file, target / file.name)
+        descriptor = os.open(target / file.name, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def best(repeat: int, work: Callable[[], None], output: Path) -> float:
+    """The fastest of several runs, in seconds; the output of the last stays."""
+    seconds = []
+    for _ in range(repeat):
+        shutil.rmtree(output, ignore_errors=True)
+        os.sync()  # what the others wrote must not be paid for here
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def peak_of(arguments: list[str]) -> tuple[float, float]:
+    """Peak resident memory of a process that only imports what a conversion needs, and of `megaverl convert`, in MB."""
+    code = "import resource, sys\n{}\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    idle = "import megaverl.convert.run, megaverl.convert.source, torch.distributed.checkpoint"
+    busy = f"from megaverl.cli.convert import main\nassert main({arguments!r}) == 0"
+    peaks = []
+    for body in (idle, busy):
+        done = subprocess.run([sys.executable, "-c", code.format(body)], capture_output=True, text=True, check=True)
+        peaks.append(float(done.stdout.split()[-1]) * 1024 / 1e6)
+    return peaks[0], peaks[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to work; it needs four times the model (default: a new one)")
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--pp", type=int, default=1)
+    options = parser.parse_args()
+    shape = GridShape(tp=options.tp, pp=options.pp)
+    with tempfile.TemporaryDirectory(dir=options.folder) as name, process_group():
+        work = Path(name)
+        nbytes = make_model(work / "hf", options.layers)
+        print(f"{nbytes / 1e9:.3f} GB, TP{options.tp} x PP{options.pp}, {len(os.sched_getaffinity(0))} cores")
+        print(f"{'':24}{'copy':>9}{'convert':>10}{'speed of the copy':>20}")
+        requests = [
+            ("Hugging Face -> Megatron", Request(work / "hf", work / "m", "megatron", shape, quiet=True)),
+            ("Megatron -> Hugging Face", Request(work / "m", work / "back", "hugging_face", quiet=True)),
+        ]
+        for what, request in requests:
+            copied = best(options.repeat, lambda r=request: copy(r.source, work / "copy"), work / "copy")  # type: ignore[misc]
+            converted = best(options.repeat, lambda r=request: convert(r), request.output)  # type: ignore[misc]
+            print(f"{what:24}{copied:8.2f}s{converted:9.2f}s{copied / converted:19.0%}")
+        same = all((work / "back" / file.name).read_bytes() == file.read_bytes() for file in (work / "hf").iterdir())
+        print(f"there and back: {'the same bytes' if same else 'DIFFERENT BYTES'}")
+        shutil.rmtree(work / "m")
+        idle, busy = peak_of([str(work / "hf"), str(work / "m"), f"--tp={options.tp}", f"--pp={options.pp}", "--quiet"])
+        print(f"peak memory of `megaverl convert`: {busy:.0f} MB, {busy - idle:.0f} MB of it beyond the imports")
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
+        print(f"(this process, which also made the model: {own:.0f} MB)")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""Megatron distributed checkpoint (or a run) -> Hugging Face folder: `megaverl convert --to hf` by another name.
+
+python tools/convert_megatron_to_hf.py SOURCE OUTPUT [--verify ...]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megaverl.cli.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main(["--to", "hf", *sys.argv[1:]]))

@@ -1,0 +1,13 @@
+"""Megatron distributed checkpoint -> the same on another grid: `megaverl convert --to megatron` by another name.
+
+python tools/convert_megatron_to_megatron.py SOURCE OUTPUT [--verify ...]
+"""
+
+from __future__ import annotations
+
+import sys
+
+from megaverl.cli.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main(["--to", "megatron", *sys.argv[1:]]))
