@@ -5,7 +5,7 @@
     python tools/bench_reshard.py --layers 4 --hidden 256 --ffn 512 --heads 4 --vocab 4096 --repeats 3
 
 For each pair of layouts the ways take turns (A B A B ...) in the same processes, on the same models:
-- ours;
+- ours, over the network alone, and with processes of a node reading each other's memory;
 - to vLLM: what the common bridges do, full Hugging Face tensors rebuilt on every rank, in buckets, for
   `load_weights` of vLLM's own model; to Megatron: `megatron.core.resharding`;
 - a plain isend/irecv of the same bytes between the same peers.
@@ -68,7 +68,8 @@ def table(job: Job, pair: str, found: Mapping[str, Any]) -> str:
     """One pair: every way's seconds, its ratio to ours, and what it took; numbers by rank from rank 0 on."""
     source, dest = ends(pair, job.nproc)
     sized = job.sized_for([source.tp, dest.tp])
-    ours, plain = found["ways"]["ours"], found["ways"]["plain"]
+    ours, network, plain = (found["ways"][name] for name in ("ours", "ours, network", "plain"))
+    rates = [f"{plain['seconds'] / max(way['seconds'], 1e-9):.0%}" for way in (ours, network)]
     lines = [
         f"{source} -> {dest}: {sized}: {found['parameters']:,} parameters",
         f"  must be received, MB by rank: {_megabytes(found['least'])}"
@@ -77,14 +78,14 @@ def table(job: Job, pair: str, found: Mapping[str, Any]) -> str:
         f"{'extra memory MB':>17}",
     ]
     for name, way in found["ways"].items():
-        buckets = f"({max(way['peak']) / MB / job.bucket_mb:.1f})" if name == "ours" else ""
+        buckets = f"({max(way['peak']) / MB / job.bucket_mb:.1f})" if name.startswith("ours") else ""
         lines.append(
             f"  {name:14}{way['seconds']:>9.3f}{way['seconds'] / max(ours['seconds'], 1e-9):>8.2f}x"
             f"  {_megabytes(way['received']):32}{_span(way['messages']):>20}"
             f"{max(way['objects']):>4} +{max(way['first_objects']):<3}{max(way['peak']) / MB:>10.0f} {buckets}"
         )
     lines.append(
-        f"  ours: {plain['seconds'] / max(ours['seconds'], 1e-9):.0%} of the plain exchange's rate, within the ranks "
+        f"  ours: {rates[0]} of the plain exchange's rate ({rates[1]} over the network), within the ranks "
         f"{_megabytes(found['local'])} MB copied and {_megabytes(found['aliased'])} MB shared; "
         f"{min(found['in_place']):.0%} to {max(found['in_place']):.0%} of what is received is a run of its parameter; "
         f"plan and set-up {found['setup_seconds']:.2f} s"

@@ -18,7 +18,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
 from megaverl.parallel.collectives import gather_json
-from megaverl.reshard.plan import Plan
+from megaverl.reshard.plan import Plan, Transfer
 from megaverl.roles.megatron_model import MegatronModel
 
 
@@ -201,34 +201,36 @@ class CoreResharding:
 class PlainExchange:
     """What a bare isend and irecv of the same bytes between the same peers takes, in messages of a bucket.
 
-    Every pair's next message is posted at once, all are waited for, and so on. The messages' memory is the same
-    every time, one bucket for sending and one per peer for receiving: nothing is packed, sliced or put in place.
+    Every pair's next message is posted at once, all are waited for, and so on. Each byte leaves from and lands in
+    memory of its own, as weights do; nothing is packed, sliced or put in place.
     """
 
     def __init__(self, plan: Plan, itemsize: int, bucket_bytes: int) -> None:
-        self._sends = {peer: sum(t.box.numel for t in found) * itemsize for peer, found in plan.sends.items()}
-        self._receives = {peer: sum(t.box.numel for t in found) * itemsize for peer, found in plan.receives.items()}
         self._bucket_bytes = bucket_bytes
-        self._out = torch.ones(min(bucket_bytes, max(self._sends.values(), default=0)), dtype=torch.uint8)
-        self._in = {
-            peer: torch.zeros(min(bucket_bytes, size), dtype=torch.uint8) for peer, size in self._receives.items()
+        self._out = {
+            peer: torch.ones(_nbytes(found, itemsize), dtype=torch.uint8) for peer, found in plan.sends.items()
         }
-        self.bytes_received = sum(self._receives.values())
+        self._in = {
+            peer: torch.zeros(_nbytes(found, itemsize), dtype=torch.uint8) for peer, found in plan.receives.items()
+        }
+        self.bytes_received = sum(data.nbytes for data in self._in.values())
         self.num_messages = 0
 
     def run(self) -> None:
         self.num_messages = 0
-        most = max([*self._sends.values(), *self._receives.values()], default=0)
+        most = max((data.nbytes for data in (*self._out.values(), *self._in.values())), default=0)
         for start in range(0, most, self._bucket_bytes):
-            ops = []
-            for peer, size in self._sends.items():
-                if start < size:
-                    data = self._out[: min(self._bucket_bytes, size - start)]
-                    ops.append(dist.P2POp(dist.isend, data, peer))
-            for peer, size in self._receives.items():
-                if start < size:
-                    data = self._in[peer][: min(self._bucket_bytes, size - start)]
-                    ops.append(dist.P2POp(dist.irecv, data, peer))
+            part = slice(start, start + self._bucket_bytes)
+            ops = [
+                dist.P2POp(operation, data[part], peer)
+                for operation, by_peer in ((dist.isend, self._out), (dist.irecv, self._in))
+                for peer, data in by_peer.items()
+                if start < data.nbytes
+            ]
             self.num_messages += len(ops)
             for work in dist.batch_isend_irecv(ops) if ops else ():
                 work.wait()
+
+
+def _nbytes(transfers: Sequence[Transfer], itemsize: int) -> int:
+    return sum(transfer.box.numel for transfer in transfers) * itemsize

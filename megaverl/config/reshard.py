@@ -20,6 +20,11 @@ class ReshardConfig(Section):
         description="auto: an engine's weight is the actor's own storage where layout and dtype agree. "
         "never: always a copy, as an actor that is moved out of device memory between steps needs.",
     )
+    ipc: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: processes of one node read each other's memory where they can (CUDA IPC; on a CPU Linux's "
+        "process_vm_readv). never: all that travels goes through the process group.",
+    )
     overlap: bool = Field(
         default=False,
         description="Move the next weights into a second set while the last generation drains; needs memory for "

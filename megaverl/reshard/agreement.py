@@ -113,6 +113,11 @@ def wire_dtypes(sides: Mapping[str, SideDtypes]) -> Callable[[str], torch.dtype]
     return wire
 
 
+def converting(sides: Mapping[str, SideDtypes]) -> Callable[[str], bool]:
+    """Global tensor -> whether the sides hold it in different dtypes."""
+    return lambda tensor: len({side.of(tensor) for side in sides.values()}) > 1
+
+
 def _dtypes(layout: Layout, tensors: Tensors) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for piece in layout.pieces:

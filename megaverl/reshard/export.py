@@ -92,6 +92,9 @@ def save_folder(
     def wire(tensor: str) -> torch.dtype:
         return min(of_files, of_model.of(tensor) or of_files, key=lambda each: each.itemsize)
 
+    def converts(tensor: str) -> bool:
+        return of_model.of(tensor) != dtype
+
     failures, options = Failures(group, rank, None), Options(bucket_bytes=bucket_bytes)
     with torch.no_grad(), FolderWriter(temporary, weights, dtype, shard_bytes, writes=rank == 0) as writer:
         for window, plan in zip(windows, plans, strict=True):
@@ -101,7 +104,7 @@ def save_folder(
                 for chunk in (window if rank == 0 else ())
             }
             copy_local(plan.copies, held, landed)
-            mover = PointToPoint.take(Job(plan, held, landed, wire, group, options, failures))
+            mover = PointToPoint.take(Job(plan, held, landed, wire, converts, group, options, failures))
             if mover is not None:
                 mover.start(0)
                 mover.finish()

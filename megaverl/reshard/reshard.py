@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaverl.errors import ReshardError
 from megaverl.parallel.collectives import gather_json, together
 from megaverl.platform import platform
-from megaverl.reshard.agreement import agree_on_dtypes, wire_dtypes
+from megaverl.reshard.agreement import agree_on_dtypes, converting, wire_dtypes
 from megaverl.reshard.background import Background
 from megaverl.reshard.check import check_plan
 from megaverl.reshard.failures import GRACE_SECONDS, Failures
@@ -71,6 +71,7 @@ class Resharder:
         node_of: the node of a rank; None: all on one.
         timeout: how long to wait for another rank; None: the group's own timeout.
         folder: a shared folder, through which weights go between nodes; None: over the network.
+        ipc: let processes of one node read each other's memory, where they can: faster, and needs no buffer.
 
     Raises:
         ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
@@ -91,6 +92,7 @@ class Resharder:
         node_of: Callable[[int], int] | None = None,
         timeout: timedelta | None = None,
         folder: str | Path | None = None,
+        ipc: bool = False,
     ) -> None:
         self.version = 0
         self.torn: str | None = "no version has been moved yet"
@@ -102,7 +104,7 @@ class Resharder:
             check_tensors(plan.dest_layout, dest_tensors, "the destination", ReshardError, exact=True)
         source, dest = dict(source_tensors), dict(dest_tensors)
         sides = {"source": (plan.source_layout, source), "destination": (plan.dest_layout, dest)}
-        wire = wire_dtypes(agree_on_dtypes(sides, group))
+        dtypes = agree_on_dtypes(sides, group)
         self._staging: Staging | None = None
         moving = group
         if overlap:
@@ -122,8 +124,10 @@ class Resharder:
             node_of=node_of,
             timeout=timeout,
             folder=None if folder is None else Path(folder),
+            ipc=ipc,
         )
-        self._job = Job(plan, source, dest, wire, moving, options, self._failures)
+        wire, converts = wire_dtypes(dtypes), converting(dtypes)
+        self._job = Job(plan, source, dest, wire, converts, moving, options, self._failures)
         self._movers = assign(self._job)
         self._aliases = [mover for mover in self._movers if isinstance(mover, Alias)]
         travels = bool(plan.sends or plan.receives)

@@ -69,6 +69,7 @@ class Rollout:
                 node_of=node_of,
                 timeout=timeout,
                 folder=self.config.folder,
+                ipc=self.config.ipc == "auto",
             )
             if self.config.check_every >= 0:
                 self._check = ReshardCheck(model.layout_of, layout_of, model.parameters, parameters, world)

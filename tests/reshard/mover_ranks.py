@@ -134,7 +134,7 @@ def through_files(folder: str) -> dict[str, Any]:
     return {"wrong": wrong, "received": stats.bytes_received, "elements": elements, "left": left}
 
 
-def lose_a_rank(how: str, lost: int, seconds: float, folder: str, files: str | None = None) -> None:
+def lose_a_rank(how: str, lost: int, seconds: float, folder: str, files: str | None = None, ipc: bool = False) -> None:
     """Rank `lost` kills or stops itself in the middle of the second version; the others write what they say.
 
     A stopped rank is killed by the last of the others, so that the world can end.
@@ -147,14 +147,15 @@ def lose_a_rank(how: str, lost: int, seconds: float, folder: str, files: str | N
         sides.dest,
         bucket_bytes=512,
         timeout=timedelta(seconds=seconds),
-        node_of=lambda rank: rank,
+        node_of=None if ipc else lambda rank: rank,
         folder=files,
+        ipc=ipc,
     )
     pids = gather_json(os.getpid())
     resharder.run()
     sides.multiply(2)
     if rank == lost:
-        if files is None:  # what was written into files could be read without its writer
+        if files is None and not ipc:  # what was written into files could be read without its writer
             resharder.start()
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
     try:

@@ -23,7 +23,13 @@ from tests.layout.specs import element_ids, fill, make_spec
 
 
 def reshard_ids(
-    grid: dict[str, int], vllm_tp: int, dtypes: tuple[str, str], bucket_bytes: int, spec: dict[str, Any]
+    grid: dict[str, int],
+    vllm_tp: int,
+    dtypes: tuple[str, str],
+    bucket_bytes: int,
+    spec: dict[str, Any],
+    ipc: bool = False,
+    move_source: bool = False,
 ) -> dict[str, Any]:
     """Move element ids from Megatron's layout to vLLM's, twice, and compare with filling vLLM's directly."""
     source_dtype, dest_dtype = (getattr(torch, dtype) for dtype in dtypes)
@@ -37,7 +43,7 @@ def reshard_ids(
     source = as_parameters(fill(source_layouts(rank), ids), source_dtype)
     dest = as_parameters(fill(dest_layouts(rank), {k: v * 0 for k, v in ids.items()}), dest_dtype)
     storages = {name: tensor.data_ptr() for name, tensor in dest.items()}
-    resharder = Resharder(plan, source, dest, bucket_bytes=bucket_bytes)
+    resharder = Resharder(plan, source, dest, bucket_bytes=bucket_bytes, ipc=ipc)
     wrong = []
     for step in (1, 2):  # a second run brings the second version
         stats = resharder.run()
@@ -45,6 +51,8 @@ def reshard_ids(
         wrong += [name for name in dest if not torch.equal(dest[name], expected[name] * step)]
         for tensor in source.values():
             tensor.data.mul_(2)
+            if move_source:  # as offloading does
+                tensor.data = tensor.data.clone()
     wrong += [name for name, tensor in dest.items() if tensor.data_ptr() != storages[name]]
     return {
         "wrong": wrong,

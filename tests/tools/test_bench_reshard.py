@@ -124,7 +124,12 @@ def test_the_table_shows_medians_of_the_slowest_ranks_and_both_sides_of_a_ratio(
         shared
         | {
             "least": MB,
-            "ways": {"ours": way(ours, MB), "bridge": way([3.0, 3.0, 3.0], 9 * MB), "plain": way([0.2] * 3, MB)},
+            "ways": {
+                "ours": way(ours, MB),
+                "ours, network": way([0.4] * 3, MB),
+                "bridge": way([3.0, 3.0, 3.0], 9 * MB),
+                "plain": way([0.2] * 3, MB),
+            },
         }
         for ours in ([0.1, 0.5, 0.2], [0.25, 0.1, 0.2])
     ]
@@ -132,7 +137,12 @@ def test_the_table_shows_medians_of_the_slowest_ranks_and_both_sides_of_a_ratio(
     assert found["ways"]["ours"]["turns"] == [0.25, 0.5, 0.2]
     assert found["ways"]["ours"]["seconds"] == 0.25
     shown = table(Job(), "tp2pp2-vllm2", found)
-    assert "12.00x" in shown and "exactly what ours receives" in shown and "80% of the plain" in shown
+    assert (
+        "12.00x" in shown
+        and "exactly what ours receives" in shown
+        and "80% of the plain" in shown
+        and "50% over the" in shown
+    )
     found["least"] = [MB, MB - 2]
     assert "NOT what ours receives" in table(Job(), "tp2pp2-vllm2", found)
 
@@ -146,6 +156,8 @@ def test_the_whole_benchmark_runs(tmp_path: Path) -> None:
     assert "TP1xPP2 -> vLLM TP2" in done.stdout and "TP2 -> TP1xDP2" in done.stdout
     for pair, peer in (("tp1pp2-vllm2", "bridge"), ("tp2-tp1dp2", "megatron.core")):
         found = json.loads((tmp_path / "found.json").read_text())["pairs"][pair]
-        assert found["ways"]["ours"]["received"] == found["least"] == found["ways"]["plain"]["received"]
-        assert found["ways"]["ours"]["objects"] == [0, 0] and found["ways"]["ours"]["first_objects"] == [0, 0]
+        for name in ("ours", "ours, network"):
+            ours = found["ways"][name]
+            assert ours["received"] == found["least"] == found["ways"]["plain"]["received"]
+            assert ours["objects"] == [0, 0] and ours["first_objects"] == [0, 0]
         assert sum(found["ways"][peer]["received"]) >= sum(found["least"]) > 0

@@ -53,13 +53,16 @@ class Alias:
 
     def finish(self) -> Moved:
         aliased = local = 0
-        for name, source, box, numel in self._pairs:
-            target, origin = self._dest[name], view(self._source[source], box)
-            nbytes = numel * origin.element_size()
-            if target.data_ptr() == origin.data_ptr() or (self._may_rebind and target.device == origin.device):
+        for pair in self._pairs:
+            name, target = pair.dest, self._dest[pair.dest]
+            nbytes = pair.numel * target.element_size()
+            if self._is_shared(pair):
                 aliased += nbytes
-                if target.data_ptr() != origin.data_ptr():
-                    target.data = origin
+                continue
+            origin = view(self._source[pair.source], pair.box)
+            if self._may_rebind and target.device == origin.device:
+                aliased += nbytes
+                target.data = origin
                 continue
             local += nbytes
             if target.untyped_storage().nbytes() == 0:
@@ -74,10 +77,12 @@ class Alias:
 
     def shares(self) -> bool:
         """Whether any destination tensor has the source's storage now."""
-        return any(
-            self._dest[pair.dest].data_ptr() == view(self._source[pair.source], pair.box).data_ptr()
-            for pair in self._pairs
-        )
+        return any(map(self._is_shared, self._pairs))
+
+    def _is_shared(self, pair: Pair) -> bool:
+        origin = self._source[pair.source]
+        start = pair.box.start[0] * origin.stride(0) * origin.element_size()
+        return self._dest[pair.dest].data_ptr() == origin.data_ptr() + start
 
     def freed(self) -> list[str]:
         """Destination tensors whose storage was freed together with the source's."""

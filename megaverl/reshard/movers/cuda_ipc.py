@@ -40,7 +40,7 @@ class CudaIpc:
 
     @classmethod
     def take(cls, job: Job) -> CudaIpc | None:
-        if not platform.is_cuda or job.plan.world == 1:
+        if not job.options.ipc or not platform.is_cuda or job.plan.world == 1:
             return None
         rank = job.plan.rank
         problems = gather_json(_cannot_export(job.source), job.group)

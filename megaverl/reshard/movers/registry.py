@@ -31,6 +31,7 @@ class Options:
         node_of: the node of a rank; None: all on one.
         timeout: how long to wait for another rank; None: the group's own timeout.
         folder: where weights between nodes go through files; None: over the network.
+        ipc: let processes of one node read each other's memory.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -39,6 +40,7 @@ class Options:
     node_of: Callable[[int], int] | None = None
     timeout: timedelta | None = None
     folder: Path | None = None
+    ipc: bool = False
 
     def same_node(self, a: int, b: int) -> bool:
         return self.node_of is None or self.node_of(a) == self.node_of(b)
@@ -50,6 +52,7 @@ class Job:
 
     Attributes:
         wire: global tensor -> the dtype in which it travels.
+        converts: global tensor -> whether its dtype differs between source and destination.
         failures: turns what goes wrong between ranks into an error that names the rank.
     """
 
@@ -57,6 +60,7 @@ class Job:
     source: Tensors
     dest: Tensors
     wire: Callable[[str], torch.dtype]
+    converts: Callable[[str], bool]
     group: dist.ProcessGroup | None
     options: Options
     failures: Failures
