@@ -87,6 +87,7 @@ class VLLMEngine:
         self._stop_token_ids = tuple(stop_token_ids)
         self._can_sleep = config.sleep and platform.is_cuda
         self._asleep = False
+        self._dtype = dtype
         spec = ModelSpec.from_folder(model_folder)
         self._vocab_size = spec.vocab_size
         _check_model(spec, config.tp, max_model_len)
@@ -121,7 +122,7 @@ class VLLMEngine:
             "expert_parallel": bool(arguments.get("enable_expert_parallel")),
             "expert_placement": arguments.get("expert_placement_strategy", "linear"),
         }
-        with _weights_loaded(lambda model: on_load(dict(model.named_parameters()), self.layouts) if on_load else None):
+        with _weights_loaded(lambda model: on_load(dict(_loaded_parameters(model)), self.layouts) if on_load else None):
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
@@ -163,7 +164,7 @@ class VLLMEngine:
         return model
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self.model.named_parameters())
+        return dict(_loaded_parameters(self.model))
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
         return vllm_layouts(weights, spec, self.tp_size, **self._experts)
@@ -223,8 +224,8 @@ class VLLMEngine:
             )
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was made from the old weights: cached prefixes, as the cache knows tokens and not weights,
-        and on a CPU packed copies of the weights.
+        """Make anew what was made from the old weights: cached prefixes, as the cache knows tokens and not weights,
+        latent attention's absorbed projections, and on a CPU packed copies of the weights.
 
         Raises:
             RolloutError: vLLM refuses, as it does while requests are running.
@@ -234,6 +235,8 @@ class VLLMEngine:
                 "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
                 "old and new weights. Update weights only between calls of generate()."
             )
+        for module in _with_derived_weights(self.model).values():
+            module.process_weights_after_loading(self._dtype)  # written in place
         if not platform.is_cuda:
             vllm_cpu().repack_weights(self.model)
 
@@ -336,6 +339,21 @@ def _weights_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         Worker.load_model = load_model
+
+
+def _with_derived_weights(model: torch.nn.Module) -> dict[str, Any]:
+    """Modules whose own parameters vLLM computes from others': multi-head latent attention, by name."""
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, MLAAttention)}
+
+
+def _loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """What `load_weights` fills."""
+    derived = _with_derived_weights(model)
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[0] not in derived:
+            yield name, parameter
 
 
 def _generation(output: RequestOutput) -> Generation:

@@ -49,6 +49,8 @@ class CudaIpc:
             return None
         sends, receives = job.take_peers(lambda peer: job.options.same_node(rank, peer))
         sent = sum(t.box.numel * job.wire_of(t).itemsize for transfers in sends.values() for t in transfers)
+        if not any(gather_json(bool(sends or receives), job.group)):
+            return None
         return cls(job, receives, sent)  # also with nothing to do: the exchange of handles takes all ranks
 
     def start(self, version: int) -> None:
