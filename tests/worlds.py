@@ -209,7 +209,8 @@ def run_world(
         finally:
             world.kill()
     key = (num_ranks, pool)
-    world = _worlds.pop(key, None) or new_world(num_ranks)
+    known = _worlds.pop(key, None)
+    world = known or new_world(num_ranks)
     try:
         results = world.run(target, kwargs, deadline)
     except BaseException:

@@ -1,10 +1,10 @@
 """Seconds to convert a 0.5 B bfloat16 model each way, beside copying the same files in the same run, and peak memory.
 
-    python tools/bench_convert.py [--folder DIR] [--layers 24] [--repeat 3] [--tp 1 --pp 1]
+    python tools/bench_convert.py [--folder DIR] [--layers 24] [--repeat 5] [--tp 1 --pp 1]
 
 The model has Qwen2-0.5B's dimensions and random weights. Each side ends with its files on the disk (fsync). The
 source was just written, so that both sides read it from the page cache. The limit of either is the disk and
-the kernel's copying: a conversion writes as many bytes as the copy.
+the kernel's copying: a conversion writes as many bytes as the copy; Megatron's format wants a checksum besides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint  # what a conversion imports, once for a process
 
 from megaverl.convert.run import Request, convert, process_group
 from megaverl.models.architectures import weights_of
@@ -72,22 +72,22 @@ def copy(source: Path, target: Path) -> None:
         os.close(descriptor)
 
 
-def best(repeat: int, work: Callable[[], None], output: Path) -> float:
-    """The fastest of several runs, in seconds; the output of the last stays."""
-    seconds = []
-    for _ in range(repeat):
-        shutil.rmtree(output, ignore_errors=True)
-        os.sync()  # what the others wrote must not be paid for here
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+def seconds_of(work: Callable[[], None], output: Path) -> float:
+    """How long it takes to make `output` anew."""
+    shutil.rmtree(output, ignore_errors=True)
+    os.sync()  # what others wrote must not be paid for here
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def peak_of(arguments: list[str]) -> tuple[float, float]:
     """Peak resident memory of a process that only imports what a conversion needs, and of `megaverl convert`, in MB."""
-    code = "import resource, sys\n{}\nprint(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    idle = "import megaverl.convert.run, megaverl.convert.source, torch.distributed.checkpoint"
+    code = (
+        "import re, sys\n{}\n"
+        "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"  # ru_maxrss counts the parent's
+    )
+    idle = "import megaverl.convert.run, megaverl.convert.source, megaverl.cli.convert, torch.distributed.checkpoint"
     busy = f"from megaverl.cli.convert import main\nassert main({arguments!r}) == 0"
     peaks = []
     for body in (idle, busy):
@@ -100,7 +100,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to work; it needs four times the model (default: a new one)")
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
     options = parser.parse_args()
@@ -115,16 +115,17 @@ def main() -> int:
             ("Megatron -> Hugging Face", Request(work / "m", work / "back", "hugging_face", quiet=True)),
         ]
         for what, request in requests:
-            copied = best(options.repeat, lambda r=request: copy(r.source, work / "copy"), work / "copy")  # type: ignore[misc]
-            converted = best(options.repeat, lambda r=request: convert(r), request.output)  # type: ignore[misc]
-            print(f"{what:24}{copied:8.2f}s{converted:9.2f}s{copied / converted:19.0%}")
+            copied, converted = [], []
+            for _ in range(options.repeat):  # in turn, so that both meet the same machine
+                copied.append(seconds_of(lambda r=request: copy(r.source, work / "copy"), work / "copy"))  # type: ignore[misc]
+                converted.append(seconds_of(lambda r=request: convert(r), request.output))  # type: ignore[misc]
+            one, other = min(copied), min(converted)
+            print(f"{what:24}{one:8.2f}s{other:9.2f}s{one / other:19.0%}")
         same = all((work / "back" / file.name).read_bytes() == file.read_bytes() for file in (work / "hf").iterdir())
         print(f"there and back: {'the same bytes' if same else 'DIFFERENT BYTES'}")
         shutil.rmtree(work / "m")
         idle, busy = peak_of([str(work / "hf"), str(work / "m"), f"--tp={options.tp}", f"--pp={options.pp}", "--quiet"])
         print(f"peak memory of `megaverl convert`: {busy:.0f} MB, {busy - idle:.0f} MB of it beyond the imports")
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
-        print(f"(this process, which also made the model: {own:.0f} MB)")
     return 0 if same else 1
 
 

@@ -9,9 +9,15 @@ options, set from the configuration. To add an algorithm, write one function and
 or name it `module:function` in the configuration.
 """
 
-from megaverl.algorithms.advantages import Advantages, advantage_estimators, gae, grpo, whiten
+from megaverl.algorithms.advantages import Advantages, advantage_estimators, gae, rewards_to_go, whiten
 from megaverl.algorithms.aggregation import Denominators, aggregations, count_denominators
+from megaverl.algorithms.covariance_losses import covariances, token_selectors
+from megaverl.algorithms.distillation import distillation, distillation_losses
+from megaverl.algorithms.divergence_losses import binary_kl, binary_tv
+from megaverl.algorithms.dynamic_sampling import Kept, keep_groups
 from megaverl.algorithms.entropy import entropy_sum
+from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, rloo
+from megaverl.algorithms.implicit_rewards import implicit_rewards, outcome_cross_entropy, prime
 from megaverl.algorithms.kl import kl_estimators, kl_loss
 from megaverl.algorithms.kl_controllers import AdaptiveKL, FixedKL, KLController
 from megaverl.algorithms.loss import LossOutput, combine
@@ -26,41 +32,86 @@ from megaverl.algorithms.metrics import (
     unpack_metrics,
 )
 from megaverl.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
+from megaverl.algorithms.policy_gradient import policy_gradient
 from megaverl.algorithms.policy_losses import policy_losses, ppo_clip
+from megaverl.algorithms.preference_losses import kto_reference_kl, preference_losses, response_log_probs
 from megaverl.algorithms.registry import Entry, Registry
+from megaverl.algorithms.return_advantages import (
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    remax,
+    score_norms,
+)
+from megaverl.algorithms.reward_model_losses import bradley_terry, reward_model_losses
+from megaverl.algorithms.rollout_correction import Correction, corrections
+from megaverl.algorithms.sequence_losses import gmpo, gspo
 from megaverl.algorithms.token_rewards import token_rewards
+from megaverl.algorithms.turn_advantages import turn_gae, turn_grpo
 from megaverl.algorithms.value_losses import value_losses
 
 __all__ = [
     "AdaptiveKL",
     "Advantages",
+    "Correction",
     "Denominators",
     "Entry",
     "FixedKL",
     "KLController",
+    "Kept",
     "LossOutput",
     "MetricSums",
     "Registry",
     "add_metrics",
     "advantage_estimators",
     "aggregations",
+    "binary_kl",
+    "binary_tv",
+    "bradley_terry",
     "combine",
+    "corrections",
     "count_denominators",
+    "covariances",
+    "distillation",
+    "distillation_losses",
+    "dr_grpo",
     "entropy_sum",
     "finalize",
     "gae",
+    "gdpo",
+    "gmpo",
+    "gpg",
     "grpo",
+    "gspo",
+    "implicit_rewards",
+    "keep_groups",
     "kl_estimators",
     "kl_loss",
+    "kto_reference_kl",
     "masked_mean",
     "masked_std",
     "mean_pass_at_k",
     "moments",
+    "opo",
+    "optimal_token_baseline",
+    "outcome_cross_entropy",
     "pack_metrics",
     "pass_at_k",
+    "policy_gradient",
     "policy_losses",
     "ppo_clip",
+    "preference_losses",
+    "prime",
+    "reinforce_plus_plus",
+    "remax",
+    "response_log_probs",
+    "reward_model_losses",
+    "rewards_to_go",
+    "rloo",
+    "score_norms",
     "token_rewards",
+    "token_selectors",
+    "turn_gae",
+    "turn_grpo",
     "unpack_metrics",
     "value_losses",
     "whiten",

@@ -1,4 +1,4 @@
-"""Advantage estimators: what each generated token is credited with."""
+"""Advantage estimators: what each generated token is credited with. Here the registry, GAE and whitening."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.groups import group_stats
 from megaverl.algorithms.registry import Registry
-from megaverl.algorithms.token_rewards import check_finite
 
 
 class Advantages(NamedTuple):
@@ -54,42 +52,10 @@ def gae(
     after = values.new_zeros(len(values)) if last_values is None else last_values.to(values.dtype)
     deltas = rewards + gamma * _next_under_mask(values, response_mask, after) - values
     # A hole in the mask passes on, undiminished, what comes after it.
-    decay = torch.where(response_mask, gamma * lam, 1.0).to(values.dtype)
-    advantages = _suffix_scan(torch.where(response_mask, deltas, 0.0), decay)
+    decay = torch.ones_like(values).masked_fill(response_mask, gamma * lam)
+    advantages = suffix_scan(torch.where(response_mask, deltas, 0.0), decay)
     advantages = torch.where(response_mask, advantages, 0.0)
     return Advantages(advantages, advantages + values)
-
-
-@advantage_estimators.register("grpo")
-def grpo(
-    rewards: Tensor,
-    group_ids: Tensor,
-    response_mask: Tensor,
-    *,
-    normalize_std: bool = True,
-    eps: float = 1e-6,
-) -> Advantages:
-    """Group-relative advantages of GRPO's outcome supervision, arXiv 2402.03300, section 4.1.2.
-
-    A_i = (r_i - mean of the group) / (std of the group + eps), the same for every token of response i; std is
-    the sample standard deviation (n - 1). Without `normalize_std` the division is left out, as in Dr. GRPO
-    (arXiv 2503.20783). A group of one, or one whose rewards are all equal, says nothing: 0.
-
-    Args:
-        rewards: `[batch]` float. group_ids: `[batch]` int64, equal for the responses to one prompt, in any
-            order.
-        response_mask: `[batch, response]` bool. eps: added to the standard deviation.
-
-    Returns: advantages `[batch, response]` in the dtype of `rewards`, 0 outside the mask; no returns.
-
-    Raises:
-        DataError: a reward that is not finite.
-    """
-    check_finite("rewards", rewards)
-    stats = group_stats(rewards, group_ids)
-    per_sample = stats.centered / (stats.std + eps) if normalize_std else stats.centered
-    advantages = torch.where(response_mask, per_sample.to(rewards.dtype).unsqueeze(1), 0.0)
-    return Advantages(advantages, None)
 
 
 def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
@@ -110,6 +76,18 @@ def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float 
     return ((centered if shift_mean else kept) * scale).to(values.dtype)
 
 
+def rewards_to_go(token_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0) -> Tensor:
+    """G_t = sum_{s >= t} gamma^(s - t) r_s over the tokens under the mask (holes are stepped over).
+
+    Args: `[batch, response]`; rewards are read under the mask only.
+
+    Returns: `[batch, response]` in the dtype of the rewards, 0 outside the mask.
+    """
+    rewards = torch.where(response_mask, token_rewards, 0.0)
+    decay = torch.ones_like(rewards).masked_fill(response_mask, gamma)
+    return torch.where(response_mask, suffix_scan(rewards, decay), 0.0)
+
+
 def _next_under_mask(values: Tensor, mask: Tensor, after: Tensor) -> Tensor:
     """For each position the value at the next one under the mask, or `after` `[batch]` where none follows."""
     length = values.shape[1]
@@ -120,7 +98,7 @@ def _next_under_mask(values: Tensor, mask: Tensor, after: Tensor) -> Tensor:
     return torch.cat([values, after.unsqueeze(1)], dim=1).gather(1, following)
 
 
-def _suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
+def suffix_scan(terms: Tensor, decay: Tensor) -> Tensor:
     """x_t = terms_t + decay_t x_{t+1} along dim 1, by doubling: log2(length) passes, no loop over tokens."""
     total, factor, step = terms, decay, 1
     while step < terms.shape[1]:

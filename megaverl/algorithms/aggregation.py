@@ -69,3 +69,21 @@ def seq_mean_token_sum(
     Dr. GRPO, arXiv 2503.20783, section 3.2, up to its constant. Arguments and result as in `token_mean`.
     """
     return response_mask.to(dtype) / max(denominators.num_sequences, 1)
+
+
+@aggregations.register("token_sum")
+def token_sum(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every token weighs 1: the sum, whose size grows with the batch. Arguments and result as in `token_mean`."""
+    return response_mask.to(dtype)
+
+
+@aggregations.register("fixed_length")
+def fixed_length(
+    response_mask: Tensor, denominators: Denominators, *, max_tokens: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Every token weighs 1 / (responses x max_tokens), however long its response is.
+
+    Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1 (the sum over tokens over a constant, the largest
+    number of generated tokens). Arguments and result as in `token_mean`; max_tokens: that constant.
+    """
+    return response_mask.to(dtype) / (max(denominators.num_sequences, 1) * max_tokens)

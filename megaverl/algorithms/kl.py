@@ -39,13 +39,35 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.expm1(log_ratio) - log_ratio
 
 
-def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: Tensor, *, kind: str = "k3") -> LossOutput:
+@kl_estimators.register("abs")
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """|log r|: biased upwards, never negative, and linear where k2 and k3 grow fast. Shapes: any, all the same."""
+    return (log_probs - ref_log_probs).abs()
+
+
+@kl_estimators.register("low_variance")
+def low_variance(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """k3 held below 10, so that a single token cannot rule a step. Shapes: any, all the same.
+
+    As verl's "low_var_kl"; a token at the limit has no gradient.
+    """
+    return k3(log_probs, ref_log_probs).clamp(max=10.0)
+
+
+def kl_loss(
+    log_probs: Tensor, ref_log_probs: Tensor, weights: Tensor, *, kind: str = "k3", straight_through: bool = False
+) -> LossOutput:
     """sum_t weight_t KL_t: the KL penalty as a loss, arXiv 2402.03300, eq. 3 and 4 (there with k3).
+
+    An estimator that is unbiased in value is not so in gradient: on samples of the policy itself, the gradient of k1
+    is 0 on average and that of k3 is the one of KL(reference || policy) near the reference, while that of k2 is exactly
+    that of KL(policy || reference). `straight_through` keeps the value of `kind` and takes the gradient of k2
+    (arXiv 2510.01555, which compares the two places of the penalty; verl's "k3+").
 
     Args (all `[batch, response]`):
         log_probs: float, of the policy; the gradient flows here. ref_log_probs: float, of the reference.
         weights: float, from `aggregation`; where 0 the other inputs may be anything, NaN included.
-        kind: name of an estimator. The gradient of `k1` has expectation 0: use k2 or k3 in a loss.
+        kind: name of an estimator. Use k1 in a loss only with `straight_through`.
 
     Metrics: `kl_loss`, the token mean of the estimate.
 
@@ -53,7 +75,9 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, weights: Tensor, *, kind: 
         ConfigError: unknown `kind`.
     """
     active = weights != 0
-    estimate = kl_estimators.get(kind).function(
-        torch.where(active, log_probs, 0.0), torch.where(active, ref_log_probs, 0.0)
-    )
+    policy, reference = torch.where(active, log_probs, 0.0), torch.where(active, ref_log_probs, 0.0)
+    estimate = kl_estimators.get(kind).function(policy, reference)
+    if straight_through:
+        square = k2(policy, reference)
+        estimate = estimate.detach() + (square - square.detach())
     return LossOutput((weights * estimate).sum(), {"kl_loss": moments(estimate, active)})

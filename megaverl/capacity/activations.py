@@ -194,17 +194,14 @@ def gradient_bytes(shape: LayerShape) -> float:
     return shape.itemsize * (widest + spec.hidden_size)
 
 
-def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, responses: int, *, train: bool) -> float:
-    """The last stage's logits and log-probs (`megaverl.models.heads`), at their peak.
+def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool) -> float:
+    """The last stage's logits and log-probs (`megaverl.models.vocab_parallel`), at their peak.
 
-    Forward: 16-bit logits of all tokens, and of the response tokens a 16-bit copy, a float32 one and the
-    probabilities. Backward, instead of the copies: probabilities, float32 gradient, its 16-bit copy, and the
-    gradient of all logits.
+    The logits of all tokens and, backward, their gradient; a few rows of them at a time in float32 besides
+    (`tools/bench_logprobs.py`: a twentieth).
     """
-    width, size = padded_vocab / shape.tp, shape.itemsize
-    forward = size * tokens + (size + 8) * responses
-    backward = 2 * size * tokens + (size + 8) * responses
-    return width * (max(forward, backward) if train else forward)
+    logits = shape.itemsize * tokens * padded_vocab / shape.tp
+    return logits * ((2 if train else 1) + 1 / 20)
 
 
 def paper_layer_bytes(sequence: int, batch: int, hidden: int, heads: int, tp: int, *, sequence_parallel: bool) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -169,7 +168,6 @@ class MemoryModel:
         grid, fields = role.grid, role.config.megatron
         shape = LayerShape.read(role.spec, grid, fields, self.job.itemsize)
         tokens = -(-role.config.micro_batch_tokens // grid.cp)
-        responses = math.ceil(tokens * (1 - config.data.max_prompt_tokens / config.max_tokens))
         dense, moe = role.layers(stage)
         flying = in_flight(stage, grid.pp, grid.vpp, self._micro_batches(role))
         load = StageLoad(dense, moe, tokens, config.max_tokens, flying)
@@ -180,8 +178,8 @@ class MemoryModel:
                 head_train = head_score = 8.0 * tokens * role.spec.hidden_size  # float32 hidden states and gradient
             else:
                 vocab = padded_vocab_size(role.spec.vocab_size, grid.tp)
-                head_train = head_bytes(shape, vocab, tokens, responses, train=True)
-                head_score = head_bytes(shape, vocab, tokens, responses, train=False)
+                head_train = head_bytes(shape, vocab, tokens, train=True)
+                head_score = head_bytes(shape, vocab, tokens, train=False)
             train, score = train + head_train, score + head_score
         return train, score
 

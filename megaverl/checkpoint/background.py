@@ -32,6 +32,10 @@ class Writing:
     def is_done(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
 
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
     def outcome(self) -> tuple[Any, str | None]:
         """(result, None) or (None, why it failed); waits until there is one."""
         if self._thread is not None:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from megaverl.checkpoint.manifest import (
+    INSIDE_SUFFIX,
     MANIFEST_FILE,
     PREFIX,
     TORN_SUFFIX,
@@ -86,10 +87,15 @@ class Retention:
             )
 
     def dispensable(self, found: list[tuple[Path, Manifest]], best: str | None) -> list[Path]:
-        """The folders that may go, of those found, oldest first."""
-        return [
+        """The folders that may go, of those found, oldest first.
+
+        One that was taken inside a step is of use until the next one only.
+        """
+        passed = [folder for folder, _ in found[:-1] if folder.name.endswith(INSIDE_SUFFIX)]
+        between = [entry for entry in found if entry[0] not in passed]
+        return passed + [
             folder
-            for folder, manifest in found[: -self.keep_last_k]
+            for folder, manifest in between[: -self.keep_last_k]
             if not (self.keep_best and folder.name == best) and not self._is_milestone(folder, manifest)
         ]
 

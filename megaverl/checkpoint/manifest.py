@@ -28,6 +28,7 @@ FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 PREFIX = "step_"
 TORN_SUFFIX = ".tmp"
+INSIDE_SUFFIX = "_inside"  # of the name of one that was taken in the middle of the next step
 USE_ANOTHER = "Take another checkpoint (checkpoint.resume=FOLDER), or start anew (checkpoint.resume=never)."
 
 
@@ -147,7 +148,7 @@ def damaged(folder: Path, wrong: list[str]) -> CheckpointError:
 
 def folder_of(root: Path, step: int, *, inside: bool = False) -> Path:
     """Where the checkpoint of `step` lies; `inside` the next step it has a name of its own."""
-    return root / f"{PREFIX}{step:08d}{'_inside' if inside else ''}"
+    return root / f"{PREFIX}{step:08d}{INSIDE_SUFFIX if inside else ''}"
 
 
 def torn_name(folder: Path) -> Path:

@@ -6,7 +6,9 @@ TP, PP, VPP or DP. The optimizer is stored parameter by parameter ("fully reshar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -61,14 +63,74 @@ def _role_state(role: str, trainable: TrainableModel, loading: bool) -> dict[str
     chunks = {name: _chunk_state(chunk, metadata) for name, chunk in _named_chunks(trainable).items()}
     for optimizer in _single_optimizers(trainable.optimizer):
         _allocate(role, optimizer)
-    state = {
-        "model": chunks,
-        "optimizer": trainable.optimizer.sharded_state_dict(
-            chunks if len(chunks) > 1 else next(iter(chunks.values())), is_loading=loading, metadata=metadata
-        ),
-        "scheduler": trainable.scheduler.state_dict(),
-    }
+    described = chunks if len(chunks) > 1 else next(iter(chunks.values()))
+    with _in_place(trainable.optimizer):
+        optimizer = trainable.optimizer.sharded_state_dict(described, is_loading=loading, metadata=metadata)
+    state = {"model": chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}
     add_prefix_for_sharding(state, f"{role}.")
+    return state
+
+
+def live_storages(roles: Mapping[str, TrainableModel]) -> set[int]:
+    """Addresses of the memory in which models and optimizers live: what lies elsewhere was gathered for a save."""
+    found = set()
+    for trainable in roles.values():
+        tensors = [*trainable.model.parameters.values(), *(b for c in trainable.model.chunks for b in c.buffers())]
+        for optimizer in _single_optimizers(trainable.optimizer):
+            if optimizer.optimizer is not None:
+                tensors += [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+                tensors += [
+                    value
+                    for entry in optimizer.optimizer.state.values()
+                    for value in entry.values()
+                    if isinstance(value, torch.Tensor)
+                ]
+        found |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return found
+
+
+class _WholeTensors:
+    """In the place of a buffer that megatron-core would gather: the slice of a parameter is its own tensor."""
+
+    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
+        self._tensors = tensors  # by where the parameter begins in the buffer
+
+    def __getitem__(self, place: slice) -> torch.Tensor:
+        return self._tensors[place.start].detach().view(-1)
+
+
+@contextlib.contextmanager
+def _in_place(optimizer: Any) -> Iterator[None]:
+    """Spare distributed optimizers over one data-parallel rank the gathering, which copies their state four times.
+
+    A load then reads into the state itself. There every state tensor is a whole parameter's already (megatron-core
+    0.16 to 0.19, `DistributedOptimizer.sharded_param_state_fully_reshardable` and `get_parameter_state_dp_zero`).
+    """
+    alone = [single for single in _single_optimizers(optimizer) if _is_alone(single)]
+    for single in alone:
+        single.get_parameter_state_dp_zero = functools.partial(_whole_state, single)
+    try:
+        yield
+    finally:
+        for single in alone:
+            del single.get_parameter_state_dp_zero
+
+
+def _is_alone(optimizer: Any) -> bool:
+    return isinstance(optimizer, DistributedOptimizer) and optimizer.data_parallel_group.size() == 1
+
+
+def _whole_state(optimizer: Any, **options: Any) -> dict[int, dict[Any, dict[str, _WholeTensors]]]:
+    """What `get_parameter_state_dp_zero` gives, without a copy."""
+    state: dict[int, dict[Any, dict[str, _WholeTensors]]] = {}
+    for number, ranges in enumerate(optimizer.gbuf_ranges):
+        (dtype,) = ranges
+        held: dict[str, dict[int, torch.Tensor]] = {"param": {}, "exp_avg": {}, "exp_avg_sq": {}}
+        for parameter, (start, _, _) in optimizer.buffers[number].param_index_map.items():
+            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+            for key, by_start in held.items():
+                by_start[start] = tensors[key]
+        state[number] = {dtype: {key: _WholeTensors(tensors) for key, tensors in held.items()}}
     return state
 
 
@@ -144,6 +206,20 @@ def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
     moments = optimizer.optimizer.state
     steps = {parameter: entry.pop("step") for parameter, entry in moments.items() if "step" in entry}
-    optimizer.load_parameter_state_from_fully_reshardable(parameters)
+    if _is_alone(optimizer):
+        _load_whole(optimizer, parameters)
+    else:
+        optimizer.load_parameter_state_from_fully_reshardable(parameters)
     for parameter, step in steps.items():
         moments[parameter]["step"] = step.clone()
+
+
+def _load_whole(optimizer: Any, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    """Whole parameters' states, which mostly lie in their place already (`_in_place`)."""
+    parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
+    for number, parameter in enumerate(parameters):
+        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
+        for key, value in loaded[number].items():
+            place = tensors[key].detach().view(-1)
+            if place.data_ptr() != value.data_ptr():
+                place.copy_(value.reshape(-1))

@@ -11,7 +11,7 @@ import json
 import os
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -150,13 +150,13 @@ class Stager:
     _buffers: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
     _validated: bool = False
 
-    def stage(self, state: dict[str, Any], *, copy: bool) -> StagedShards:
+    def stage(self, state: dict[str, Any], *, live: Collection[int] = ()) -> StagedShards:
         """Every rank takes part.
 
         Args:
             state: a `sharded_state`.
-            copy: take a copy in host memory, so that training may go on; without it the state must stay as it
-                is until it is written.
+            live: of what lies in the memory at these addresses a copy is taken in host memory, so that training may
+                go on; all else must stay as it is until it is written.
         """
         # What is held by whom does not change between the saves of a run: checked at the first one only.
         sharded, common = save_preprocess(state, not self._validated)
@@ -174,21 +174,24 @@ class Stager:
 
         plan = planner.finish_plan(ranks.reduce_scatter("plan", planner.create_local_plan, for_all))
         data = {item.index: planner.resolve_data(item) for item in plan.items}
-        if copy:
-            data = {index: self._copied(index, value) for index, value in data.items()}
+        if live:
+            data |= {index: self._copied(index, value) for index, value in data.items() if _lies_in(live, value)}
             if platform.is_cuda:
                 torch.cuda.synchronize()
         return StagedShards(plan, data, metadata[0] if metadata else None, _saved(common) if metadata else None)
 
-    def _copied(self, index: MetadataIndex, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value  # an object that was serialised for this save
+    def _copied(self, index: MetadataIndex, value: torch.Tensor) -> torch.Tensor:
         buffer = self._buffers.get(index)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
             buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=platform.is_cuda)
             self._buffers[index] = buffer
         buffer.copy_(value, non_blocking=True)
         return buffer
+
+
+def _lies_in(live: Collection[int], value: Any) -> bool:
+    """Not so for an object that was serialised for this save, and for a tensor that was gathered for it."""
+    return isinstance(value, torch.Tensor) and (value.is_cuda or value.untyped_storage().data_ptr() in live)
 
 
 def _saved(common: dict[str, Any]) -> bytes:

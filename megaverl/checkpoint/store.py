@@ -26,7 +26,7 @@ from megaverl.checkpoint.manifest import (
     read_json,
     torn_name,
 )
-from megaverl.checkpoint.megatron_state import apply_state, sharded_state
+from megaverl.checkpoint.megatron_state import apply_state, live_storages, sharded_state
 from megaverl.checkpoint.random_state import capture_random_state, restore_random_state
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, synced_record, write_bytes
 from megaverl.errors import CheckpointError
@@ -60,7 +60,7 @@ class CheckpointStore:
         root: the folder, on a file system that all ranks share; made by the first save.
         retention: which checkpoints stay.
         committer: who marks a checkpoint complete.
-        phase: told what a save is about to do: checkpoint_copy, checkpoint_write, and see `commit`.
+        phase: told what a save is about to do: checkpoint_copy, checkpoint_write, checkpoint_commit, and see `commit`.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class CheckpointStore:
         self._stager = Stager()
         self._pending: _Pending | None = None
         self._was_there = False
+        self._versions: dict[str, str] = {}
 
     @property
     def is_writing(self) -> bool:
@@ -125,7 +126,8 @@ class CheckpointStore:
         torn = torn_name(folder)
         self.phase("checkpoint_copy")
         with own_errors(f"{torn}: the checkpoint was not written", MEND):
-            shards = self._stager.stage(sharded_state(roles), copy=in_background)
+            live = live_storages(roles) if in_background else ()
+            shards = self._stager.stage(sharded_state(roles), live=live)
         num_bytes = sum(self.committer.collect(shards.num_bytes))
         self.committer.decide(lambda: self._make_room(torn, num_bytes))
         random_state = json.dumps(capture_random_state()).encode()
@@ -157,9 +159,12 @@ class CheckpointStore:
         pending = self._pending
         if pending is None:
             return None
-        if not wait and not all(self.committer.collect(pending.writing.is_done)):
-            return None
+        if not wait:
+            ranks = self.committer.collect([pending.writing.is_done, pending.writing.has_failed])
+            if not all(done for done, _ in ranks) and not any(failed for _, failed in ranks):
+                return None
         self._pending = None
+        self.phase("checkpoint_commit")
         reports = self.committer.collect(list(pending.writing.outcome()))
         self.committer.decide(lambda: self._commit(pending, reports))
         return pending.folder
@@ -257,6 +262,8 @@ class CheckpointStore:
 
     def _manifest(self, step: int, roles: Mapping[str, TrainableModel]) -> Manifest:
         """What is known before anything is written; the serial and the files come with the commit."""
+        if self.committer.decides and not self._versions:
+            self._versions = collect_versions()
         return Manifest(
             format=FORMAT_VERSION,
             serial=0,
@@ -264,7 +271,7 @@ class CheckpointStore:
             world_size=dist.get_world_size(),
             job=job_name(),
             roles=_describe(roles),
-            versions=collect_versions() if self.committer.decides else {},
+            versions=self._versions,
             files={},
         )
 

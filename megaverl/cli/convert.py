@@ -6,15 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from megaverl.cli.worker import FAILED, MISTAKE
+from megaverl.config.sources import is_hub_name
 from megaverl.errors import ConfigError, MegaverlError
 
 DESCRIPTION = """\
 Convert a model. The output appears only when it is whole, and takes configuration, tokenizer and chat template along.
 
   megaverl convert models/Qwen3-8B out/megatron --tp 4 --pp 2     Hugging Face to Megatron (torch_dist)
+  megaverl convert Qwen/Qwen3-8B out/megatron                     the same, from the hub
   megaverl convert runs/mine out/hf --verify                      the newest checkpoint of a run, to Hugging Face
   megaverl convert out/megatron out/other --to megatron --ep 8    Megatron to Megatron, on another grid
   megaverl convert model.Q8_0.gguf out/hf --dtype bfloat16        GGUF to Hugging Face
@@ -47,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="megaverl convert", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "source", type=Path, help="a Hugging Face folder, a distributed checkpoint, a run, or a .gguf file"
+        "source",
+        type=Path,
+        help="a Hugging Face folder or its name on the hub, a distributed checkpoint, a run, or a .gguf file",
     )
     parser.add_argument("output", type=Path, help="the folder to write")
     parser.add_argument(
@@ -66,9 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--role", help="whose weights to take from a run's checkpoint (actor, critic)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights; default: as stored")
     parser.add_argument("--model", type=Path, metavar="FOLDER", help="where config.json is, if not with the source")
+    parser.add_argument("--revision", metavar="NAME", help="branch, tag or commit, of a model on the hub")
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="carry this tokenizer instead")
     parser.add_argument("--shard-size", metavar="SIZE", help="largest file, such as 5GB; default: as the model came")
-    parser.add_argument("--verify", action="store_true", help="read the output again and compare every byte")
+    parser.add_argument(
+        "--verify", action="store_true", help="read checksums and the output too, and compare every byte"
+    )
     parser.add_argument("--logits", action="store_true", help="run both models and compare logits (implies --verify)")
     parser.add_argument("--force", action="store_true", help="replace the output if it exists")
     parser.add_argument("--quiet", action="store_true", help="no progress")
@@ -78,10 +86,13 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(arguments: argparse.Namespace) -> None:
     import torch
 
-    from megaverl.convert.run import Request, convert, parse_size, process_group
+    from megaverl.convert.run import Request, check_output, convert, parse_size, process_group
     from megaverl.convert.source import kind_of
+    from megaverl.parallel.collectives import together
 
     kind = kind_of(arguments.source)
+    if kind != "gguf" and is_hub_name(str(arguments.source)):
+        kind = "hugging_face"
     to = arguments.to or ("megatron" if kind == "hugging_face" else "hf")
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     shard_bytes = parse_size(arguments.shard_size) if arguments.shard_size else None
@@ -101,16 +112,15 @@ def _convert(arguments: argparse.Namespace) -> None:
             **options,
         )
         return
-    request = Request(
-        arguments.source,
-        arguments.output,
-        "hugging_face" if to == "hf" else to,
+    request = partial(
+        Request,
+        output=arguments.output,
+        to="hugging_face" if to == "hf" else to,
         shape=_shape(arguments),
         dtype=dtype,
         role=arguments.role,
         prefix=arguments.prefix,
-        model_folder=arguments.model,
-        tokenizer_folder=arguments.tokenizer,
+        tokenizer=arguments.tokenizer,
         shard_bytes=shard_bytes,
         transformer_engine=arguments.layer_spec == "transformer_engine",
         verify=arguments.verify,
@@ -119,7 +129,20 @@ def _convert(arguments: argparse.Namespace) -> None:
         quiet=arguments.quiet,
     )
     with process_group():
-        convert(request)
+        with together():
+            check_output(arguments.output, arguments.source, force=arguments.force)
+        source = _fetched(arguments.source, arguments.revision)
+        model = arguments.model and _fetched(arguments.model, arguments.revision, with_weights=False)
+        convert(request(source=source, model_folder=model))
+
+
+def _fetched(path: Path, revision: str | None, *, with_weights: bool = True) -> Path:
+    """A folder; a model on a hub is downloaded first. Every rank takes part."""
+    from megaverl.models.hub import find_model
+
+    if path.suffix == ".gguf" or not is_hub_name(str(path)):
+        return path
+    return find_model(str(path), revision=revision, with_weights=with_weights).wait()
 
 
 def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:

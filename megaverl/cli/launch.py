@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
 
-from megaverl.cli.worker import FAILED, INTERRUPTED, MISTAKE
+from megaverl.cli.agent import ENDS_RANKS, explain, passing_on_signals
+from megaverl.cli.worker import INTERRUPTED
 from megaverl.config import Config, smallest_world
 from megaverl.errors import GridError
 
@@ -57,7 +57,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
     """Run `python arguments` in `nproc` ranks of one job.
 
     A rank that fails tells why by itself; here only what it could not tell (a signal) is said. The others are
-    ended with it.
+    ended with it. SIGTERM and SIGUSR1 go on to the ranks, which save and leave.
 
     Returns: 0, or the exit code of the first rank that failed (1 where a signal ended it).
     """
@@ -80,12 +80,14 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
             local_addr="localhost",
             max_restarts=0,
             monitor_interval=0.1,
+            signals_to_handle=ENDS_RANKS,
             logs_specs=DefaultLogsSpecs(log_dir=log_dir),
         )
         try:
-            elastic_launch(launch_config, sys.executable)(*arguments)
+            with passing_on_signals():
+                elastic_launch(launch_config, sys.executable)(*arguments)
         except ChildFailedError as error:
-            return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
+            return explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
         except (KeyboardInterrupt, SignalException):
             return INTERRUPTED
     return 0
@@ -95,21 +97,3 @@ def _set_environment(nproc: int) -> None:
     cores = len(os.sched_getaffinity(0))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-
-
-def _explain(exitcodes: dict[int, int], log_hint: str) -> int:
-    """Say what the ranks could not; returns the exit code of the job."""
-    ended_by_agent = -signal.SIGTERM
-    own = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
-    # A rank that a signal ended is the cause: the others then fail on the connection to it.
-    rank, exitcode = min(own.items(), key=lambda item: (item[1] > 0, item[0]))
-    if exitcode in (FAILED, MISTAKE, INTERRUPTED):
-        return exitcode
-    if exitcode >= 0:
-        print(f"rank {rank} ended with exit code {exitcode}.", file=sys.stderr)
-        return exitcode
-    name = signal.Signals(-exitcode).name
-    cause = " Out of memory is the usual cause (see dmesg)." if name == "SIGKILL" else ""
-    where = f" Its log: {log_hint}/rank_{rank}.log" if log_hint else ""
-    print(f"rank {rank} was ended by {name}.{cause}{where}", file=sys.stderr)
-    return FAILED

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
 
-from megaverl.config.section import Fraction, NonNegative, Positive, PositiveFloat, Section
+from megaverl.config.presets import PRESETS, AlgorithmName
+from megaverl.config.section import Fraction, NonNegative, Passthrough, Positive, PositiveFloat, Section
 
 
 class KLConfig(Section):
@@ -17,9 +19,12 @@ class KLConfig(Section):
         alias="in",
         description="Where the penalty enters: in the reward of each token, in the loss, or nowhere.",
     )
-    kind: Literal["k1", "k2", "k3"] = Field(
+    kind: Literal["k1", "k2", "k3", "abs", "low_variance"] = Field(
         default="k3",
         description="Estimator of the KL (joschu.net/blog/kl-approx.html). k1 has no gradient in a loss.",
+    )
+    straight_through: bool = Field(
+        default=False, description="In the loss: the value of `kind`, with k2's gradient, that of the KL itself."
     )
     coef: float = Field(default=0.0, ge=0, description="Coefficient of the penalty; where an adaptive one starts.")
     target: PositiveFloat | None = Field(
@@ -29,19 +34,49 @@ class KLConfig(Section):
     gain: PositiveFloat = Field(default=0.1, description="How fast the adaptive coefficient moves, per step.")
 
 
+class CorrectionConfig(Section):
+    """`algorithm.correction`: factors for the difference between the engine's policy and Megatron's."""
+
+    kind: str = Field(
+        default="none",
+        description="none, token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, or "
+        "module:function.",
+    )
+    low: float | None = Field(default=None, ge=0, description="Lower limit of the ratio. null: the kind's own.")
+    high: PositiveFloat | None = Field(default=None, description="Upper limit of the ratio. null: the kind's own.")
+
+
 class AlgorithmConfig(Section):
     """`algorithm`."""
 
-    name: Literal["ppo", "grpo"] = Field(
+    name: AlgorithmName = Field(
         default="ppo",
-        description="ppo: critic, GAE (arXiv 1707.06347). grpo: groups, no critic (arXiv 2402.03300).",
+        description="Says what advantage, policy_loss and loss_aggregation leave open. ppo: critic, GAE "
+        "(arXiv 1707.06347). grpo: groups, no critic (arXiv 2402.03300).",
+    )
+    advantage: str | None = Field(
+        default=None,
+        description="Advantage estimator: a registered name, or module:function. null: that of name.",
+    )
+    advantage_options: Passthrough = Field(default_factory=dict, description="Options of the advantage estimator.")
+    policy_loss: str | None = Field(
+        default=None, description="Policy loss: a registered name, or module:function. null: that of name."
+    )
+    policy_loss_options: Passthrough = Field(
+        default_factory=dict, description="Options of the policy loss, and of its token selector if it has one."
     )
     group_size: Positive = Field(default=1, description="Responses sampled for each prompt; grpo needs at least 2.")
-    gamma: Fraction = Field(default=1.0, description="Discount per token (ppo).")
+    gamma: Fraction = Field(default=1.0, description="Discount per token, where the estimator has one.")
     lam: Fraction = Field(default=0.95, description="Lambda of generalised advantage estimation (ppo).")
-    clip_range: PositiveFloat = Field(default=0.2, description="The policy ratio is clipped to 1 - this .. 1 + this.")
+    clip_range: PositiveFloat | None = Field(
+        default=None,
+        description="The policy ratio is clipped to 1 - this .. 1 + this. null: the loss's own, 0.2 for ppo_clip.",
+    )
     clip_range_high: PositiveFloat | None = Field(
         default=None, description="Another limit above 1 (arXiv 2503.14476). null: the same as clip_range."
+    )
+    correction: CorrectionConfig = Field(
+        default_factory=CorrectionConfig, description="Importance weights of samples that the engine drew."
     )
     value_clip_range: PositiveFloat | None = Field(
         default=0.2,
@@ -56,9 +91,34 @@ class AlgorithmConfig(Section):
     )
     normalize_advantages: bool = Field(default=True, description="Shift and scale advantages over all tokens (ppo).")
     normalize_by_std: bool = Field(default=True, description="Divide by the group's standard deviation (grpo).")
-    loss_aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = Field(
-        default="token_mean", description="How token losses are averaged over the global mini-batch."
+    loss_aggregation: str | None = Field(
+        default=None,
+        description="How token losses are averaged over the global mini-batch: token_mean, token_sum, "
+        "seq_mean_token_mean, seq_mean_token_sum, fixed_length, or module:function. null: that of name.",
+    )
+    loss_length: Positive | None = Field(
+        default=None, description="Tokens that fixed_length divides by, such as rollout.sampling.max_tokens."
     )
     critic_warmup_steps: NonNegative = Field(
         default=0, description="First steps, in which only the critic is updated (ppo)."
     )
+
+    @property
+    def advantage_name(self) -> str:
+        """The advantage estimator, registered or of the user's own."""
+        return self.advantage or PRESETS[self.name].advantage
+
+    @property
+    def policy_loss_name(self) -> str:
+        """The policy loss, registered or of the user's own."""
+        return self.policy_loss or PRESETS[self.name].policy_loss
+
+    @property
+    def preset_loss_options(self) -> Mapping[str, float]:
+        """Options that `name` gives its own policy loss."""
+        return PRESETS[self.name].loss_options if self.policy_loss is None else {}
+
+    @property
+    def aggregation_name(self) -> str:
+        """The loss aggregation, registered or of the user's own."""
+        return self.loss_aggregation or PRESETS[self.name].aggregation

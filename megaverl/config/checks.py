@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megaverl.config.errors import Mistake, did_you_mean, divisors, found, listed
+from megaverl.config.algorithm_checks import algorithm_mistakes
+from megaverl.config.errors import Mistake, did_you_mean, found, listed
 from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
 from megaverl.config.schedule import scheduler_mistakes
 from megaverl.config.schema import Config
+from megaverl.config.sources import is_hub_name
 from megaverl.errors import ModelError, RewardError
 from megaverl.models.spec import ModelSpec
 from megaverl.rewards import find_reward, reward_names
@@ -28,7 +30,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     mistakes += _lengths(config, command, spec)
     mistakes += grid_mistakes(config, command, spec, world_size)
     if command in REINFORCING:
-        mistakes += [*_algorithm(config), *_optimizers(config), *_stored_rollouts(config)]
+        mistakes += [*algorithm_mistakes(config), *_optimizers(config), *_stored_rollouts(config)]
     if command in (*REINFORCING, "eval"):
         mistakes += [*_validation(config), *_rewards(config)]
     if command in ("sft", "quickstart") and config.sft.lr_warmup_steps >= config.sft.steps:
@@ -45,8 +47,11 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
 def _model(config: Config) -> tuple[ModelSpec | None, list[Mistake]]:
     if not config.model.path:
         return None, []
+    if is_hub_name(config.model.path):
+        return None, []  # checked when it has come
     if not Path(config.model.path).is_dir():
-        return None, [Mistake("model.path", f"found {found(config.model.path)}, which is not a folder.")]
+        kind = "a file" if Path(config.model.path).exists() else "neither a folder nor a model on a hub (org/name)"
+        return None, [Mistake("model.path", f"found {found(config.model.path)}, which is {kind}.")]
     try:
         return ModelSpec.from_folder(config.model.path), []
     except ModelError as error:
@@ -62,35 +67,6 @@ def _needed(config: Config, command: str) -> Iterator[Mistake]:
         )
     if command == "eval" and not config.data.validation:
         yield Mistake("data.validation", "is empty. Give one or more JSONL or Parquet files: data.validation=FILE.")
-
-
-def _algorithm(config: Config) -> Iterator[Mistake]:
-    algorithm, kl = config.algorithm, config.algorithm.kl
-    if algorithm.name == "grpo" and algorithm.group_size < 2:
-        yield Mistake(
-            "algorithm.group_size",
-            f"found {algorithm.group_size}; grpo compares the responses of a group and needs at least 2.",
-            involves=("algorithm.name",),
-        )
-    if config.samples_per_step % algorithm.num_mini_batches:
-        yield Mistake(
-            "algorithm.num_mini_batches",
-            f"found {algorithm.num_mini_batches}, not a divisor of the {config.samples_per_step} samples "
-            f"of a step (data.prompts_per_step={config.data.prompts_per_step} x "
-            f"algorithm.group_size={algorithm.group_size}). "
-            f"Sizes that fit: {listed(divisors(config.samples_per_step))}.",
-            involves=("data.prompts_per_step", "algorithm.group_size"),
-        )
-    if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
-        key = "coef" if kl.coef > 0 else "target"
-        yield Mistake(
-            "algorithm.kl.in",
-            f"found none, yet algorithm.kl.{key} is set. Use in: reward or in: loss, or leave {key} out.",
-        )
-    if kl.place != "none" and kl.coef == 0:
-        yield Mistake("algorithm.kl.coef", f"found 0.0; with algorithm.kl.in={kl.place} it must be above 0.")
-    if kl.place == "loss" and kl.kind == "k1":
-        yield Mistake("algorithm.kl.kind", "found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3.")
 
 
 def _optimizers(config: Config) -> Iterator[Mistake]:
@@ -219,10 +195,11 @@ def _files(config: Config, command: str) -> Iterator[Mistake]:
             if problem:
                 yield Mistake(f"{key}.{index}", f"found {found(name)}, {problem}")
     for key, folder in (("critic.path", config.critic.path), ("reference.path", config.reference.path)):
-        if folder is not None and not (Path(folder) / "config.json").is_file():
+        if folder is not None and not is_hub_name(folder) and not (Path(folder) / "config.json").is_file():
             yield Mistake(key, f"found {found(folder)}, which is not a Hugging Face folder with config.json.")
-    if config.model.tokenizer is not None and not Path(config.model.tokenizer).exists():
-        yield Mistake("model.tokenizer", f"found {found(config.model.tokenizer)}, which does not exist.")
+    tokenizer = config.model.tokenizer
+    if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
+        yield Mistake("model.tokenizer", f"found {found(tokenizer)}, which does not exist.")
     resume = config.checkpoint.resume
     if resume not in ("auto", "latest", "never") and not Path(resume).is_dir():
         kind = ", which is a file" if Path(resume).exists() else ""

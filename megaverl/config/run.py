@@ -36,9 +36,22 @@ class RunConfig(Section):
 
 
 class ModelConfig(Section):
-    """`model`: the Hugging Face folder that training starts from."""
+    """`model`: the Hugging Face folder that training starts from, or its name on a hub."""
 
-    path: str = Field(default="", description="Folder with config.json, safetensors and a tokenizer.")
+    path: str = Field(
+        default="",
+        description="Folder with config.json, safetensors and a tokenizer; or a model on a hub, as org/name: its "
+        "weights are loaded while they arrive.",
+    )
+    hub: Literal["huggingface", "modelscope"] = Field(
+        default="huggingface", description="Where org/name is looked for; modelscope needs the package of that name."
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="Branch, tag or commit of model.path on the hub. null: its main branch."
+    )
+    offload_folder: str | None = Field(
+        default=None, min_length=1, description="Keep what is downloaded in this folder. null: in the hub's own cache."
+    )
     config: str | None = Field(
         default=None,
         min_length=1,
@@ -56,7 +69,9 @@ class ModelConfig(Section):
         default="auto", description="auto: bfloat16 on a GPU, float32 on a CPU."
     )
     trust_remote_code: bool = Field(
-        default=False, description="Let transformers and vLLM run code from the model folder."
+        default=False,
+        description="Let transformers and vLLM run Python files that come with the model, with your rights. "
+        "Without it none is downloaded from a hub.",
     )
 
 

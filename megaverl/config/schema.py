@@ -9,6 +9,7 @@ import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.registered import estimator_inputs
 from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import (
     SHARED_BY_CRITIC,
@@ -28,7 +29,7 @@ class Config(Section):
 
     run: RunConfig = Field(default_factory=RunConfig, description="Name, folder, seed, processes.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from.")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="PPO or GRPO.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="How rewards become gradients.")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy.")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model (ppo).")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy (with a KL).")
@@ -68,11 +69,15 @@ class Config(Section):
 
     @property
     def uses_critic(self) -> bool:
-        return self.algorithm.name == "ppo"
+        return self.estimator_reads("values")
 
     @property
     def uses_reference(self) -> bool:
-        return self.algorithm.kl.place != "none"
+        return self.algorithm.kl.place != "none" or self.estimator_reads("ref_log_probs")
+
+    def estimator_reads(self, name: str) -> bool:
+        """Whether the advantage estimator has an input called `name`."""
+        return name in estimator_inputs(self.algorithm.advantage_name)
 
     @property
     def samples_per_step(self) -> int:

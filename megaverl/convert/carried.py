@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from megaverl.errors import CheckpointError
+from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
+from megaverl.errors import CheckpointError, DataError
+from megaverl.models.spec import ModelSpec
 from megaverl.reshard.export import COPIED_SUFFIXES
 from megaverl.reshard.torch_dist import FORMAT_FILE, MEND
 
@@ -19,6 +21,7 @@ CONVERSION_FILE = "conversion.json"
 CONVERSION_FORMAT = 1
 # JSON files that belong to a checkpoint or to one set of weights, not to the model
 NOT_CARRIED = {CONVERSION_FILE, FORMAT_FILE, "manifest.json", "state.json", "best.json"}
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 TOKENIZER_FILES = {
     "tokenizer.json",
     "tokenizer_config.json",
@@ -98,14 +101,46 @@ def carried_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def carry_files(model_folder: Path, tokenizer_folder: Path | None, output: Path) -> None:
-    """Copy what belongs to the model; the tokenizer's files from `tokenizer_folder` where one is given."""
+def carry_files(model_folder: Path, tokenizer: Path | None, output: Path) -> None:
+    """Copy what belongs to the model; the tokenizer's files from `tokenizer`, a folder or a file, where it is given."""
     for file in carried_files(model_folder):
-        if tokenizer_folder is None or file.name not in TOKENIZER_FILES:
+        if tokenizer is None or file.name not in TOKENIZER_FILES:
             shutil.copyfile(file, output / file.name)
-    for file in carried_files(tokenizer_folder) if tokenizer_folder else ():
+    if tokenizer is not None and not tokenizer.is_dir():
+        load_tokenizer(tokenizer).save(output)
+    for file in carried_files(tokenizer) if tokenizer is not None and tokenizer.is_dir() else ():
         if file.name in TOKENIZER_FILES:
             shutil.copyfile(file, output / file.name)
+
+
+def check_tokenizer(path: Path, spec: ModelSpec, model_folder: Path) -> None:
+    """A tokenizer to carry instead of the model's own must mean the same by every id that both have.
+
+    Raises:
+        DataError: it cannot be read, does not fit the model, or gives other tokens the ids that the model knows.
+    """
+    tokenizer = load_tokenizer(path)
+    check_fits(tokenizer, spec, model=model_folder)
+    if not any((model_folder / name).is_file() for name in VOCABULARY_FILES):
+        return
+    check_same_ids(tokenizer, load_tokenizer(model_folder).backend.get_vocab(), model_folder)
+
+
+def check_same_ids(tokenizer: Tokenizer, own: Mapping[str, int], model: Path) -> None:
+    """Raise a DataError where `tokenizer` gives an id of the model's own vocabulary to another token."""
+    token_of = {number: token for token, number in own.items()}
+    differing = [
+        (number, token, token_of[number])
+        for token, number in sorted(tokenizer.backend.get_vocab().items(), key=lambda entry: entry[1])
+        if token_of.get(number, token) != token
+    ]
+    if differing:
+        number, token, expected = differing[0]
+        raise DataError(
+            f"{tokenizer.source}: not the tokenizer of {model}: {len(differing)} of its ids mean another token, the "
+            f"first is {number}: {token!r} instead of {expected!r}. The model would read other words than were "
+            "written. Give a tokenizer with the model's own vocabulary (it may have more tokens)."
+        )
 
 
 def converted_config(

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megaverl.convert.carried import check_same_ids
 from megaverl.convert.progress import bar
-from megaverl.data.tokenizers import save_backend
+from megaverl.data.tokenizers import check_fits, load_tokenizer, save_backend
 from megaverl.errors import ModelError
 from megaverl.layout.weights import Split, Weight
 from megaverl.models.architectures import weights_of
@@ -121,21 +122,23 @@ def convert_gguf(
 
     Raises:
         ModelError: see `open_gguf` and `load_gguf_tokenizer`; tensors that are missing, left over or of another shape.
+        DataError: a given tokenizer that is not this model's.
         CheckpointError: `output` exists already, or cannot be written.
     """
-    from transformers import AutoTokenizer
-
     from megaverl.convert.run import check_output, commit, writing
 
     check_output(output, source, force=force)
     reader = open_gguf(source)
     header = {name: field.contents() for name, field in reader.fields.items()}
+    config = _config(source, header, model_folder, dtype)
+    spec = ModelSpec.from_config(config.to_dict(), source=str(source))
     if tokenizer_folder is None:
         tokenizer = load_gguf_tokenizer(source, header)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
-    config = _config(source, header, model_folder, dtype)
-    spec = ModelSpec.from_config(config.to_dict(), source=str(source))
+        given = load_tokenizer(tokenizer_folder)
+        check_fits(given, spec, model=source)
+        check_same_ids(given, _vocabulary(header), source)
+        tokenizer = given.backend
     weights = weights_of(spec)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     _check_tensors(source, weights, tensors, config)
@@ -179,8 +182,25 @@ def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedToke
                 f"{path}: the tokenizer's split {split!r} (tokenizer.ggml.pre) is not known here, so its "
                 "tokens would be wrong. Give the model's own tokenizer with --tokenizer FOLDER."
             )
+    _drop_invented(tokenizer, len(header.get("tokenizer.ggml.tokens", [])))
     tokenizer.model_max_length = header[f"{header['general.architecture']}.context_length"]
     return tokenizer
+
+
+def _drop_invented(tokenizer: Any, num_tokens: int) -> None:
+    """Take out what transformers puts behind a vocabulary that has no unknown token: the model has no row for it."""
+    from tokenizers import Tokenizer as Backend
+
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = [token for token in content["added_tokens"] if not num_tokens or token["id"] < num_tokens]
+    if len(kept) < len(content["added_tokens"]):
+        tokenizer._tokenizer = Backend.from_str(json.dumps(content | {"added_tokens": kept}))
+
+
+def _vocabulary(header: Mapping[str, Any]) -> dict[str, int]:
+    """token -> id; llama.cpp gives names of its own to rows of the embedding that have no token."""
+    tokens = header.get("tokenizer.ggml.tokens", [])
+    return {token: number for number, token in enumerate(tokens) if token != f"[PAD{number}]"}
 
 
 def _transformers_knows(split: str) -> bool:

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from megaverl.layout.boxes import Box, carry, intersect, split, whole
+from megaverl.layout.boxes import Box, carry, split, whole
+from megaverl.reshard.overlaps import BoxIndex
 from megaverl.reshard.plan import Transfer
 from megaverl.reshard.stored import Reader
 from megaverl.reshard.torch_dist_writer import Frame
@@ -61,27 +62,33 @@ def parts_of(transfers: Iterable[Transfer]) -> dict[str, list[Part]]:
     return found
 
 
-def narrow(parts: Iterable[Part], box: Box) -> list[Part]:
-    """What of `parts` lies in a box of the target array, in that box's own coordinates."""
-    found = []
-    for part in parts:
-        common = intersect(part.box, box)
-        if common is not None:
+class Parts:
+    """What fills a target array, found box by box."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._index = BoxIndex([part.box for part in parts])
+
+    def within(self, box: Box) -> list[Part]:
+        """What lies in a box of the target array, in that box's own coordinates."""
+        found = []
+        for number, common in self._index.meeting(box):
+            part = self._parts[number]
             inside = Box(
                 tuple(low - base for low, base in zip(common.start, box.start, strict=True)),
                 tuple(high - base for high, base in zip(common.stop, box.start, strict=True)),
             )
             found.append(Part(part.source, carry(common, part.box, part.source_box), inside))
-    return found
+        return found
 
 
 def slabs(reader: Reader, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
     """The elements of a target array in order, slab by slab; each is overwritten by the next."""
     numel = max(1, SLAB_BYTES // dtype.itemsize)
-    buffer = torch.empty(min(numel, whole(shape).numel), dtype=dtype)
+    buffer, filling = torch.empty(min(numel, whole(shape).numel), dtype=dtype), Parts(parts)
     for box in split(whole(shape), numel):
         slab = buffer[: box.numel].view(box.shape)
-        wanted = narrow(parts, box)
+        wanted = filling.within(box)
         if sum(part.box.numel for part in wanted) < box.numel:
             slab.zero_()
         for part in wanted:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaverl.convert.carried import carry_files, converted_config, write_conversion
+from megaverl.convert.carried import carry_files, check_tokenizer, converted_config, write_conversion
 from megaverl.convert.items import share_of, write_items
 from megaverl.convert.progress import bar
 from megaverl.convert.source import Source, open_source
@@ -28,6 +28,7 @@ from megaverl.parallel.grid import GridShape
 from megaverl.reshard.export import SHARD_BYTES
 from megaverl.reshard.safetensors_writer import cannot_write
 from megaverl.reshard.stored import Reader
+from megaverl.reshard.torch_dist import check_checksums, read_index
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,10 @@ class Request:
         role: of the source, where it holds several.
         prefix: of the target's keys.
         model_folder: where config.json is, if not with the source.
-        tokenizer_folder: a tokenizer to carry instead of the model's own.
+        tokenizer: a folder or sentencepiece file with a tokenizer to carry instead of the model's own.
         shard_bytes: largest file; None: as the model's files were, or 5 GB.
-        verify: read the target again and compare every byte, before it gets its name.
+        verify: compare the source with its checksums, where it has any; read the target again and compare every
+            byte, before it gets its name.
         logits: compare logits (values, of a critic) too.
         force: replace a target that exists.
         quiet: show no progress.
@@ -57,7 +59,7 @@ class Request:
     role: str | None = None
     prefix: str = ""
     model_folder: Path | None = None
-    tokenizer_folder: Path | None = None
+    tokenizer: Path | None = None
     shard_bytes: int | None = None
     transformer_engine: bool = True
     verify: bool = False
@@ -93,9 +95,12 @@ def convert(request: Request) -> None:
     with together():
         check_output(request.output, request.source, force=request.force)
         source = open_source(request.source, role=request.role, model_folder=request.model_folder)
-        if request.tokenizer_folder is not None:
-            _check_tokenizer(request.tokenizer_folder, source)
+        if request.tokenizer is not None:
+            check_tokenizer(request.tokenizer, source.spec, source.model_folder)
         target = _target(source, request)
+        if request.verify and source.kind == "megatron":
+            index = read_index(source.folder)
+            check_checksums({name: index[name] for name in source.arrays}, rank, world)
     draft = request.output.with_name(f".{request.output.name}.partial")
     shown = rank == 0 and not request.quiet
     try:
@@ -138,12 +143,6 @@ def _target(source: Source, request: Request) -> Target:
     return megatron_target(source, request.dtype, request.shard_bytes or SHARD_BYTES, options)
 
 
-def _check_tokenizer(folder: Path, source: Source) -> None:
-    from megaverl.data.tokenizers import check_fits, load_tokenizer
-
-    check_fits(load_tokenizer(folder), source.spec, model=source.model_folder)
-
-
 def _say_what_is_left(source: Source, shown: bool) -> None:
     names = [name for name in source.left_out if source.kind == "hugging_face" or "optimizer." not in name]
     if shown and names:
@@ -179,7 +178,7 @@ def _finish(draft: Path, source: Source, target: Target, request: Request) -> No
     """All that is not weights."""
     with writing(draft):
         target.write_index(draft)
-        carry_files(source.model_folder, request.tokenizer_folder, draft)
+        carry_files(source.model_folder, request.tokenizer or source.tokenizer, draft)
         to_hugging_face = request.to == "hugging_face"
         config = converted_config(source.config, value_head=source.value_head and to_hugging_face, dtype=request.dtype)
         if config is not None:

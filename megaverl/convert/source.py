@@ -37,6 +37,7 @@ class Source:
         kind: `megatron` or `hugging_face`.
         folder: where the weights are.
         model_folder: where config.json and the tokenizer are.
+        tokenizer: a folder or sentencepiece file with the tokenizer that a run used instead of the model's own.
         config: config.json.
         layout: the model's weights (Hugging Face's names) in the stored arrays.
         arrays: the stored arrays by local name.
@@ -57,6 +58,7 @@ class Source:
     twins: Mapping[str, str] = field(default_factory=dict)
     left_out: Sequence[str] = ()
     file_headers: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: Path | None = None
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
@@ -187,7 +189,7 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
     if conversion is not None:
         check_conversion(folder, conversion)
     opened = open_checkpoint(folder, role)
-    model_folder = model_folder or _model_folder(folder)
+    model_folder, tokenizer = (model_folder, None) if model_folder else _model_folder(folder, role)
     config, spec, value_head = read_model(model_folder)
     value_head = value_head or opened.has_value_head
     weights = weights_of(spec, value_head=value_head)
@@ -203,23 +205,30 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
         layout,
         opened.arrays(layout),
         conversion.twins if conversion else {},
-        [name for name in opened.index if name not in layout.local_shapes],
+        [name for name in opened.index if name not in layout.local_shapes and name.startswith(opened.prefix)],
         conversion.file_headers if conversion else {},
+        tokenizer,
     )
 
 
-def _model_folder(folder: Path) -> Path:
-    """Where config.json is: in the checkpoint itself, or where the run's configuration says."""
+def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
+    """Where config.json is: in the checkpoint itself, or where the run's configuration says; and its tokenizer.
+
+    Raises:
+        ModelError: neither leads to one.
+    """
     if (folder / "config.json").is_file():
-        return folder
-    run = folder.parent.parent
+        return folder, None
+    run, named = folder.parent.parent, ""
     for file in ("train.yaml", "sft.yaml", "quickstart.yaml"):
         if (run / file).is_file():
-            model = (yaml.safe_load((run / file).read_text(encoding="utf-8")) or {}).get("model") or {}
-            found = Path(str(model.get("path")))
-            if (found / "config.json").is_file():
-                return found
+            config = yaml.safe_load((run / file).read_text(encoding="utf-8")) or {}
+            model = config.get("model") or {}
+            path = str((config.get(role or "actor") or {}).get("path") or model.get("path"))
+            if (Path(path) / "config.json").is_file():
+                return Path(path), Path(model["tokenizer"]) if model.get("tokenizer") else None
+            named = f", which {file} of its run names as {path},"
     raise ModelError(
-        f"{folder}: has no config.json, and no run's configuration beside it leads to one. Name the Hugging Face "
-        "folder of the model with --model."
+        f"{folder}: has no config.json, and that of its model{named} is not here. Name the model's Hugging Face folder "
+        "(or org/name on a hub) with --model."
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megaverl.convert.items import Item, Part, narrow, parts_of
+from megaverl.convert.items import Item, Part, Parts, parts_of
 from megaverl.convert.source import Source
 from megaverl.errors import ModelError, ReshardError
 from megaverl.layout.boxes import Box, cut, split, whole
@@ -155,6 +155,7 @@ def megatron_target(source: Source, dtype: torch.dtype | None, shard_bytes: int,
         transformer_engine=options.transformer_engine,
     )
     parts = parts_of(intersect_layouts(source.layout, layout))
+    filling = {name: Parts(each) for name, each in parts.items()}
     dtypes = {name: dtype or _widest(source, parts[name]) for name in layout.local_shapes}
     unknown = sorted({str(each) for each in dtypes.values()} - {str(each) for each in STORAGES})
     if unknown:
@@ -172,7 +173,7 @@ def megatron_target(source: Source, dtype: torch.dtype | None, shard_bytes: int,
                 if end and end + frame.length > shard_bytes:
                     number, end = number + 1, 0
                 file = f"__{rank}_{number}.distcp"
-                items.append(Item(key, file, end, piece.shape, dtypes[key], narrow(parts[key], piece), frame))
+                items.append(Item(key, file, end, piece.shape, dtypes[key], filling[key].within(piece), frame))
                 found[key].append(Chunk(piece, Path(file), end, frame.length))
                 end += frame.length
                 files[file] = end

@@ -204,8 +204,9 @@ def _plain_progress(show: Callable[[str], None], description: str, total: int) -
 
 
 def _run_id() -> str:
-    """The same on all ranks of one run on this machine: their launcher's id, and torchrun's try."""
-    return f"{os.getppid()}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    """The same on all ranks of one run on this machine: their launcher's id, their port, and torchrun's try."""
+    port, attempt = (os.environ.get(name, "0") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT"))
+    return f"{os.getppid()}.{port}.{attempt}"
 
 
 def _flush() -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
+from megaverl.config.sources import is_hub_name
 from megaverl.errors import ModelError
 from megaverl.layout.files import INDEX_FILE, SINGLE_FILE, read_weight_map
 from megaverl.parallel.collectives import gather_json, together
@@ -27,7 +28,7 @@ from megaverl.reshard.export import COPIED_SUFFIXES
 logger = logging.getLogger(__name__)
 
 HubName = Literal["huggingface", "modelscope"]
-REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
+CONFIG_FILE = "config.json"
 WAIT_SECONDS = 20.0  # how often ranks that wait for a file hear that it is still coming
 
 
@@ -53,7 +54,6 @@ class ModelFiles:
     folder: Path
     shards: Sequence[str] = ()
     _futures: dict[str, Future[Path]] = field(default_factory=dict, repr=False)
-    _pool: ThreadPoolExecutor | None = field(default=None, repr=False)
     _complete: bool = True
 
     def arriving(self) -> Iterator[Path] | None:
@@ -88,8 +88,6 @@ class ModelFiles:
                     break
             yield self.folder / name
         self._complete = True
-        if self._pool is not None:
-            self._pool.shutdown()
 
 
 def find_model(
@@ -99,6 +97,7 @@ def find_model(
     hub: HubName = "huggingface",
     offload_folder: str | Path | None = None,
     trust_remote_code: bool = False,
+    with_weights: bool = True,
     endpoint: str | None = None,
 ) -> ModelFiles:
     """A folder that exists, or a model on a hub: its small files fetched, its weights on their way.
@@ -110,6 +109,7 @@ def find_model(
         revision: branch, tag or commit of a hub's model; None: its main branch.
         offload_folder: keep what is downloaded here instead of in the hub's own cache.
         trust_remote_code: fetch Python files too.
+        with_weights: fetch them; else only the small files.
         endpoint: of the hub; None: the library's (HF_ENDPOINT).
 
     Raises:
@@ -121,14 +121,14 @@ def find_model(
             _warn_of_code(path)
         return ModelFiles(folder)
     with together():
-        if folder.exists() or not REPOSITORY.fullmatch(path) or path.startswith((".", "~")):
+        if not is_hub_name(path):
             what = "a file, not a folder" if folder.exists() else f"no such folder (looked in {os.getcwd()})"
             raise ModelError(
                 f"model.path: {path}: {what}. Name a folder, or a model on a hub as org/name, such as Qwen/Qwen3-0.6B."
             )
     if trust_remote_code:
         _warn_of_code(path)
-    return _fetch(path, _opener(path, revision, hub, offload_folder, endpoint), trust_remote_code)
+    return _fetch(path, _opener(path, revision, hub, offload_folder, endpoint), trust_remote_code, with_weights)
 
 
 def _opener(
@@ -140,27 +140,45 @@ def _opener(
     return lambda: HuggingFaceHub(path, revision, local_dir, endpoint)
 
 
-def _fetch(path: str, open_hub: Callable[[], Hub], trust_remote_code: bool) -> ModelFiles:
+def _fetch(path: str, open_hub: Callable[[], Hub], trust_remote_code: bool, with_weights: bool) -> ModelFiles:
     rank, leader = dist.get_rank(), os.environ.get("LOCAL_RANK", "0") == "0"
     found: list[Any] = [os.environ.get("GROUP_RANK", "0"), None, []]
     futures: dict[str, Future[Path]] = {}
-    pool: ThreadPoolExecutor | None = None
     with together():
         if leader:
             hub = open_hub()
             names = hub.list_files()
-            small = _small_files(names, trust_remote_code)
-            folder = [hub.fetch(name) for name in small][small.index("config.json")].parent if small else Path()
-            shards = _shards(path, folder, names)
+            if CONFIG_FILE not in names:
+                raise ModelError(f"model.path: {path}: has no {CONFIG_FILE} on the hub. Name a model for transformers.")
+            small = {name: hub.fetch(name) for name in _small_files(names, trust_remote_code)}
+            folder = small[CONFIG_FILE].parent
+            shards = _shards(path, folder, names) if with_weights else []
             found[1:] = [str(folder), shards]
-            pool = ThreadPoolExecutor(1, thread_name_prefix="hub")
-            futures = {name: pool.submit(hub.fetch, name) for name in shards}
+            futures = _in_background(hub.fetch, shards)
     all_found = gather_json(found)
     machine = found[0]
     folder, shards = next((place, names) for group, place, names in all_found if group == machine and place)
-    if rank == 0:
+    if rank == 0 and shards:
         logger.info("%s: %d weight files on their way to %s", path, len(shards), folder)
-    return ModelFiles(Path(folder), shards, futures, pool, False)
+    return ModelFiles(Path(folder), shards, futures, not shards)
+
+
+def _in_background(fetch: Callable[[str], Path], names: Sequence[str]) -> dict[str, Future[Path]]:
+    """Fetch files one behind the other. Nobody waits for the thread when the process ends early."""
+    futures: dict[str, Future[Path]] = {name: Future() for name in names}
+
+    def work() -> None:
+        for name in names:
+            try:
+                futures[name].set_result(fetch(name))
+            except BaseException as error:  # raised where a file is waited for
+                for future in futures.values():
+                    if not future.done():
+                        future.set_exception(error)
+                return
+
+    threading.Thread(target=work, name="hub", daemon=True).start()
+    return futures
 
 
 def _small_files(names: Sequence[str], trust_remote_code: bool) -> list[str]:
@@ -170,8 +188,6 @@ def _small_files(names: Sequence[str], trust_remote_code: bool) -> list[str]:
 
 
 def _shards(path: str, folder: Path, names: Sequence[str]) -> list[str]:
-    if "config.json" not in names:
-        raise ModelError(f"model.path: {path}: has no config.json on the hub. Name a model for transformers.")
     if INDEX_FILE in names:
         shards = list(dict.fromkeys(read_weight_map(folder / INDEX_FILE).values()))
         missing = [shard for shard in shards if shard not in names]
@@ -208,7 +224,8 @@ class HuggingFaceHub:
     """Through `huggingface_hub`: its cache, its tokens (HF_TOKEN, `hf auth login`), its offline mode."""
 
     def __init__(self, path: str, revision: str | None, local_dir: Path | None, endpoint: str | None) -> None:
-        self._path, self._revision, self._local_dir, self._endpoint = path, revision, local_dir, endpoint
+        self._path, self._revision, self._local_dir = path, revision, local_dir
+        self._endpoint = endpoint or os.environ.get("HF_ENDPOINT")
         self._commit = revision
         self._cached_only = False
 
@@ -230,12 +247,14 @@ class HuggingFaceHub:
     def fetch(self, name: str) -> Path:
         from huggingface_hub import hf_hub_download
 
+        # one file is asked for by the branch, or the cache would not know offline what the branch was
+        revision = self._revision if name == CONFIG_FILE else self._commit
         try:
             return Path(
                 hf_hub_download(
                     self._path,
                     name,
-                    revision=self._commit,
+                    revision=revision,
                     local_dir=self._local_dir,
                     endpoint=self._endpoint,
                     local_files_only=self._cached_only,
@@ -253,8 +272,8 @@ class HuggingFaceHub:
             )
         except Exception as error:
             raise ModelError(
-                f"model.path: {self._path}: not in the cache, and {why}. Fetch it where there is a connection, or name "
-                "a folder."
+                f"model.path: {self._path}: no such folder in {os.getcwd()}, not in the hub's cache, and {why}. Fetch "
+                "it where there is a connection, or name a folder."
             ) from error
         self._cached_only = True
         logger.warning("%s: %s; taken from the cache: %s", self._path, why, folder)
@@ -282,12 +301,12 @@ class HuggingFaceHub:
         if isinstance(error, errors.RepositoryNotFoundError):
             status = getattr(getattr(error, "response", None), "status_code", 404)
             return ModelError(
-                f"{what}: no such model on the hub, or a private one ({status}). Look at the spelling, or "
-                "log in with `hf auth login` or HF_TOKEN."
+                f"{what}: no such model on the hub, or a private one ({status}); and no such folder in {os.getcwd()}. "
+                "Look at the spelling, or log in with `hf auth login` or HF_TOKEN."
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return ModelError(f"{what}: no revision {self._revision!r}. Mend model.revision (branch, tag or commit).")
-        if isinstance(error, errors.EntryNotFoundError):
+        if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
             return ModelError(f"{what}: not found{at}. Choose another revision (model.revision), or tell its owner.")
         if isinstance(error, errors.HFValidationError):
             return ModelError(f"{what}: not a name of the hub ({error}). Name it as org/name.")

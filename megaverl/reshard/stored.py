@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -33,6 +34,10 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+
+
+ROWS_BYTES = 1 << 21  # of rows that are read at a time where only some columns of them are wanted
+MOST_WASTE = 8  # bytes read for each that is wanted: beyond, page faults are cheaper
 
 
 class Extent(NamedTuple):
@@ -86,6 +91,7 @@ class Reader:
         self._files: dict[Path, int] = {}
         self._maps: dict[Path, mmap.mmap] = {}
         self._lock = threading.Lock()
+        self._local = threading.local()
 
     def __enter__(self) -> Reader:
         return self
@@ -115,25 +121,53 @@ class Reader:
         try:
             first = None if extent.strides else _run_start(box, extent.box)
             if first is None:
-                self._copy_strided(dtype, extent, box, out)
+                if extent.strides or not self._copy_rows(dtype, extent, box, out):
+                    self._copy_strided(dtype, extent, box, out)
                 return
-            run = out if out.dtype == dtype and out.is_contiguous() else torch.empty(box.shape, dtype=dtype)
-            data = run.reshape(-1).view(torch.uint8).numpy().data
-            offset = extent.offset + first * dtype.itemsize
-            while data:
-                count = os.preadv(self._descriptor(extent.file), [data], offset)
-                if count == 0:
-                    raise CheckpointError(
-                        f"{extent.file}: truncated: it ends before byte {offset + len(data)}. {AGAIN}"
-                    )
-                data, offset = data[count:], offset + count
-            if run is not out:
+            straight = out.dtype == dtype and out.is_contiguous()
+            run = out if straight else self._buffer(box.numel * dtype.itemsize).view(dtype).view(box.shape)
+            self._pread(extent.file, run.reshape(-1).view(torch.uint8), extent.offset + first * dtype.itemsize)
+            if not straight:
                 out.copy_(run)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{extent.file}: cannot be read ({error}). {AGAIN}") from error
 
+    def _pread(self, file: Path, out: torch.Tensor, offset: int) -> None:
+        data = out.numpy().data
+        while data:
+            count = os.preadv(self._descriptor(file), [data], offset)
+            if count == 0:
+                raise CheckpointError(f"{file}: truncated: it ends before byte {offset + len(data)}. {AGAIN}")
+            data, offset = data[count:], offset + count
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """This thread's own, made once: a new one for each read leaves the allocator's arenas full of holes."""
+        buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._local.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes]
+
+    def _copy_rows(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> bool:
+        """Columns: whole rows into a buffer, and what is wanted from there, unless most of them is not."""
+        axis = next(axis for axis, size in enumerate(box.shape) if size > 1)
+        inner = extent.box.shape[axis + 1 :]
+        width, wanted = math.prod(inner), math.prod(box.shape[axis + 1 :])
+        if width > MOST_WASTE * wanted or width * dtype.itemsize > ROWS_BYTES:
+            return False
+        inside = _within(box, extent.box)
+        strides = row_major(extent.box.shape)
+        first = sum(part.start * stride for part, stride in zip(inside[: axis + 1], strides, strict=False))
+        target = out[(0,) * axis]
+        step = ROWS_BYTES // (width * dtype.itemsize)
+        for low in range(0, len(target), step):
+            rows = target[low : low + step]
+            buffer = self._buffer(len(rows) * width * dtype.itemsize)
+            self._pread(extent.file, buffer, extent.offset + (first + low * width) * dtype.itemsize)
+            rows.copy_(buffer.view(dtype).view(len(rows), *inner)[(slice(None), *inside[axis + 1 :])])
+        return True
+
     def _copy_strided(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
-        """Columns, or a chunk stored transposed: through the page cache, and given back at once."""
+        """A few of many columns, or a chunk stored transposed: through the page cache, and given back at once."""
         mapped = self._map(extent.file)
         numel = whole(extent.box.shape).numel
         flat = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * dtype.itemsize, offset=extent.offset)

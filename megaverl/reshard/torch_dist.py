@@ -31,6 +31,7 @@ INDEX_FILE = ".metadata"
 FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+MAX_NAMED = 12  # damaged chunks that a message names
 MEND = "Copy the checkpoint again from its source, or take another one."
 
 # dtype -> the name under which a chunk's pickle gives it
@@ -43,6 +44,7 @@ STORAGES = {
 _STAND_INS = {
     "torch.distributed.checkpoint.metadata",
     "torch.distributed.checkpoint.filesystem",
+    "torch.distributed.checkpoint.planner",  # megatron-core leaves its plans in the index
     "pathlib",
     "pathlib._local",
 }
@@ -117,6 +119,29 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
     finally:
         for descriptor in files.values():
             os.close(descriptor)
+
+
+def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: int = 1) -> None:
+    """Read every byte of this share (of so many) of the chunks, and compare with the checksums in their zips.
+
+    Raises:
+        CheckpointError: names every chunk whose bytes were changed.
+    """
+    wrong = []
+    chunks = [(name, chunk) for name, array in arrays.items() for chunk in array.chunks]
+    for name, chunk in chunks[share::shares]:
+        with chunk.file.open("rb") as file:
+            try:
+                with zipfile.ZipFile(_Window(file.fileno(), chunk.offset, chunk.length)) as archive:
+                    whole = archive.testzip() is None
+            except (OSError, zipfile.BadZipFile):
+                whole = False
+        if not whole:
+            wrong.append(f"{chunk.file.name}: {name} {chunk.box}")
+    if wrong:
+        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        named = "; ".join(wrong[:MAX_NAMED]) + more
+        raise CheckpointError(f"{chunk.file.parent}: bytes were changed since it was written: {named}. {MEND}")
 
 
 def _check_format(folder: Path) -> None:

@@ -12,7 +12,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.roles.megatron_model import MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import run_updates, share
+from megaverl.roles.updates import Weighting, run_updates, share
 
 
 class Critic:
@@ -37,7 +37,7 @@ class Critic:
             batch,
             self._loss,
             algorithm=self.algorithm,
-            aggregation="token_mean",
+            weighting=Weighting("token_mean"),
             fields={"old_values": batch.values, "returns": batch.returns},
             micro_batch_tokens=self.micro_batch_tokens,
             seed=self.seed,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, layers_per_stage, named_parameters, uses_transformer_engine
-from megaverl.models.heads import vocab_parallel_log_probs
 from megaverl.models.options import check_divides, padded_vocab_size, transformer_config
 from megaverl.models.spec import ModelSpec
+from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.parallel.collectives import together
 from megaverl.parallel.groups import Grid
 from megaverl.platform import platform
@@ -259,14 +259,30 @@ class MegatronModel:
         """
         row, position = batch.predicting_positions()
         log_probs, entropy = vocab_parallel_log_probs(
-            logits[row, position],
+            logits,
             batch.tokens[row, position + 1],
+            index=row * logits.shape[1] + position,
             vocab_size=self.spec.vocab_size,
             temperature=temperature,
             with_entropy=with_entropy,
             group=self.grid.tp_group,
         )
         return _spread(log_probs, batch), _spread(entropy, batch)
+
+    def squared_probs(
+        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
+        row, position = batch.predicting_positions()
+        log_probs, squares = vocab_parallel_squared_probs(
+            logits,
+            batch.tokens[row, position + 1],
+            index=row * logits.shape[1] + position,
+            vocab_size=self.spec.vocab_size,
+            temperature=temperature,
+            group=self.grid.tp_group,
+        )
+        return _spread(log_probs, batch), _spread(squares, batch)
 
     @staticmethod
     def values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaverl.algorithms import LossOutput, combine, entropy_sum, kl_loss, moments, policy_losses
+from megaverl.algorithms import (
+    Correction,
+    Entry,
+    LossOutput,
+    combine,
+    corrections,
+    entropy_sum,
+    kl_loss,
+    moments,
+    policy_losses,
+    score_norms,
+    token_selectors,
+)
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.platform import platform
 from megaverl.roles.megatron_model import MegatronModel, MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import run_updates, share
+from megaverl.roles.updates import Weighting, run_updates, share
+from megaverl.rollout.seeds import sample_seed
 
 
 class Policy:
@@ -48,6 +63,16 @@ class Policy:
             self.model.to(torch.device("cpu"))
         return log_probs
 
+    def score_norms(self, batch: RolloutBatch) -> torch.Tensor:
+        """[B, R] float32: the squared gradient of each response token's log-prob by its logits, on every rank."""
+
+        def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            norms = score_norms(*self.model.squared_probs(logits, micro, temperature=self.temperature))
+            return norms.masked_fill(~micro.response_mask, 0.0)
+
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
+        return self.model.score(micro, score, batch.response_shape)
+
 
 class Actor(Policy):
     """The policy that is trained."""
@@ -63,7 +88,11 @@ class Actor(Policy):
     ) -> None:
         super().__init__(trainable.model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
         self.trainable, self.algorithm, self.seed = trainable, algorithm, seed
-        self._policy_loss = policy_losses.get("ppo_clip")
+        self._policy_loss = policy_losses.get(algorithm.policy_loss_name)
+        selects = "selected" in self._policy_loss.inputs
+        self._selector = token_selectors.get(algorithm.policy_loss_name) if selects else None
+        self._weighting = Weighting(algorithm.aggregation_name, max_tokens=algorithm.loss_length)
+        self._correction = rollout_correction(algorithm)
         self._kl_coef = 0.0
         self._largest_difference = 0.0
 
@@ -91,11 +120,12 @@ class Actor(Policy):
             batch,
             self._loss,
             algorithm=self.algorithm,
-            aggregation=self.algorithm.loss_aggregation,
+            weighting=self._weighting,
             fields={name: batch[name] for name in names if name in batch},
             micro_batch_tokens=self.micro_batch_tokens,
             seed=self.seed,
             step=step,
+            select=partial(self._select, batch) if self._selector else None,
         )
         if "old_log_probs" not in batch:
             # Only last stages have seen log-probs, each those of its samples.
@@ -104,6 +134,22 @@ class Actor(Policy):
             metrics["logprob_diff_max"] = float(largest)
         return metrics
 
+    def _select(
+        self, batch: RolloutBatch, mask: torch.Tensor, which: tuple[int, int, int]
+    ) -> Mapping[str, torch.Tensor]:
+        """The tokens that the loss treats apart, out of a whole mini-batch; the same on every rank."""
+        assert self._selector is not None
+        step, epoch, number = which
+        seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
+        inputs = {
+            "log_probs": batch.tensors.get("old_log_probs", batch.rollout_log_probs),
+            "advantages": batch.advantages,
+            "response_mask": mask,
+            "draws": torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)),
+        }
+        own = {name: v for name, v in self.algorithm.policy_loss_options.items() if name in self._selector.options}
+        return {"selected": self._selector(inputs, **own)}
+
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         algorithm, fields = self.algorithm, micro.fields
         with_entropy = algorithm.entropy_coef > 0
@@ -111,24 +157,23 @@ class Actor(Policy):
             logits, micro, temperature=self.temperature, with_entropy=with_entropy
         )
         weights = fields["weights"]
-        policy = self._policy_loss(
-            {
-                "log_probs": log_probs,
-                "old_log_probs": fields.get("old_log_probs", log_probs.detach()),
-                "advantages": fields["advantages"],
-                "weights": weights,
-            },
-            clip_low=algorithm.clip_range,
-            clip_high=algorithm.clip_range_high or algorithm.clip_range,
-        )
+        inputs = {"old_log_probs": log_probs.detach(), **fields, "log_probs": log_probs}
+        corrected: Mapping[str, torch.Tensor] = {}
+        if self._correction is not None:
+            entry, limits = self._correction
+            factors, corrected = entry({**inputs, "response_mask": weights != 0}, **limits)
+            inputs["advantages"] = inputs["advantages"] * factors
+        policy = self._policy_loss(inputs, **policy_loss_options(self._policy_loss, algorithm))
         terms: list[tuple[float, LossOutput]] = [(1.0, policy)]
         if algorithm.kl.place == "loss":
-            penalty = kl_loss(log_probs, fields["ref_log_probs"], weights, kind=algorithm.kl.kind)
+            kl = algorithm.kl
+            reference = fields["ref_log_probs"]
+            penalty = kl_loss(log_probs, reference, weights, kind=kl.kind, straight_through=kl.straight_through)
             terms.append((self._kl_coef, penalty))
         if with_entropy:
             terms.append((-algorithm.entropy_coef, entropy_sum(entropies, weights)))
         total = combine(*terms)
-        metrics = {**total.metrics, "loss": share(total.loss)}
+        metrics = {**total.metrics, **corrected, "loss": share(total.loss)}
         if "old_log_probs" not in fields:
             active = weights != 0
             difference = (log_probs.detach() - fields["rollout_log_probs"]).abs().masked_fill(~active, 0.0)
@@ -136,3 +181,23 @@ class Actor(Policy):
             if difference.numel():
                 self._largest_difference = max(self._largest_difference, float(difference.max()))
         return total.loss, metrics
+
+
+def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """What the configuration sets of the loss's options; what it leaves out keeps the function's default."""
+    options: dict[str, Any] = dict(algorithm.preset_loss_options)
+    if algorithm.clip_range is not None:
+        options |= {"clip_low": algorithm.clip_range, "clip_high": algorithm.clip_range}
+    if algorithm.clip_range_high is not None:
+        options["clip_high"] = algorithm.clip_range_high
+    given = algorithm.policy_loss_options.items()
+    return options | {name: value for name, value in given if name in loss.options}
+
+
+def rollout_correction(algorithm: AlgorithmConfig) -> tuple[Entry[Correction], dict[str, float]] | None:
+    """The correction that the configuration names, with its limits; None without one."""
+    given = algorithm.correction
+    if given.kind == "none":
+        return None
+    limits = {"low": given.low, "high": given.high}
+    return corrections.get(given.kind), {name: limit for name, limit in limits.items() if limit is not None}

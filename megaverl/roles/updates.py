@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from megaverl.algorithms import MetricSums, add_metrics, aggregations, count_denominators, finalize
+from megaverl.algorithms import Entry, MetricSums, add_metrics, aggregations, count_denominators, finalize
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches
 from megaverl.roles.megatron_model import Loss
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.trainable import TrainableModel, UpdateReport
+
+# (mask of a mini-batch [B, R], (step, epoch, number of the mini-batch)) -> further fields of its loss
+Selection = Callable[[torch.Tensor, tuple[int, int, int]], Mapping[str, torch.Tensor]]
 
 
 def run_updates(
@@ -21,17 +24,20 @@ def run_updates(
     loss: Loss,
     *,
     algorithm: AlgorithmConfig,
-    aggregation: str,
+    weighting: Weighting,
     fields: Mapping[str, torch.Tensor],
     micro_batch_tokens: int,
     seed: int,
     step: int,
+    select: Selection | None = None,
 ) -> dict[str, float]:
     """Update on every mini-batch of every epoch; every rank takes part.
 
     Args:
-        loss: gets `fields` and `weights` (see `loss_weights`) of its micro-batch, and returns its share of the
-            global loss. A metric called `loss` is a share too.
+        loss: gets `fields` and `weights` of its micro-batch, and returns its share of the global loss. A metric
+            called `loss` is a share too.
+        weighting: of every token in the loss of its mini-batch.
+        select: makes fields that depend on the whole mini-batch.
 
     Returns:
         Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`.
@@ -39,11 +45,12 @@ def run_updates(
     reports: list[UpdateReport] = []
     sums = MetricSums()
     for epoch in range(algorithm.num_epochs):
-        for samples in mini_batches(len(batch), algorithm.num_mini_batches, seed=seed, step=step, epoch=epoch):
-            weights = loss_weights(batch.response_mask, samples, aggregation)
-            micro = micro_batches_for(
-                trainable.model, batch, micro_batch_tokens, {**fields, "weights": weights}, samples
-            )
+        parts = mini_batches(len(batch), algorithm.num_mini_batches, seed=seed, step=step, epoch=epoch)
+        for number, samples in enumerate(parts):
+            mask = mini_batch_mask(batch.response_mask, samples)
+            extra = select(mask, (step, epoch, number)) if select else {}
+            given = {**fields, **extra, "weights": weighting.weights(mask)}
+            micro = micro_batches_for(trainable.model, batch, micro_batch_tokens, given, samples)
             reports.append(trainable.update(micro, loss))
             sums = add_metrics(sums, reports[-1].sums)
     shares = sums.pop("loss")
@@ -56,11 +63,24 @@ def run_updates(
     }
 
 
-def loss_weights(response_mask: torch.Tensor, samples: list[int], aggregation: str) -> torch.Tensor:
-    """[B, R] weights of every token in the loss of the mini-batch `samples`, over its global denominators."""
+class Weighting:
+    """A loss aggregation with its options."""
+
+    def __init__(self, name: str, **options: int | None) -> None:
+        self.aggregation: Entry[torch.Tensor] = aggregations.get(name)
+        self.options = {key: value for key, value in options.items() if key in self.aggregation.options}
+
+    def weights(self, mask: torch.Tensor) -> torch.Tensor:
+        """[B, R] weights of every token under the `mask` of a mini-batch, over its global denominators."""
+        inputs = {"response_mask": mask, "denominators": count_denominators(mask)}
+        return self.aggregation(inputs, **self.options)
+
+
+def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Tensor:
+    """[B, R]: the response tokens of `samples` alone."""
     mask = torch.zeros_like(response_mask)
     mask[samples] = response_mask[samples]
-    return aggregations.get(aggregation).function(mask, count_denominators(mask))
+    return mask
 
 
 def share(loss: torch.Tensor) -> torch.Tensor:

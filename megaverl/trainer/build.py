@@ -18,6 +18,7 @@ from megaverl.data.datasets import PromptDataset
 from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import ConfigError
+from megaverl.models.hub import ModelFiles, find_model
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.collectives import together
 from megaverl.parallel.grid import GridShape
@@ -30,6 +31,7 @@ from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import RewardRole
 from megaverl.roles.rollout import Rollout, adopting
 from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.watchdog import patience
 
 
 @dataclass
@@ -44,14 +46,17 @@ class Builder:
     groups: ProcessGroupManager = field(init=False)
     spec: ModelSpec = field(init=False)
     tokenizer: Tokenizer = field(init=False)
+    folder: Path = field(init=False)
+    _files: dict[str, ModelFiles] = field(init=False, default_factory=dict)
 
     def __post_init__(self, shared_groups: ProcessGroupManager | None) -> None:
         config = self.config
-        self.groups = shared_groups or ProcessGroupManager(timedelta(minutes=config.run.timeout_minutes))
+        self.groups = shared_groups or ProcessGroupManager(patience(config.run.timeout_minutes))
+        self.folder = self.files().folder
         with together():  # the files may lie on each machine's own disk
-            self.spec = ModelSpec.from_folder(config.model.path)
+            self.spec = ModelSpec.from_folder(self.folder)
             self.tokenizer = load_tokenizer(
-                config.model.tokenizer or config.model.path, trust_remote_code=config.model.trust_remote_code
+                config.model.tokenizer or self.folder, trust_remote_code=config.model.trust_remote_code
             )
             check_fits(self.tokenizer, self.spec, model=config.model.path)
             if config.max_tokens > self.spec.max_positions:
@@ -60,6 +65,21 @@ class Builder:
                     f"{config.rollout.sampling['max_tokens']} is more than the model's context of "
                     f"{self.spec.max_positions} tokens (max_position_embeddings). Lower one of the two."
                 )
+
+    def files(self, path: str | None = None) -> ModelFiles:
+        """The files of a model, of `model.path` unless another is named; those on a hub begin to arrive."""
+        model = self.config.model
+        path = path or model.path
+        if path not in self._files:
+            self._files[path] = find_model(
+                path,
+                revision=model.revision if path == model.path else None,
+                hub=model.hub,
+                offload_folder=model.offload_folder,
+                trust_remote_code=model.trust_remote_code,
+                with_weights=model.init == "weights",
+            )
+        return self._files[path]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,9 +108,9 @@ class Builder:
         self, config: GridConfig, role: str, *, path: str | None = None, value_head: bool = False
     ) -> MegatronModel:
         """A Megatron-core model with the weights of `path` (or of `model.path`)."""
-        folder = path or self.config.model.path
+        files = self.files(path)
         model = MegatronModel(
-            ModelSpec.from_folder(folder),
+            ModelSpec.from_folder(files.folder),
             self.grid(config, role),
             dtype=self.dtype,
             seed=self.config.run.seed,
@@ -99,7 +119,7 @@ class Builder:
             role=role,
         )
         if self.config.model.init == "weights":
-            model.load(folder)
+            model.load(files.folder, files.arriving())
         return model
 
     def trainable(
@@ -156,7 +176,7 @@ class Builder:
 
         engine = make_engine(
             config.rollout,
-            config.model.path,
+            self.folder if actor is not None and config.rollout.engine == "vllm" else self.files().wait(),
             seed=config.run.seed,
             dtype=self.dtype,
             max_model_len=config.max_tokens,

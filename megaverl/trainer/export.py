@@ -21,7 +21,7 @@ def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
     on_first_rank(save_tokenizer, model.grid.world)
     save_folder(
         folder,
-        source_folder=builder.config.model.path,
+        source_folder=builder.folder,
         weights=model.weights,
         layouts=model.layout_of,
         tensors=model.parameters,

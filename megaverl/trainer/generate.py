@@ -42,6 +42,18 @@ def generate(
     }
 
 
+def greedy_scores(
+    config: Config, rollout: Rollout, reward: RewardRole, prompts: Sequence[PromptRecord], step: int
+) -> Scores:
+    """Rewards of the likeliest response to every prompt; every rank takes part."""
+    generations = rollout.generate(
+        [prompt.token_ids for prompt in prompts],
+        sampling_options(config.rollout.sampling, temperature=0.0),
+        [sample_seed(config.run.seed, step, number, "greedy") for number in range(len(prompts))],
+    )
+    return reward.score(rollout_batch(prompts, generations, range(len(prompts))))
+
+
 def score(reward: RewardRole, rollouts: RolloutBatch) -> tuple[Scores, Metrics]:
     """Rewards of all responses; every rank takes part."""
     start = time.perf_counter()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +109,7 @@ class RLTrainer:
         Raises:
             Leaving: the run was asked to leave, has saved, and is to be started again.
         """
-        with self.leave.listening():
+        with self.leave.listening(), kept_objects():
             return self._train()
 
     def _train(self) -> dict[str, float]:
@@ -341,6 +343,19 @@ class RLTrainer:
                 f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "
                 "the steps that are missing there will stay so"
             )
+
+
+@contextmanager
+def kept_objects() -> Iterator[None]:
+    """What is there now stays until the end, so it need not be looked through for garbage.
+
+    megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
+    """
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def tokenizer_digest(tokenizer: Tokenizer) -> str:

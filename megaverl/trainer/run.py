@@ -23,7 +23,7 @@ from megaverl.platform import platform
 from megaverl.roles.rollout import sampling_options
 from megaverl.rollout.seeds import sample_seed
 from megaverl.trainer.signals import Leaving
-from megaverl.trainer.watchdog import Watchdog
+from megaverl.trainer.watchdog import Watchdog, patience
 
 
 def main(config: Config, command: str, options: Mapping[str, Any] | None = None) -> int:
@@ -37,7 +37,7 @@ def main(config: Config, command: str, options: Mapping[str, Any] | None = None)
     run_dir = Path(config.run.dir) / config.run.name
     console = redirect_output(run_dir / "logs", rank)
     platform.start()
-    dist.init_process_group(platform.backend, timeout=timedelta(minutes=config.run.timeout_minutes))
+    _join_world(patience(config.run.timeout_minutes))
     watchdog = Watchdog(console, stalled_after=config.run.timeout_minutes * 60)
     try:
         code = _do(config, command, console, watchdog, dict(options or {}))
@@ -51,6 +51,18 @@ def main(config: Config, command: str, options: Mapping[str, Any] | None = None)
     if code == 0:
         dist.destroy_process_group()
     return code
+
+
+def _join_world(timeout: timedelta) -> None:
+    """The world that torchrun describes, under keys of this try's own.
+
+    Under a fixed address torchrun keeps one store for all its restarts, and a rank that is started again would find
+    there the addresses of those that are gone (torch 2.13, elastic/rendezvous/static_tcp_rendezvous.py).
+    """
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"megaverl/try_{attempt}", store)
+    dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _do(config: Config, command: str, console: Console, watchdog: Watchdog, options: dict[str, Any]) -> int:

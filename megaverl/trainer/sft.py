@@ -15,7 +15,7 @@ from megaverl.errors import DataError
 from megaverl.metrics.console import Console
 from megaverl.roles.megatron_model import MicroBatch
 from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import run_updates, share
+from megaverl.roles.updates import Weighting, run_updates, share
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
 from megaverl.trainer.samples import rollout_batch
@@ -58,7 +58,7 @@ class SFTTrainer:
             batch,
             self._loss,
             algorithm=AlgorithmConfig(),
-            aggregation="token_mean",
+            weighting=Weighting("token_mean"),
             fields={},
             micro_batch_tokens=self.config.actor.micro_batch_tokens,
             seed=self.config.run.seed,

@@ -7,17 +7,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megaverl.algorithms import KLController, advantage_estimators, kl_estimators, masked_mean, token_rewards, whiten
+from megaverl.algorithms import KLController, masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import TrainingStopped
+from megaverl.roles.credit import Credit
 from megaverl.roles.critic import Critic
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import RewardRole, Scores
 from megaverl.roles.rollout import Rollout
-from megaverl.trainer.generate import generate, score
+from megaverl.trainer.generate import generate, greedy_scores, score
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 
 
@@ -47,7 +48,11 @@ class RLStep:
     replayed: RolloutFolder | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     stored: StoredRollouts | None = None
+    credit: Credit = field(init=False)
     _has_compared: bool = False
+
+    def __post_init__(self) -> None:
+        self.credit = Credit(self.config.algorithm)
 
     def flow(self) -> DataFlow:
         """Compiled for `run(prompts=..., step=...)`.
@@ -66,6 +71,12 @@ class RLStep:
         if self.roles.critic is not None:
             flow.add_operator(Operator("values", self.values, ("rollouts",), role="critic"))
             inputs.append("values")
+        if self.config.estimator_reads("greedy_rewards"):
+            flow.add_operator(Operator("greedy_rewards", self.greedy_rewards, ("prompts", "step"), role="rollout"))
+            inputs.append("greedy_rewards")
+        if self.config.estimator_reads("score_norms"):
+            flow.add_operator(Operator("score_norms", self.score_norms, ("rollouts",), role="actor"))
+            inputs.append("score_norms")
         flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",)))
         if self.roles.critic is not None:
             flow.add_operator(Operator("critic_update", self.update_critic, ("experience", "step"), (), role="critic"))
@@ -124,6 +135,17 @@ class RLStep:
         assert self.roles.critic is not None
         return self.roles.critic.values(rollouts)
 
+    def greedy_rewards(self, prompts: list[PromptRecord], step: int) -> torch.Tensor:
+        """[B]: the reward of the greedy response to each sample's prompt."""
+        assert self.roles.rollout is not None, "a replay generates nothing"
+        scores = greedy_scores(self.config, self.roles.rollout, self.roles.reward, prompts, step)
+        self.metrics["reward/greedy_mean"] = float(scores.total.mean())
+        return scores.total.repeat_interleave(self.config.algorithm.group_size)
+
+    def score_norms(self, rollouts: RolloutBatch) -> torch.Tensor:
+        """The squared gradients of the actor's log-probs by its logits."""
+        return self.roles.actor.score_norms(rollouts)
+
     def advantages(
         self,
         rollouts: RolloutBatch,
@@ -131,36 +153,27 @@ class RLStep:
         old_log_probs: torch.Tensor | None,
         ref_log_probs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
+        greedy_rewards: torch.Tensor | None = None,
+        score_norms: torch.Tensor | None = None,
     ) -> RolloutBatch:
         """Everything that the updates need, in one batch."""
-        algorithm = self.config.algorithm
         tensors = {"rewards": scores.total}
         given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "values": values}
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
-        batch = rollouts.with_(**tensors)
-        mask = batch.response_mask
-        kl = None
-        if ref_log_probs is not None:
-            policy = rollouts.rollout_log_probs if old_log_probs is None else old_log_probs
-            kl = kl_estimators.get(algorithm.kl.kind).function(policy, ref_log_probs)
-            self._record_kl(kl, mask)
-        in_reward = kl if algorithm.kl.place == "reward" else None
-        if algorithm.name == "ppo":
-            batch = batch.with_(token_rewards=token_rewards(scores.total, mask, in_reward, kl_coef=self.roles.kl.coef))
-            options = {"gamma": algorithm.gamma, "lam": algorithm.lam}
-        else:
-            if in_reward is not None:
-                # GRPO scores whole responses: the penalty is summed over the tokens before groups are compared.
-                batch = batch.with_(rewards=scores.total - self.roles.kl.coef * (in_reward * mask).sum(dim=1))
-            options = {"normalize_std": algorithm.normalize_by_std}
-        estimator = advantage_estimators.get({"ppo": "gae", "grpo": "grpo"}[algorithm.name])
-        result = estimator(batch.tensors, **options)
-        advantages = result.advantages
-        if algorithm.name == "ppo" and algorithm.normalize_advantages:
-            advantages = whiten(advantages, mask)
-        self.metrics["train/advantage_mean"] = masked_mean(result.advantages, mask)
-        batch = batch.with_(advantages=advantages)
-        return batch if result.returns is None else batch.with_(returns=result.returns)
+        components = self.roles.reward.reward.components
+        extra = {
+            "greedy_rewards": greedy_rewards,
+            "score_norms": score_norms,
+            "component_rewards": torch.stack([scores.components[each.name] for each in components], dim=1),
+            "component_weights": torch.tensor([each.weight for each in components]),
+        }
+        coef = self.roles.kl.coef
+        batch, metrics = self.credit.assign(rollouts.with_(**tensors), kl_coef=coef, extra=extra)
+        self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
+        if "kl" in metrics:
+            self.metrics["train/kl_coef"] = coef
+            self.roles.kl.update(metrics["kl"])
+        return batch
 
     def update_critic(self, experience: RolloutBatch, step: int) -> None:
         """The critic's updates."""
@@ -192,11 +205,6 @@ class RLStep:
 
     def _record(self, role: str, metrics: dict[str, float]) -> None:
         self.metrics |= {f"{role}/{name}": value for name, value in metrics.items()}
-
-    def _record_kl(self, kl: torch.Tensor, mask: torch.Tensor) -> None:
-        mean = masked_mean(kl, mask)
-        self.metrics |= {"train/kl": mean, "train/kl_coef": self.roles.kl.coef}
-        self.roles.kl.update(mean)
 
     def _record_difference(self, mean: float, largest: float) -> None:
         """Engine against Megatron, for the same tokens: both have the same weights, so only rounding may differ."""

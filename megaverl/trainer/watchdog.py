@@ -24,8 +24,10 @@ import torch.distributed as dist
 from megaverl.metrics.console import Console
 
 INTERVAL = 1.0  # seconds between beats
-LOST_AFTER = 20.0  # seconds without a beat
+LOST_AFTER = 30.0  # seconds without a beat; a call that holds the interpreter is shorter than that
+SPEAKS_FIRST = 60.0  # seconds that the transports wait beyond what the run allows: the watchdog can name the rank
 GRACE = 4.0  # seconds in which a rank may end by itself once there is a verdict
+_TIMEOUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 # What the transports say when the other side is gone.
 _SILENCE = re.compile(
     r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
@@ -87,6 +89,8 @@ class Watchdog:
             while self._verdict is None and time.monotonic() < deadline:
                 time.sleep(0.1)
         self._stop.set()
+        if self._verdict is None and _TIMEOUT.search(_chain(error)):
+            self._verdict = self._accuse(self._who_stalls())
         if self._verdict is None:
             reason = f"{type(error).__name__}: {error}"
             self._accuse(f"rank {self.rank} failed in {self._doing}: {reason}")
@@ -135,6 +139,7 @@ class Watchdog:
     def _who_stalls(self) -> str:
         """Of all ranks, the one that others wait for."""
         beats = [json.loads(data) for data in self._read([f"beat/{rank}" for rank in range(self.size)])]
+        beats[self.rank]["waits"] = True  # it was until now
         busy = [rank for rank, beat in enumerate(beats) if not beat["waits"] and not beat["left"]]
         told = "; ".join(f"rank {rank} stalls: {_was(beats[rank])}, at {beats[rank]['where']}" for rank in busy)
         if not busy:
@@ -199,6 +204,11 @@ class Watchdog:
             return f"torchrun's agent, which keeps the store, is gone ({error})."
         beat = self._seen.get(0)
         return f"rank 0, which keeps the store, is gone: {_was(beat[0]) if beat else 'nothing was heard of it'}."
+
+
+def patience(minutes: float) -> timedelta:
+    """How long the transports wait where a run allows ranks so many minutes."""
+    return timedelta(seconds=minutes * 60 + SPEAKS_FIRST)
 
 
 def _own_connection() -> dist.Store:

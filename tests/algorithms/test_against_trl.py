@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from megaverl.algorithms import aggregations, combine, count_denominators, kl_loss, ppo_clip
+from megaverl.algorithms import (
+    aggregations,
+    combine,
+    count_denominators,
+    distillation_losses,
+    kl_loss,
+    policy_losses,
+    ppo_clip,
+    preference_losses,
+)
 
 trl = pytest.importorskip("trl", reason="TRL is an optional peer: pip install trl")
 
 
-def trl_loss(log_probs, old, reference, advantages, mask, loss_type, beta):
+def trl_class(module: str, name: str):
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"TRL {trl.__version__} has no {module}.{name}: {error}")
+
+
+def trl_loss(log_probs, old, reference, advantages, mask, loss_type, beta, level="token", owner=None):
     """TRL's own `_compute_loss`, given log-probs instead of a model to compute them with."""
     trainer = SimpleNamespace(
         _get_per_token_logps_and_entropies=lambda *a, **k: (log_probs, torch.zeros_like(log_probs), None),
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        importance_sampling_level="token",
+        importance_sampling_level=level,
         beta=beta,
         loss_type=loss_type,
         epsilon_low=0.2,
@@ -31,7 +49,14 @@ def trl_loss(log_probs, old, reference, advantages, mask, loss_type, beta):
         current_gradient_accumulation_steps=1,
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
         _metrics={"train": defaultdict(list)},
-        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        max_completion_length=7,
+        args=SimpleNamespace(
+            delta=None,
+            use_bias_correction_kl=False,
+            steps_per_generation=1,
+            sapo_temperature_pos=1.0,
+            sapo_temperature_neg=1.05,
+        ),
     )
     ids = torch.zeros(mask.shape, dtype=torch.int64)
     inputs = {
@@ -44,16 +69,19 @@ def trl_loss(log_probs, old, reference, advantages, mask, loss_type, beta):
         "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
     }
-    return trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    return (owner or trl.GRPOTrainer)._compute_loss(trainer, None, inputs)
+
+
+def inputs() -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(3)
+    new, old, reference = (torch.randn(4, 7, generator=generator, dtype=torch.float64) for _ in range(3))
+    advantages = torch.randn(4, generator=generator, dtype=torch.float64)
+    return new, old, reference, advantages, torch.arange(7) < torch.tensor([[7], [3], [1], [5]])
 
 
 @pytest.mark.parametrize(("loss_type", "mode"), [("grpo", "seq_mean_token_mean"), ("dapo", "token_mean")])
 def test_grpo_loss_and_gradient(loss_type: str, mode: str):
-    generator = torch.Generator().manual_seed(3)
-    new, old, reference = (torch.randn(4, 7, generator=generator, dtype=torch.float64) for _ in range(3))
-    advantages = torch.randn(4, generator=generator, dtype=torch.float64)
-    mask = torch.arange(7) < torch.tensor([[7], [3], [1], [5]])
-
+    new, old, reference, advantages, mask = inputs()
     theirs = new.clone().requires_grad_()
     try:
         loss = trl_loss(theirs, old, reference, advantages, mask, loss_type, beta=0.04)
@@ -72,3 +100,67 @@ def test_grpo_loss_and_gradient(loss_type: str, mode: str):
     (wanted,) = torch.autograd.grad(loss, theirs)
     (gradient,) = torch.autograd.grad(total.loss, ours)
     torch.testing.assert_close(gradient, wanted, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "level", "name", "mode", "options"),
+    [
+        ("cispo", "token", "cispo", "token_mean", {"clip_low": 1.0, "clip_high": -0.7}),  # TRL's limit is the ratio's
+        ("sapo", "token", "sapo", "seq_mean_token_mean", {}),
+        ("grpo", "sequence", "gspo", "seq_mean_token_mean", {"clip_low": 0.2, "clip_high": 0.3}),
+        ("gmpo", "token", "gmpo", "seq_mean_token_mean", {"clip_low": 0.2, "clip_high": 0.3}),
+        ("dr_grpo", "token", "ppo_clip", "fixed_length", {"clip_low": 0.2, "clip_high": 0.3}),
+    ],
+)
+def test_the_other_losses_that_trl_has(loss_type: str, level: str, name: str, mode: str, options: dict[str, float]):
+    new, old, reference, advantages, mask = inputs()
+    theirs, ours = new.clone().requires_grad_(), new.clone().requires_grad_()
+    try:
+        owner = trl_class("trl.experimental.gmpo", "GMPOTrainer") if loss_type == "gmpo" else None
+        wanted = trl_loss(theirs, old, reference, advantages, mask, loss_type, 0.0, level, owner)
+    except (AttributeError, TypeError, KeyError, ValueError) as error:
+        pytest.skip(f"TRL {trl.__version__} computes its loss from other fields: {error}")
+    fixed = {"max_tokens": 7} if mode == "fixed_length" else {}
+    weights = aggregations.get(mode).function(mask, count_denominators(mask), dtype=torch.float64, **fixed)
+    batch = {"log_probs": ours, "old_log_probs": old, "advantages": advantages.unsqueeze(1).expand(4, 7)}
+    loss = policy_losses.get(name)({**batch, "weights": weights}, **options).loss
+    # TRL's temperatures of SAPO are rounded to float32
+    assert float(loss.detach()) == pytest.approx(float(wanted.detach()), abs=1e-7)
+    gradients = [torch.autograd.grad(value, leaf)[0] for value, leaf in ((loss, ours), (wanted, theirs))]
+    torch.testing.assert_close(*gradients, atol=1e-7, rtol=0)
+
+
+def log_prob_pairs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    means = [-0.05 - 3 * torch.rand(6, generator=generator) for _ in range(2)]
+    lengths = [torch.randint(1, 9, (6,), generator=generator) for _ in range(2)]
+    return means[0], means[1], lengths[0], lengths[1]
+
+
+def test_simpo_and_orpo():
+    chosen, rejected, *lengths = log_prob_pairs()
+    batch = {"chosen_log_probs": chosen * lengths[0], "rejected_log_probs": rejected * lengths[1]}
+    batch |= {"chosen_lengths": lengths[0], "rejected_lengths": lengths[1], "weights": torch.full((6,), 1 / 6)}
+    device = SimpleNamespace(device="cpu")
+    simpo = SimpleNamespace(
+        alpha=0.0, beta=2.5, simpo_gamma=0.7, label_smoothing=0.0, loss_type="simpo", accelerator=device
+    )
+    wanted, *_ = trl_class("trl.experimental.cpo", "CPOTrainer").cpo_loss(simpo, chosen, rejected)
+    ours = preference_losses.get("simpo")(batch, beta=2.5, gamma=0.7).loss
+    assert float(ours) == pytest.approx(float(wanted.mean()), abs=1e-6)
+    orpo = SimpleNamespace(beta=0.2, accelerator=device)
+    ratios, *_ = trl_class("trl.experimental.orpo", "ORPOTrainer").odds_ratio_loss(orpo, chosen, rejected)
+    ours = preference_losses.get("orpo")(batch, lam=0.2).loss
+    assert float(ours) == pytest.approx(float(-chosen.mean() - ratios.mean()), abs=1e-5)
+
+
+def test_jensen_shannon():
+    generator = torch.Generator().manual_seed(6)
+    student, teacher = (torch.randn(2, 3, 5, generator=generator) for _ in range(2))
+    wanted = trl_class("trl.experimental.gkd", "GKDTrainer").generalized_jsd_loss(
+        student, teacher, labels=torch.zeros(2, 3), beta=0.3
+    )
+    ours = distillation_losses.get("jensen_shannon").function(
+        student.log_softmax(-1), teacher.log_softmax(-1), torch.full((2, 3), 1 / 6), beta=0.3
+    )
+    assert float(ours.loss) == pytest.approx(float(wanted), abs=1e-6)

@@ -27,12 +27,14 @@ from megaverl.algorithms import (
 from megaverl.errors import ConfigError
 from tests.algorithms.strategies import PROPERTY, Case, cases
 
+FIXED_LENGTH = 9  # as long as the longest response of a case
 VALUE_LOSS = value_losses.get("clipped").function
 
 
 def weights_of(mask: Tensor, mode: str = "token_mean", whole: Tensor | None = None) -> Tensor:
     denominators = count_denominators(mask if whole is None else whole)
-    return aggregations.get(mode).function(mask, denominators, dtype=torch.float64)
+    options = {"max_tokens": FIXED_LENGTH} if mode == "fixed_length" else {}
+    return aggregations.get(mode).function(mask, denominators, dtype=torch.float64, **options)
 
 
 def leaf(tensor: Tensor) -> Tensor:
@@ -40,13 +42,17 @@ def leaf(tensor: Tensor) -> Tensor:
 
 
 def aggregate_reference(per_token: list[list[Tensor]], mode: str) -> Tensor:
-    """The three means, from lists of the tokens that exist."""
+    """The means and sums, from lists of the tokens that exist."""
     sequences = [tokens for tokens in per_token if tokens]
     if not sequences:
         return torch.zeros((), dtype=torch.float64)
     if mode == "token_mean":
         tokens = [token for sequence in sequences for token in sequence]
         return sum(tokens) / len(tokens)
+    if mode == "token_sum":
+        return sum(sum(sequence) for sequence in sequences)
+    if mode == "fixed_length":
+        return sum(sum(sequence) for sequence in sequences) / (len(sequences) * FIXED_LENGTH)
     if mode == "seq_mean_token_mean":
         return sum(sum(sequence) / len(sequence) for sequence in sequences) / len(sequences)
     return sum(sum(sequence) for sequence in sequences) / len(sequences)
@@ -138,6 +144,9 @@ def test_kl_estimators_by_hand():
     assert values["k1"] == pytest.approx(math.log(2))
     assert values["k2"] == pytest.approx(math.log(2) ** 2 / 2)
     assert values["k3"] == pytest.approx(0.5 - 1 + math.log(2))
+    assert values["abs"] == values["k1"] and values["low_variance"] == values["k3"]
+    far = kl_estimators.get("low_variance").function(torch.tensor([-5.0]), torch.tensor([-0.1]))
+    assert float(far) == 10.0
 
 
 def test_k1_and_k3_are_unbiased():
@@ -148,17 +157,36 @@ def test_k1_and_k3_are_unbiased():
 
 
 @PROPERTY
-@given(cases(), st.sampled_from(aggregations.names()), st.sampled_from(["k1", "k2", "k3"]))
+@given(cases(), st.sampled_from(aggregations.names()), st.sampled_from(["k1", "k2", "k3", "abs", "low_variance"]))
 def test_kl_loss_is_its_equation(case: Case, mode: str, kind: str):
     new, ref = case.normal(), case.normal()
     log_probs, reference = leaf(case.garbage(new)), leaf(new)
 
     def estimate(i: int, t: int) -> Tensor:
         log_r = ref[i, t] - reference[i, t]
-        return {"k1": -log_r, "k2": log_r**2 / 2, "k3": torch.exp(log_r) - 1 - log_r}[kind]
+        k3 = torch.exp(log_r) - 1 - log_r
+        return {"k1": -log_r, "k2": log_r**2 / 2, "k3": k3, "abs": log_r.abs(), "low_variance": k3.clamp(max=10)}[kind]
 
     result = kl_loss(log_probs, case.garbage(ref), weights_of(case.mask, mode), kind=kind)
     assert_same(result.loss, log_probs, aggregate_reference(token_by_token(case.mask, estimate), mode), reference)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "abs", "low_variance"])
+def test_straight_through_has_the_value_of_the_kind_and_the_gradient_of_the_kl(kind: str):
+    """Summed over all tokens with their probability: exactly the gradient of KL(policy || reference)."""
+    generator = torch.Generator().manual_seed(0)
+    logits = leaf(torch.randn(6, generator=generator, dtype=torch.float64))
+    policy, reference = logits.log_softmax(0), torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
+    weights = policy.detach().exp()[None]
+    result = kl_loss(policy[None], reference[None], weights, kind=kind, straight_through=True)
+    plain = kl_loss(policy[None], reference[None], weights, kind=kind)
+    assert float(result.loss.detach()) == pytest.approx(float(plain.loss.detach()))
+    exact = (policy.exp() * (policy - reference)).sum()
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (result.loss, exact)]
+    torch.testing.assert_close(*gradients)
+    if kind == "k1":  # and without it: none
+        (gradient,) = torch.autograd.grad(plain.loss, logits)
+        assert torch.allclose(gradient, torch.zeros(6).double(), atol=1e-12)
 
 
 @PROPERTY
@@ -221,12 +249,14 @@ def test_a_mini_batch_without_a_token_has_loss_zero():
         assert finalize(result.metrics)["ratio"] == 0.0
 
 
-def test_weights_of_the_three_aggregations_by_hand():
+def test_weights_of_the_aggregations_by_hand():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]]).bool()
     expected = {
         "token_mean": [1 / 4, 1 / 4],
         "seq_mean_token_mean": [1 / 6, 1 / 2],
         "seq_mean_token_sum": [1 / 2] * 2,
+        "token_sum": [1, 1],
+        "fixed_length": [1 / 18] * 2,  # two responses that are not empty, nine tokens each
     }
     assert set(aggregations) == set(expected)
     for mode, (first, second) in expected.items():

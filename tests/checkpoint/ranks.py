@@ -6,6 +6,7 @@ import gc
 import hashlib
 import random
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,13 @@ def interrupted_run(folder: str, root: str, grids: dict[str, dict[str, int]], **
     before = options.get("updates_before", 2)
     train(roles, before)
     store = CheckpointStore(root)
-    path = store.save(before, roles, {"next_step": before})
-    at_save = digest(roles)
-    losses = train(roles, 2)
+    if options.get("in_background"):
+        at_save = digest(roles)
+        path, losses = _save_while_training(store, before, roles)
+    else:
+        path = store.save(before, roles, {"next_step": before})
+        at_save = digest(roles)
+        losses = train(roles, 2)
     resumed = build(folder, grids, seed=9, **options)
     train(resumed, options.get("updates_of_resumed", 1))  # a used model and optimizer must be overwritten too
     state = store.load(path, resumed)
@@ -121,6 +126,26 @@ def interrupted_run(folder: str, root: str, grids: dict[str, dict[str, int]], **
         "losses": [losses, train(resumed, 2)],
         "at_end": _changed(digest(roles), digest(resumed)),
     }
+
+
+def _save_while_training(store: CheckpointStore, step: int, roles: Roles) -> tuple[Path, list[float]]:
+    """Start a save, take 2 updates, and only then let it write."""
+    go_on, write = threading.Event(), store_module._write
+
+    def write_later(*arguments: Any) -> Any:
+        go_on.wait()
+        return write(*arguments)
+
+    store_module._write = write_later
+    try:
+        store.start(step, roles, {"next_step": step})
+        losses = train(roles, 2)
+    finally:
+        store_module._write = write
+        go_on.set()
+    path = store.finish()
+    assert path is not None
+    return path, losses
 
 
 def _changed(one: dict[str, str], other: dict[str, str]) -> list[str]:

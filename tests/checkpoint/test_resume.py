@@ -52,13 +52,24 @@ PLAIN = {"ddp": {"use_distributed_optimizer": False}}
     ("sizes", "options"),
     [
         ({"tp": 2}, {}),
+        ({"tp": 2}, {"in_background": True}),
+        ({}, {"in_background": True, "dtype": "bfloat16"}),
         ({}, {"updates_of_resumed": 0}),
         ({}, {"updates_before": 0}),
         ({}, {"dtype": "bfloat16"}),
         ({"tp": 2}, PLAIN),
         ({}, PLAIN | {"updates_before": 0, "dtype": "bfloat16"}),
     ],
-    ids=["tp2", "dp2", "before-the-first-update", "bfloat16", "plain-optimizer", "plain-bfloat16-before"],
+    ids=[
+        "tp2",
+        "tp2-background",
+        "dp2-background",
+        "dp2",
+        "before-the-first-update",
+        "bfloat16",
+        "plain-optimizer",
+        "plain-bfloat16-before",
+    ],
 )
 def test_two_ranks_resume_exactly(tied: Path, tmp_path: Path, sizes: dict[str, int], options: dict[str, Any]) -> None:
     grids = {"actor": sizes, "critic": {"pp": 2}}

@@ -26,6 +26,14 @@ def main(folder: str, how: str) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "lost":
         dist.barrier()  # fails, as rank 1 has left
+    if how == "leave":
+        signals = (signal.SIGUSR1, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        for number in signals:
+            print("ready", flush=True)
+            signal.sigwait([number])
+        dist.barrier()  # both have heard
+        os._exit(75)
     if how != "well":
         signal.pause()  # until the launcher ends it
     dist.destroy_process_group()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,15 +20,18 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rank_script.py")
 
 
-def start(how: str, folder: Path, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+def command(how: str, folder: Path, nproc: int = 2) -> dict[str, Any]:
+    """What starts ranks, as arguments of subprocess."""
     code = (
         "import sys; from megaverl.cli.launch import start_ranks; "
         f"sys.exit(start_ranks([{str(SCRIPT)!r}, {str(folder)!r}, {how!r}], {nproc}, 'the-logs'))"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
+    return {"args": [sys.executable, "-c", code], "text": True, "cwd": ROOT, "env": environment}
+
+
+def start(how: str, folder: Path, nproc: int = 2) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**command(how, folder, nproc), capture_output=True, timeout=300)
 
 
 def test_ranks_that_end_well(tmp_path):
@@ -61,6 +66,17 @@ def test_the_rank_that_a_signal_ended_is_named_beside_those_that_missed_it(tmp_p
     done = start("lost", tmp_path)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("rank 1 was ended by SIGKILL.")
+
+
+def test_ranks_are_told_to_leave_and_given_time(tmp_path):
+    """Signals go on to the ranks, and what they say of it (75: saved and left) is the command's exit code."""
+    running = subprocess.Popen(**command("leave", tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert running.stdout is not None
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        assert [running.stdout.readline().strip() for _ in range(2)] == ["ready", "ready"]
+        running.send_signal(number)
+    _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (75, "")
 
 
 def test_gpus_are_counted_without_torch(monkeypatch):

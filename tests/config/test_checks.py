@@ -21,7 +21,7 @@ from megaverl.config import smallest_world
         (["algorithm.kl.in=reward"], "algorithm.kl.coef", "must be above 0"),
         (["algorithm.kl={in: loss, coef: 0.1, kind: k1}"], "algorithm.kl.kind", "Use k2 or k3"),
         (["model.path="], "model.path", "found null; expected text"),
-        (["model.path=nowhere"], "model.path", "found 'nowhere', which is not a folder"),
+        (["model.path=nowhere"], "model.path", "found 'nowhere', which is neither a folder nor a model on a hub"),
         (["data.train=[]"], "data.train", "is empty"),
         (["data.train=nowhere.jsonl"], "data.train.0", "does not exist"),
         (["data.train=nowhere/*.jsonl"], "data.train.0", "a pattern that no file matches"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +25,10 @@ class FakeHub:
         models: `org/name` -> the folder with its files.
         refused: `org/name` -> (status, code of the error): every request is answered so.
         hidden: files that are listed, but answered by 404.
-        broken: file -> after how many bytes the connection is cut, every time.
+        broken: file -> after how many bytes the connection is cut, once.
+        short: file -> how many bytes of it are sent, as if these were all.
+        held: file -> sent only when this is set.
+        asked: file -> set when it is asked for.
         log: the requests, such as `GET config.json`.
     """
 
@@ -31,6 +36,9 @@ class FakeHub:
     refused: dict[str, tuple[int, str]] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
     broken: dict[str, int] = field(default_factory=dict)
+    short: dict[str, int] = field(default_factory=dict)
+    held: dict[str, threading.Event] = field(default_factory=dict)
+    asked: dict[str, threading.Event] = field(default_factory=lambda: defaultdict(threading.Event))
     log: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -86,11 +94,17 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 start = int(asked.removeprefix("bytes=").split("-")[0])
                 headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
                 data, status = data[start:], 206
+            if body:
+                hub.asked[file.name].set()
+                data = data[: hub.short.get(file.name, len(data))]
+            if body and file.name in hub.held:
+                hub.held[file.name].wait()
             if body and file.name in hub.broken:
                 self._head(status, headers | {"Content-Length": str(len(data))})
-                self.wfile.write(data[: hub.broken[file.name]])
+                self.wfile.write(data[: hub.broken.pop(file.name)])
                 self.wfile.flush()
-                self.connection.close()
+                self.connection.shutdown(socket.SHUT_RDWR)
+                self.close_connection = True
                 return
             self._send(status, data, headers, body)
 
@@ -110,7 +124,7 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield hub

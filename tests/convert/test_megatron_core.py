@@ -57,10 +57,10 @@ def test_a_value_head_in_megatron_core(tmp_path: Path) -> None:
 
 
 def test_ranks_share_a_conversion(tmp_path: Path) -> None:
-    """As under torchrun: two ranks, each writes its part."""
+    """As under torchrun: four ranks, each writes its part."""
     folder = make_model(tmp_path / "hf", tie_embeddings=True, dtype="bfloat16", shard_bytes=40_000)
     run_world(
-        2,
+        4,
         "tests.convert.ranks:convert_there_and_back",
         source=folder,
         middle=tmp_path / "there",
@@ -77,7 +77,7 @@ def test_a_run_is_converted_by_role(tmp_path: Path) -> None:
     causal = make_model(tmp_path / "causal", tie_embeddings=True)
     root = tmp_path / "run"
     run_world(
-        2,
+        4,
         "tests.convert.ranks:save_run",
         folder=causal,
         root=root / "checkpoints",

@@ -107,7 +107,7 @@ def test_another_tokenizer_may_be_carried(tmp_path: Path) -> None:
         converted(folder, tmp_path / "there", "megatron"),
         tmp_path / "back",
         "hugging_face",
-        tokenizer_folder=tmp_path / "longer",
+        tokenizer=tmp_path / "longer",
     )
     assert (back / "tokenizer.json").read_bytes() == (tmp_path / "longer" / "tokenizer.json").read_bytes()
     assert (back / "generation_config.json").read_bytes() == (folder / "generation_config.json").read_bytes()

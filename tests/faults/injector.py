@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 VARIABLE = "MEGAVERL_FAULT"
-Kind = Literal["kill", "stop", "term", "usr1", "exception", "stall", "full", "readonly"]
+Kind = Literal["kill", "stop", "term", "usr1", "exception", "stall", "full", "readonly", "vanish"]
+GONE = ".gone"
 
 
 class Injected(RuntimeError):
@@ -32,11 +33,12 @@ class Fault:
 
     Attributes:
         kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), usr1 (SIGUSR1), exception, stall (this thread waits for
-            good); of a write also full and readonly (the system's errors).
+            good); of a write also full and readonly (the system's errors); vanish (`folder` is there no more).
         stage: as `Stages.note` gets it, without its step.
-        step: counted from 1; None: whichever comes first.
+        step: in this one, counted from 1, or the first later one that has such a stage; None: whichever comes first.
         byte: of this rank's writes in that stage; None: as the stage begins.
         delay: seconds after that, while the stage runs (signals only).
+        folder: renamed by vanish, as if its file system were not mounted any more.
         mark: this file is made when it happens; while it is there, nothing does, so that a restart goes well.
     """
 
@@ -46,6 +48,7 @@ class Fault:
     step: int | None = None
     byte: int | None = None
     delay: float = 0.0
+    folder: str = ""
     mark: str = ""
 
     def environment(self) -> dict[str, str]:
@@ -53,7 +56,8 @@ class Fault:
         return {VARIABLE: json.dumps(asdict(self))}
 
     def happens_to(self, step: int | None, stage: str) -> bool:
-        return stage == self.stage and self.step in (None, step) and not (self.mark and Path(self.mark).exists())
+        is_time = self.step is None or (step is not None and step >= self.step)
+        return is_time and stage == self.stage and not (self.mark and Path(self.mark).exists())
 
     def strike(self) -> None:
         """Let it happen."""
@@ -72,6 +76,8 @@ class Fault:
             raise Injected(f"injected into {self.stage}")
         elif self.kind == "stall":
             stall()
+        elif self.kind == "vanish":
+            Path(self.folder).rename(self.folder + GONE)
         else:
             raise OSError(
                 *{"full": (28, "No space left on device"), "readonly": (30, "Read-only file system")}[self.kind]
@@ -114,14 +120,16 @@ class _Patches:
                     self.armed, self.written = True, 0
 
         def write_with_fault(file: ChecksummedFile, data: Any) -> int:
-            size = len(memoryview(data).cast("B"))
-            byte = self.fault.byte
+            view = memoryview(data).cast("B")
+            size, byte, before = len(view), self.fault.byte, 0
             if self.armed and byte is not None and self.written + size > byte:
-                write(file, memoryview(data).cast("B")[: max(0, byte - self.written)])
+                before = max(0, byte - self.written)
+                write(file, view[:before])
                 self.armed = False
                 self.fault.strike()
             self.written += size
-            return write(file, data)
+            write(file, view[before:])
+            return size
 
-        Stages.note = note_with_fault  # type: ignore[method-assign]
-        ChecksummedFile.write = write_with_fault  # type: ignore[method-assign]
+        Stages.note = note_with_fault  # type: ignore[assignment, method-assign]
+        ChecksummedFile.write = write_with_fault  # type: ignore[assignment, method-assign]

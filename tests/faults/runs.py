@@ -32,7 +32,10 @@ def arguments(inputs: Path, runs: Path, *more: str) -> list[str]:
     return ["train", *command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO, *more]
 
 
-def remains(run: Path) -> dict[str, Any]:
+Remains = dict[str, Any]
+
+
+def remains(run: Path) -> Remains:
     """What a finished run leaves that must not depend on what happened to it: compare with ==.
 
     The exported weights and the whole training state to the bit, every number that was measured, every sample.
@@ -62,7 +65,7 @@ def metrics(run: Path) -> list[dict[str, float]]:
     return [{k: v for k, v in record.items() if not any(part in k for part in _VARYING)} for record in records]
 
 
-def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+def differences(found: Remains, expected: Remains) -> list[str]:
     """The names of what differs."""
     return [name for name in expected if found.get(name) != expected[name]]
 

@@ -9,6 +9,7 @@ is left at the deadline is killed.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -41,6 +42,11 @@ class Ended:
     codes: list[int]
     seconds: list[float]
     output: list[str]
+
+    @property
+    def text(self) -> str:
+        """What all ranks have said."""
+        return "".join(self.output)
 
     @property
     def spread(self) -> float:
@@ -96,6 +102,7 @@ def serve() -> None:
 
     for name in PRELOADED:
         importlib.import_module(name)
+    gc.freeze()  # the ranks share these pages, and need not look through them for garbage
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -112,6 +119,9 @@ def _do(job: dict[str, Any]) -> dict[str, Any]:
         if pid in running:
             rank = running.pop(pid)
             codes[rank], seconds[rank] = os.waitstatus_to_exitcode(status), time.monotonic() - start
+        elif all(_is_stopped(pid) for pid in running):  # by a signal; nobody else is left
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
         elif time.monotonic() - start > job["deadline"]:
             for pid, rank in running.items():
                 with Path(job["logs"], f"rank_{rank}.out").open("a") as output:
@@ -121,6 +131,10 @@ def _do(job: dict[str, Any]) -> dict[str, Any]:
         else:
             time.sleep(0.02)
     return {"codes": codes, "seconds": seconds}
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def _fork(job: dict[str, Any], rank: int, port: int) -> int:

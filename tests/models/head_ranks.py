@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.models.heads import vocab_parallel_log_probs
+from megaverl.models.vocab_parallel import vocab_parallel_log_probs
 
 
 def log_probs(

@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from megaverl.convert.gguf import convert_gguf, find_in_package
-from megaverl.errors import ModelError
+from megaverl.data.tokenizers import load_tokenizer
+from megaverl.errors import DataError, ModelError
 from megaverl.models.spec import ModelSpec
+from tests.convert.folders import make_tokenizer
 from tools.convert_gguf import main
 
 gguf = pytest.importorskip("gguf")
@@ -146,6 +148,16 @@ def test_an_unknown_split_is_refused_and_another_tokenizer_may_be_given(tmp_path
         convert_gguf(tmp_path / "odd.gguf", tmp_path / "odd")
     convert_gguf(tmp_path / "odd.gguf", tmp_path / "odd", tokenizer_folder=tmp_path / "good")
     assert (tmp_path / "odd" / "tokenizer.json").is_file()
+    # as many tokens as the model has rows: transformers puts one of its own behind a vocabulary like this one
+    assert load_tokenizer(tmp_path / "odd").vocab_size == len(vocabulary())
+
+
+def test_a_tokenizer_that_differs_is_refused(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_llama(True), "gpt-2")
+    make_tokenizer(tmp_path / "other")
+    with pytest.raises(DataError, match=r"ids mean another token, the first is 0: '</s>' instead of '<.end.>'"):
+        convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out", tokenizer_folder=tmp_path / "other")
+    assert not (tmp_path / "out").exists()
 
 
 def test_bad_input_is_named_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

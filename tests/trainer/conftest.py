@@ -8,12 +8,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 # Heads of 32 dimensions, the smallest that vLLM's CPU attention has; two of each, so that 2 is the largest tp.
-MODEL = {
+MODEL: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -42,15 +43,19 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     Read-only for the tests.
     """
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+def make_inputs(folder: Path) -> Path:
+    """Fill a folder with what the fixture `inputs` promises."""
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
     from megaverl.models.tiny import make_tiny_folder
 
-    folder = tmp_path_factory.mktemp("inputs")
     task = make_task("reverse", num_digits=3, num_train=64, num_held_out=16)
     task.save(folder)
     tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
-    special = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
+    special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
     make_tiny_folder(folder / "model", "Qwen3ForCausalLM", shard_bytes=100_000, **MODEL, **special)
     tokenizer.save(folder / "model")
     (folder / "run.yaml").write_text(SETTINGS)

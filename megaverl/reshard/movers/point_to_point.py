@@ -19,6 +19,8 @@ from megaverl.reshard.transport import record_event, wait, wait_for_event
 
 # Parts of a bucket, per direction, that are packed, on their way or being unpacked at the same time.
 SLOTS = 4
+# Rounds on their way at the same time, with those that need no bucket on either side of this rank.
+DEPTH = 16
 
 
 class Round(NamedTuple):
@@ -37,12 +39,13 @@ class Round(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A round that is on its way, and the bytes where its message lands; None: in place."""
+    """A round that is on its way, the bytes where its message lands (None: in place), whether it has a slot."""
 
     round: Round
     messages: list[Message]
     works: list[dist.Work]
     landing: torch.Tensor | None
+    has_slot: bool
 
 
 @register(order=100)
@@ -50,10 +53,10 @@ class PointToPoint:
     """Takes all that must go from rank to rank and that no faster way was found for.
 
     In shift s, rank r sends to r + s and receives from r - s. All ranks walk through the shifts in this order,
-    a message each way in every round, with up to SLOTS rounds begun at a time: the earliest round that is not
-    over has been begun by both its ends, so no order of messages can lock up. A bucket for sending and one for
-    receiving, of SLOTS parts each, are all the memory that it takes; boxes that are contiguous and of the dtype
-    that travels are sent from and land in their place.
+    a message each way in every round, with several rounds begun at a time: the earliest round that is not over has
+    been begun by both its ends, so no order of messages can lock up. A bucket for sending and one for receiving, of
+    SLOTS parts each, are all the memory that it takes; boxes that are contiguous and of the dtype that travels are
+    sent from and land in their place, up to DEPTH rounds of them at a time.
     """
 
     def __init__(
@@ -75,25 +78,35 @@ class PointToPoint:
 
     def start(self, version: int) -> None:
         """Send off the first rounds."""
-        self._version, self._begun = version, 0
+        self._version, self._begun, self._slots_given = version, 0, 0
         self._pending.clear()
         self._on_device.clear()
+        self._needed = [self._needs(round_) for round_ in self._rounds]
         self._buckets = self._make_buckets()
-        while self._begun < min(SLOTS, len(self._rounds)):
+        while self._may_begin():
             self._begin()
 
     def finish(self) -> Moved:
         while self._pending:
             self._end()
-            if self._begun < len(self._rounds):
+            while self._may_begin():
                 self._begin()
         self._wait_for_device()
         del self._buckets
         return Moved(sent=self._sent, received=self._received, messages=self._num_messages)
 
+    def _may_begin(self) -> bool:
+        """Whether there is a next round, and a slot for it if it needs one: rounds end in order, and so do slots."""
+        if self._begun == len(self._rounds) or len(self._pending) == DEPTH:
+            return False
+        needs_slot = any(self._needed[self._begun].values())
+        return not needs_slot or sum(pending.has_slot for pending in self._pending) < SLOTS
+
     def _begin(self) -> None:
-        round_, slot = self._rounds[self._begun], self._begun % SLOTS
+        round_, slot = self._rounds[self._begun], self._slots_given % SLOTS
+        has_slot = any(self._needed[self._begun].values())
         self._begun += 1
+        self._slots_given += has_slot
         job, wire = self._job, self._job.wire_of
         ops, carried, landing = [], [], None
         if (message := round_.incoming) is not None:
@@ -113,7 +126,7 @@ class PointToPoint:
             works = dist.batch_isend_irecv(ops)
         except RuntimeError as error:
             raise job.failures.blame(self._version, *round_.describe(carried[0]), error) from error
-        self._pending.append(Pending(round_, carried, works, landing))
+        self._pending.append(Pending(round_, carried, works, landing, has_slot))
 
     def _end(self) -> None:
         """Wait for the earliest round, and unpack what it brought."""
@@ -141,18 +154,28 @@ class PointToPoint:
 
     def _make_buckets(self) -> dict[str, list[torch.Tensor]]:
         """Memory for the slots, none for messages that need no packing on this side."""
-        job = self._job
         needed = {"in": [0] * SLOTS, "out": [0] * SLOTS}
-        for number, round_ in enumerate(self._rounds):
-            for side, message, tensors, where in (
-                ("in", round_.incoming, job.dest, at_dest),
-                ("out", round_.outgoing, job.source, at_source),
-            ):
-                if message and in_place(message, tensors, where, job.wire_of(message.transfers[0])) is None:
-                    needed[side][number % SLOTS] = max(needed[side][number % SLOTS], message.nbytes)
+        number = 0
+        for needs in self._needed:
+            for side, nbytes in needs.items():
+                needed[side][number % SLOTS] = max(needed[side][number % SLOTS], nbytes)
+            number += any(needs.values())
         return {
             side: [torch.empty(size, dtype=torch.uint8, device=platform.device) for size in sizes]
             for side, sizes in needed.items()
+        }
+
+    def _needs(self, round_: Round) -> dict[str, int]:
+        """Bytes of a slot that a round takes on this side: none where its boxes travel from and to their place."""
+        job = self._job
+        return {
+            side: message.nbytes
+            if message and in_place(message, tensors, where, job.wire_of(message.transfers[0])) is None
+            else 0
+            for side, message, tensors, where in (
+                ("in", round_.incoming, job.dest, at_dest),
+                ("out", round_.outgoing, job.source, at_source),
+            )
         }
 
     def _space(self, side: str, slot: int, message: Message) -> torch.Tensor:

@@ -1,0 +1,55 @@
+"""DAPO's dynamic sampling: groups that say nothing are left out, and others are generated in their place."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megaverl.algorithms.groups import group_stats
+
+
+class Kept(NamedTuple):
+    """rows: int64, the samples to train on, whole groups in the order of the batch.
+
+    missing: groups that are still wanted. silent: groups of the batch whose scores are all equal.
+    """
+
+    rows: Tensor
+    missing: int
+    silent: int
+
+
+def keep_groups(scores: Tensor, group_ids: Tensor, *, wanted: int, last_round: bool = False) -> Kept:
+    """The first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
+
+    There a group is kept if 0 < its right answers < its size; with scores of 0 and 1 that is the same as scores that
+    differ. A group of one never tells anything.
+
+    A trainer calls it after every round of generation, on all that was generated for the step so far, and generates
+    `missing` more groups from the next prompts, up to its bound of rounds. With `last_round` the bound is reached: the
+    first silent groups make up what is missing (their advantages are 0), so that the batch keeps its size.
+
+    Args:
+        scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping.
+        group_ids: `[batch]` int64, equal for the responses to one prompt.
+        wanted: groups in a step, `data.prompts_per_step`.
+    """
+    if not len(scores):
+        return Kept(torch.zeros(0, dtype=torch.int64), wanted, 0)
+    differs = group_stats(scores.double(), group_ids).std > 0
+    telling = _in_order(group_ids[differs])
+    silent = _in_order(group_ids[~differs])
+    chosen = telling[:wanted]
+    missing = wanted - len(chosen)
+    if last_round:
+        chosen = chosen + silent[:missing]
+        missing = wanted - len(chosen)
+    kept = torch.isin(group_ids, torch.tensor(chosen, dtype=torch.int64, device=group_ids.device))
+    return Kept(kept.nonzero()[:, 0], missing, len(silent))
+
+
+def _in_order(group_ids: Tensor) -> list[int]:
+    """The ids that occur, each once, by their first place."""
+    return list(dict.fromkeys(group_ids.tolist()))

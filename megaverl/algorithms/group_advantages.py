@@ -1,0 +1,198 @@
+"""Advantages of whole responses, compared with the other responses to the same prompt: GRPO and its relatives.
+
+All give every token of a response the same. Shapes, in all of them:
+    rewards: `[batch]` float, one score per response; DataError where one is not finite.
+    group_ids: `[batch]` int64, equal for the responses to one prompt, in any order.
+    response_mask: `[batch, response]` bool.
+Returns: advantages `[batch, response]` in the dtype of `rewards`, 0 outside the mask; no returns. A group of one, or
+one whose rewards are all equal, says nothing: 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megaverl.algorithms.advantages import Advantages, advantage_estimators, whiten
+from megaverl.algorithms.groups import group_stats, group_totals
+from megaverl.algorithms.token_rewards import check_finite
+from megaverl.errors import DataError
+
+
+@advantage_estimators.register("grpo")
+def grpo(
+    rewards: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    normalize_std: bool = True,
+    eps: float = 1e-6,
+) -> Advantages:
+    """Group-relative advantages of GRPO's outcome supervision, arXiv 2402.03300, section 4.1.2.
+
+    A_i = (r_i - mean of the group) / (std of the group + eps); std is the sample standard deviation (n - 1). Without
+    `normalize_std` the division is left out, see `dr_grpo`. eps: added to the standard deviation.
+    """
+    check_finite("rewards", rewards)
+    stats = group_stats(rewards, group_ids)
+    per_sample = stats.centered / (stats.std + eps) if normalize_std else stats.centered
+    return _same_for_all_tokens(per_sample, rewards, response_mask)
+
+
+@advantage_estimators.register("dr_grpo")
+def dr_grpo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
+    """Dr. GRPO, arXiv 2503.20783, section 3.2: A_i = r_i - mean of the group, not divided by its deviation.
+
+    The paper's other half is the aggregation `fixed_length`.
+    """
+    return grpo(rewards, group_ids, response_mask, normalize_std=False)
+
+
+@advantage_estimators.register("rloo")
+def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
+    """REINFORCE leave-one-out, arXiv 2402.14740: A_i = r_i - mean of the group's other rewards.
+
+    The same as n / (n - 1) (r_i - mean of the group).
+    """
+    check_finite("rewards", rewards)
+    stats = group_stats(rewards, group_ids)
+    factor = stats.size / (stats.size - 1).clamp(min=1)
+    return _same_for_all_tokens(factor * stats.centered, rewards, response_mask)
+
+
+@advantage_estimators.register("opo")
+def opo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
+    """On-policy RL with the optimal reward baseline, arXiv 2505.23585: A_i = r_i - sum_j l_j r_j / sum_j l_j.
+
+    The mean of the group weighs each response by its length l_j: the variance-minimal baseline where the squared
+    gradient of a response grows with its length. A group without any token gets 0.
+    """
+    check_finite("rewards", rewards)
+    centered = group_stats(rewards, group_ids).centered  # the baseline moves with the rewards: center first
+    lengths = response_mask.sum(dim=1).double()
+    baseline = group_totals(lengths * centered, group_ids) / group_totals(lengths, group_ids).clamp(min=1)
+    return _same_for_all_tokens(centered - baseline, rewards, response_mask)
+
+
+@advantage_estimators.register("gpg")
+def gpg(
+    rewards: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    *,
+    normalize_std: bool = False,
+    eps: float = 1e-6,
+) -> Advantages:
+    """Group policy gradient, arXiv 2504.02546: A_i = alpha (r_i - mean of the group) / F, alpha = B / (B - M).
+
+    M of the batch's B responses are in groups whose rewards are all equal: they have no gradient, and yet count in the
+    mean over the batch; alpha makes up for it. F is 1, or with `normalize_std` the group's sample standard deviation
+    + eps.
+    """
+    check_finite("rewards", rewards)
+    stats = group_stats(rewards, group_ids)
+    telling = (group_totals(stats.centered.abs(), group_ids) > 0).sum()
+    alpha = len(rewards) / telling.clamp(min=1)
+    scale = stats.std + eps if normalize_std else 1.0
+    return _same_for_all_tokens(alpha * stats.centered / scale, rewards, response_mask)
+
+
+@advantage_estimators.register("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
+    """REINFORCE++ with baseline, arXiv 2501.03262: the group's mean is subtracted, then the whole batch
+    is normalised.
+
+    A_i = r_i - mean of the group, shifted and scaled to mean 0 and variance 1 over all tokens of the batch.
+    """
+    check_finite("rewards", rewards)
+    plain = dr_grpo(rewards, group_ids, response_mask)
+    return Advantages(whiten(plain.advantages, response_mask), None)
+
+
+@advantage_estimators.register("gdpo")
+def gdpo(
+    component_rewards: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    component_weights: Tensor | None = None,
+    *,
+    eps: float = 1e-6,
+) -> Advantages:
+    """Group reward-decoupled normalisation, arXiv 2601.05242: every reward is normalised by itself.
+
+    Each reward's GRPO advantages are summed (with its weight), and the sums scaled to mean 0 and deviation 1 over the
+    responses of the batch; the deviation is that of a sample (n - 1), + eps.
+
+    Args:
+        component_rewards: `[batch, rewards]` float.
+        component_weights: `[rewards]` float, of the sum; 1 if not given.
+    """
+    if component_rewards.dim() != 2 or not component_rewards.shape[1]:
+        raise DataError(f"component_rewards must be [batch, rewards], found {list(component_rewards.shape)}")
+    check_finite("component_rewards", component_rewards.sum(dim=1))
+    total = torch.zeros_like(component_rewards[:, 0], dtype=torch.float64)
+    for k, column in enumerate(component_rewards.unbind(dim=1)):
+        stats = group_stats(column, group_ids)
+        weight = 1.0 if component_weights is None else float(component_weights[k])
+        total += weight * stats.centered / (stats.std + eps)
+    everything = group_stats(total, torch.zeros_like(group_ids))
+    return _same_for_all_tokens(everything.centered / (everything.std + eps), component_rewards, response_mask)
+
+
+@advantage_estimators.register("pass_at_k")
+def pass_at_k_advantages(
+    rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, k: int, right_from: float = 1.0
+) -> Advantages:
+    """Pass@k training, arXiv 2508.10751, in its analytical form: groups of k count as one answer.
+
+    Of a group of n responses, m are wrong. Over all subsets of k, the mean of "one is right" is
+    R = 1 - C(m, k) / C(n, k), with deviation s = sqrt(R (1 - R)). A response is credited with the mean, over the
+    subsets that it is in, of their advantage: (1 - R) / s if it is right, and if it is wrong
+    (1 - R - C(m - 1, k - 1) / C(n - 1, k - 1)) / s. All 0 where s is 0.
+
+    Args: k: at least 1, at most the group's size. right_from: a response is right from this reward on.
+
+    Raises:
+        DataError: a group of fewer than k.
+    """
+    check_finite("rewards", rewards)
+    wrong = (rewards < right_from).double()
+    sizes = group_totals(torch.ones_like(wrong), group_ids).tolist()
+    numbers = group_totals(wrong, group_ids).tolist()
+    if k < 1 or any(size < k for size in sizes):
+        raise DataError(f"pass@{k} needs groups of at least {max(k, 1)} responses, found one of {int(min(sizes))}")
+    credits = [
+        _pass_at_k_credit(int(n), int(m), k, is_wrong=bool(w))
+        for n, m, w in zip(sizes, numbers, wrong.tolist(), strict=True)
+    ]
+    return _same_for_all_tokens(torch.tensor(credits, dtype=torch.float64), rewards, response_mask)
+
+
+def _pass_at_k_credit(n: int, m: int, k: int, *, is_wrong: bool) -> float:
+    failing = math.comb(m, k) / math.comb(n, k)
+    deviation = math.sqrt(failing * (1.0 - failing))
+    if deviation == 0.0:
+        return 0.0
+    return (failing - (math.comb(m - 1, k - 1) / math.comb(n - 1, k - 1) if is_wrong else 0.0)) / deviation
+
+
+@advantage_estimators.register("best_of_group")
+def best_of_group(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
+    """The gain of the group's maximum by each response, arXiv 2503.19595: A_i = max_j r_j - max_{j != i} r_j.
+
+    So only a single best response is credited, with its lead over the second: the policy gradient of the best of n.
+    """
+    check_finite("rewards", rewards)
+    credit = torch.zeros_like(rewards, dtype=torch.float64)
+    for group in group_ids.unique():
+        members = (group_ids == group).nonzero()[:, 0]
+        if len(members) > 1:
+            best = rewards[members].double().topk(2)
+            credit[members[best.indices[0]]] = best.values[0] - best.values[1]
+    return _same_for_all_tokens(credit, rewards, response_mask)
+
+
+def _same_for_all_tokens(per_sample: Tensor, like: Tensor, response_mask: Tensor) -> Advantages:
+    return Advantages(torch.where(response_mask, per_sample.to(like.dtype).unsqueeze(1), 0.0), None)

@@ -1,0 +1,103 @@
+"""torchrun with two differences: SIGTERM and SIGUSR1 go on to the ranks, and the exit code is that of the ranks.
+
+    python -m megaverl.cli.agent --nnodes 2 --node-rank 0 ... -m megaverl.cli.main train ...    # torchrun's arguments
+
+A scheduler signals the process that it has started, and torchrun gives ranks that it ends 30 s, which is less than a
+large checkpoint takes, and then exits with 1 whatever they say.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from megaverl.cli.worker import FAILED, INTERRUPTED, MISTAKE
+from megaverl.errors import SAVED_AND_LEFT
+
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an agent of a job on this machine; the exit code of its first rank that failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
+    arguments.signals_to_handle = ENDS_RANKS
+    with passing_on_signals():
+        try:
+            run(arguments)
+        except ChildFailedError as error:
+            return explain({rank: failure.exitcode for rank, failure in error.failures.items()})
+        except (KeyboardInterrupt, SignalException):
+            return INTERRUPTED
+    return 0
+
+
+@contextmanager
+def passing_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 that this process gets go to its ranks; without any, they end this process."""
+    before = {number: signal.signal(number, _pass_on) for number in PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
+    """Say what the ranks could not; returns the exit code of the job.
+
+    Args:
+        exitcodes: by rank, of those that did not end with 0; negative: the signal.
+        log_hint: the folder of the ranks' logs.
+    """
+    ended_by_agent = -signal.SIGTERM
+    own = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
+    # A rank that a signal ended is the cause: the others then fail on the connection to it.
+    rank, exitcode = min(own.items(), key=lambda item: (item[1] > 0, item[0]))
+    if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT):
+        return exitcode
+    if exitcode >= 0:
+        print(f"rank {rank} ended with exit code {exitcode}.", file=sys.stderr)
+        return exitcode
+    name = signal.Signals(-exitcode).name
+    cause = " Out of memory is the usual cause (see dmesg)." if name == "SIGKILL" else ""
+    where = f" Its log: {log_hint}/rank_{rank}.log" if log_hint else ""
+    print(f"rank {rank} was ended by {name}.{cause}{where}", file=sys.stderr)
+    return FAILED
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    ranks = _ranks()
+    for pid in ranks:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it has just ended
+            continue
+    if not ranks:
+        sys.exit(128 + number)
+
+
+def _ranks() -> list[int]:
+    """The children of this process that are ranks. Linux only, as is all that schedulers run."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        for child in path.read_text().split():
+            try:
+                if b"\0LOCAL_RANK=" in b"\0" + Path("/proc", child, "environ").read_bytes():
+                    found.append(int(child))
+            except OSError:  # it has just ended
+                continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

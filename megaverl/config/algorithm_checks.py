@@ -1,0 +1,228 @@
+"""`algorithm` against what its functions need: names, options, inputs, and combinations that make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.annotations import fits
+from megaverl.config.errors import Mistake, did_you_mean, divisors, found, listed
+from megaverl.config.registered import Registered, of_the_users_own, registered
+from megaverl.config.schema import Config
+
+# What a training step can give an advantage estimator, and a policy loss.
+ESTIMATOR_INPUTS = (
+    "rewards",
+    "token_rewards",
+    "component_rewards",
+    "component_weights",
+    "greedy_rewards",
+    "score_norms",
+    "values",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "group_ids",
+    "response_mask",
+)
+LOSS_INPUTS = (
+    "log_probs",
+    "old_log_probs",
+    "rollout_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "weights",
+    "selected",
+)
+
+
+def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
+    """Every mistake in `algorithm`, and between it and the other sections."""
+    algorithm = config.algorithm
+    estimator, mistakes = _function("advantage", "advantage_estimators", algorithm.advantage_name)
+    yield from mistakes
+    loss, mistakes = _function("policy_loss", "policy_losses", algorithm.policy_loss_name)
+    yield from mistakes
+    _, mistakes = _function("loss_aggregation", "aggregations", algorithm.aggregation_name)
+    yield from mistakes
+    yield from _batches(config)
+    yield from _kl(algorithm)
+    if estimator is not None:
+        yield from _estimator(config, estimator)
+    if loss is not None:
+        yield from _loss(algorithm, loss)
+    yield from _correction(algorithm, loss)
+    if algorithm.aggregation_name == "fixed_length" and algorithm.loss_length is None:
+        yield Mistake(
+            "algorithm.loss_length",
+            "is not set; fixed_length divides by it. Give rollout.sampling.max_tokens: loss_length: "
+            f"{config.rollout.sampling['max_tokens']}.",
+            involves=("algorithm.name", "algorithm.loss_aggregation"),
+        )
+
+
+def _function(key: str, registry: str, name: str) -> tuple[Registered | None, list[Mistake]]:
+    key = f"algorithm.{key}"
+    if ":" in name:
+        try:
+            return of_the_users_own(name), []
+        except LookupError as error:
+            return None, [Mistake(key, f"found {found(name)}: {error}.")]
+    known = registered(registry)
+    if name not in known:
+        text = f"found {found(name)}; known: {listed(sorted(known), most=40)}, or a function of your own as "
+        return None, [Mistake(key, f"{text}module:function.{did_you_mean(name, known)}")]
+    return known[name], []
+
+
+def _batches(config: Config) -> Iterator[Mistake]:
+    algorithm = config.algorithm
+    if config.samples_per_step % algorithm.num_mini_batches:
+        yield Mistake(
+            "algorithm.num_mini_batches",
+            f"found {algorithm.num_mini_batches}, not a divisor of the {config.samples_per_step} samples "
+            f"of a step (data.prompts_per_step={config.data.prompts_per_step} x "
+            f"algorithm.group_size={algorithm.group_size}). "
+            f"Sizes that fit: {listed(divisors(config.samples_per_step))}.",
+            involves=("data.prompts_per_step", "algorithm.group_size"),
+        )
+
+
+def _kl(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+    kl = algorithm.kl
+    if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
+        key = "coef" if kl.coef > 0 else "target"
+        yield Mistake(
+            "algorithm.kl.in",
+            f"found none, yet algorithm.kl.{key} is set. Use in: reward or in: loss, or leave {key} out.",
+        )
+    if kl.place != "none" and kl.coef == 0:
+        yield Mistake("algorithm.kl.coef", f"found 0.0; with algorithm.kl.in={kl.place} it must be above 0.")
+    if kl.place == "loss" and kl.kind == "k1" and not kl.straight_through:
+        yield Mistake(
+            "algorithm.kl.kind",
+            "found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3, or algorithm.kl.straight_through.",
+        )
+    if kl.straight_through and kl.place != "loss":
+        yield Mistake("algorithm.kl.straight_through", f"is about gradients, and algorithm.kl.in={kl.place} has none.")
+
+
+def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
+    algorithm, key = config.algorithm, "algorithm.advantage"
+    name = algorithm.advantage_name
+    inputs = estimator.inputs
+    unknown = [other for other in inputs if other not in ESTIMATOR_INPUTS]
+    if unknown:
+        yield Mistake(
+            key,
+            f"found {found(name)}, which reads {listed(unknown)}; a training step has none. It has: "
+            f"{listed(ESTIMATOR_INPUTS)}.",
+            involves=("algorithm.name",),
+        )
+    if "group_ids" in inputs and algorithm.group_size < 2:
+        yield Mistake(
+            "algorithm.group_size",
+            f"found {algorithm.group_size}; {name} compares the responses of a group and needs at least 2.",
+            involves=("algorithm.name", key),
+        )
+    k = algorithm.advantage_options.get("k")
+    if name == "pass_at_k" and isinstance(k, int) and k > algorithm.group_size:
+        yield Mistake(
+            "algorithm.advantage_options.k",
+            f"found {k}; pass@k needs k responses, and algorithm.group_size={algorithm.group_size}.",
+            involves=("algorithm.group_size",),
+        )
+    if "values" not in inputs:
+        yield from _without_critic(algorithm)
+    if "greedy_rewards" in inputs and config.trainer.replay_rollouts is not None:
+        yield Mistake(
+            key,
+            f"found {found(name)}, whose baseline is a greedy rollout; trainer.replay_rollouts has no engine to make "
+            "one. Use another estimator, or generate.",
+            involves=("algorithm.name", "trainer.replay_rollouts"),
+        )
+    if algorithm.kl.place == "reward" and not {"token_rewards", "rewards"} & set(inputs):
+        yield Mistake(
+            "algorithm.kl.in",
+            f"found reward, but {name} reads neither rewards nor token_rewards. Use in: loss.",
+            involves=("algorithm.name", key),
+        )
+    yield from _options("algorithm.advantage_options", name, algorithm.advantage_options, estimator.options, estimator)
+
+
+def _without_critic(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+    """A value loss where there are no values."""
+    defaults = AlgorithmConfig()
+    for key in ("value_loss_coef", "value_clip_range", "critic_warmup_steps"):
+        value = getattr(algorithm, key)
+        if value != getattr(defaults, key):
+            yield Mistake(
+                f"algorithm.{key}",
+                f"found {found(value)}, but {algorithm.advantage_name} has no critic, and so no value loss. Leave it "
+                "out, or use an estimator with one: advantage: gae.",
+                involves=("algorithm.name", "algorithm.advantage"),
+            )
+
+
+def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[Mistake]:
+    name = algorithm.policy_loss_name
+    unknown = [other for other in loss.inputs if other not in LOSS_INPUTS]
+    if unknown:
+        yield Mistake(
+            "algorithm.policy_loss",
+            f"found {found(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}.",
+        )
+    options = dict(loss.options)
+    if "selected" in loss.inputs:
+        selectors = registered("token_selectors")
+        if name not in selectors:
+            yield Mistake("algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector.")
+        else:
+            options |= selectors[name].options
+    clips = {"clip_range": "clip_low", "clip_range_high": "clip_high"}
+    for key, option in clips.items():
+        if getattr(algorithm, key) is not None and option not in options:
+            yield Mistake(
+                f"algorithm.{key}",
+                f"found {getattr(algorithm, key)}, but {name} has no {option}. Leave it out; {name} has: "
+                f"{listed(sorted(options)) or 'no options'}.",
+                involves=("algorithm.name", "algorithm.policy_loss"),
+            )
+    yield from _options("algorithm.policy_loss_options", name, algorithm.policy_loss_options, options, loss)
+
+
+def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[Mistake]:
+    correction = algorithm.correction
+    if correction.kind == "none":
+        for key in ("low", "high"):
+            if getattr(correction, key) is not None:
+                yield Mistake(f"algorithm.correction.{key}", "is set, but algorithm.correction.kind is none.")
+        return
+    signature, mistakes = _function("correction.kind", "corrections", correction.kind)
+    yield from mistakes
+    if signature is not None:
+        for key in ("low", "high"):
+            if getattr(correction, key) is not None and key not in signature.options:
+                yield Mistake(f"algorithm.correction.{key}", f"is set, but {correction.kind} has no such limit.")
+    if loss is not None and "rollout_log_probs" in loss.inputs:
+        yield Mistake(
+            "algorithm.correction.kind",
+            f"found {found(correction.kind)}; the ratio of {algorithm.policy_loss_name} is to the engine's policy "
+            "already. Use none.",
+            involves=("algorithm.policy_loss", "algorithm.name"),
+        )
+
+
+def _options(
+    key: str, name: str, given: Mapping[str, Any], options: Mapping[str, Any], function: Registered
+) -> Iterator[Mistake]:
+    for option, value in given.items():
+        if option not in options:
+            known = f" It has: {listed(sorted(options))}." if options else " It has none."
+            yield Mistake(f"{key}.{option}", f"{name} has no such option.{did_you_mean(option, options) or known}")
+        elif not fits(value, options[option]):
+            yield Mistake(f"{key}.{option}", f"found {found(value)}; expected {options[option].type_text}.")
+    for option in function.required:
+        if option not in given:
+            yield Mistake(f"{key}.{option}", f"is not set, and {name} needs it.", involves=("algorithm.name",))

@@ -1,0 +1,128 @@
+"""`placement`: which role has which ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pydantic import Field
+
+from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.section import Positive, Section
+from megaverl.placement import ROLES, Node, PlacementError, ResolvedPlacement, Wanted, parse_wanted, resolve
+
+if TYPE_CHECKING:
+    from megaverl.config.schema import Config
+    from megaverl.placement.resolve import GridSizes
+
+Place = int | str | list[int | str] | dict[str, Any] | None
+_DEVICES = "_devices"
+
+
+class PlacementConfig(Section):
+    """`placement`: empty, all roles share all ranks.
+
+    A place is ranks (8, [0, 1], "0-7", "0-3,8-11"), {nodes: names or numbers}, {num_ranks: N} or {num_nodes: N} of
+    those that nobody names, another role's name (its ranks), `rest`, or `all`.
+    """
+
+    actor: Place = Field(default=None, description="Place of the actor. null: what the other roles leave.")
+    critic: Place = Field(default=None, description="Place of the critic. null: the actor's.")
+    reference: Place = Field(default=None, description="Place of the reference. null: the actor's.")
+    reward: Place = Field(default=None, description="Place of the rewards. null: the rollout's.")
+    rollout: Place = Field(default=None, description="Place of the engines. null: the actor's.")
+    coordinator: Place = Field(default=None, description="The rank that decides. null: the actor's first.")
+    actor_devices: list[int | str] | None = Field(default=None, description="Short for actor: its ranks.")
+    critic_devices: list[int | str] | None = Field(default=None, description="Short for critic: its ranks.")
+    reference_devices: list[int | str] | None = Field(default=None, description="Short for reference: its ranks.")
+    reward_devices: list[int | str] | None = Field(default=None, description="Short for reward: its ranks.")
+    rollout_devices: list[int | str] | None = Field(default=None, description="Short for rollout: its ranks.")
+    actor_islands: Positive = Field(
+        default=1,
+        description="Worlds into which the actor's ranks are split; the coordinator joins their gradients.",
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is said at all."""
+        return any(getattr(self, name) is not None for name in type(self).model_fields if name != "actor_islands")
+
+    def wanted(self) -> tuple[dict[str, Wanted], list[Mistake]]:
+        """Every role's entry, read; and what could not be."""
+        wanted, mistakes = {}, []
+        for role in ROLES:
+            short = getattr(self, role + _DEVICES, None)
+            value = getattr(self, role)
+            key = f"placement.{role}"
+            if short is not None:
+                if value is not None:
+                    mistakes.append(Mistake(key + _DEVICES, f"is set, and so is {key}. Use one of them."))
+                    continue
+                key, value = key + _DEVICES, short
+            if value is None:
+                continue
+            try:
+                wanted[role] = parse_wanted(value)
+            except ValueError as error:
+                mistakes.append(Mistake(key, str(error)))
+        return wanted, mistakes
+
+
+class Sizes(NamedTuple):
+    """A grid's sizes, where there is no section that has them: an engine's."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+
+def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridSizes | None]:
+    """The grid of every role of a run, for `resolve`.
+
+    Args:
+        megatron_roles: those that the command builds (`config.grids.used_roles`).
+    """
+    grids: dict[str, GridSizes | None] = {role: getattr(config, role) for role in megatron_roles}
+    return grids | {"rollout": Sizes(tp=config.rollout.tp), "reward": None, "coordinator": None}
+
+
+def placement_mistakes(
+    placement: PlacementConfig,
+    grids: Mapping[str, GridSizes | None],
+    size: int | None,
+    nodes: Sequence[Node] | None = None,
+) -> list[Mistake]:
+    """Everything that is wrong with a placement; where the number of ranks is not known, only with its words."""
+    wanted, mistakes = placement.wanted()
+    if mistakes or size is None:
+        return mistakes
+    try:
+        resolve(wanted, size, grids, nodes, islands=placement.actor_islands)
+    except PlacementError as error:
+        return [Mistake(_written_key(placement, problem.key), problem.message) for problem in error.problems]
+    return []
+
+
+def resolve_placement(
+    placement: PlacementConfig,
+    grids: Mapping[str, GridSizes | None],
+    size: int,
+    nodes: Sequence[Node] | None = None,
+) -> ResolvedPlacement:
+    """Who is where.
+
+    Raises:
+        InvalidConfig, PlacementError: with every mistake.
+    """
+    wanted, mistakes = placement.wanted()
+    if mistakes:
+        raise InvalidConfig(mistakes, "placement")
+    return resolve(wanted, size, grids, nodes, islands=placement.actor_islands)
+
+
+def _written_key(placement: PlacementConfig, key: str) -> str:
+    """The key as the file has it: the short form where that was used."""
+    role = key.rpartition(".")[2]
+    return key + _DEVICES if getattr(placement, role + _DEVICES, None) is not None else key

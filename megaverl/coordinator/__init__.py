@@ -1,0 +1,26 @@
+"""One rank decides for the whole run: gradients, versions, checkpoints, who is alive. See docs/placement.md."""
+
+from megaverl.coordinator.committer import CoordinatorCommits
+from megaverl.coordinator.decide import Progress, Rules, Schedule, Seat, decide
+from megaverl.coordinator.exchange import Coordinator
+from megaverl.coordinator.liveness import Liveness, Patience
+from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
+from megaverl.coordinator.versions import Staleness
+
+__all__ = [
+    "Coordinator",
+    "CoordinatorCommits",
+    "Decision",
+    "Flag",
+    "GradientReport",
+    "Liveness",
+    "Patience",
+    "Progress",
+    "Reason",
+    "Rules",
+    "Schedule",
+    "Seat",
+    "Staleness",
+    "Verdict",
+    "decide",
+]

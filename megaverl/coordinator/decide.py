@@ -1,0 +1,178 @@
+"""The decision over an update: from all reports, once for all roles. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
+
+from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
+
+# megatron-core's, so that clipping gives the same numbers: clip_grads.clip_grad_by_total_norm_fp32
+CLIP_EPSILON = 1e-6
+# Islands that added up the same gradients may differ by rounding.
+SAME_NORM = 1e-3
+
+Schedule = Callable[[int], float]
+
+
+class Seat(NamedTuple):
+    """Who reports: a role, or one island of it, by its first rank."""
+
+    role: str
+    rank: int
+    island: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.island}" if self.island else self.role
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What is applied, skipped, or the end.
+
+    Attributes:
+        max_norm: role -> largest gradient norm, to which it is clipped; none or 0: not clipped.
+        skip_above: role -> gradient norm above which an update is left out.
+        on_nonfinite: what a NaN or inf does. An overflow under loss scaling always skips.
+        max_skips: skipped updates in a row after which the run stops.
+        max_staleness: versions that the oldest sample may be behind; None: any.
+    """
+
+    max_norm: Mapping[str, float] = field(default_factory=dict)
+    skip_above: Mapping[str, float] = field(default_factory=dict)
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    max_skips: int = 10
+    max_staleness: int | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the coordinator knows of the run; goes into a checkpoint.
+
+    Attributes:
+        steps: role -> updates decided on. schedule: role -> updates that its schedule has taken.
+        versions: role -> version of its weights: one more with every update that was applied.
+        skips: skipped updates in a row.
+    """
+
+    steps: Mapping[str, int] = field(default_factory=dict)
+    schedule: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, int] = field(default_factory=dict)
+    skips: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "steps": dict(self.steps),
+            "schedule": dict(self.schedule),
+            "versions": dict(self.versions),
+            "skips": self.skips,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Progress:
+        return cls(data["steps"], data["schedule"], data["versions"], data["skips"])
+
+
+def decide(
+    reports: Mapping[int, GradientReport],
+    seats: Sequence[Seat],
+    progress: Progress,
+    rules: Rules,
+    schedules: Mapping[str, Schedule] | None = None,
+) -> tuple[dict[int, Decision], Progress]:
+    """One verdict over gradients that belong together, and each one's factors.
+
+    A role's islands share one gradient, added up before it is reported; its scale makes the loss the mean over the
+    tokens of all of them. A schedule steps with every update, applied or not, as megatron-core's does.
+
+    Args:
+        reports: by number of the seat; all that decide together.
+        seats: all seats of the run.
+        schedules: role -> learning rate of its n-th update; a role without one steps its own.
+
+    Returns: each seat's decision, and the progress after it.
+    """
+    verdict, reason, culprit = _judge(reports, seats, progress, rules)
+    skips = 0 if verdict is Verdict.APPLY else progress.skips + 1
+    if verdict is Verdict.SKIP and reason is not Reason.OVERFLOW and skips > rules.max_skips:
+        verdict, reason = Verdict.STOP, Reason.TOO_MANY_SKIPS
+    roles = dict.fromkeys(seats[number].role for number in reports)
+    versions = dict(progress.versions)
+    steps, schedule = dict(progress.steps), dict(progress.schedule)
+    leave = any(Flag.LEAVE in report.flags for report in reports.values())
+    decisions: dict[int, Decision] = {}
+    for role in roles:
+        members = [number for number in reports if seats[number].role == role]
+        before = schedule.get(role, 0)
+        versions[role] = versions.get(role, 0) + (verdict is Verdict.APPLY)
+        tokens = sum(reports[number].tokens for number in members)
+        for number in members:
+            report = reports[number]
+            scale = report.divided_by / tokens if tokens > 0 and math.isfinite(tokens) else 0.0
+            norm = scale * math.sqrt(report.squared_norm) if report.squared_norm >= 0 else math.nan
+            decisions[number] = Decision(
+                step=report.step,
+                verdict=verdict,
+                reason=reason,
+                seat=culprit,
+                version=versions[role],
+                scale=scale if verdict is Verdict.APPLY else 0.0,
+                clip=_clip(norm, rules.max_norm.get(role, 0.0)) if verdict is Verdict.APPLY else 0.0,
+                norm=norm,
+                learning_rate=schedules[role](before) if schedules and role in schedules else math.nan,
+                schedule_step=before,
+                leave=leave,
+            )
+        if verdict is not Verdict.STOP:
+            steps[role], schedule[role] = steps.get(role, 0) + 1, before + 1
+    return decisions, replace(progress, steps=steps, schedule=schedule, versions=versions, skips=skips)
+
+
+def _judge(
+    reports: Mapping[int, GradientReport], seats: Sequence[Seat], progress: Progress, rules: Rules
+) -> tuple[Verdict, Reason, int]:
+    """The gravest of what is wrong, and with whom."""
+    found: list[tuple[Verdict, Reason, int]] = []
+    for number in sorted(reports):
+        report, role = reports[number], seats[number].role
+        if report.step != progress.steps.get(role, 0):
+            found.append((Verdict.STOP, Reason.OUT_OF_STEP, number))
+        if report.version != progress.versions.get(role, 0):
+            found.append((Verdict.STOP, Reason.OTHER_VERSION, number))
+        if Flag.OVERFLOW in report.flags:
+            found.append((Verdict.SKIP, Reason.OVERFLOW, number))
+        elif not report.is_finite or report.squared_norm < 0:
+            bad = Verdict.STOP if rules.on_nonfinite == "stop" else Verdict.SKIP
+            found.append((bad, Reason.NOT_FINITE, number))
+        oldest = report.version if report.oldest is None else report.oldest
+        if rules.max_staleness is not None and report.version - oldest > rules.max_staleness:
+            found.append((Verdict.SKIP, Reason.STALE, number))
+    for role in dict.fromkeys(seats[number].role for number in reports):
+        found += _judge_role(role, {n: r for n, r in reports.items() if seats[n].role == role}, rules)
+    if not found:
+        return Verdict.APPLY, Reason.FINE, -1
+    return max(found, key=lambda one: (one[0], -one[1], -one[2]))
+
+
+def _judge_role(role: str, reports: Mapping[int, GradientReport], rules: Rules) -> list[tuple[Verdict, Reason, int]]:
+    """What shows only when all islands of a role are seen together."""
+    found = []
+    first = min(reports)
+    tokens = sum(report.tokens for report in reports.values())
+    if not all(report.is_finite and report.squared_norm >= 0 for report in reports.values()):
+        return []
+    if tokens <= 0:
+        return [(Verdict.SKIP, Reason.NO_TOKENS, first)]
+    norms = {n: r.divided_by / tokens * math.sqrt(r.squared_norm) for n, r in reports.items()}
+    for number, norm in norms.items():
+        if abs(norm - norms[first]) > SAME_NORM * max(norm, norms[first]):
+            found.append((Verdict.STOP, Reason.ISLANDS_DIFFER, number))
+        if norm > rules.skip_above.get(role, math.inf):
+            found.append((Verdict.SKIP, Reason.SPIKE, number))
+    return found
+
+
+def _clip(norm: float, limit: float) -> float:
+    return min(1.0, limit / (norm + CLIP_EPSILON)) if limit > 0 else 1.0

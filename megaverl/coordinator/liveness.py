@@ -1,0 +1,196 @@
+"""A lost or stalled rank is named on every rank: all tell the store what they do, the coordinator reads it.
+
+A thread of each rank writes a beat a second, reads the verdict and the coordinator's beat; the coordinator's thread
+reads all. So the work of a rank does not grow with the job. Who finds somebody gone writes the verdict; the first one
+stands. Every rank then shows it and ends, unless its main thread ends by itself before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.coordinator.beats import Beat, place, process_is_gone, this_host, who_is_gone, who_stalls
+
+_VERDICT = "liveness/verdict"
+# What the transports say when the other side is gone.
+_SILENCE = re.compile(
+    r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
+)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: between beats; without a beat until a rank counts as lost (a call that holds the interpreter is
+    shorter); that a rank may wait for others; that a rank may take to end by itself once there is a verdict."""
+
+    stalled_after: float
+    interval: float = 1.0
+    lost_after: float = 30.0
+    grace: float = 4.0
+
+
+class Liveness:
+    """Of one rank; every rank of the job makes one.
+
+    Args:
+        store: the job's; a connection of its own is made, since others may be blocked in a wait.
+        coordinator: the rank that reads all beats.
+        name: how a rank is called in a message.
+        say: shows the verdict before this rank is ended.
+        exit_code: of a rank that is ended by a verdict.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        coordinator: int,
+        patience: Patience,
+        name: Callable[[int], str] = lambda rank: f"rank {rank}",
+        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        exit_code: int = 1,
+    ) -> None:
+        self.rank, self.size, self.coordinator = rank, size, coordinator
+        self.patience, self.name, self._say, self._exit_code = patience, name, say, exit_code
+        self.verdict: str | None = None
+        self._told = threading.Event()
+        self._stop = threading.Event()
+        self._doing, self._since = "start", time.monotonic()
+        self._left = False
+        self._main = threading.main_thread().ident
+        self._waits: tuple[int, int, float] | None = None
+        self._seen: dict[int, tuple[Beat, float]] = {}  # rank -> its last beat, and when it changed
+        connection: Any = store  # torch's own annotations leave `clone` out
+        self._store: dist.Store = connection.clone()
+        self._publish()
+        if self._store.add("liveness/count", 1) == size:
+            self._store.set(_VERDICT, "")
+        self._store.wait([_VERDICT])  # from here on every key is there
+        self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+        self._thread.start()
+
+    def note(self, what: str) -> None:
+        """This rank begins `what`; told at once, so that it is known of a rank that ends in it."""
+        self._doing, self._since = what, time.monotonic()
+        self._try_to_publish()
+
+    def leave(self) -> None:
+        """This rank ends of its own accord, and so may the others."""
+        self._left = True
+        self._stop.set()
+        self._thread.join(timeout=2 * self.patience.interval)
+        self._try_to_publish()
+
+    def accuse(self, text: str) -> str:
+        """Make this the verdict, for all ranks; returns the one that stands."""
+        try:
+            verdict = self._store.compare_set(_VERDICT, "", text).decode()
+        except RuntimeError:  # no store any more: the text is for this rank alone
+            verdict = text
+        self.verdict = verdict
+        self._told.set()
+        return verdict
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is a verdict, or comes within so long."""
+        return self._told.wait(seconds)
+
+    def settle(self, seconds: float, otherwise: str) -> str:
+        """The verdict, waited for so long; where there is none, `otherwise` becomes it.
+
+        For a main thread that was cut off: it then ends by itself, with these words.
+        """
+        self._told.wait(seconds)
+        self._stop.set()
+        verdict = self.verdict or self.accuse(otherwise)
+        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            time.sleep(3 * self.patience.interval)  # the store ends with this process, and others must read it first
+        return verdict
+
+    def explain(self, error: BaseException) -> str | None:
+        """What to say of an error on this rank: the verdict, if it comes of another rank's end, else None.
+
+        Without one the error is made the verdict, for ranks that wait for this one.
+        """
+        own = f"{self.name(self.rank)} failed in {self._doing}: {type(error).__name__}: {error}"
+        silent = _SILENCE.search(_chain(error)) is not None
+        verdict = self.settle(self.patience.lost_after + 3 * self.patience.interval if silent else 0.0, own)
+        return None if verdict == own else verdict
+
+    def _watch(self) -> None:
+        try:
+            while not self._stop.wait(self.patience.interval):
+                self._publish()
+                if verdict := self._look():
+                    self._end(verdict)
+                    return
+        except RuntimeError as error:  # the store's
+            if not self._stop.is_set():
+                self._end(f"the job's store is gone, and with it the rank or agent that kept it ({error})")
+
+    def _look(self) -> str:
+        """The verdict, if there is one or this rank finds it."""
+        ranks = range(self.size) if self.rank == self.coordinator else [self.coordinator]
+        data = self._store.multi_get([_VERDICT, *(f"liveness/beat/{rank}" for rank in ranks)])
+        if data[0]:
+            return bytes(data[0]).decode()
+        now = time.monotonic()
+        for rank, found in zip(ranks, data[1:], strict=True):
+            beat = Beat.from_json(bytes(found))
+            if rank not in self._seen or self._seen[rank][0].number != beat.number:
+                self._seen[rank] = (beat, now)
+        beats = {rank: beat for rank, (beat, _) in self._seen.items()}
+        silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
+        text = who_is_gone(beats, silent, self.patience.lost_after, self.name, process_is_gone)
+        if not text and self.rank == self.coordinator:
+            text = who_stalls(beats, self.patience.stalled_after, self.name)
+        return self.accuse(text) if text else ""
+
+    def _end(self, verdict: str) -> None:
+        """Pass on the verdict, and end the process unless it ends by itself."""
+        self.verdict = verdict
+        self._told.set()
+        if self._stop.wait(self.patience.grace):
+            return
+        self._say(f"{verdict}. {self.name(self.rank)} was in {self._doing}; the run ends.")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self._exit_code)
+
+    def _try_to_publish(self) -> None:
+        try:
+            self._publish()
+        except RuntimeError:  # the thread finds out as well that there is no store any more, and tells
+            return
+
+    def _publish(self) -> None:
+        frame = sys._current_frames().get(self._main or 0)
+        where, waits = place(frame)
+        now = time.monotonic()
+        if not waits or frame is None:
+            self._waits = None
+        elif self._waits is None or self._waits[:2] != (id(frame), frame.f_lasti):
+            self._waits = (id(frame), frame.f_lasti, now)
+        waited = max(now - self._waits[2], 1e-3) if self._waits else 0.0
+        beat = Beat(time.time(), self._doing, now - self._since, waited, where, this_host(), os.getpid(), self._left)
+        self._store.set(f"liveness/beat/{self.rank}", beat.to_json())
+
+
+def _chain(error: BaseException | None) -> str:
+    """All that was said on the way to an error."""
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts)

@@ -1,0 +1,215 @@
+"""What a role says of its gradient, and what it is told to do with it: a few numbers each, always as many."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, IntFlag
+
+import torch
+from torch import Tensor
+
+from megaverl.errors import TrainingStopped
+
+# Statistics of the loss that a report carries, each as count, sum, sum of squares, so that they add up over roles.
+STATISTICS = ("loss", "kl", "entropy", "ratio", "clipped", "value_error", "advantage", "reward")
+_MAGIC = 5010.0
+_HEAD = 12
+REPORT_SIZE = _HEAD + 3 * len(STATISTICS)
+DECISION_SIZE = 12
+
+Moments = tuple[float, float, float]
+NONE: Moments = (0.0, 0.0, 0.0)
+
+
+class Flag(IntFlag):
+    """What happened to a gradient, or to its rank."""
+
+    OVERFLOW = 1  # loss scaling found a value out of float16's range, as it now and then should
+    BAD_LOSS = 2  # NaN or inf in the loss or one of its statistics
+    BAD_GRADIENT = 4
+    LEAVE = 8  # asked to leave (SIGTERM, SIGUSR1): save and end
+    DONE = 16  # the last report of this role
+
+
+@dataclass(frozen=True)
+class GradientReport:
+    """One role's (or island's) gradient of one update, whole: added over all of its ranks.
+
+    Attributes:
+        step: number of the update, from 0.
+        version: of the weights that it was taken at.
+        tokens: that the loss was taken over.
+        divided_by: what the loss was divided by so far; 1 for a sum over tokens, `tokens` for a mean over its own.
+        squared_norm: of the gradient as it stands.
+        oldest: weight version of the oldest sample in it.
+        flags: see `Flag`.
+        partners: bits of the seats that decide together with this one.
+        statistics: name -> count, sum, sum of squares.
+    """
+
+    step: int
+    version: int
+    tokens: float
+    squared_norm: float
+    divided_by: float = 1.0
+    oldest: int | None = None
+    flags: Flag = Flag(0)
+    partners: int = 0
+    statistics: Mapping[str, Moments] = field(default_factory=dict)
+
+    @property
+    def is_finite(self) -> bool:
+        """No NaN and no inf anywhere, flagged or not."""
+        numbers = [self.tokens, self.squared_norm, self.divided_by, *(x for m in self.statistics.values() for x in m)]
+        return not self.flags & (Flag.BAD_LOSS | Flag.BAD_GRADIENT) and all(map(math.isfinite, numbers))
+
+    def pack(self) -> Tensor:
+        """[REPORT_SIZE] float64."""
+        oldest = self.version if self.oldest is None else self.oldest
+        head = [
+            _MAGIC,
+            self.step,
+            self.version,
+            self.tokens,
+            self.divided_by,
+            self.squared_norm,
+            oldest,
+            int(self.flags),
+        ]
+        head += [self.partners, 0.0, 0.0, 0.0]
+        unknown = sorted(set(self.statistics) - set(STATISTICS))
+        if unknown:
+            raise ValueError(f"statistics {unknown} are none of {STATISTICS}")
+        numbers = [number for name in STATISTICS for number in self.statistics.get(name, NONE)]
+        return torch.tensor([*head, *numbers], dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> GradientReport:
+        """Undo `pack`.
+
+        Raises:
+            TrainingStopped: something else came.
+        """
+        numbers = data.tolist()
+        if len(numbers) != REPORT_SIZE or numbers[0] != _MAGIC:
+            raise TrainingStopped(f"a message of {len(numbers)} numbers came where a gradient report was expected")
+        _, step, version, tokens, divided_by, squared_norm, oldest, flags, partners = numbers[:9]
+        rest = numbers[_HEAD:]
+        moments = {name: (rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i, name in enumerate(STATISTICS)}
+        given = {name: found for name, found in moments.items() if found != NONE}
+        return cls(
+            int(step),
+            int(version),
+            tokens,
+            squared_norm,
+            divided_by,
+            int(oldest),
+            Flag(int(flags)),
+            int(partners),
+            given,
+        )
+
+
+class Verdict(IntEnum):
+    """What is done with all of the gradients that were decided on together."""
+
+    APPLY = 0
+    SKIP = 1
+    STOP = 2
+
+
+class Reason(IntEnum):
+    """Why."""
+
+    FINE = 0
+    OVERFLOW = 1
+    NOT_FINITE = 2
+    NO_TOKENS = 3
+    SPIKE = 4
+    STALE = 5
+    OUT_OF_STEP = 6
+    OTHER_VERSION = 7
+    ISLANDS_DIFFER = 8
+    TOO_MANY_SKIPS = 9
+    LOST = 10
+
+
+REASONS = {
+    Reason.FINE: "nothing is wrong",
+    Reason.OVERFLOW: "loss scaling found a gradient out of float16's range",
+    Reason.NOT_FINITE: "its loss or gradient is not finite",
+    Reason.NO_TOKENS: "there are no tokens to train on",
+    Reason.SPIKE: "its gradient norm is above the limit for a step",
+    Reason.STALE: "its oldest sample is of weights older than max_staleness allows",
+    Reason.OUT_OF_STEP: "it is at another update than the run",
+    Reason.OTHER_VERSION: "its gradient was taken at another version of the weights than the run's",
+    Reason.ISLANDS_DIFFER: "its islands have gradients of different norms",
+    Reason.TOO_MANY_SKIPS: "too many updates in a row were skipped",
+    Reason.LOST: "no report came from it",
+}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one role (or island) is told.
+
+    Attributes:
+        step: of the update that it is about.
+        seat: number of the role or island at fault; -1: none.
+        version: of the weights after it.
+        scale: what the gradient is multiplied by, so that its loss is the mean over all tokens of all islands.
+        clip: what it is then multiplied by, so that its norm is at most the limit; 1 where it is.
+        norm: of the role's gradient after scaling, before clipping.
+        learning_rate: of this update; NaN where the role steps its own schedule.
+        schedule_step: updates that the role's schedule has taken before this one.
+        leave: the run saves and ends after this update.
+    """
+
+    step: int
+    verdict: Verdict
+    reason: Reason = Reason.FINE
+    seat: int = -1
+    version: int = 0
+    scale: float = 1.0
+    clip: float = 1.0
+    norm: float = 0.0
+    learning_rate: float = math.nan
+    schedule_step: int = 0
+    leave: bool = False
+
+    @property
+    def applies(self) -> bool:
+        return self.verdict is Verdict.APPLY
+
+    def pack(self) -> Tensor:
+        """[DECISION_SIZE] float64."""
+        numbers = [_MAGIC, self.step, self.verdict, self.reason, self.seat, self.version, self.scale, self.clip]
+        numbers += [self.norm, self.learning_rate, self.schedule_step, self.leave]
+        return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> Decision:
+        """Undo `pack`.
+
+        Raises:
+            TrainingStopped: something else came.
+        """
+        numbers = data.tolist()
+        if len(numbers) != DECISION_SIZE or numbers[0] != _MAGIC:
+            raise TrainingStopped(f"a message of {len(numbers)} numbers came where a decision was expected")
+        _, step, verdict, reason, seat, version, scale, clip, norm, rate, schedule_step, leave = numbers
+        return cls(
+            int(step),
+            Verdict(int(verdict)),
+            Reason(int(reason)),
+            int(seat),
+            int(version),
+            scale,
+            clip,
+            norm,
+            rate,
+            int(schedule_step),
+            bool(leave),
+        )

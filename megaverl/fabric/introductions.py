@@ -1,0 +1,142 @@
+"""Before any group is made: every rank says who it is, and all hear whether they fit together."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.placement import Node, ranks_text
+
+# How much longer the others wait for the first rank's verdict than it waits for them.
+GRACE = timedelta(seconds=10)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself.
+
+    Attributes:
+        node: name of its node.
+        claims: roles that the node's command line named.
+        agreed: what must be the same everywhere, by name: sections of the configuration (or their digests), versions.
+    """
+
+    node: str = field(default_factory=socket.gethostname)
+    claims: tuple[str, ...] = ()
+    agreed: Mapping[str, str] = field(default_factory=dict)
+    process: int = field(default_factory=os.getpid)
+
+
+def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, str]:
+    """What `Facts.agreed` wants: a digest of every section of the configuration, and versions as they are.
+
+    Args:
+        sections: name -> plain values (`Config.to_dict()`).
+        versions: name -> version; "torch", "megatron-core", "megaverl", ...
+    """
+
+    def digest(value: Any) -> str:
+        return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()
+
+    found = {f"configuration section `{name}`": digest(value) for name, value in sections.items()}
+    return found | {f"version of {name}": version for name, version in versions.items()}
+
+
+def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: timedelta) -> tuple[Node, ...]:
+    """Say who this rank is; returns the job's nodes in the order of their ranks. Every rank takes part.
+
+    Raises:
+        ConfigError: nodes that differ in what must be the same, or whose ranks are not neighbours; every difference.
+        TrainingStopped: ranks that did not come in time, or a rank that is there twice; by number, on every rank.
+    """
+    if (times := store.add(f"introductions/here/{rank}", 1)) > 1:
+        who = json.loads(store.get(f"introductions/facts/{rank}"))
+        raise TrainingStopped(
+            f"rank {rank} is there {times} times: process {who['process']} on {who['node']} came first, and this is "
+            f"process {facts.process} on {facts.node}. Another job uses this rendezvous: end it, or give this one an "
+            "address, a port and an id of its own."
+        )
+    store.set(f"introductions/facts/{rank}", json.dumps(asdict(facts)))
+    if store.add("introductions/count", 1) == size:
+        store.set("introductions/complete", "")
+    if rank == 0:
+        store.set("introductions/verdict", json.dumps(_verdict(store, size, timeout)))
+    try:
+        store.wait(["introductions/verdict"], timeout + GRACE)
+    except dist.DistError as error:
+        raise TrainingStopped(
+            f"rank 0 did not come within {timeout.total_seconds():g} s (run.timeout_minutes); rank {rank} on "
+            f"{facts.node} has waited. Look at the node with rank 0."
+        ) from error
+    verdict = json.loads(store.get("introductions/verdict"))
+    if verdict["missing"]:
+        raise TrainingStopped(verdict["missing"])
+    if verdict["mistakes"]:
+        raise ConfigError("\n".join(verdict["mistakes"]))
+    return tuple(Node(name, count, tuple(claims)) for name, count, claims in verdict["nodes"])
+
+
+def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
+    """What the first rank finds: nodes, or what is wrong."""
+    try:
+        store.wait(["introductions/complete"], timeout)
+    except dist.DistError:
+        here = [rank for rank in range(size) if store.check([f"introductions/facts/{rank}"])]
+        missing = sorted(set(range(size)) - set(here))
+        nodes = sorted({json.loads(store.get(f"introductions/facts/{rank}"))["node"] for rank in here})
+        text = (
+            f"ranks {ranks_text(missing)} of {size} did not come within {timeout.total_seconds():g} s "
+            f"(run.timeout_minutes); there are ranks {ranks_text(here)} on {', '.join(nodes)}. Look at the node that "
+            "is missing, or start the job with fewer."
+        )
+        return {"missing": text, "mistakes": [], "nodes": []}
+    found = [json.loads(data) for data in store.multi_get([f"introductions/facts/{rank}" for rank in range(size)])]
+    nodes, mistakes = _nodes(found)
+    return {"missing": "", "mistakes": [*mistakes, *_differences(found)], "nodes": nodes}
+
+
+def _nodes(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str]]], list[str]]:
+    """(name, ranks, claims) of every node, and what is wrong with them."""
+    nodes: list[tuple[str, int, list[str]]] = []
+    mistakes = []
+    for rank, facts in enumerate(found):
+        name, claims = facts["node"], list(facts["claims"])
+        if nodes and nodes[-1][0] == name:
+            if claims != nodes[-1][2]:
+                mistakes.append(f"node {name}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}.")
+            nodes[-1] = (name, nodes[-1][1] + 1, nodes[-1][2])
+        elif any(name == other[0] for other in nodes):
+            mistakes.append(
+                f"node {name}: rank {rank} is on it, and so are earlier ranks, with another node's between them. Names "
+                "of nodes must differ, and a node's ranks be neighbours."
+            )
+        else:
+            nodes.append((name, 1, claims))
+    return nodes, mistakes
+
+
+def _differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Every name of `agreed` in which ranks differ from the first one."""
+    first = found[0]["agreed"]
+    mistakes = []
+    for name in sorted({name for facts in found for name in facts["agreed"]}):
+        others: dict[str | None, list[int]] = {}
+        for rank, facts in enumerate(found):
+            others.setdefault(facts["agreed"].get(name), []).append(rank)
+        for value, ranks in others.items():
+            if value != first.get(name):
+                on = ", ".join(dict.fromkeys(found[rank]["node"] for rank in ranks))
+                mistakes.append(
+                    f"{name} differs: {value} on ranks {ranks_text(ranks)} ({on}), {first.get(name)} on rank 0 "
+                    f"({found[0]['node']}). All nodes need the same."
+                )
+    return mistakes

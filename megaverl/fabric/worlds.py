@@ -1,0 +1,159 @@
+"""Every world its own default process group, and a fabric that joins them all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megaverl.errors import TrainingStopped
+from megaverl.placement import ResolvedPlacement, World
+from megaverl.platform import platform
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """This rank's place in the job, and the groups that reach every rank of it.
+
+    torch's default group is this rank's world, so Megatron and vLLM see nothing of the others. `group` and `control`
+    can be given to any function of torch.distributed; their ranks are those of the job. torch's notion of a global
+    rank means nothing in them: address peers by `group_src`, `group_dst` or `group_peer`.
+
+    Attributes:
+        rank: in the job.
+        world: that this rank belongs to.
+        group: all ranks, on the platform's backend: batches and weights.
+        control: all ranks, gloo on CPU tensors: reports and decisions, which must not wait for a device.
+        store: the job's.
+        timeout: of everything in these groups.
+    """
+
+    placement: ResolvedPlacement
+    rank: int
+    world: World
+    group: dist.ProcessGroup
+    control: dist.ProcessGroup
+    store: dist.Store
+    timeout: timedelta
+
+    @property
+    def world_rank(self) -> int:
+        """This rank's number in its world."""
+        return self.world.ranks.index(self.rank)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What this rank is."""
+        return self.placement.roles_of(self.rank)
+
+    def has(self, role: str) -> bool:
+        """Whether this rank is one of the role's."""
+        return role in self.roles
+
+    def describe(self, rank: int) -> str:
+        """A rank of the job for a message: "rank 3 (critic, node b)"."""
+        placement = self.placement
+        return f"rank {rank} ({'+'.join(placement.roles_of(rank))}, {placement.nodes[placement.node_of(rank)].name})"
+
+
+def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store of the torchrun job that this process belongs to, its rank and the number of ranks.
+
+    Raises:
+        TrainingStopped: the store cannot be reached, or its port is taken.
+    """
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    except (dist.DistError, OSError, ValueError) as error:
+        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error)
+        cause = "the port is taken: choose another --master-port" if taken else "is the first node up, and reachable?"
+        raise TrainingStopped(f"no store at {address}: {cause} ({str(error).splitlines()[0][:200]})") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megaverl/job/{attempt}", store), rank, size
+
+
+def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> Fabric:
+    """Make this rank's world torch's default group, and the groups that join all; every rank of the job takes part.
+
+    RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set to the world's, as the libraries in it read them; LOCAL_RANK, which
+    names the device, stays.
+
+    Args:
+        store: the job's (`job_store`).
+        rank: in the job.
+
+    Raises:
+        TrainingStopped: not every rank came in time.
+    """
+    world = placement.world_of(rank)
+    own = world.ranks.index(rank)
+    here = placement.node_of(rank)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(own), str(world.size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(sum(placement.node_of(other) == here for other in world.ranks))
+    with_deadline(
+        f"the world {world.name}",
+        timeout,
+        lambda: dist.init_process_group(
+            platform.backend,
+            store=dist.PrefixStore(f"world/{world.name}", store),
+            rank=own,
+            world_size=world.size,
+            timeout=timeout,
+        ),
+    )
+    ranks = (rank, placement.size, own)
+    group = default_group()
+    if not placement.is_colocated:
+        group = with_deadline("the fabric", timeout, lambda: _joined(platform.backend, "fabric", store, ranks, timeout))
+    control = with_deadline("the control group", timeout, lambda: _joined("gloo", "control", store, ranks, timeout))
+    return Fabric(placement, rank, world, group, control, store, timeout)
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group: this rank's world."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def with_deadline(what: str, timeout: timedelta, make: Callable[[], Any]) -> Any:
+    """`make()`; what torch says of a rank that did not come becomes one of this project's errors."""
+    try:
+        return make()
+    except (dist.DistError, RuntimeError) as error:
+        raise TrainingStopped(
+            f"{what} did not come together within {timeout.total_seconds():g} s (run.timeout_minutes): "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
+
+
+def _joined(
+    backend: str, name: str, store: dist.Store, ranks: tuple[int, int, int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group of all ranks of the job, beside the default group of this rank's world.
+
+    torch makes groups only of ranks of the default group. This is its own constructor of those, given another store;
+    what it then looks up in its books, the number of each member in the default group, is a name that no other rank
+    sees: this rank's is its number there, so that `dist.get_rank(group)` is right, and the others' are any that differ.
+    """
+    rank, size, own = ranks
+    name_of_group: Any = f"megaverl_{name}"  # a type of its own in newer versions of torch
+    group, _ = distributed_c10d._new_process_group_helper(
+        size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
+    )
+    names = list(range(size))
+    names[rank], names[own] = own, rank
+    distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
+    # The first use needs all ranks (NCCL), and shows that they reach each other.
+    device = platform.device if backend == platform.backend else torch.device("cpu")
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total, group=group)
+    assert int(total) == size
+    return group

@@ -1,0 +1,194 @@
+"""Log-probabilities and entropies over a vocabulary that is cut over a group, a few tokens at a time.
+
+Logits are the largest tensors of a step. So nothing of their size is made beside them but their gradient: the forward
+pass keeps three numbers per token and refers to the logits, and the backward pass computes probabilities anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# Elements of the logits that are worked on at once: a 128th of them, within these bounds. Each intermediate result is
+# then 1 to 16 MiB of float32, and three of them are a twentieth of 16-bit logits.
+SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 18, 1 << 22
+# In place of -inf, so that differences and products with 0 stay numbers: e^-10000 is 0 in float32.
+LOWEST, NEGLIGIBLE = -1e30, -1e4
+
+
+class _Shard(NamedTuple):
+    """This rank's columns. first: the token id of column 0. valid: columns before it are no padding."""
+
+    first: int
+    valid: int
+    group: dist.ProcessGroup | None
+
+    @staticmethod
+    def of(width: int, vocab_size: int, group: dist.ProcessGroup | None) -> _Shard:
+        sharded = group is not None and dist.get_world_size(group) > 1
+        first = dist.get_rank(group) * width if sharded else 0
+        return _Shard(first, min(max(vocab_size - first, 0), width), group if sharded else None)
+
+    def all_reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, op=op, group=self.group)
+        return values
+
+
+def _chunks(flat: torch.Tensor, index: torch.Tensor | None, valid: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(which of the n tokens, their logits [m, valid] in the dtype of `flat`), over all n tokens."""
+    count = len(flat) if index is None else len(index)
+    width = max(flat.shape[1], 1)
+    step = max(1, min(max(count // 128, SMALLEST_CHUNK // width), LARGEST_CHUNK // width))
+    for start in range(0, count, step):
+        part = slice(start, min(start + step, count))
+        rows = flat[part] if index is None else flat.index_select(0, index[part])
+        yield part, rows[:, :valid]
+
+
+def _scaled(rows: torch.Tensor, temperature: float) -> torch.Tensor:
+    """A float32 copy of the rows, over the temperature."""
+    return rows.to(torch.float32, copy=True).div_(temperature)
+
+
+class _Sums(NamedTuple):
+    """[n] each, over the whole vocabulary, of z = logits / temperature and p = softmax(z)."""
+
+    log_total: torch.Tensor  # log sum e^z
+    at_target: torch.Tensor  # z of the target
+    mean: torch.Tensor  # sum p z, 0 unless asked for
+    squares: torch.Tensor  # sum p^2, 0 unless asked for
+
+
+def _sums(
+    flat: torch.Tensor,
+    index: torch.Tensor | None,
+    targets: torch.Tensor,
+    shard: _Shard,
+    temperature: float,
+    *,
+    with_mean: bool = False,
+    with_squares: bool = False,
+) -> _Sums:
+    """One pass over the logits; every rank of the group takes part with its columns."""
+    count = len(targets)
+    top = torch.full((count,), LOWEST, device=flat.device)
+    sums = torch.zeros(4, count, device=flat.device)  # of e^(z - top), (z - top) e^(z - top), its square; the target
+    local = targets - shard.first
+    here = (local >= 0) & (local < shard.valid)
+    if shard.valid:
+        local = local.clamp(0, shard.valid - 1)
+        for part, rows in _chunks(flat, index, shard.valid):
+            z = _scaled(rows, temperature)
+            sums[3, part] = z.gather(1, local[part, None])[:, 0].masked_fill_(~here[part], 0.0)
+            top[part] = z.amax(dim=-1).clamp_(min=LOWEST)
+            e = z.sub_(top[part, None]).clamp_(min=NEGLIGIBLE).exp()
+            sums[0, part] = e.sum(dim=-1)
+            if with_mean:
+                sums[1, part] = z.mul_(e).sum(dim=-1)
+            if with_squares:
+                sums[2, part] = e.square_().sum(dim=-1)
+    # from sums relative to this shard's largest logit to sums relative to the vocabulary's
+    whole_top = shard.all_reduce(top.clone(), dist.ReduceOp.MAX)
+    gap = top - whole_top
+    sums[1] += gap * sums[0]
+    sums[:2] *= gap.exp()
+    sums[2] *= (2 * gap).exp()
+    total, weighted, squares, at_target = shard.all_reduce(sums, dist.ReduceOp.SUM)
+    mean = whole_top + weighted / total if with_mean else weighted
+    return _Sums(total.log() + whole_top, at_target, mean, squares / total.square())
+
+
+class _LogProbs(torch.autograd.Function):
+    """log p(target) and entropy of p = softmax(z): d log p_t / dz = onehot_t - p, and dH / dz = -p (log p + H)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        index: torch.Tensor | None,
+        shard: _Shard,
+        temperature: float,
+        with_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        flat = logits.reshape(-1, logits.shape[-1])
+        sums = _sums(flat, index, targets, shard, temperature, with_mean=with_entropy)
+        entropy = sums.log_total - sums.mean if with_entropy else sums.mean
+        ctx.save_for_backward(logits, targets, index, sums.log_total, entropy)
+        ctx.options = shard, temperature, with_entropy
+        return sums.at_target - sums.log_total, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
+        grad_log_probs, grad_entropy = grads
+        logits, targets, index, log_total, entropy = ctx.saved_tensors
+        shard, temperature, with_entropy = ctx.options
+        result = torch.zeros_like(logits, memory_format=torch.contiguous_format)
+        flat, out = logits.reshape(-1, logits.shape[-1]), result.view(-1, logits.shape[-1])[:, : shard.valid]
+        local = targets - shard.first
+        here = (local >= 0) & (local < shard.valid)
+        local = local.clamp(0, max(shard.valid - 1, 0))
+        for part, rows in _chunks(flat, index, shard.valid) if shard.valid else ():
+            log_p = _scaled(rows, temperature).sub_(log_total[part, None]).clamp_(min=NEGLIGIBLE)
+            p = log_p.exp()
+            by_log_prob = grad_log_probs[part, None]
+            if with_entropy:
+                grad = log_p.add_(entropy[part, None]).mul_(-grad_entropy[part, None]).sub_(by_log_prob).mul_(p)
+            else:
+                grad = p.mul_(-by_log_prob)
+            grad.scatter_add_(1, local[part, None], by_log_prob * here[part, None])
+            grad = grad.div_(temperature).to(out.dtype)
+            if index is None:
+                out[part] = grad
+            else:
+                out.index_copy_(0, index[part], grad)
+        return result, None, None, None, None, None
+
+
+def vocab_parallel_log_probs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    group: dist.ProcessGroup | None = None,
+    index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each target and entropy of each distribution, in float32.
+
+    Args:
+        logits: [..., padded_vocab / tp], this rank's part of the vocabulary, any floating dtype.
+        targets: [n] token ids in the whole vocabulary.
+        vocab_size: columns beyond it are padding and get probability zero.
+        temperature: logits are divided by it, as the sampler's were.
+        with_entropy: else the second result is zeros.
+        group: the ranks that share the vocabulary, in order.
+        index: [n] int64, no two the same: which rows of `logits.reshape(-1, ...)` predict the targets. None: all.
+
+    Returns:
+        (log_probs [n], entropy [n]), equal on every rank of the group.
+    """
+    shard = _Shard.of(logits.shape[-1], vocab_size, group)
+    return _LogProbs.apply(logits, targets, index, shard, temperature, with_entropy)
+
+
+@torch.no_grad()
+def vocab_parallel_squared_probs(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    index: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log_probs [n], sum over the vocabulary of p^2 [n]), float32, without a gradient; see above."""
+    shard = _Shard.of(logits.shape[-1], vocab_size, group)
+    flat = logits.reshape(-1, logits.shape[-1])
+    sums = _sums(flat, index, targets, shard, temperature, with_squares=True)
+    return sums.at_target - sums.log_total, sums.squares

@@ -1,0 +1,22 @@
+"""Which role has which ranks: pure arithmetic on a description of the job. See docs/placement.md."""
+
+from megaverl.placement.resolve import PlacementError, Problem, problems_of, resolve, smallest_world
+from megaverl.placement.resolved import Node, ResolvedPlacement, World, ranks_text
+from megaverl.placement.wanted import ROLES, Wanted, parse_claims, parse_ranks, parse_wanted
+
+__all__ = [
+    "ROLES",
+    "Node",
+    "PlacementError",
+    "Problem",
+    "ResolvedPlacement",
+    "Wanted",
+    "World",
+    "parse_claims",
+    "parse_ranks",
+    "parse_wanted",
+    "problems_of",
+    "ranks_text",
+    "resolve",
+    "smallest_world",
+]

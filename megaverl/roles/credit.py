@@ -1,0 +1,60 @@
+"""From rewards to advantages: what `algorithm` says, applied to the batch of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from megaverl.algorithms import advantage_estimators, kl_estimators, masked_mean, token_rewards, whiten
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.data.batch import RolloutBatch
+
+
+class Credit:
+    """The advantage estimator of a run, with its options.
+
+    Raises:
+        ConfigError: the configuration names no function, or options that it does not have.
+    """
+
+    def __init__(self, algorithm: AlgorithmConfig) -> None:
+        self.algorithm = algorithm
+        self.estimator = advantage_estimators.get(algorithm.advantage_name)
+        given = {"gamma": algorithm.gamma, "lam": algorithm.lam}
+        options = {name: value for name, value in given.items() if name in self.estimator.options}
+        if not algorithm.normalize_by_std and "normalize_std" in self.estimator.options:
+            options["normalize_std"] = False
+        self.options = {**options, **algorithm.advantage_options}
+        self.estimator.check_options(self.options)
+
+    def assign(
+        self, batch: RolloutBatch, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None] | None = None
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """The batch with `advantages`, and `returns` and `token_rewards` where the estimator has them.
+
+        Args:
+            batch: holds `rewards`, and whatever else the estimator reads.
+            kl_coef: of the KL penalty in the reward.
+            extra: inputs that are no field of a batch, such as `greedy_rewards` `[batch]` or `component_rewards`.
+
+        Returns: the batch, and the metrics `kl` (with a reference) and `advantage_mean`.
+        """
+        mask, metrics = batch.response_mask, {}
+        penalty = None
+        if "ref_log_probs" in batch:
+            policy = batch.tensors.get("old_log_probs", batch.rollout_log_probs)
+            kl = kl_estimators.get(self.algorithm.kl.kind).function(policy, batch.ref_log_probs)
+            metrics["kl"] = masked_mean(kl, mask)
+            penalty = kl if self.algorithm.kl.place == "reward" else None
+        if "token_rewards" in self.estimator.inputs:
+            batch = batch.with_(token_rewards=token_rewards(batch.rewards, mask, penalty, kl_coef=kl_coef))
+        if penalty is not None and "rewards" in self.estimator.inputs:
+            # It scores whole responses: the penalty is summed over the tokens before groups are compared.
+            batch = batch.with_(rewards=batch.rewards - kl_coef * (penalty * mask).sum(dim=1))
+        result = self.estimator({**batch.tensors, **(extra or {})}, **self.options)
+        metrics["advantage_mean"] = masked_mean(result.advantages, mask)
+        has_critic = "values" in self.estimator.inputs
+        whitened = has_critic and self.algorithm.normalize_advantages
+        batch = batch.with_(advantages=whiten(result.advantages, mask) if whitened else result.advantages)
+        return (batch if result.returns is None else batch.with_(returns=result.returns)), metrics

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaverl.algorithms import keep_groups
+from tests.algorithms.strategies import PROPERTY
+
+
+def test_by_hand():
+    #         a mixed group, one all right, one all wrong, a mixed one; the groups' samples are not side by side
+    groups = torch.tensor([4, 2, 4, 2, 9, 9, 1, 1])
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0])
+    kept = keep_groups(scores, groups, wanted=3)
+    assert kept.rows.tolist() == [0, 2, 6, 7] and (kept.missing, kept.silent) == (1, 2)
+    filled = keep_groups(scores, groups, wanted=3, last_round=True)
+    assert filled.rows.tolist() == [0, 1, 2, 3, 6, 7] and filled.missing == 0
+    assert keep_groups(scores, groups, wanted=1).rows.tolist() == [0, 2]
+    assert keep_groups(scores, groups, wanted=9, last_round=True).missing == 5
+    assert keep_groups(scores.bool(), groups, wanted=3).rows.tolist() == [0, 2, 6, 7]
+
+
+def test_nothing_and_single_samples():
+    nothing = torch.zeros(0)
+    assert keep_groups(nothing, nothing.long(), wanted=2).missing == 2
+    alone = keep_groups(torch.tensor([0.0, 1.0]), torch.tensor([0, 1]), wanted=2)
+    assert len(alone.rows) == 0 and (alone.missing, alone.silent) == (2, 2)
+
+
+@settings(PROPERTY, max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=20), st.integers(1, 5))
+def test_the_first_groups_that_differ_are_kept_whole(samples: list[tuple[int, bool]], wanted: int):
+    groups, right = [g for g, _ in samples], [r for _, r in samples]
+    mixed = [g for g in dict.fromkeys(groups) if len({r for h, r in samples if h == g}) == 2]
+    kept = keep_groups(torch.tensor(right), torch.tensor(groups), wanted=wanted)
+    assert kept.rows.tolist() == [i for i, g in enumerate(groups) if g in mixed[:wanted]]
+    assert kept.missing == wanted - len(mixed[:wanted])
+    assert kept.silent == len(set(groups)) - len(mixed)
+    filled = keep_groups(torch.tensor(right), torch.tensor(groups), wanted=wanted, last_round=True)
+    assert len({groups[i] for i in filled.rows.tolist()}) == min(wanted, len(set(groups)))
+    assert set(kept.rows.tolist()) <= set(filled.rows.tolist())

@@ -1,0 +1,180 @@
+"""`algorithm`: names that are read from the source without torch, options, and combinations that are refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from megaverl import algorithms
+from megaverl.algorithms import registry
+from megaverl.config.algorithm_checks import ESTIMATOR_INPUTS
+from megaverl.config.presets import PRESETS, AlgorithmName
+from megaverl.config.registered import of_the_users_own, registered
+
+REGISTRIES = (
+    "advantage_estimators",
+    "policy_losses",
+    "aggregations",
+    "corrections",
+    "token_selectors",
+    "kl_estimators",
+    "preference_losses",
+)
+
+
+@pytest.mark.parametrize("name", REGISTRIES)
+def test_what_the_source_says_is_what_is_registered(name):
+    live: registry.Registry = getattr(algorithms, name)
+    read = registered(name)
+    assert set(read) == set(live)
+    for entry in (live.get(key) for key in live):
+        found = read[entry.name]
+        assert (found.inputs, found.optional_inputs) == (entry.inputs, entry.optional_inputs), entry.name
+        assert list(found.options) == list(entry.options)
+
+
+def test_reading_the_source_loads_no_torch():
+    code = "import sys; from megaverl.config import Config; Config().uses_critic; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
+
+
+def test_presets_are_names_that_exist():
+    assert set(PRESETS) == set(get_args(AlgorithmName))
+    for preset in PRESETS.values():
+        assert preset.advantage in registered("advantage_estimators")
+        assert preset.policy_loss in registered("policy_losses")
+        assert preset.aggregation in registered("aggregations")
+        assert set(preset.loss_options) <= set(registered("policy_losses")[preset.policy_loss].options)
+
+
+def test_every_estimator_that_a_step_can_feed_has_a_preset():
+    feedable = {
+        name for name, f in registered("advantage_estimators").items() if set(f.inputs) <= set(ESTIMATOR_INPUTS)
+    }
+    assert feedable == {preset.advantage for preset in PRESETS.values()} & feedable
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_needs_nothing_but_what_is_said(load, mistakes, name):
+    needs = {
+        "dr_grpo": ["algorithm.loss_length=256"],
+        "pass_at_k": ["algorithm.advantage_options.k=2"],
+    }
+    config = load(f"algorithm={{name: {name}, group_size: 4}}", *needs.get(name, []))
+    assert config.uses_critic == (name == "ppo")
+    assert config.uses_reference == (name == "distillation")
+    if name in needs:
+        assert set(mistakes(f"algorithm={{name: {name}, group_size: 4}}")) == {needs[name][0].split("=")[0]}
+
+
+def test_parts_are_set_one_by_one(load):
+    config = load(
+        "algorithm={name: grpo, group_size: 2, advantage: rloo, policy_loss: sapo, loss_aggregation: token_sum}"
+    )
+    algorithm = config.algorithm
+    assert (algorithm.advantage_name, algorithm.policy_loss_name) == ("rloo", "sapo")
+    assert algorithm.aggregation_name == "token_sum"
+    assert load("algorithm={name: grpo, group_size: 2, advantage: gae}").uses_critic
+
+
+G = "algorithm.group_size=4"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["algorithm.name=gsop"], "algorithm.name", "Did you mean `gspo`?"),
+        (["algorithm.advantage=grop", G], "algorithm.advantage", "Did you mean `grpo`?"),
+        (["algorithm.policy_loss=ppo-clip"], "algorithm.policy_loss", "Did you mean `ppo_clip`?"),
+        (["algorithm.loss_aggregation=token_maen"], "algorithm.loss_aggregation", "Did you mean `token_mean`?"),
+        (["algorithm.correction.kind=tis"], "algorithm.correction.kind", "known: geometric_mask"),
+        (["algorithm.advantage=rloo"], "algorithm.group_size", "rloo compares the responses of a group"),
+        (["algorithm.name=gdpo"], "algorithm.group_size", "found 1; gdpo compares"),
+        (["algorithm.name=grpo", G, "algorithm.value_loss_coef=0.5"], "algorithm.value_loss_coef", "no critic"),
+        (["algorithm.name=grpo", G, "algorithm.critic_warmup_steps=3"], "algorithm.critic_warmup_steps", "no critic"),
+        (["algorithm.name=rloo", G, "algorithm.value_clip_range=null"], "algorithm.value_clip_range", "no critic"),
+        (["algorithm.advantage=turn_grpo", G], "algorithm.advantage", "reads turn_ids; a training step has none"),
+        (["algorithm.advantage=prime", G], "algorithm.advantage", "reads implicit_rewards"),
+        (
+            ["algorithm.name=gdpo", G, "algorithm.kl={in: reward, coef: 0.1}"],
+            "algorithm.kl.in",
+            "gdpo reads neither rewards nor token_rewards",
+        ),
+        (["algorithm.clip_range=0.2", "algorithm.policy_loss=sapo"], "algorithm.clip_range", "sapo has no clip_low"),
+        (["algorithm.policy_loss_options.fraction=0.1"], "algorithm.policy_loss_options.fraction", "no such option"),
+        (
+            ["algorithm.name=kl_cov", G, "algorithm.policy_loss_options.fracton=0.1"],
+            "algorithm.policy_loss_options.fracton",
+            "Did you mean `fraction`?",
+        ),
+        (
+            ["algorithm.name=sapo", G, "algorithm.policy_loss_options.tau_negative=high"],
+            "algorithm.policy_loss_options.tau_negative",
+            "found 'high'; expected float",
+        ),
+        (["algorithm.name=gpg", G, "algorithm.advantage_options.k=2"], "algorithm.advantage_options.k", "no such"),
+        (
+            ["algorithm.name=pass_at_k", G, "algorithm.advantage_options.k=8"],
+            "algorithm.advantage_options.k",
+            "algorithm.group_size=4",
+        ),
+        (["algorithm.loss_aggregation=fixed_length"], "algorithm.loss_length", "loss_length: 256"),
+        (["algorithm.correction.high=2.0"], "algorithm.correction.high", "kind is none"),
+        (
+            ["algorithm.correction={kind: token_truncate, low: 0.5}"],
+            "algorithm.correction.low",
+            "token_truncate has no such limit",
+        ),
+        (
+            ["algorithm.name=dppo_tv", G, "algorithm.correction.kind=token_mask"],
+            "algorithm.correction.kind",
+            "is to the engine's policy already",
+        ),
+        (["algorithm.kl.straight_through=true"], "algorithm.kl.straight_through", "has none"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(mistakes, overrides, key, said):
+    found = mistakes(*overrides)
+    assert said in found[key]
+    assert set(found) == {key}
+
+
+def test_remax_needs_an_engine_for_its_greedy_rollout(mistakes, tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    found = mistakes("algorithm.name=remax", f"trainer.replay_rollouts={tmp_path / 'rollouts'}")
+    assert "whose baseline is a greedy rollout" in found["algorithm.advantage"]
+
+
+def test_k1_in_a_loss_with_its_gradient_from_k2(load):
+    assert load("algorithm.kl={in: loss, coef: 0.1, kind: k1, straight_through: true}").uses_reference
+
+
+def test_functions_of_the_users_own(load, mistakes, tmp_path, monkeypatch):
+    (tmp_path / "my_algorithms_for_test.py").write_text(
+        "from elsewhere import made\n"
+        "raise RuntimeError('not imported by a check')\n"
+        "def credit(rewards, values, response_mask, *, strength: float = 1.0): ...\n"
+        "def odd(rewards, weather): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = "algorithm.advantage=my_algorithms_for_test"
+    assert load(f"{own}:credit", "algorithm.advantage_options.strength=2.0").uses_critic
+    assert not load(f"{own}:made", "algorithm.advantage_options={}").uses_critic  # nobody can tell
+    assert of_the_users_own("my_algorithms_for_test:made") is None
+    assert "expected float" in mistakes(f"{own}:credit", "algorithm.advantage_options.strength=x").popitem()[1]
+    assert "reads weather" in mistakes(f"{own}:odd")["algorithm.advantage"]
+    assert "has no function 'creidt'" in mistakes(f"{own}:creidt")["algorithm.advantage"]
+    assert "is not found" in mistakes("algorithm.policy_loss=no_such_module_for_test:f")["algorithm.policy_loss"]
+
+
+def test_a_resolved_configuration_is_read_again(load, tmp_path):
+    from megaverl.config import load_config
+
+    for name in ("ppo", "gspo", "dppo_kl"):
+        config = load(f"algorithm={{name: {name}, group_size: 4}}")
+        (tmp_path / "resolved.yaml").write_text(config.to_yaml())
+        assert load_config(tmp_path / "resolved.yaml") == config

@@ -1,0 +1,7 @@
+"""The process that forks ranks, as in tests/fabric."""
+
+from __future__ import annotations
+
+from tests.fabric.conftest import forks
+
+__all__ = ["forks"]

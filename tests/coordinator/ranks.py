@@ -1,0 +1,174 @@
+"""What the ranks do in tests/coordinator: actor on 0-1, critic on 2, coordinator on 3, where nothing else is said."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.coordinator import Coordinator, GradientReport, Liveness, Patience, Rules, Seat
+from megaverl.coordinator.committer import CoordinatorCommits
+from megaverl.coordinator.island_exchange import IslandMember, serve_join
+from megaverl.coordinator.islands import joined_gradient
+from megaverl.errors import CheckpointError, TrainingStopped
+from megaverl.fabric import Fabric, job_store, join
+from megaverl.placement import parse_wanted, resolve
+from tests.fabric.ranks import start
+
+ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}
+
+
+def make(timeout: float = 30.0) -> tuple[Fabric, Coordinator, Liveness]:
+    fabric = start({**ROLES, "rollout": "actor"})
+    fabric = replace(fabric, timeout=timedelta(seconds=timeout))
+    patience = Patience(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
+    liveness = Liveness(fabric.store, fabric.rank, 4, coordinator=3, patience=patience, name=fabric.describe)
+    seats = (Seat("actor", 0), Seat("critic", 2))
+    rules = Rules(max_norm={"actor": 1.0}, max_staleness=1)
+    schedules = {"critic": lambda n: 0.5**n}
+    return fabric, Coordinator(fabric, seats, rules, schedules=schedules, liveness=liveness), liveness
+
+
+def role_of(fabric: Fabric) -> str:
+    return {0: "actor", 1: "actor", 2: "critic"}.get(fabric.rank, "")
+
+
+def good(step: int, **changes: Any) -> GradientReport:
+    return GradientReport(step, step, tokens=8.0, squared_norm=16.0, divided_by=8.0, **changes)
+
+
+def rounds(num: int) -> dict[str, Any]:
+    """Decisions together and apart, then many for the clock, then a NaN of the critic's."""
+    fabric, coordinator, liveness = make()
+    role, seen, stopped = role_of(fabric), [], ""
+    other = {"actor": "critic", "critic": "actor"}.get(role, "")
+    committed = commit_things(fabric)
+    if role:
+        together = coordinator.decide(role, good(0), [other])
+        apart = coordinator.decide(role, replace(good(1), oldest=-1 if role == "critic" else None))
+        for decision in (together, apart):
+            seen.append([decision.verdict, decision.reason, decision.version, decision.clip, decision.learning_rate])
+        begin = coordinator.bytes_sent + coordinator.bytes_received
+        start_time = time.perf_counter()
+        for step in range(2, 2 + num):
+            version = step if role == "actor" else step - 1  # one of the critic's was skipped
+            coordinator.decide(role, replace(good(step), version=version), [other])
+        seconds = (time.perf_counter() - start_time) / num
+        num_bytes = (coordinator.bytes_sent + coordinator.bytes_received - begin) / num
+        try:
+            step = 2 + num
+            bad = replace(good(step), squared_norm=math.nan, version=step - 1)
+            coordinator.decide(role, bad if role == "critic" else good(step), [other])
+        except TrainingStopped as error:
+            stopped = str(error)
+    else:
+        seconds = num_bytes = 0.0
+    try:
+        coordinator.close()
+    except TrainingStopped as error:
+        stopped = str(error)
+    progress = coordinator.progress.to_dict() if fabric.rank == 3 else None
+    dist.barrier(fabric.control)
+    liveness.leave()
+    return {
+        "seen": seen,
+        "seconds": seconds,
+        "bytes": num_bytes,
+        "stopped": stopped,
+        "progress": progress,
+        "committed": committed,
+    }
+
+
+def commit_things(fabric: Fabric) -> list[Any]:
+    """The protocol of the checkpoint store, with the coordinator as the one that commits."""
+    commits = CoordinatorCommits(fabric)
+    collected = commits.collect({"rank": fabric.rank})
+    answer = commits.decide(lambda: {"by": fabric.rank})
+
+    def fail() -> None:
+        raise CheckpointError("the disk is full")
+
+    try:
+        commits.decide(fail)
+        error = ""
+    except CheckpointError as caught:
+        error = str(caught)
+    return [commits.decides, collected, answer, error]
+
+
+def lost(rank: int, how: str) -> str:
+    """`rank` is lost in its third update; the others say what they hear, unless they are ended."""
+    fabric, coordinator, liveness = make(timeout=3.0)
+    role = role_of(fabric)
+    other = {"actor": "critic", "critic": "actor"}.get(role, "")
+    try:
+        for step in range(5 if role else 0):
+            liveness.note(f"{role}_update")
+            if step == 2 and fabric.rank == rank:
+                vanish(how)
+            dist.all_reduce(torch.ones(1))
+            coordinator.decide(role, good(step), [other])
+            liveness.note("waiting for the next step")
+        if fabric.rank == rank:
+            vanish(how)
+        coordinator.close()
+    except TrainingStopped as error:
+        return str(error)
+    except RuntimeError as error:  # a collective's, as the trainer would see it
+        return str(liveness.explain(error))
+    return "nothing happened"
+
+
+def vanish(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    while True:
+        time.sleep(0.01)  # busy, as far as anybody can see
+
+
+def islands_join() -> dict[str, Any]:
+    """Three islands of one rank each, and the coordinator on rank 3."""
+    deadline = timedelta(seconds=30)
+    store, rank, size = job_store(deadline)
+    wanted = {"actor": parse_wanted("0-2"), "coordinator": parse_wanted(3)}
+    grids: dict[str, Any] = {"actor": None, "rollout": None, "reward": None}
+    fabric = join(resolve(wanted, size, grids, islands=3), store, rank, deadline)
+    if rank == 3:
+        serve_join(fabric)
+        serve_join(fabric)
+        try:
+            serve_join(fabric)
+        except TrainingStopped as error:
+            return {"joins": 3, "refused": str(error)}
+    gradients = [make_gradients(island) for island in range(3)]
+    tokens = [3.0, 1.0, 8.0]
+    expected = {
+        name: joined_gradient([one[name] for one in gradients], tokens, [3.0, 1.0, 1.0]) for name in gradients[0]
+    }
+    errors, digest, total = [], 0.0, 0.0
+    for compress in (False, True):
+        member = IslandMember(fabric, compress=compress, bucket=64)
+        mine = {name: tensor.clone() for name, tensor in gradients[rank].items()}
+        total = member.join(mine, tokens=tokens[rank], divided_by=[3.0, 1.0, 1.0][rank])
+        errors.append(max(float((mine[name] - expected[name]).abs().max()) for name in mine))
+        digest = float(sum(tensor.double().sum() for tensor in mine.values()))
+    try:
+        IslandMember(fabric, bucket=64).join({"w": torch.zeros(4 + (rank == 2))}, tokens=1.0, divided_by=1.0)
+        refused = ""
+    except TrainingStopped as error:
+        refused = "islands differ" if "islands differ" in str(error) else str(error)
+    return {"error": errors[0], "compressed": errors[1], "digest": digest, "tokens": total, "refused": refused}
+
+
+def make_gradients(island: int) -> dict[str, torch.Tensor]:
+    """The same shapes for all, more than a bucket holds."""
+    generator = torch.Generator().manual_seed(island)
+    return {"w": torch.randn(9, 11, generator=generator), "b": torch.randn(70, generator=generator), "s": torch.ones(1)}

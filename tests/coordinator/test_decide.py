@@ -1,0 +1,151 @@
+"""Every rule of the decision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaverl.coordinator.decide import Progress, Rules, Seat, decide
+from megaverl.coordinator.reports import (
+    DECISION_SIZE,
+    REPORT_SIZE,
+    STATISTICS,
+    Decision,
+    Flag,
+    GradientReport,
+    Reason,
+    Verdict,
+)
+from megaverl.errors import TrainingStopped
+
+SEATS = (Seat("actor", 0), Seat("critic", 4), Seat("actor", 2, 1))
+GOOD = GradientReport(step=0, version=0, tokens=8.0, squared_norm=16.0, divided_by=8.0)
+
+
+def judge(rules: Rules | None = None, progress: Progress | None = None, **reports: GradientReport) -> Decision:
+    """The decision of the first of `actor=, critic=, island=`."""
+    numbers = {"actor": 0, "critic": 1, "island": 2}
+    given = {numbers[name]: report for name, report in reports.items()}
+    decisions, _ = decide(given, SEATS, progress or Progress(), rules or Rules())
+    assert len({(d.verdict, d.reason, d.seat) for d in decisions.values()}) == 1, "one verdict for all"
+    return decisions[min(given)]
+
+
+def test_a_good_update_is_applied_as_it_stands() -> None:
+    found = judge(actor=GOOD, critic=GOOD)
+    assert found == Decision(0, Verdict.APPLY, version=1, norm=4.0, learning_rate=found.learning_rate)
+    assert found.applies and math.isnan(found.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("change", "rules", "verdict", "reason"),
+    [
+        ({"squared_norm": math.nan}, {}, Verdict.STOP, Reason.NOT_FINITE),
+        ({"squared_norm": math.inf}, {}, Verdict.STOP, Reason.NOT_FINITE),
+        ({"squared_norm": -1.0}, {}, Verdict.STOP, Reason.NOT_FINITE),
+        ({"tokens": math.nan}, {}, Verdict.STOP, Reason.NOT_FINITE),
+        ({"flags": Flag.BAD_LOSS}, {}, Verdict.STOP, Reason.NOT_FINITE),
+        ({"statistics": {"kl": (1.0, math.inf, 1.0)}}, {}, Verdict.STOP, Reason.NOT_FINITE),
+        ({"flags": Flag.BAD_GRADIENT}, {"on_nonfinite": "skip"}, Verdict.SKIP, Reason.NOT_FINITE),
+        ({"flags": Flag.OVERFLOW, "squared_norm": math.inf}, {}, Verdict.SKIP, Reason.OVERFLOW),
+        ({"tokens": 0.0}, {}, Verdict.SKIP, Reason.NO_TOKENS),
+        ({"squared_norm": 26.0}, {"skip_above": {"critic": 5.0}}, Verdict.SKIP, Reason.SPIKE),
+        ({"step": 1}, {}, Verdict.STOP, Reason.OUT_OF_STEP),
+        ({"version": 2}, {}, Verdict.STOP, Reason.OTHER_VERSION),
+        ({"oldest": -2}, {"max_staleness": 1}, Verdict.SKIP, Reason.STALE),
+        ({"oldest": -1}, {"max_staleness": 1}, Verdict.APPLY, Reason.FINE),
+    ],
+)
+def test_one_role_at_fault_decides_for_all(change: Any, rules: Any, verdict: Verdict, reason: Reason) -> None:
+    found = judge(Rules(**rules), actor=GOOD, critic=replace(GOOD, **change))
+    assert (found.verdict, found.reason) == (verdict, reason)
+    assert found.seat == (1 if reason else -1)
+    if verdict is not Verdict.APPLY:
+        assert (found.version, found.scale, found.clip) == (0, 0.0, 0.0)
+
+
+def test_the_gravest_is_told() -> None:
+    found = judge(actor=replace(GOOD, tokens=0.0), critic=replace(GOOD, squared_norm=math.nan))
+    assert (found.verdict, found.reason, found.seat) == (Verdict.STOP, Reason.NOT_FINITE, 1)
+
+
+def test_leaving_is_agreed_on() -> None:
+    assert judge(actor=GOOD, critic=replace(GOOD, flags=Flag.LEAVE)).leave
+    assert not judge(actor=GOOD).leave
+
+
+def test_too_many_skips_are_the_end_and_overflows_are_none() -> None:
+    rules, progress = Rules(max_skips=2), Progress()
+    empty = replace(GOOD, tokens=0.0)
+    verdicts = []
+    for step in range(3):
+        decisions, progress = decide({0: replace(empty, step=step)}, SEATS, progress, rules)
+        verdicts.append(decisions[0].verdict)
+    assert verdicts == [Verdict.SKIP, Verdict.SKIP, Verdict.STOP]
+    decisions, progress = decide({0: replace(GOOD, step=2)}, SEATS, replace(progress, skips=2), rules)
+    assert decisions[0].applies and progress.skips == 0
+    over = replace(GOOD, flags=Flag.OVERFLOW)
+    assert judge(rules, Progress(skips=9), actor=over).verdict is Verdict.SKIP
+
+
+def test_schedules_step_with_every_update_and_versions_with_every_applied_one() -> None:
+    progress, rates, versions = Progress(), [], []
+    for step, tokens in enumerate([8.0, 0.0, 8.0]):
+        report = replace(GOOD, step=step, version=progress.versions.get("actor", 0), tokens=tokens)
+        decisions, progress = decide({0: report}, SEATS, progress, Rules(), {"actor": lambda n: 1.0 / (n + 1)})
+        rates.append(decisions[0].learning_rate)
+        versions.append(decisions[0].version)
+    assert rates == [1.0, 0.5, 1 / 3] and versions == [1, 1, 2]
+    assert Progress.from_dict(progress.to_dict()) == progress
+    assert progress.steps == {"actor": 3} and progress.versions == {"actor": 2}
+
+
+def test_the_scale_makes_islands_one_batch() -> None:
+    """Sums over tokens, of 6 and of 2 tokens: each is divided by all 8."""
+    one = GradientReport(0, 0, tokens=6.0, squared_norm=64.0, divided_by=1.0)
+    other = replace(one, tokens=2.0)
+    decisions, _ = decide({0: one, 2: other}, SEATS, Progress(), Rules(max_norm={"actor": 0.5}))
+    for decision in decisions.values():
+        assert decision.scale == 1 / 8 and decision.norm == 1.0
+        assert decision.clip == pytest.approx(0.5, rel=1e-5)
+
+
+def test_islands_with_other_gradients_are_the_end() -> None:
+    found = judge(actor=GOOD, island=replace(GOOD, squared_norm=17.0))
+    assert (found.verdict, found.reason, found.seat) == (Verdict.STOP, Reason.ISLANDS_DIFFER, 2)
+    assert judge(actor=GOOD, island=replace(GOOD, squared_norm=16.001)).applies
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0, 1e6), st.floats(0.01, 10), st.integers(1, 1000))
+def test_clipping_is_megatrons(squared_norm: float, limit: float, tokens: int) -> None:
+    report = replace(GOOD, squared_norm=squared_norm, tokens=float(tokens), divided_by=float(tokens))
+    found = judge(Rules(max_norm={"actor": limit}), actor=report)
+    coefficient = limit / (math.sqrt(squared_norm) + 1e-6)
+    assert found.clip == (coefficient if coefficient < 1 else 1.0)
+    assert found.norm * found.clip <= limit * (1 + 1e-9)
+
+
+def test_messages_come_back_and_are_small() -> None:
+    report = replace(
+        GOOD,
+        flags=Flag.LEAVE | Flag.DONE,
+        partners=5,
+        oldest=-3,
+        statistics={name: (1.0, 2.0, 3.0) for name in STATISTICS},
+    )
+    assert report.pack().shape == (REPORT_SIZE,) and REPORT_SIZE * 8 <= 512
+    assert GradientReport.unpack(report.pack()) == report
+    decision = Decision(3, Verdict.STOP, Reason.STALE, 1, 7, 0.5, 0.25, 2.0, 1e-3, 9, True)
+    assert Decision.unpack(decision.pack()) == decision and decision.pack().shape == (DECISION_SIZE,)
+    for kind in (GradientReport, Decision):
+        with pytest.raises(TrainingStopped, match="came where"):
+            kind.unpack(torch.zeros(DECISION_SIZE, dtype=torch.float64))
+    with pytest.raises(ValueError, match="none of"):
+        replace(GOOD, statistics={"other": (0.0, 0.0, 0.0)}).pack()

@@ -1,0 +1,98 @@
+"""Reports, decisions and liveness on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaverl.coordinator.beats import Beat, who_is_gone, who_stalls
+from megaverl.coordinator.exchange import tree_children, tree_parent
+from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, Reason, Verdict
+from megaverl.coordinator.versions import Staleness
+from tests.fabric.forks import Server
+
+
+def test_decisions_reach_every_rank_of_every_role(forks: Server) -> None:
+    ended = forks.run("tests.coordinator.ranks:rounds", ranks=4, num=20)
+    actor, same, critic, alone = ended.check()
+    assert actor["seen"] == same["seen"], "the second rank hears what the first does"
+    clip = 1.0 / (4.0 + 1e-6)
+    assert [one[:4] for one in actor["seen"]] == [[0, 0, 1, clip], [0, 0, 2, clip]]
+    assert [one[0:3] for one in critic["seen"]] == [[0, 0, 1], [Verdict.SKIP, Reason.STALE, 1]]
+    assert [one[4] for one in critic["seen"]] == [1.0, 0.5]
+    for told in (actor, same, critic, alone):
+        assert "the run ends: critic: its loss or gradient is not finite" in told["stopped"]
+    assert alone["progress"]["versions"] == {"actor": 22, "critic": 21}
+    # the first rank of a role of two: a report, a decision, and the decision passed on
+    assert actor["bytes"] == 8 * (REPORT_SIZE + 2 * DECISION_SIZE)
+    assert critic["bytes"] == 8 * (REPORT_SIZE + DECISION_SIZE)
+    for rank, told in enumerate((actor, same, critic, alone)):
+        decides, collected, answer, error = told["committed"]
+        assert decides == (rank == 3) and answer == {"by": 3} and error == "the disk is full"
+        assert collected == [{"rank": other} for other in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "how", "words"),
+    [
+        (1, "stalled", "rank 1 (actor+reward+rollout, here) stalls: it was in actor_update"),
+        (1, "killed", "rank 1 (actor+reward+rollout, here) is gone: it was in actor_update"),
+        (2, "killed", "rank 2 (critic, here) is gone: it was in critic_update"),
+        (3, "killed", "rank 3 (coordinator, here) is gone: it was in start"),
+    ],
+)
+def test_a_lost_rank_is_named_on_every_rank(forks: Server, rank: int, how: str, words: str) -> None:
+    ended = forks.run("tests.coordinator.ranks:lost", ranks=4, deadline=12.0, rank=rank, how=how)
+    for other in range(4):
+        if other == rank and how == "killed":
+            continue
+        told = str(ended.results[other]) + ended.output[other]
+        assert words in told, (other, told)
+        assert ended.seconds[other] < 11, "ended by itself"
+
+
+def beat(**changes: object) -> Beat:
+    values = {
+        "number": 1.0,
+        "doing": "x",
+        "seconds": 3.0,
+        "waited": 0.0,
+        "where": "a.py:1 (f)",
+        "host": "h/1",
+        "pid": 7,
+    }
+    return Beat(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_whom_the_others_wait_for() -> None:
+    name = "rank {}".format
+    beats = {0: beat(waited=5.0, doing="w"), 1: beat(seconds=5.0), 2: beat(waited=2.0), 3: beat(left=True)}
+    assert who_stalls(beats, 4.0, name) == (
+        "rank 1 stalls: it was in x for 5 s (process 7 on h), at a.py:1 (f). rank 0 has waited for 5 s in w "
+        "(run.timeout_minutes)"
+    )
+    assert who_stalls(beats, 6.0, name) == ""
+    assert who_stalls(beats | {1: beat(seconds=3.0)}, 4.0, name) == "", "it has begun something new since"
+    assert "all ranks wait for each other; rank 0: it was in w" in who_stalls({0: beats[0]}, 4.0, name)
+
+
+def test_who_is_gone_and_who_is_silent() -> None:
+    beats = {0: beat(pid=1), 1: beat(pid=2), 2: beat(pid=2, left=True), 3: beat(pid=3)}
+    told = who_is_gone(beats, {3: 9.0}, 5.0, "rank {}".format, lambda one: one.pid == 2)
+    assert told.startswith("rank 1 is gone: it was in x") and "rank 3 has not been heard of for 9 s" in told
+    assert "rank 0" not in told and "rank 2" not in told
+    assert Beat.from_json(beats[0].to_json()) == beats[0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 13])
+def test_the_tree_reaches_every_rank_once(size: int) -> None:
+    ranks, root = list(range(10, 10 + size)), 10 + size // 2
+    reached = [child for rank in ranks for child in tree_children(ranks, root, rank)]
+    assert sorted([*reached, root]) == ranks
+    assert all(rank in tree_children(ranks, root, tree_parent(ranks, root, rank)) for rank in ranks if rank != root)
+
+
+def test_staleness() -> None:
+    in_turn, one_off = Staleness(0), Staleness(1)
+    assert in_turn.may_start(3, 3) and not in_turn.may_start(3, 2)
+    assert one_off.may_start(3, 2) and one_off.first_blocked(2) == 4
+    assert one_off.too_old(5, [5, 4, 3]) == [2]

@@ -1,0 +1,38 @@
+"""One server of ranks for all tests here, and what an undisturbed run leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.runs import Remains, arguments, remains
+from tests.faults.server import Server
+from tests.trainer.conftest import make_inputs
+
+
+@pytest.fixture(scope="package")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As of `tests.trainer.conftest`. Read-only for the tests."""
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[Server]:
+    with Server() as running:
+        yield running
+
+
+@pytest.fixture(scope="package")
+def undisturbed(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `runs` folder of a run to which nothing happened. Read-only for the tests."""
+    runs = tmp_path_factory.mktemp("undisturbed")
+    ended = server.run(arguments(inputs, runs, "trainer.store_rollouts=true"), logs=runs / "output")
+    assert ended.codes == [0, 0], ended.output
+    return runs
+
+
+@pytest.fixture(scope="package")
+def expected(undisturbed: Path) -> Remains:
+    return remains(undisturbed / "run")

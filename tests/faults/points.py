@@ -1,0 +1,119 @@
+"""Where a run is hit: kill points over all stages of a step and of a save, and what one such try is.
+
+`tools/fault_campaign.py` tries every point by itself; the suite tries some of them, one after the other in one run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megaverl.errors import SAVED_AND_LEFT
+from tests.faults.injector import Fault, Kind
+from tests.faults.runs import Remains, arguments, differences, remains
+from tests.faults.server import Ended, Server
+
+ALL_END_WITHIN = 60.0  # seconds after one rank is lost
+SHORT_WAIT = "run.timeout_minutes=0.15"  # a wait that lasts longer is a stall
+
+
+def _kill(rank: int, stage: str, step: int | None, *, byte: int | None = None, delay: float = 0.0) -> Fault:
+    return Fault("kill", rank, stage, step, byte, delay)
+
+
+POINTS: dict[str, Fault] = {
+    "first update": _kill(1, "actor_update", 1),  # there is no checkpoint yet
+    "rollout begins": _kill(0, "rollout", 2),
+    "inside the rollout": _kill(1, "rollout", 3, delay=0.01),
+    "reward": _kill(0, "reward", 2),
+    "reward of the last step": _kill(1, "reward", 4),
+    "old log-probs": _kill(1, "old_log_probs", 2),
+    "reference log-probs": _kill(0, "ref_log_probs", 3),
+    "values": _kill(1, "values", 3),
+    "advantages": _kill(0, "advantages", 2),
+    "critic update": _kill(0, "critic_update", 3),
+    "inside the critic update": _kill(1, "critic_update", 2, delay=0.03),
+    "actor update": _kill(1, "actor_update", 2),
+    "inside the actor update": _kill(0, "actor_update", 3, delay=0.04),
+    "reshard, rank 0": _kill(0, "reshard", 2),
+    "reshard, rank 1": _kill(1, "reshard", 3),
+    "metrics": _kill(0, "log", 3),
+    "validation": _kill(1, "validation", 2),
+    "copy of a checkpoint": _kill(1, "checkpoint_copy", 2),
+    "first byte of a file": _kill(0, "checkpoint_write", 2, byte=0),
+    "byte 5,000": _kill(1, "checkpoint_write", 3, byte=5_000),
+    "byte 400,000": _kill(0, "checkpoint_write", 3, byte=400_000),
+    "after the last byte": _kill(1, "checkpoint_commit", 2),
+    "inside the index": _kill(0, "checkpoint_commit", 3, byte=1_000),
+    "manifest": _kill(0, "checkpoint_manifest", 3),
+    "before the rename": _kill(0, "checkpoint_rename", 2),
+    "after the rename": _kill(0, "checkpoint_marked", 3),
+    "prune": _kill(0, "checkpoint_prune", 4),
+    "export": _kill(1, "export", None),
+}
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A run that something happened to.
+
+    Attributes:
+        happened: the fault struck; a signal that comes too late to matter has struck as well.
+        wrong: what is not as it should be, in words.
+        resumed_from: the checkpoint that it had started from; empty: from nothing.
+    """
+
+    ended: Ended
+    happened: bool
+    wrong: list[str]
+    resumed_from: str
+
+
+def hit(server: Server, inputs: Path, runs: Path, fault: Fault, *more: str, mark: Path | None = None) -> Hit:
+    """Start (or go on with) the run in `runs`, and let the fault happen to it."""
+    mark = mark or runs / "struck"
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.unlink(missing_ok=True)
+    environment = replace(fault, mark=str(mark)).environment()
+    ended = server.run(arguments(inputs, runs, *more), logs=runs / "output", environment=environment)
+    happened = mark.exists()
+    wrong = _wrong_end(fault, ended) if happened else ["it did not happen"]
+    return Hit(ended, happened, wrong, resumed_from(ended))
+
+
+def resumed_from(ended: Ended) -> str:
+    """The name of the checkpoint that a run went on from, as it said."""
+    found = re.search(r"resumed from (\S+):", ended.text)
+    return Path(found[1]).name if found else ""
+
+
+def finish(server: Server, inputs: Path, runs: Path, expected: Remains, *more: str) -> tuple[Ended, list[str]]:
+    """Start the run again, without a fault; what differs at its end from what is expected."""
+    ended = server.run(arguments(inputs, runs, *more), logs=runs / "output")
+    if any(ended.codes):
+        return ended, [f"exit codes {ended.codes}: {ended.text[-500:]}"]
+    return ended, differences(remains(runs / "run"), expected)
+
+
+def of_kind(fault: Fault, kind: Kind) -> Fault:
+    """The same point, hit in another way."""
+    can_wait = kind in ("kill", "stop", "term", "usr1")
+    return replace(fault, kind=kind, delay=fault.delay if can_wait else 0.0)
+
+
+def _wrong_end(fault: Fault, ended: Ended) -> list[str]:
+    own, others = ended.codes[fault.rank], [code for rank, code in enumerate(ended.codes) if rank != fault.rank]
+    if fault.kind in ("term", "usr1"):
+        # 0: it came when there was nothing left to save
+        well = ended.codes in ([SAVED_AND_LEFT] * len(ended.codes), [0] * len(ended.codes))
+        return [] if well else [f"exit codes {ended.codes}"]
+    wrong = []
+    if own != (-9 if fault.kind in ("kill", "stop") else 1) or any(code != 1 for code in others):
+        wrong.append(f"exit codes {ended.codes}")
+    if ended.spread > ALL_END_WITHIN:
+        wrong.append(f"the others ended {ended.spread:.0f} s later")
+    named = re.compile(rf"rank {fault.rank}\b.*(?:was in|failed in|stalls|: )")
+    if not named.search(ended.text):
+        wrong.append(f"nobody names rank {fault.rank} and what it was doing")
+    return wrong

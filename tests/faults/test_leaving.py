@@ -1,0 +1,59 @@
+"""SIGTERM and SIGUSR1: save and leave with the documented exit code, from wherever the run is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from megaverl.errors import SAVED_AND_LEFT
+from tests.faults.injector import Fault
+from tests.faults.points import finish, hit
+from tests.faults.runs import Remains, arguments
+from tests.faults.server import Server
+
+ASKED = [
+    (Fault("term", 1, "validation"), "", "SIGTERM: nothing was trained yet"),
+    (Fault("term", 1, "rollout", 2), "", "SIGTERM: saved after 1 of 4 steps, inside step 2"),
+    (Fault("usr1", 0, "actor_update", 3), "step_00000001_inside", "SIGUSR1: saved after 3 of 4 steps"),
+]
+
+
+def test_saved_and_left(server: Server, inputs: Path, expected: Remains, tmp_path: Path) -> None:
+    """Before the first step, inside a step (what was generated is not generated again), and between two."""
+    for fault, source, said in ASKED:
+        found = hit(server, inputs, tmp_path, fault)
+        assert found.ended.codes == [SAVED_AND_LEFT] * 2, found.ended.output
+        assert found.resumed_from == source
+        assert said in found.ended.text and "start the run again to go on" in found.ended.text
+        assert "error" not in found.ended.text
+    ended, wrong = finish(server, inputs, tmp_path, expected)
+    assert wrong == [], ended
+    assert "resumed from" in ended.text and "3 of 4 steps are done" in ended.text
+
+
+def test_what_to_resume_from(
+    server: Server, inputs: Path, expected: Remains, undisturbed: Path, tmp_path: Path
+) -> None:
+    """`latest` must be there; a folder is taken as it is; a restarted `never` starts anew."""
+    ended, _ = finish(server, inputs, tmp_path, expected, "--resume", "latest")
+    assert ended.codes == [1, 1]
+    assert "checkpoint.resume=latest" in ended.text and "holds no checkpoint" in ended.text
+    milestone = undisturbed / "run" / "checkpoints" / "step_00000003"
+    ended, wrong = finish(server, inputs, tmp_path, expected, "--resume", str(milestone))
+    assert ended.codes == [0, 0], ended.output
+    assert f"resumed from {milestone}: 3 of 4" in ended.text
+    assert set(wrong) <= {"metrics", "samples", "kept"}, "the steps before are in the other run's folder"
+
+
+def test_another_tokenizer_is_refused(server: Server, inputs: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """The prompts come out the same here, but need not elsewhere."""
+    other = Path(shutil.copytree(inputs / "model", tmp_path / "tokenizer"))
+    config = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages[0]['content'] }}"}))
+    source = undisturbed / "run" / "checkpoints" / "step_00000003"
+    more = (f"model.tokenizer={other}", "--resume", str(source))
+    ended = server.run(arguments(inputs, tmp_path, *more), logs=tmp_path / "output")
+    assert ended.codes == [1, 1]
+    assert f"{source}: it was made with another tokenizer" in ended.text and "model.tokenizer" in ended.text
+    assert not (tmp_path / "run" / "checkpoints").exists()

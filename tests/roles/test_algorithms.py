@@ -1,0 +1,49 @@
+"""Policy losses with their corrections give the same loss and gradient norm on 1x1x1 and 2x2x1, for other splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.parallel.grid import GridShape
+from tests.worlds import run_world
+
+# The second mini-batch starts from what the first has learned: a wrong gradient shows in its loss.
+COMMON = {"num_mini_batches": 2, "entropy_coef": 0.01, "loss_aggregation": "seq_mean_token_mean"}
+STRAIGHT_THROUGH = {"in": "loss", "kind": "k1", "coef": 0.1, "straight_through": True}
+PARTS: dict[str, dict[str, Any]] = {
+    "gspo": {"correction": {"kind": "sequence_mask", "high": 1.1}, "clip_range": 0.02},
+    "gmpo": {"correction": {"kind": "geometric_mask", "low": 0.9, "high": 1.1}},
+    "cispo": {"correction": {"kind": "token_truncate", "high": 1.1}},
+    "sapo": {"correction": {"kind": "token_mask"}, "loss_aggregation": "fixed_length", "loss_length": 9},
+    "policy_gradient": {"loss_aggregation": "token_sum"},
+    "clip_cov": {"policy_loss_options": {"fraction": 0.3, "covariance_low": -1.0}},
+    "kl_cov": {"policy_loss_options": {"fraction": 0.3}, "kl": STRAIGHT_THROUGH},
+}
+ALGORITHMS = {name: {**COMMON, "policy_loss": name, **part} for name, part in PARTS.items()}
+
+
+def updates(folder: Path, shape: dict[str, int], tokens: int) -> dict[str, Any]:
+    size = GridShape(**shape).world_size
+    options = {"folder": folder, "shape": shape, "algorithms": ALGORITHMS, "micro_batch_tokens": tokens}
+    results = run_world(size, "tests.roles.algorithm_ranks:updates", **options)
+    assert all(result == results[0] for result in results[1:]), "every rank says the same"
+    return results[0]
+
+
+def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
+    expected = updates(folder, {}, 1000)
+    found = updates(folder, {"tp": 2, "pp": 2}, 14)
+    norms = torch.tensor(expected.pop("score_norms"))
+    torch.testing.assert_close(torch.tensor(found.pop("score_norms")), norms, atol=1e-5, rtol=0)
+    for name, metrics in found.items():
+        assert metrics == pytest.approx(expected[name], abs=2e-5, rel=2e-5), name
+    for name in ("clip_cov", "kl_cov"):
+        assert 0.0 < expected[name]["selected_fraction"] < 0.5
+    for name in ("gspo", "gmpo", "cispo"):
+        assert 0.0 < expected[name]["correction_fraction"] < 1.0

@@ -1,0 +1,102 @@
+"""From rewards to advantages, as `algorithm` says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megaverl.algorithms import gae, grpo, policy_losses, remax, rloo, token_rewards, whiten
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.errors import ConfigError
+from megaverl.roles.credit import Credit
+from megaverl.roles.policy import policy_loss_options
+
+
+def batch(**tensors: torch.Tensor) -> RolloutBatch:
+    """Two prompts, two responses each, of 3, 1, 0 and 2 tokens."""
+    lengths = torch.tensor([3, 1, 0, 2])
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        "input_ids": torch.ones(4, 2).long(),
+        "prompt_lengths": torch.full((4,), 2),
+        "generated_ids": torch.ones(4, 3).long(),
+        "response_mask": torch.arange(3) < lengths[:, None],
+        "rollout_log_probs": -torch.rand(4, 3, generator=generator),
+        "rewards": torch.tensor([1.0, 0.0, 0.25, 0.5]),
+        "group_ids": torch.tensor([0, 0, 1, 1]),
+    }
+    return RolloutBatch({**given, **tensors})
+
+
+def config(**options: object) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(options)
+
+
+def test_ppo_is_gae_whitened() -> None:
+    values = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+    given = batch(values=values)
+    found, metrics = Credit(config(name="ppo", gamma=0.9, lam=0.8)).assign(given, kl_coef=0.0)
+    mask = given.response_mask
+    expected = gae(token_rewards(given.rewards, mask), values, mask, gamma=0.9, lam=0.8)
+    torch.testing.assert_close(found.advantages, whiten(expected.advantages, mask))
+    torch.testing.assert_close(found.returns, expected.returns)
+    assert metrics == {"advantage_mean": pytest.approx(float(expected.advantages[mask].mean()))}
+    plain, _ = Credit(config(name="ppo", gamma=0.9, lam=0.8, normalize_advantages=False)).assign(given, kl_coef=0.0)
+    torch.testing.assert_close(plain.advantages, expected.advantages)
+
+
+def test_a_kl_penalty_in_the_reward_of_tokens_and_of_responses() -> None:
+    ref = -torch.rand(4, 3, generator=torch.Generator().manual_seed(2))
+    given = batch(ref_log_probs=ref)
+    kl = (given.rollout_log_probs - ref) * given.response_mask
+    kl_config = {"in": "reward", "kind": "k1", "coef": 0.5}
+    found, metrics = Credit(config(name="grpo", group_size=2, kl=kl_config)).assign(given, kl_coef=0.5)
+    expected = grpo(given.rewards - 0.5 * kl.sum(1), given.group_ids, given.response_mask)
+    torch.testing.assert_close(found.advantages, expected.advantages)
+    assert metrics["kl"] == pytest.approx(float(kl.sum() / given.response_mask.sum()))
+    extra = {"greedy_rewards": torch.full((4,), 0.5)}
+    found, _ = Credit(config(name="remax", kl=kl_config)).assign(given, kl_coef=0.5, extra=extra)
+    rewards = token_rewards(given.rewards, given.response_mask, kl, kl_coef=0.5)
+    torch.testing.assert_close(
+        found.advantages, remax(rewards, extra["greedy_rewards"], given.response_mask).advantages
+    )
+    # a KL in the loss leaves rewards alone, and is measured all the same
+    found, metrics = Credit(config(name="rloo", group_size=2, kl={**kl_config, "in": "loss"})).assign(
+        given, kl_coef=0.5
+    )
+    torch.testing.assert_close(found.advantages, rloo(given.rewards, given.group_ids, given.response_mask).advantages)
+    assert "kl" in metrics
+
+
+def test_options_reach_the_estimator() -> None:
+    given = batch()
+    for options in ({"normalize_by_std": False}, {"advantage_options": {"normalize_std": False}}):
+        found, _ = Credit(config(name="grpo", group_size=2, **options)).assign(given, kl_coef=0.0)
+        expected = grpo(given.rewards, given.group_ids, given.response_mask, normalize_std=False)
+        torch.testing.assert_close(found.advantages, expected.advantages)
+    with pytest.raises(ConfigError, match="has no option 'sharpness'"):
+        Credit(config(name="grpo", group_size=2, advantage_options={"sharpness": 1}))
+
+
+def test_options_of_a_policy_loss() -> None:
+    def options(name: str, **given: object) -> dict[str, object]:
+        algorithm = config(name=name, group_size=2, **given)
+        return policy_loss_options(policy_losses.get(algorithm.policy_loss_name), algorithm)
+
+    assert options("grpo") == {}  # the function's own
+    assert options("grpo", clip_range=0.1) == {"clip_low": 0.1, "clip_high": 0.1}
+    assert options("grpo", clip_range_high=0.3) == {"clip_high": 0.3}
+    assert options("dapo") == {"clip_low": 0.2, "clip_high": 0.28}
+    assert options("dapo", clip_range=0.1) == {"clip_low": 0.1, "clip_high": 0.1}
+    assert options("dapo", policy_loss="sapo", policy_loss_options={"tau_negative": 2.0}) == {"tau_negative": 2.0}
+    # what only the selector of tokens has is not given to the loss
+    assert options("kl_cov", policy_loss_options={"penalty": 2.0, "fraction": 0.1}) == {"penalty": 2.0}
+
+
+def test_every_reward_by_itself() -> None:
+    given = batch()
+    extra = {"component_rewards": torch.tensor([[1.0, 0], [0, 1], [0, 0], [1, 1]])}
+    extra["component_weights"] = torch.tensor([1.0, 0.0])
+    found, _ = Credit(config(name="gdpo", group_size=2)).assign(given, kl_coef=0.0, extra=extra)
+    assert found.advantages[0, 0] > 0 > found.advantages[1, 0]

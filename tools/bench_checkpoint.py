@@ -1,0 +1,232 @@
+"""What a checkpoint costs: a save in the background beside a blocking one, and a resume to the next training step.
+
+    python tools/bench_checkpoint.py                       # 0.49 B parameters, two ranks, bfloat16: 15 GB of memory
+    python tools/bench_checkpoint.py --layers 8 --rounds 5 --json bench.json
+    python tools/bench_checkpoint.py --only save
+
+save      one model with its optimizer, in one run: in every round a step without a save, a step with a blocking
+          save, and steps with a save in the background until it is written. What a save costs is what its steps take
+          longer than a step without one. The disk is synced before every round.
+resume    `megaverl train` itself: one step of GRPO with vLLM and a checkpoint; then the same command again, timed
+          from its start until it has resumed (weights, optimizer, engine resharded) and until its first step is done.
+
+The model is a randomly initialised Qwen2 with the layers of Qwen2.5-0.5B (hidden 896, ffn 4864, 14 heads, 2 KV
+heads), more of them, and a vocabulary of a few tokens in its place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
+
+MODEL: dict[str, Any] = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_embeddings": True,
+    "dtype": "bfloat16",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=33, help="33 make 0.49 B parameters")
+    parser.add_argument("--batch", type=int, default=32, help="samples of a step, 24 tokens each")
+    parser.add_argument("--rounds", type=int, default=3, help="of saves")
+    parser.add_argument("--nproc", type=int, default=2, help="ranks; tensor parallel")
+    parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"), help="rollout.engine of the resume")
+    parser.add_argument("--only", choices=("save", "resume"), help="one of the two")
+    parser.add_argument("--folder", type=Path, help="for model and checkpoints (default: a temporary one)")
+    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    given = parser.parse_args(argv)
+    if "RANK" in os.environ:
+        return _save_rank(given)
+    folder = given.folder or Path(tempfile.mkdtemp(prefix="megaverl_bench_checkpoint_"))
+    try:
+        _inputs(folder, given.layers)
+        result: dict[str, Any] = {}
+        if given.only != "resume":
+            result["save"] = measure_saves(folder, given)
+        if given.only != "save":
+            result["resume"] = measure_resume(folder, given)
+    finally:
+        if given.folder is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    if given.json:
+        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def measure_saves(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Run the ranks of the save benchmark and print what they found."""
+    from megaverl.cli.launch import start_ranks
+
+    more = ["--batch", str(given.batch), "--rounds", str(given.rounds), "--folder", str(folder)]
+    if start_ranks([__file__, *more], given.nproc):
+        raise SystemExit("the ranks of the save benchmark failed")
+    found: dict[str, Any] = json.loads((folder / "save.json").read_text())
+    lines = (
+        ("a step without a save", f"{found['plain']:8.2f}"),
+        ("blocking: the step waits", f"{found['blocking']:8.2f}"),
+        ("background: the step waits", f"{found['copy']:8.2f}   for the copy in host memory"),
+        ("  later steps take longer by", f"{found['slower']:8.2f}   over the {found['steps']:.0f} while it is written"),
+        ("background / blocking", f"{found['ratio']:8.1%}   of the step's wait"),
+        ("  with the later steps", f"{found['all']:8.1%}"),
+    )
+    print(f"save: {found['gigabytes']:.2f} GB, {given.nproc} ranks; medians of {given.rounds} rounds, seconds")
+    for what, figure in lines:
+        print(f"  {what:28} {figure}")
+    return found
+
+
+def _save_rank(given: argparse.Namespace) -> int:
+    import torch.distributed as dist
+
+    from megaverl.checkpoint.commit import Retention
+    from megaverl.checkpoint.store import CheckpointStore
+    from megaverl.config import load_config
+    from megaverl.metrics.console import redirect_output
+    from megaverl.platform import platform
+    from megaverl.trainer.build import Builder
+    from megaverl.trainer.rl import kept_objects
+    from megaverl.trainer.sft import SFTTrainer
+
+    rank = int(os.environ["RANK"])
+    console = redirect_output(given.folder / "logs", rank)
+    platform.start()
+    dist.init_process_group(platform.backend)
+    config = load_config(
+        None,
+        [*_arguments(given.folder, dist.get_world_size()), f"sft={{batch_size: {given.batch}}}"],
+        command="sft",
+    )
+    trainer = SFTTrainer(config, Builder(config), console)
+    roles = {"actor": trainer.trainable}
+    store = CheckpointStore(given.folder / "saves", retention=Retention(keep_last_k=1))
+    taken = 0
+
+    def step() -> float:
+        nonlocal taken
+        start = time.perf_counter()
+        trainer.one_step(taken)
+        dist.barrier()
+        taken += 1
+        return time.perf_counter() - start
+
+    rounds: list[dict[str, float]] = []
+    with kept_objects():
+        step()
+        store.start(taken, roles, {})  # takes its memory, as the first save of a run does
+        store.finish()
+        for _ in range(given.rounds):
+            os.sync()
+            dist.barrier()
+            plain = step()
+            start = time.perf_counter()
+            store.save(taken, roles, {})
+            blocking = time.perf_counter() - start
+            os.sync()
+            plain = statistics.mean([plain, step()])
+            start = time.perf_counter()
+            store.start(taken, roles, {})
+            copy = time.perf_counter() - start
+            during = [step()]
+            while store.finish(wait=False) is None:
+                during.append(step())
+            slower = sum(during) - len(during) * plain
+            found = {"plain": plain, "blocking": blocking, "copy": copy, "slower": slower, "steps": len(during)}
+            rounds.append({**found, "ratio": copy / blocking, "all": (copy + max(0.0, slower)) / blocking})
+    if rank == 0:
+        newest = store.latest()
+        assert newest is not None
+        result = {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}
+        result["gigabytes"] = sum(path.stat().st_size for path in newest.iterdir()) / 1e9
+        (given.folder / "save.json").write_text(json.dumps({**result, "rounds": rounds}))
+    else:
+        store.latest()
+    dist.destroy_process_group()
+    return 0
+
+
+def measure_resume(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    """Train one step, start again for a second one; the seconds of the second start."""
+    arguments = [
+        *_arguments(folder, given.nproc),
+        f"rollout={{engine: {given.engine}, logprob_tolerance: 50, sampling: {{max_tokens: 8}}}}",
+        "algorithm={name: grpo, group_size: 4, kl: {coef: 0.0}}",
+        'reward={"function": "' + str(folder / "reward.py") + ':letters"}',
+        "trainer={validate_every: 0}",
+        "checkpoint.export_hf=false",
+    ]
+    _timed([*arguments, "trainer.steps=1"])
+    found = _timed([*arguments, "trainer.steps=2"])
+    print(f"resume: `megaverl train` on {given.nproc} ranks with {given.engine}, seconds from its start")
+    print(f"  the checkpoint is loaded, and the engine has the weights   {found['resumed']:8.2f}")
+    print(f"  the first training step is done                            {found['first step']:8.2f}")
+    return found
+
+
+def _timed(arguments: Sequence[str]) -> dict[str, float]:
+    start = time.perf_counter()
+    found: dict[str, float] = {}
+    command = [sys.executable, "-m", "megaverl.cli.main", "train", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            name = {"resumed": "resumed", "step": "first step"}.get(line.split(" ")[0])
+            if name:
+                found.setdefault(name, time.perf_counter() - start)
+    if running.returncode:
+        raise SystemExit(f"the run failed with exit code {running.returncode}")
+    return found
+
+
+def _arguments(folder: Path, nproc: int) -> list[str]:
+    return [
+        f"run={{name: run, dir: {folder / 'runs'}, log_with: jsonl, nproc: {nproc}}}",
+        f"model.path={folder / 'model'}",
+        f"data={{train: {folder / 'train.jsonl'}, max_prompt_tokens: 16, prompts_per_step: 2}}",
+        f"actor={{tp: {nproc}, optimizer: {{lr: 1.0e-6}}, micro_batch_tokens: 1024}}",
+        "rollout.sampling.max_tokens=8",
+    ]
+
+
+def _inputs(folder: Path, layers: int) -> None:
+    from megaverl.data.tasks import make_task
+    from megaverl.data.tokenizers import load_tokenizer
+    from megaverl.models.tiny import make_tiny_folder
+
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / "model" / "config.json").exists():
+        return
+    task = make_task("reverse", num_digits=3, num_train=64, num_held_out=16)
+    task.save(folder)
+    tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
+    special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
+    make_tiny_folder(folder / "model", "Qwen2ForCausalLM", num_hidden_layers=layers, **MODEL, **special)
+    tokenizer.save(folder / "model")
+    (folder / "reward.py").write_text(
+        "def letters(prompt, response, reference, extra):\n    return sum(ord(c) % 7 for c in response) / 40\n"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

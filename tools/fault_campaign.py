@@ -1,0 +1,101 @@
+"""Hit a run at every point of a step and of a save, start it again, and compare what it leaves with an untouched run.
+
+    python tools/fault_campaign.py                          # 28 kill points: about three minutes on two cores
+    python tools/fault_campaign.py --kind term              # the same points with SIGTERM: save and leave
+    python tools/fault_campaign.py --kind stop --points "reward,byte 5,000"
+    python tools/fault_campaign.py --engine vllm --points "actor update,reshard, rank 1"
+
+The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
+(adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
+how the ranks ended and when, where the run went on from, and whether weights, optimizer states, random states,
+metrics and samples are those of the untouched run to the bit. Ends with 1 if any point is not.
+
+--kind      kill, stop (SIGSTOP), term, usr1, exception or stall. The other ranks of a stopped one end after 30 s,
+            those of a stalled one after run.timeout_minutes, here 9 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+
+from tests.faults.injector import Kind
+from tests.faults.points import POINTS, SHORT_WAIT, finish, hit, of_kind, resumed_from
+from tests.faults.runs import Remains, arguments, remains
+from tests.faults.server import Server
+from tests.trainer.conftest import make_inputs
+
+KINDS = ("kill", "stop", "term", "usr1", "exception", "stall")
+COLUMNS = "{:26} {:>4} {:>5} {:>12} {:>7}   {:24} {:>7}   {}"
+DEADLINE = 240.0  # seconds for one run
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kind", choices=KINDS, default="kill", help="what happens at each point")
+    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="rollout.engine")
+    parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(POINTS)}")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
+    given = parser.parse_args(argv)
+    chosen = [name for name in POINTS if given.points is None or name in given.points]
+    if not chosen:
+        parser.error(f"--points: found {given.points!r}; there are: {'; '.join(POINTS)}")
+    folder = Path(given.keep) if given.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
+    try:
+        return campaign(chosen, given.kind, given.engine, folder)
+    finally:
+        if not given.keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path) -> int:
+    """Try the chosen points; the exit status."""
+    (folder / "inputs").mkdir(parents=True)
+    inputs = make_inputs(folder / "inputs")
+    more = [f"rollout.engine={engine}"] + ([SHORT_WAIT] if kind == "stall" else [])
+    start, bad = time.monotonic(), []
+    with Server() as server:
+        ended = server.run(arguments(inputs, folder / "untouched", *more), logs=folder / "output", deadline=DEADLINE)
+        if any(ended.codes):
+            print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
+            return 1
+        expected = remains(folder / "untouched" / "run")
+        print(f"{len(chosen)} points, {kind}, engine {engine}; an untouched run takes {max(ended.seconds):.1f} s")
+        print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
+        for number, name in enumerate(chosen):
+            if not _try(server, inputs, folder / f"{number:02}", name, kind, expected, more):
+                bad.append(name)
+    print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
+    return 1 if bad else 0
+
+
+def _try(
+    server: Server, inputs: Path, runs: Path, name: str, kind: Kind, expected: Remains, more: Sequence[str]
+) -> bool:
+    """Hit the run at one point, finish it, and print the line."""
+    fault = of_kind(POINTS[name], kind)
+    found = hit(server, inputs, runs, fault, *more)
+    again, wrong = finish(server, inputs, runs, expected, *more)
+    wrong = found.wrong + wrong
+    codes = " ".join(map(str, found.ended.codes))
+    source = resumed_from(again) or "the start"
+    step = fault.step or "-"
+    spread = f"{found.ended.spread:.1f} s"
+    verdict = "bit-identical" if not wrong else "NO: " + "; ".join(wrong)
+    print(
+        COLUMNS.format(name, fault.rank, step, codes, spread, source, f"{max(again.seconds):.1f}", verdict), flush=True
+    )
+    return not wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())
