@@ -6,8 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.worlds import close_worlds, run_world
+
+# a machine that is busy must not make an example too slow
+settings.register_profile("megaverl", deadline=None)
+settings.load_profile("megaverl")
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import constants
 
 from megaverl.convert.run import Request, convert
 from megaverl.errors import MegaverlError
@@ -85,6 +86,7 @@ def save_run(folder: str, root: str, grid: dict[str, int], roles: list[str]) -> 
 
 def load_from_hub(name: str, folder: str, grid: dict[str, int], **options: Any) -> dict[str, Any]:
     """Load a model while it comes; what differs from the folder, or the error's message."""
+    constants.HF_HUB_OFFLINE = False  # the tests' own hub is on this machine
     try:
         files = find_model(name, **options)
         arriving = files.arriving()

@@ -27,6 +27,7 @@ from megaverl.reshard.safetensors_writer import FolderWriter
 from megaverl.reshard.stored import Reader
 from megaverl.reshard.torch_dist import read_index
 from tests.convert.folders import assert_same_files, converted, make_model
+from tests.terminals import read_to_the_end
 from tests.worlds import ROOT
 
 MB = 2**20
@@ -85,14 +86,13 @@ def test_a_flipped_byte_of_a_checkpoint_is_found(
 def test_a_terminal_sees_bytes_and_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    main_end, terminal = os.openpty()
-    with os.fdopen(main_end, "rb", buffering=0) as screen, os.fdopen(terminal, "w") as stderr:
+    screen, terminal = os.openpty()
+    with os.fdopen(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         with bar("converted", 8_000_000, shown=True) as count:
             for _ in range(4):
                 count(2_000_000)
-        stderr.flush()
-        text = screen.read(1 << 16).decode()
+    text = read_to_the_end(screen)
     assert "8.0/8.0 MB" in text and re.search(r"\d (MB|GB|kB|bytes)/s", text)
     assert re.search(r"converted: 0.008 GB in [\d.]+ s \([\d.]+ GB/s\)", text)
 

@@ -43,6 +43,7 @@ def hub(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     with serving(FakeHub({NAME: folder})) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # the tests' own is on this machine
         yield hub
 
 
@@ -138,7 +139,7 @@ def test_the_command_takes_a_name(hub: FakeHub, folder: Path, tmp_path: Path) ->
     ended = subprocess.run(
         [sys.executable, "-m", "megaverl.cli.convert", NAME, str(tmp_path / "out"), "--to", "hf", "--verify"],
         cwd=ROOT,
-        env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")},
+        env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"},
         capture_output=True,
         text=True,
         timeout=120,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import pty
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megaverl.metrics.console import Console
+from tests.terminals import read_to_the_end
 
 Finished = subprocess.CompletedProcess[str]
 
@@ -135,20 +135,6 @@ def test_progress_without_a_terminal_is_a_line_a_quarter() -> None:
         for _ in range(8):
             advance(1)
     assert out.getvalue().splitlines() == [f"generating: {n}/8" for n in (2, 4, 6, 8)]
-
-
-def read_to_the_end(terminal: int) -> str:
-    """All that was written to a pseudo terminal whose other end is closed: it arrives in pieces, then EIO."""
-    pieces = []
-    try:
-        while piece := os.read(terminal, 65536):
-            pieces.append(piece)
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-    finally:
-        os.close(terminal)
-    return b"".join(pieces).decode()
 
 
 def test_progress_on_a_terminal_is_a_bar_that_goes_away() -> None:
