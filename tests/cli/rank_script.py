@@ -8,8 +8,12 @@ import signal
 import sys
 from pathlib import Path
 
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
 
 def main(folder: str, how: str) -> int:
+    if how == "leave":  # before there are other threads, which could get them
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     import torch
     import torch.distributed as dist
 
@@ -27,9 +31,7 @@ def main(folder: str, how: str) -> int:
     if how == "lost":
         dist.barrier()  # fails, as rank 1 has left
     if how == "leave":
-        signals = (signal.SIGUSR1, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        for number in signals:
+        for number in SIGNALS:
             os.write(1, b"ready\n")  # in one piece, as two ranks write there
             signal.sigwait([number])
         dist.barrier()  # both have heard
