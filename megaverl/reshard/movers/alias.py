@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,11 @@ class Alias:
 
     def __init__(self, pairs: Sequence[Pair], source: Tensors, dest: Tensors, may_rebind: bool) -> None:
         self._pairs, self._source, self._dest, self._may_rebind = pairs, source, dest, may_rebind
+        # all that a run looks at where nothing has changed: two addresses, and how far apart they must be
+        self._links = [
+            (dest[pair.dest], source[pair.source], _bytes_before(pair.box, source[pair.source])) for pair in pairs
+        ]
+        self._nbytes = sum(pair.numel * dest[pair.dest].element_size() for pair in pairs)
 
     @classmethod
     def take(cls, job: Job) -> Alias | None:
@@ -52,37 +58,33 @@ class Alias:
         """Nothing travels."""
 
     def finish(self) -> Moved:
-        aliased = local = 0
-        for pair in self._pairs:
-            name, target = pair.dest, self._dest[pair.dest]
-            nbytes = pair.numel * target.element_size()
-            if self._is_shared(pair):
-                aliased += nbytes
-                continue
-            origin = view(self._source[pair.source], pair.box)
-            if self._may_rebind and target.device == origin.device:
-                aliased += nbytes
-                target.data = origin
-                continue
-            local += nbytes
-            if target.untyped_storage().nbytes() == 0:
-                if not self._may_rebind:
-                    raise ReshardError(
-                        f"{name}: its storage was freed with the source's, and a captured graph holds its address. "
-                        "Set reshard.alias=never where the actor's weights are freed between steps."
-                    )
-                target.data = torch.empty_like(origin, device=target.device)
-            target.detach().copy_(origin)
-        return Moved(aliased=aliased, local=local)
+        apart = [not shared for shared in self._shared()]
+        local = sum(self._bring(pair) for pair in compress(self._pairs, apart))
+        return Moved(aliased=self._nbytes - local, local=local)
+
+    def _bring(self, pair: Pair) -> int:
+        """Let a tensor take the source's new storage, or else copy it; the bytes that were copied."""
+        target, origin = self._dest[pair.dest], view(self._source[pair.source], pair.box)
+        if self._may_rebind and target.device == origin.device:
+            target.data = origin
+            return 0
+        if target.untyped_storage().nbytes() == 0:
+            if not self._may_rebind:
+                raise ReshardError(
+                    f"{pair.dest}: its storage was freed with the source's, and a captured graph holds its address. "
+                    "Set reshard.alias=never where the actor's weights are freed between steps."
+                )
+            target.data = torch.empty_like(origin, device=target.device)
+        target.detach().copy_(origin)
+        return pair.numel * target.element_size()
 
     def shares(self) -> bool:
         """Whether any destination tensor has the source's storage now."""
-        return any(map(self._is_shared, self._pairs))
+        return any(self._shared())
 
-    def _is_shared(self, pair: Pair) -> bool:
-        origin = self._source[pair.source]
-        start = pair.box.start[0] * origin.stride(0) * origin.element_size()
-        return self._dest[pair.dest].data_ptr() == origin.data_ptr() + start
+    def _shared(self) -> list[bool]:
+        """Of each pair, whether the destination has the source's storage now."""
+        return [target.data_ptr() - origin.data_ptr() == start for target, origin, start in self._links]
 
     def freed(self) -> list[str]:
         """Destination tensors whose storage was freed together with the source's."""
@@ -91,6 +93,11 @@ class Alias:
             for pair in self._pairs
             if self._dest[pair.dest].numel() and self._dest[pair.dest].untyped_storage().nbytes() == 0
         ]
+
+
+def _bytes_before(box: Box, origin: torch.Tensor) -> int:
+    """From the start of a contiguous tensor to a box of whole rows."""
+    return box.start[0] * origin.stride(0) * origin.element_size()
 
 
 def adopt(
