@@ -112,6 +112,12 @@ class VLLMEngine:
         }
         if not platform.is_cuda:
             vllm_cpu().check_runs_here(spec.head_dim, arguments)
+            if spec.mla is not None:
+                # seen with vLLM 0.32 alone: a prompt's greedy answer changes with the batch that it is in
+                logger.warning(
+                    "vLLM's CPU build gives wrong answers for multi-head latent attention: expect a large "
+                    "rollout/logprob_diff, or set rollout.engine=hf."
+                )
         if not load_weights and (method := arguments.get("quantization")):
             raise RolloutError(
                 f"rollout.vllm.quantization={method}: the engine's weights come from the actor, whose floating-point "
