@@ -127,12 +127,12 @@ def this_host() -> str:
     return f"{socket.gethostname()}/{space}"
 
 
-def process_is_gone(beat: Beat) -> bool:
+def process_is_gone(host: str, pid: int) -> bool:
     """Whether a process of this machine has ended; of another's nothing is known."""
-    if beat.host != this_host() or not os.path.isdir("/proc/self"):
+    if host != this_host() or not os.path.isdir("/proc/self"):
         return False
     try:
-        with open(f"/proc/{beat.pid}/stat", encoding="utf-8", errors="replace") as file:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
     except OSError:
         return True

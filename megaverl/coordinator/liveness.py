@@ -152,7 +152,7 @@ class Liveness:
                 self._seen[rank] = (beat, now)
         beats = {rank: beat for rank, (beat, _) in self._seen.items()}
         silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
-        text = who_is_gone(beats, silent, self.patience.lost_after, self.name, process_is_gone)
+        text = who_is_gone(beats, silent, self.patience.lost_after, self.name, _is_gone)
         if not text and self.rank == self.coordinator:
             text = who_stalls(beats, self.patience.stalled_after, self.name)
         return self.accuse(text) if text else ""
@@ -185,6 +185,10 @@ class Liveness:
         waited = max(now - self._waits[2], 1e-3) if self._waits else 0.0
         beat = Beat(time.time(), self._doing, now - self._since, waited, where, this_host(), os.getpid(), self._left)
         self._store.set(f"liveness/beat/{self.rank}", beat.to_json())
+
+
+def _is_gone(beat: Beat) -> bool:
+    return process_is_gone(beat.host, beat.pid)
 
 
 def _chain(error: BaseException | None) -> str:

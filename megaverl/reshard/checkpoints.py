@@ -11,7 +11,7 @@ from megaverl.layout.dist_checkpoint import checkpoint_layout
 from megaverl.layout.layout import Layout
 from megaverl.layout.weights import Weight
 from megaverl.models.spec import ModelSpec
-from megaverl.reshard.naming import listed
+from megaverl.reshard.naming import as_block
 from megaverl.reshard.plan import MAX_NAMED
 from megaverl.reshard.stored import StoredArray
 from megaverl.reshard.torch_dist import IndexedArray, locate, read_index
@@ -72,13 +72,9 @@ class OpenedCheckpoint:
             if key.startswith(parts) and key not in shapes
         ]
         if problems:
-            lines = listed(problems)
-            more = f"\n  and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
             raise CheckpointError(
-                f"{self.folder}: of another model than its config.json:\n  "
-                + "\n  ".join(lines[:MAX_NAMED])
-                + more
-                + "\nTake the config.json of the model that was trained."
+                f"{self.folder}: of another model than its config.json:{as_block(problems, MAX_NAMED)}"
+                "\nTake the config.json of the model that was trained."
             )
 
 

@@ -14,7 +14,7 @@ from megaverl.layout.layout import Layout, padded_tensors
 from megaverl.layout.weights import Weight
 from megaverl.models.spec import ModelSpec
 from megaverl.reshard.checkpoints import open_checkpoint, without_head
-from megaverl.reshard.naming import listed
+from megaverl.reshard.naming import as_block
 from megaverl.reshard.plan import MAX_NAMED, intersect_layouts
 from megaverl.reshard.stored import Reader, StoredArray, stored_arrays
 from megaverl.reshard.torch_dist import is_torch_dist
@@ -217,11 +217,7 @@ def check_stored(
 
 def _refuse(folder: Path, problems: Sequence[str]) -> None:
     if problems:
-        lines = listed(problems)
-        more = f"\n  and {len(lines) - MAX_NAMED} more" if len(lines) > MAX_NAMED else ""
         raise ModelError(
-            f"{folder}: its weights do not fit its config.json:\n  "
-            + "\n  ".join(lines[:MAX_NAMED])
-            + more
-            + "\nCopy config.json and weights from the same source."
+            f"{folder}: its weights do not fit its config.json:{as_block(problems, MAX_NAMED)}"
+            "\nCopy config.json and weights from the same source."
         )

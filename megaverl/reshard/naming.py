@@ -29,6 +29,13 @@ def listed(lines: Iterable[str]) -> list[str]:
     return out
 
 
+def as_block(problems: Iterable[str], most: int) -> str:
+    """The lines of `listed`, each on an indented line of its own, and how many there are beyond `most`."""
+    lines = listed(problems)
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in [*lines[:most], *more])
+
+
 def _fill(text: str, numbers: list[str]) -> str:
     values = iter(numbers)
     return re.sub(GAP, lambda _: next(values), text)

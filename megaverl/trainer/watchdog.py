@@ -11,7 +11,6 @@ import json
 import linecache
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaverl.coordinator.beats import process_is_gone, this_host
 from megaverl.metrics.console import Console
 
 INTERVAL = 1.0  # seconds between beats
@@ -119,7 +119,7 @@ class Watchdog:
                 self._seen[rank] = (beat, time.monotonic())
         beat, changed = self._seen[neighbour]
         if not beat["left"] and neighbour != self.rank:
-            if _is_gone(beat):
+            if process_is_gone(beat["host"], beat["pid"]):
                 return self._accuse(f"rank {neighbour} is gone: {_was(beat)}.")
             if time.monotonic() - changed > LOST_AFTER:
                 silent = time.monotonic() - changed
@@ -178,7 +178,7 @@ class Watchdog:
             "number": time.time(),
             "doing": self._doing,
             "for": round(now - self._since, 1),
-            "host": _host(),
+            "host": this_host(),
             "pid": os.getpid(),
             "waits": waits,
             "where": where,
@@ -226,26 +226,6 @@ def _own_connection() -> dist.Store:
 
 def _was(beat: dict[str, Any]) -> str:
     return f"it was in {beat['doing']} for {beat['for']:.0f} s (process {beat['pid']} on {beat['host'].split('/')[0]})"
-
-
-def _host() -> str:
-    """The machine, and the space of process ids in it."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        space = ""
-    return f"{socket.gethostname()}/{space}"
-
-
-def _is_gone(beat: dict[str, Any]) -> bool:
-    """Whether a process of this machine has ended; of another's nothing is known."""
-    if beat["host"] != _host() or not os.path.isdir("/proc/self"):
-        return False
-    try:
-        with open(f"/proc/{beat['pid']}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
-    except OSError:
-        return True
 
 
 def _place(frame: FrameType | None) -> tuple[str, bool]:

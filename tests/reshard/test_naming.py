@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.reshard.naming import listed
+from megaverl.reshard.naming import as_block, listed
 
 
 def test_layers_and_experts_become_ranges() -> None:
@@ -37,3 +37,10 @@ def expand(text: str) -> list[str]:
 def numbers(ranges: str) -> list[str]:
     edges = [run.split("-") for run in ranges.split(",")]
     return [str(n) for run in edges for n in range(int(run[0]), int(run[-1]) + 1)]
+
+
+def test_a_block_says_how_many_lines_it_leaves_out() -> None:
+    problems = [f"{letter}: shape" for letter in "abcd"]
+    assert as_block(problems, 4) == "\n  a: shape\n  b: shape\n  c: shape\n  d: shape"
+    assert as_block(problems, 3) == "\n  a: shape\n  b: shape\n  c: shape\n  and 1 more"
+    assert as_block([f"layers.{i}: shape" for i in range(9)], 1) == "\n  layers.0-8: shape"

@@ -122,8 +122,9 @@ def test_boxes_that_are_adjacent_along_different_axes_stay_apart() -> None:
     halves = [Box((0, 0), (2, 2)), Box((2, 0), (4, 2))]
     beside = [Box((0, 0), (2, 2)), Box((0, 2), (2, 4))]
     pieces = tuple(Piece("w", *both) for both in zip(halves, ["s"] * 2, beside, strict=True))
-    source = Layout(pieces, {"s": (2, 4)}, {"w": shape})
-    execute(Case([], [source], [whole_layout([("w", shape)])], [0]), {"w": np.arange(1, 9).reshape(shape)})
+    source, dest = Layout(pieces, {"s": (2, 4)}, {"w": shape}), whole_layout([("w", shape)])
+    assert [transfer.box for transfer in intersect_layouts(source, dest)] == halves
+    execute(Case([], [source], [dest], [0]), {"w": np.arange(1, 9).reshape(shape)})
 
 
 def test_boxes_of_different_local_tensors_stay_apart() -> None:
