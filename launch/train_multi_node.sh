@@ -7,6 +7,8 @@
 # NNODES, NODE_RANK, MASTER_ADDR   how many machines, which one this is (from 0), and the name of machine 0
 # MASTER_PORT       a free port of machine 0 (default 29500)
 # NPROC             processes on each machine (default: one per GPU)
+# ROLE              what this machine is: rollout, reward, critic, reference, train or coordinator, several with commas
+#                   (default: what `placement` in the configuration says; without it every role is everywhere)
 # MAX_RESTARTS      how often the ranks are started again after a failure, from the last checkpoint (default 0)
 # MEGAVERL_PYTHON   interpreter to use (default: .venv/bin/python if it is there, else python)
 # COMMAND           train (default), sft, eval or generate
@@ -33,9 +35,12 @@ if [[ -z "${NPROC:-}" ]]; then
     fi
 fi
 
+# shellcheck source=launch/network.sh
+source "$root/launch/network.sh"
+
 # A fixed address instead of a rendezvous service: it also works where a host does not know itself by name.
 # This agent is torchrun's, which passes SIGTERM and SIGUSR1 on to the ranks: they save, and it ends with 75.
 exec "$python" -m megaverl.cli.agent \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" --max-restarts "${MAX_RESTARTS:-0}" \
-    -m megaverl.cli.main "${COMMAND:-train}" "$@"
+    -m megaverl.cli.main "${COMMAND:-train}" ${ROLE:+--role "$ROLE"} "$@"

@@ -32,6 +32,10 @@ class RewardError(MegaverlError):
     """A reward function that is missing, raises, or returns the wrong thing."""
 
 
+class EpisodeError(MegaverlError):
+    """An environment, game or tool that is missing, raises, or answers with the wrong thing."""
+
+
 class RolloutError(MegaverlError):
     """A generation engine that refuses a request or returns the wrong thing."""
 

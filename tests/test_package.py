@@ -25,7 +25,9 @@ HEAVY = ("torch", "vllm", "megatron", "transformers")
 # description of a model that layouts are made from; it stands below the rooms that use it.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
+    ("plugins",),
     ("platform", "models.spec", "algorithms", "rewards", "metrics", "placement"),
+    ("environments",),
     ("parallel", "config"),
     ("layout", "data"),
     ("reshard", "fabric"),
@@ -34,8 +36,10 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("roles",),
     ("checkpoint", "dataflow", "coordinator"),
     ("trainer",),
-    ("capacity", "convert"),
+    ("capacity", "convert", "doctor", "report", "contracts"),
     ("cli",),
+    ("api",),
+    ("utils",),
 )
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 
@@ -46,6 +50,7 @@ STRANGERS = {
     "layout": ("torch.distributed", "vllm", "megatron"),
     "algorithms": ("vllm", "megatron", "transformers", "megaverl.config"),
     "rewards": ("vllm", "megatron", "megaverl.algorithms"),
+    "environments": ("torch", "vllm", "megatron", "transformers", "megaverl.algorithms"),
     "data": ("vllm", "megatron"),
     "dataflow": ("megaverl.algorithms",),
     "metrics": ("vllm", "megatron", "transformers"),

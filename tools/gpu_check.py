@@ -48,7 +48,7 @@ def main() -> int:
     dist.init_process_group("nccl")
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for check in (check_nccl, check_local_copy, check_logits, check_training, check_graph):
+        for check in (check_nccl, check_local_copy, check_logits, check_training, check_saving_memory, check_graph):
             try:
                 results.append(check(Path(folder)))
             except Exception as error:  # one check that breaks must not hide the others
@@ -109,11 +109,33 @@ def check_logits(folder: Path) -> Check:
 
 def check_training(folder: Path) -> Check:
     """Ten updates in bfloat16 with float32 master weights: the loss falls as a language model's should."""
+    losses, _ = train(folder)
+    return Check("bfloat16 training", losses[-1] < 0.8 * losses[0], f"{losses[0]:.3f} -> {losses[-1]:.3f}", "falls")
+
+
+def check_saving_memory(folder: Path) -> Check:
+    """Offload to pinned memory and activation checkpointing: the same losses, and less memory between updates; and
+    adapters alone, which learn as well."""
+    from megaverl.config.roles import LoraConfig, OffloadConfig
+
+    offload = OffloadConfig(parameters=True, optimizer=True, gradients=True)
+    kept, held = train(folder)
+    away, left = train(folder, offload=offload, activation_checkpointing="full")
+    adapted, small = train(folder, lora=LoraConfig(rank=8, alpha=16.0))
+    passed = kept == away and left < held / 4 and adapted[-1] < adapted[0] and small < held
+    measured = f"losses {'equal' if kept == away else 'different'}, {held / 2**20:.1f} -> {left / 2**20:.1f} MiB; "
+    measured += f"adapters {adapted[0]:.3f} -> {adapted[-1]:.3f} with {small / 2**20:.1f} MiB"
+    return Check("offload, checkpointing, adapters", passed, measured, "equal losses, a quarter; adapters learn")
+
+
+def train(folder: Path, offload: Any = None, **options: Any) -> tuple[list[float], int]:
+    """The losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
     from megaverl.roles.megatron_model import MicroBatch
     from megaverl.roles.trainable import TrainableModel
 
-    model, _ = load_model(folder)
-    trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=10)
+    before = torch.cuda.memory_allocated()
+    model, _ = load_model(folder, **options)
+    trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=10, offload=offload)
     tokens = torch.randint(0, 1000, (8, 64), generator=torch.Generator().manual_seed(0))
     ones = torch.ones(8, dtype=torch.int64)
     batch = MicroBatch(torch.arange(8), tokens, ones, ones * 63)
@@ -122,8 +144,11 @@ def check_training(folder: Path) -> Check:
         value = -model.log_probs(logits, micro)[0].sum() / (8 * 63)
         return value, {"loss": torch.stack([torch.ones_like(value), value.detach(), value.detach() ** 2]).double()}
 
-    losses = [float(trainable.update([batch], loss).sums["loss"][1]) for _ in range(10)]
-    return Check("bfloat16 training", losses[-1] < 0.8 * losses[0], f"{losses[0]:.3f} -> {losses[-1]:.3f}", "falls")
+    losses = []
+    for _ in range(10):
+        with trainable.updating():
+            losses.append(float(trainable.update([batch], loss).sums["loss"][1]))
+    return losses, torch.cuda.memory_allocated() - before
 
 
 def check_graph(folder: Path) -> Check:
@@ -142,7 +167,7 @@ def check_graph(folder: Path) -> Check:
     return Check("graph sees weights copied in place", error < 1e-4, f"difference {error:.1e}", "0")
 
 
-def load_model(folder: Path) -> tuple[Any, Path]:
+def load_model(folder: Path, **options: Any) -> tuple[Any, Path]:
     """A small Qwen3 in bfloat16 on a grid of one, and its folder."""
     from megaverl.models.spec import ModelSpec
     from megaverl.models.tiny import make_tiny_folder
@@ -155,7 +180,7 @@ def load_model(folder: Path) -> tuple[Any, Path]:
         sizes: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 1000}
         make_tiny_folder(path, "Qwen3ForCausalLM", tie_embeddings=True, **sizes)
     grid = ProcessGroupManager().grid(GridShape())
-    model = MegatronModel(ModelSpec.from_folder(path), grid, dtype=torch.bfloat16, seed=0)
+    model = MegatronModel(ModelSpec.from_folder(path), grid, dtype=torch.bfloat16, seed=0, **options)
     model.load(path)
     return model, path
 

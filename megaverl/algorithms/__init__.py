@@ -16,7 +16,7 @@ from megaverl.algorithms.distillation import distillation, distillation_losses
 from megaverl.algorithms.divergence_losses import binary_kl, binary_tv
 from megaverl.algorithms.dynamic_sampling import Kept, keep_groups
 from megaverl.algorithms.entropy import entropy_sum
-from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, rloo
+from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, raft, rloo
 from megaverl.algorithms.implicit_rewards import implicit_rewards, outcome_cross_entropy, prime
 from megaverl.algorithms.kl import kl_estimators, kl_loss
 from megaverl.algorithms.kl_controllers import AdaptiveKL, FixedKL, KLController
@@ -101,6 +101,7 @@ __all__ = [
     "ppo_clip",
     "preference_losses",
     "prime",
+    "raft",
     "reinforce_plus_plus",
     "remax",
     "response_log_probs",

@@ -194,5 +194,32 @@ def best_of_group(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> 
     return _same_for_all_tokens(credit, rewards, response_mask)
 
 
+@advantage_estimators.register("raft")
+def raft(
+    rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, keep: int = 1, right_from: float | None = None
+) -> Advantages:
+    """Rejection sampling: the best responses of each group are learned as if somebody had written them.
+
+    RAFT, arXiv 2304.06767, algorithm 1; also the rejection sampling of arXiv 2307.09288, section 3.2.2. With the loss
+    `policy_gradient` and the aggregation `token_mean` the update is that of supervised fine-tuning on what is kept:
+    A_t = (tokens of the batch) / (tokens that are kept) there, and 0 elsewhere.
+
+    Args:
+        keep: responses of each group, the best ones; of equal ones the first.
+        right_from: keep none below this reward.
+    """
+    check_finite("rewards", rewards)
+    kept = torch.zeros_like(rewards, dtype=torch.bool)
+    for group in group_ids.unique():
+        members = (group_ids == group).nonzero()[:, 0]
+        order = torch.sort(rewards[members].double(), descending=True, stable=True).indices[:keep]
+        kept[members[order]] = True
+    if right_from is not None:
+        kept &= rewards >= right_from
+    lengths = response_mask.sum(dim=1)
+    scale = lengths.sum() / lengths[kept].sum().clamp(min=1)
+    return _same_for_all_tokens(kept.double() * scale, rewards, response_mask)
+
+
 def _same_for_all_tokens(per_sample: Tensor, like: Tensor, response_mask: Tensor) -> Advantages:
     return Advantages(torch.where(response_mask, per_sample.to(like.dtype).unsqueeze(1), 0.0), None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megaverl.capacity.job import Job, make_job
 from megaverl.capacity.machine import GB
-from megaverl.capacity.memory import MemoryModel, RankMemory
+from megaverl.capacity.memory import MemoryModel, RankMemory, phases_of
 from megaverl.config import Config
 from megaverl.config.errors import divisors
 from megaverl.errors import ConfigError
@@ -69,8 +69,8 @@ class Advice:
 def shortages(job: Job, memory: list[RankMemory]) -> list[Shortage]:
     """Every phase in which a rank needs more than its GPU has, and a cache that holds no sequence."""
     found = []
-    for phase in memory[0].phases:
-        worst = max(memory, key=lambda rank: rank.phases[phase])
+    for phase in phases_of(memory):
+        worst = max(memory, key=lambda rank: rank.phases.get(phase, 0.0))
         if worst.phases[phase] > job.machine.memory:
             found.append(Shortage(phase, worst.rank, worst.phases[phase], job.machine.memory))
     engine = memory[0].engine
@@ -81,7 +81,8 @@ def shortages(job: Job, memory: list[RankMemory]) -> list[Shortage]:
 
 def stage_ranks(job: Job) -> list[int]:
     """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""
-    return sorted({role.ranks.start + role.grid.rank(pp=s) for role in job.roles for s in range(role.grid.pp)})
+    stages = {role.ranks[role.grid.rank(pp=s)] for role in job.roles for s in range(role.grid.pp)}
+    return sorted({*stages, job.rollout.ranks[0]})
 
 
 def advise(job: Job) -> Advice:

@@ -7,7 +7,7 @@ Source: megatron-core 0.16, `distributed/param_and_grad_buffer.py` (`_ParamAndGr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -15,6 +15,7 @@ from typing import Any
 
 from megaverl.layout.boxes import whole
 from megaverl.layout.layout import Layout
+from megaverl.layout.low_rank import ADAPTER, LowRank, adapter_names, factor_layout
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1}
 PARAM_ALIGNMENT = 64  # elements, so that parameters start at 128 bytes
@@ -134,6 +135,32 @@ def parameters_of(layout: Layout, *, expert_parallel: bool, tied: bool) -> tuple
         expert = expert_parallel and ".mlp.experts." in rest
         chunks.setdefault(chunk, []).append(Parameter(rest, whole(shape).numel, expert, shared))
     return tuple(tuple(_registered(parameters)) for parameters in chunks.values())
+
+
+def adapters_of(
+    layout: Layout, adapters: Mapping[str, LowRank], trained: Collection[str] = ()
+) -> tuple[tuple[Parameter, ...], ...]:
+    """What `lora` trains in each model chunk, in the order in which GPTModel registers it.
+
+    Args:
+        layout: of the weights.
+        trained: weights that are trained whole besides.
+    """
+    factors = factor_layout(layout, adapters, adapter_names).local_shapes
+    whole_ones = {piece.local: layout.local_shapes[piece.local] for piece in layout.pieces if piece.tensor in trained}
+    chunks: dict[str, dict[str, list[Parameter]]] = {}
+    for name, shape in (factors | whole_ones).items():
+        chunk, _, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
+        layer = rest.partition(f".{ADAPTER}.")[0]
+        chunks.setdefault(chunk, {}).setdefault(layer, []).append(Parameter(rest, whole(shape).numel))
+    return tuple(
+        tuple(
+            parameter
+            for layer in _registered([Parameter(f"{layer}.weight", 0) for layer in layers])
+            for parameter in sorted(layers[layer.name.removesuffix(".weight")], key=lambda p: ".lora_B." in p.name)
+        )
+        for layers in chunks.values()
+    )
 
 
 def _registered(parameters: Iterable[Parameter]) -> list[Parameter]:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from megaverl.capacity.buffers import ITEMSIZE
 from megaverl.capacity.machine import Machine
 from megaverl.capacity.stages import layer_split, padded_vocab_size
 from megaverl.config import Config, InvalidConfig
-from megaverl.config.grids import grid_mistakes
-from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.config.grids import grid_mistakes, is_placed, used_roles
+from megaverl.config.placement import resolve_placement, role_grids
+from megaverl.config.roles import GridConfig, TrainedConfig, recompute_fields
 from megaverl.layout.layout import Layout
+from megaverl.layout.low_rank import LowRank, low_ranks
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
+from megaverl.placement import Node, ResolvedPlacement, resolve
 
 
 @dataclass(frozen=True)
@@ -26,24 +30,61 @@ class Role:
     """A Megatron model on its ranks.
 
     Attributes:
-        ranks: of the world; the grid counts them from 0.
+        ranks: of the world, ascending; with islands of all of them.
+        islands: into how many worlds, each with a grid of its own, these ranks are split.
         split: decoder layers of every (virtual) stage in model order.
         layout_of: rank in the grid -> what it holds.
     """
 
     name: str
-    ranks: range
+    ranks: tuple[int, ...]
     grid: GridShape
     spec: ModelSpec
     config: GridConfig
     split: tuple[int, ...]
     layout_of: Callable[[int], Layout]
     value_head: bool = False
+    islands: int = 1
+
+    def place(self, rank: int) -> int | None:
+        """The number of a rank in its grid; None where it has no part in the role."""
+        return self._places.get(rank)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: number % self.grid.world_size for number, rank in enumerate(self.ranks)}
 
     @property
     def trained(self) -> TrainedConfig | None:
         """Its settings as a role with an optimizer, or None."""
         return self.config if isinstance(self.config, TrainedConfig) else None
+
+    @property
+    def adapters(self) -> dict[str, LowRank]:
+        """Its adapters by the name of the weight; none where all weights are trained, or none is.
+
+        Raises:
+            ModelError: targets that the model does not have.
+        """
+        lora = self.trained.lora if self.trained is not None else None
+        if lora is None:
+            return {}
+        weights = weights_of(self.spec, value_head=self.value_head)
+        return low_ranks(weights, lora.targets, lora.rank, f"{self.name}.lora")
+
+    @property
+    def recompute(self) -> dict[str, Any]:
+        """megatron-core's fields, those of `activation_checkpointing` below the role's own."""
+        if self.trained is None:
+            return self.config.megatron
+        dense = self.spec.moe is None or bool(self.spec.moe.num_dense_layers)
+        fields = recompute_fields(
+            self.trained.activation_checkpointing,
+            dense=dense,
+            experts=self.spec.moe is not None,
+            fused_attention=True,
+        )
+        return fields | self.config.megatron
 
     def layers(self, stage: int) -> tuple[int, int]:
         """(dense, mixture-of-experts) decoder layers that a rank of this pipeline stage holds."""
@@ -61,15 +102,24 @@ class Role:
 class RolloutRole:
     """Engines of `tp` neighbouring ranks each."""
 
-    ranks: range
+    ranks: tuple[int, ...]
     tp: int
     expert_parallel: bool
     layout_of: Callable[[int], Layout]
 
+    @property
+    def num_engines(self) -> int:
+        return len(self.ranks) // self.tp
+
 
 @dataclass(frozen=True)
 class Job:
-    """All roles of a run; today every role has every rank."""
+    """All roles of a run, on their ranks.
+
+    Attributes:
+        world: ranks of the job.
+        placement: who is where.
+    """
 
     config: Config
     spec: ModelSpec
@@ -77,6 +127,7 @@ class Job:
     world: int
     roles: tuple[Role, ...]
     rollout: RolloutRole
+    placement: ResolvedPlacement
 
     @property
     def itemsize(self) -> int:
@@ -86,7 +137,9 @@ class Job:
     @property
     def aliases(self) -> bool:
         """Whether engine weights may be the actor's own storage."""
-        return self.config.reshard.alias == "auto" and not self.config.reshard.overlap
+        away = self.config.actor.offload.parameters
+        shared = self.placement.colocated("actor", "rollout")
+        return shared and self.config.reshard.alias == "auto" and not self.config.reshard.overlap and not away
 
     @property
     def actor(self) -> Role:
@@ -103,27 +156,38 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
     mistakes = list(grid_mistakes(config, "train", spec, world))
     if mistakes:
         raise InvalidConfig(mistakes, "the configuration, the model and the world")
+    machine = machine or Machine()
+    placement = _placement(config, world, machine)
     sections = {"actor": config.actor} | ({"critic": config.critic} if config.uses_critic else {})
-    roles = [_role(name, section, spec, world) for name, section in sections.items()]
-    if config.uses_reference:
-        roles.append(_role("reference", config.reference, spec, world))
+    roles = [_role(name, section, spec, placement) for name, section in sections.items()]
+    if config.uses_reference and not config.reference_is_actor:
+        roles.append(_role("reference", config.reference, spec, placement))
     expert_parallel = spec.moe is not None and bool(config.rollout.vllm.get("enable_expert_parallel", False))
     layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel)
-    rollout = RolloutRole(range(world), config.rollout.tp, expert_parallel, layouts)
-    return Job(config, spec, machine or Machine(), world, tuple(roles), rollout)
+    rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
+    return Job(config, spec, machine, world, tuple(roles), rollout, placement)
 
 
-def _role(name: str, config: GridConfig, spec: ModelSpec, world: int) -> Role:
+def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:
+    """Who is where, on nodes that are called by their number."""
+    sizes = [min(machine.gpus_per_node, world - first) for first in range(0, world, machine.gpus_per_node)]
+    nodes = [Node(f"node {number}", size) for number, size in enumerate(sizes)]
+    if is_placed(config):
+        return resolve_placement(config.placement, role_grids(config, used_roles(config, "train")), world, nodes)
+    return resolve({}, world, dict.fromkeys([*used_roles(config, "train"), "rollout", "reward"]), nodes)
+
+
+def _role(name: str, config: GridConfig, spec: ModelSpec, placement: ResolvedPlacement) -> Role:
     path = getattr(config, "path", None)
     if path and (Path(path) / "config.json").is_file():
         spec = ModelSpec.from_folder(path)
-    value_head = name == "critic"
-    grid = GridShape.fit(
-        world, tp=config.tp, cp=config.cp, ep=config.ep, pp=config.pp, vpp=config.vpp, etp=config.etp, role=name
-    )
+    value_head, ranks = name == "critic", placement.ranks[name]
+    islands = len(placement.islands) if placement.colocated(name, "actor") else 1
+    sizes = {size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")}
+    grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
     split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))
     layouts = _model_layouts(spec, grid, split, value_head)
-    return Role(name, range(world), grid, spec, config, split, layouts, value_head)
+    return Role(name, ranks, grid, spec, config, split, layouts, value_head, islands)
 
 
 # Kept, since a search for settings that fit asks for the same ones again and again.

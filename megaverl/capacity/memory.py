@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from megaverl.capacity.activations import LayerShape, Recompute, StageLoad, head_bytes, in_flight, stage_bytes
-from megaverl.capacity.buffers import Options, Parameter, TrainedBytes, parameters_of, trained_bytes
+from megaverl.capacity.buffers import Options, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
 from megaverl.capacity.engine import EngineBytes, engine_bytes
 from megaverl.capacity.job import Job, Role
 from megaverl.capacity.stages import padded_vocab_size
@@ -58,7 +58,7 @@ class MemoryModel:
             config.rollout.vllm,
             itemsize=job.itemsize,
             memory=job.machine.memory,
-            sequences=-(-config.samples_per_step * job.rollout.tp // job.world),
+            sequences=-(-config.samples_per_step // job.rollout.num_engines),
             longest=config.max_tokens,
         )
 
@@ -73,18 +73,12 @@ class MemoryModel:
         held = {"reserve": job.machine.reserve, "training": 0.0, "frozen": 0.0}
         loads: dict[str, dict[str, float]] = {}
         for role in job.roles:
-            train, score = self._activations(role.name, role.grid.coords(rank - role.ranks.start).pp)
+            place = role.place(rank)
+            if place is None:
+                continue
+            train, score = self._activations(role.name, role.grid.coords(place).pp)
             if role.trained is not None:
-                trained = self.trained(role, rank)
-                parts[role.name] = {
-                    "weights": trained.weights,
-                    "gradients": trained.gradients,
-                    "optimizer": trained.optimizer,
-                    "activations": train,
-                }
-                held["training"] += trained.weights + trained.gradients + trained.optimizer
-                loads[f"{role.name} forward"] = {"activations": score}
-                loads[f"{role.name} update"] = {"activations": max(train, trained.step)}
+                parts[role.name] = self._train(role, rank, (train, score), held, loads)
                 continue
             weights = self.weights(role, rank)
             parts[role.name] = {"weights": weights, "activations": score}
@@ -93,16 +87,61 @@ class MemoryModel:
                 loads[f"{role.name} forward"]["frozen"] = weights
             else:
                 held["frozen"] += weights
-        aliased, engine = self._aliased_on(rank), self._engine
-        parts["rollout"] = {
-            "weights": engine.weights - aliased,
-            "aliased": aliased,
-            "KV cache": max(0.0, engine.cache),
-            "workspace": engine.workspace,
+        aliased, engine, generates = self._aliased_on(rank), self._engine, rank in job.rollout.ranks
+        if generates:
+            parts["rollout"] = {
+                "weights": engine.weights - aliased,
+                "aliased": aliased,
+                "KV cache": max(0.0, engine.cache),
+                "workspace": engine.workspace,
+            }
+        moves = job.world > 1 and (generates or rank in job.placement.islands[0])
+        buckets = 2 * job.config.reshard.bucket_mb * MB if moves else 0
+        if moves or job.world == 1:
+            parts["reshard"] = {"buckets": buckets}
+        if job.config.actor.offload.parameters and rank in job.actor.ranks:
+            loads["reshard"] = {"training": parts["actor"]["weights"]}
+        moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
+        return RankMemory(rank, parts, moments, engine)
+
+    def _train(
+        self,
+        role: Role,
+        rank: int,
+        activations: tuple[float, float],
+        held: dict[str, float],
+        loads: dict[str, dict[str, float]],
+    ) -> dict[str, float]:
+        """The parts of a role with an optimizer; `held` and `loads` are added to.
+
+        Args:
+            activations: (while training, while scoring).
+        """
+        assert role.trained is not None
+        (train, score), trained, offload = activations, self.trained(role, rank), role.trained.offload
+        weights = float(trained.weights)
+        if role.trained.lora is not None:
+            weights += self.weights(role, rank, without="output_layer.weight" if role.value_head else "")
+        away = {
+            "parameters": weights if offload.parameters else 0.0,
+            "gradients": float(trained.gradients) if offload.gradients else 0.0,
+            "optimizer": float(trained.optimizer) if offload.optimizer else 0.0,
         }
-        buckets = 2 * job.config.reshard.bucket_mb * MB if job.world > 1 else 0
-        parts["reshard"] = {"buckets": buckets}
-        return RankMemory(rank, parts, self._moments(held, loads, aliased, buckets), engine)
+        held["training"] += weights + trained.gradients + trained.optimizer - sum(away.values())
+        loads[f"{role.name} forward"] = {"activations": score, "training": away["parameters"]}
+        # the optimizer's state comes for the first step of an update and stays until its last
+        algorithm = self.job.config.algorithm
+        stays = away["optimizer"] if algorithm.num_epochs * algorithm.num_mini_batches > 1 else 0.0
+        loads[f"{role.name} update"] = {
+            "activations": max(train, trained.step + away["optimizer"] - stays),
+            "training": away["parameters"] + away["gradients"] + stays,
+        }
+        return {
+            "weights": weights,
+            "gradients": trained.gradients,
+            "optimizer": trained.optimizer,
+            "activations": train,
+        }
 
     def _moments(
         self, held: dict[str, float], loads: dict[str, dict[str, float]], aliased: float, buckets: float
@@ -117,28 +156,31 @@ class MemoryModel:
             # vLLM asks for its whole share before anything is aliased
             "engine start": held | own | {"engine weights": engine.weights, "activations": engine.workspace},
             "generate": held | own | {"activations": engine.workspace},
-            "reshard": held | own | {"buckets": buckets},
-        } | {
-            phase: {name: (held | resting).get(name, 0.0) + load.get(name, 0.0) for name in held | resting | load}
-            for phase, load in loads.items()
-        }
+            "reshard": _sum(held | own | {"buckets": buckets}, loads.get("reshard", {})),
+        } | {phase: _sum(held | resting, load) for phase, load in loads.items() if phase != "reshard"}
 
-    def weights(self, role: Role, rank: int) -> int:
-        """The role's parameters as its layout gives them, without any buffer's padding."""
-        stage = role.grid.coords(rank - role.ranks.start).pp
-        return sum(p.numel for chunk in self._stage_parameters(role.name, stage) for p in chunk) * self.job.itemsize
+    def weights(self, role: Role, rank: int, without: str = "") -> int:
+        """The role's parameters as its layout gives them, without any buffer's padding.
+
+        Args:
+            without: the name of one that is left out, a critic's head that is trained beside adapters.
+        """
+        chunks = self._stage_parameters(role.name, role.grid.coords(role.place(rank) or 0).pp)
+        return sum(p.numel for chunk in chunks for p in chunk if p.name != without) * self.job.itemsize
 
     def trained(self, role: Role, rank: int) -> TrainedBytes:
         """What training adds to a role on this rank."""
-        coords = role.grid.coords(rank - role.ranks.start)
+        coords = role.grid.coords(role.place(rank) or 0)
         return self._trained(role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp)
 
     def _aliased_on(self, rank: int) -> int:
         job = self.job
         if not job.aliases or rank not in job.actor.ranks:
             return 0
-        source = job.actor.layout_of(rank - job.actor.ranks.start)
-        return aliased_elements(source, job.rollout.layout_of(rank - job.rollout.ranks.start)) * job.itemsize
+        place = job.actor.place(rank) or 0
+        source, adapted = job.actor.layout_of(place), frozenset(job.actor.adapters)
+        dest = job.rollout.layout_of(job.rollout.ranks.index(rank))
+        return aliased_elements(source, dest, adapted) * job.itemsize
 
     def _role(self, name: str) -> Role:
         return next(role for role in self.job.roles if role.name == name)
@@ -153,8 +195,12 @@ class MemoryModel:
         role = self._role(name)
         assert role.trained is not None
         replicas = role.grid.dp * role.grid.cp
+        parameters = self._stage_parameters(name, stage)
+        if adapters := role.adapters:
+            head = ("score.weight",) if role.value_head else ()
+            parameters = adapters_of(role.layout_of(role.grid.rank(pp=stage)), adapters, head)
         return trained_bytes(
-            self._stage_parameters(name, stage),
+            parameters,
             Options.read(role.trained.ddp, _optimizer(role), replicas),
             itemsize=self.job.itemsize,
             dense=(dense, replicas),
@@ -165,9 +211,9 @@ class MemoryModel:
     def _make_activations(self, name: str, stage: int) -> tuple[float, float]:
         """(while training, while scoring) at the peak."""
         role, config = self._role(name), self.job.config
-        grid, fields = role.grid, role.config.megatron
+        grid, fields = role.grid, role.recompute
         shape = LayerShape.read(role.spec, grid, fields, self.job.itemsize)
-        tokens = -(-role.config.micro_batch_tokens // grid.cp)
+        tokens = -(-self._tokens(role) // grid.cp)
         dense, moe = role.layers(stage)
         flying = in_flight(stage, grid.pp, grid.vpp, self._micro_batches(role))
         load = StageLoad(dense, moe, tokens, config.max_tokens, flying)
@@ -183,11 +229,41 @@ class MemoryModel:
             train, score = train + head_train, score + head_score
         return train, score
 
+    def _samples(self, role: Role) -> int:
+        """Of one update on a data-parallel rank."""
+        config = self.job.config
+        return -(-config.samples_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
+
+    def _tokens(self, role: Role) -> int:
+        """Of the largest micro-batch, where every sample is as long as it may be."""
+        most = role.config.micro_batch_tokens
+        if role.trained is None or role.trained.gradient_accumulation == 1:
+            return most
+        samples = -(-self._samples(role) // role.trained.gradient_accumulation)
+        return min(most, samples * self.job.config.max_tokens)
+
     def _micro_batches(self, role: Role) -> int:
         """Of one update on a data-parallel rank, if every sample is as long as it may be."""
-        config = self.job.config
-        samples = -(-config.samples_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
-        return -(-samples // max(1, role.config.micro_batch_tokens // config.max_tokens))
+        samples = self._samples(role)
+        least = min(samples, role.trained.gradient_accumulation) if role.trained is not None else 1
+        return max(least, -(-samples // max(1, role.config.micro_batch_tokens // self.job.config.max_tokens)))
+
+
+def phases_of(memory: Iterable[RankMemory]) -> list[str]:
+    """The phases of all ranks, each once."""
+    return list(dict.fromkeys(phase for rank in memory for phase in rank.moments))
+
+
+def _training(
+    held: dict[str, float], loads: dict[str, dict[str, float]], buckets: float
+) -> dict[str, dict[str, float]]:
+    """What is in use in each phase on a rank without an engine."""
+    moves = {"reshard": _sum(held | {"buckets": buckets}, loads.get("reshard", {}))} if buckets else {}
+    return moves | {phase: _sum(held, load) for phase, load in loads.items() if phase != "reshard"}
+
+
+def _sum(used: dict[str, float], load: dict[str, float]) -> dict[str, float]:
+    return {name: used.get(name, 0.0) + load.get(name, 0.0) for name in used | load}
 
 
 def _optimizer(role: Role) -> dict[str, Any]:

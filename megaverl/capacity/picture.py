@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megaverl.capacity.job import Job
 from megaverl.capacity.machine import GB
+from megaverl.capacity.memory import phases_of
 from megaverl.capacity.report import Capacity, nodes_text, num_nodes
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
     FigureCanvasAgg(figure)
     figure.suptitle(
         f"{job.config.run.name}: {job.world:,} ranks on {nodes_text(job)}, actor {job.actor.grid}, "
-        f"vLLM tp{job.rollout.tp} x {job.world // job.rollout.tp}",
+        f"vLLM tp{job.rollout.tp} x {job.rollout.num_engines}",
         fontsize=14,
     )
     panels = figure.subplots(2, 2, width_ratios=(1, 1.15), height_ratios=(1.25, 1))
@@ -57,39 +59,61 @@ def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
 
 
 def _placement(axes: Axes, capacity: Capacity) -> None:
-    """Nodes from top to bottom, their GPUs from left to right, coloured by the actor's pipeline stage."""
-    from matplotlib import colormaps
-
+    """Nodes from top to bottom, their GPUs from left to right: the actor's pipeline stages, or whose each GPU is."""
     job = capacity.job
     width, nodes, grid = job.machine.gpus_per_node, num_nodes(job), job.actor.grid
-    stages = np.full((nodes, width), np.nan)
-    for rank in job.actor.ranks:
-        stages[divmod(rank, width)] = grid.coords(rank - job.actor.ranks.start).pp
-    palette = colormaps["viridis"].resampled(grid.pp)
-    axes.imshow(stages, cmap=palette, vmin=-0.5, vmax=grid.pp - 0.5, aspect="auto", interpolation="nearest", alpha=0.75)
     axes.set_xticks(range(width))
     axes.set_xlabel("GPU of the node")
     axes.set_ylabel("node")
-    axes.set_title("placement: the actor's pipeline stage (colour) on every GPU")
+    if job.placement.is_colocated:
+        kinds = [f"stage {stage}" for stage in range(grid.pp)]
+        kind_of = [grid.coords(job.actor.place(rank) or 0).pp for rank in range(job.world)]
+        axes.set_title("placement: the actor's pipeline stage (colour) on every GPU")
+    else:
+        kinds = [world.name for world in job.placement.worlds]
+        kind_of = [kinds.index(job.placement.world_of(rank).name) for rank in range(job.world)]
+        axes.set_title("placement: the roles (colour) on every GPU")
+    _cells(axes, kind_of, len(kinds), (nodes, width))
     if job.world <= MOST_RANKS:
         axes.set_yticks(range(nodes))
-        for rank in job.actor.ranks:
-            at = grid.coords(rank - job.actor.ranks.start)
-            engine, place = divmod(rank, job.rollout.tp)
-            inside = f"tp{at.tp}", f"pp{at.pp}", f"dp{at.dp}"
-            text = f"{rank}\n{(' ' if nodes > 2 else NEW_LINE).join(inside)}\nvLLM {engine}.{place}"
+        for rank, kind in enumerate(kind_of):
+            text = (" " if nodes > 2 else NEW_LINE).join(_inside(job, rank))
             y, x = divmod(rank, width)
             size = 10 if nodes <= 2 else 6.5
-            axes.text(x, y, text, ha="center", va="center", fontsize=size, color=_ink(at.pp, grid.pp))
+            axes.text(x, y, f"{rank}\n{text}", ha="center", va="center", fontsize=size, color=_ink(kind, len(kinds)))
         _edges(axes, range(1, width), range(1, nodes), "white")
         return
-    first_of: dict[int, list[int]] = {}
-    for node in range(nodes):
-        first_of.setdefault(int(stages[node][0]), []).append(node)
-    for stage, held in first_of.items():
-        text = f"stage {stage}: nodes {held[0]}-{held[-1]}\n{len(held) * width:,} ranks"
-        middle = (held[0] + held[-1]) / 2
-        axes.text((width - 1) / 2, middle, text, ha="center", va="center", fontsize=10, color=_ink(stage, grid.pp))
+    for kind, name in enumerate(kinds):
+        held = [rank for rank, other in enumerate(kind_of) if other == kind]
+        first, last = held[0] // width, held[-1] // width
+        text = f"{name}: nodes {first}-{last}\n{len(held):,} ranks"
+        middle = (first + last) / 2
+        axes.text((width - 1) / 2, middle, text, ha="center", va="center", fontsize=10, color=_ink(kind, len(kinds)))
+
+
+def _cells(axes: Axes, kind_of: Sequence[int], num_kinds: int, shape: tuple[int, int]) -> None:
+    """A GPU each, coloured by its kind; those that the job does not use are blank."""
+    from matplotlib import colormaps
+
+    cells = np.full(shape[0] * shape[1], np.nan)
+    cells[: len(kind_of)] = kind_of
+    palette = colormaps["viridis"].resampled(num_kinds)
+    options: dict[str, Any] = {"cmap": palette, "vmin": -0.5, "vmax": num_kinds - 0.5, "alpha": 0.75}
+    axes.imshow(cells.reshape(shape), aspect="auto", interpolation="nearest", **options)
+
+
+def _inside(job: Job, rank: int) -> list[str]:
+    """What a GPU is, in as many words as fit on it."""
+    words = []
+    if (place := job.actor.place(rank)) is not None:
+        at = job.actor.grid.coords(place)
+        words += [f"tp{at.tp}", f"pp{at.pp}", f"dp{at.dp}"]
+    if rank in job.rollout.ranks:
+        engine, place = divmod(job.rollout.ranks.index(rank), job.rollout.tp)
+        words.append(f"vLLM {engine}.{place}")
+    if not job.placement.is_colocated:
+        words += [role for role in job.placement.roles_of(rank) if role not in ("actor", "rollout", "reference")]
+    return words
 
 
 def _ink(stage: int, pp: int) -> str:
@@ -141,7 +165,8 @@ def _edges(axes: Axes, columns: Iterable[int], rows: Iterable[int], colour: str)
 
 def _fill(axes: Axes, capacity: Capacity) -> None:
     """What fills the fullest rank in each phase, against the memory of a GPU."""
-    fullest = {p: max(capacity.memory, key=lambda m: m.phases[p]) for p in capacity.memory[0].phases}
+    phases = phases_of(capacity.memory)
+    fullest = {p: max(capacity.memory, key=lambda m: m.phases.get(p, 0.0)) for p in phases}
     labels = [f"{phase}\n(rank {fullest[phase].rank})" for phase in fullest]
     left = np.zeros(len(fullest))
     for part, colour in COLOURS.items():

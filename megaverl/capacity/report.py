@@ -12,9 +12,10 @@ from typing import Any
 from megaverl.capacity.advice import Advice, Shortage, advise, shortages
 from megaverl.capacity.job import Job
 from megaverl.capacity.machine import GB
-from megaverl.capacity.memory import MemoryModel, RankMemory
+from megaverl.capacity.memory import MemoryModel, RankMemory, phases_of
 from megaverl.capacity.traffic import KINDS, Traffic, make_traffic
 from megaverl.models.architectures import weights_of
+from megaverl.placement import ranks_text
 
 LINKS = ("nvlink", "network")
 WIDTH = 110  # columns of the text
@@ -50,25 +51,29 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
     """Numbers in bytes and seconds under plain names; `[least, median, most]` over the ranks."""
     job, traffic, machine = capacity.job, capacity.traffic, capacity.job.machine
     slowest, mean = traffic.seconds(machine)
-    first = capacity.memory[0]
+    memory, engine, rollout = capacity.memory, capacity.memory[0].engine, job.rollout
     return {
         "model": {"architecture": job.spec.architecture, "layers": job.spec.num_layers, "parameters": parameters(job)},
         "world": {"ranks": job.world, "nodes": num_nodes(job), "gpus_per_node": machine.gpus_per_node},
         "machine": {n: getattr(machine, n) for n in ("memory", "reserve", "nvlink", "network", "hbm")},
         "roles": {
-            role.name: {"ranks": [role.ranks.start, role.ranks.stop - 1], "grid": str(role.grid)} for role in job.roles
+            role.name: {"ranks": ranks_text(role.ranks), "grid": str(role.grid), "islands": role.islands}
+            for role in job.roles
         }
-        | {"rollout": {"ranks": [0, job.world - 1], "tp": job.rollout.tp, "engines": job.world // job.rollout.tp}},
+        | {"rollout": {"ranks": ranks_text(rollout.ranks), "tp": rollout.tp, "engines": rollout.num_engines}}
+        | {name: {"ranks": ranks_text(job.placement.ranks[name])} for name in ("reward", "coordinator")},
         "memory": {
-            role: {part: spread([m.parts[role][part] for m in capacity.memory]) for part in parts}
-            for role, parts in first.parts.items()
+            role: {part: spread([m.parts[role][part] for m in memory if role in m.parts]) for part in parts}
+            for role, parts in parts_of(memory).items()
         },
-        "phases": {phase: spread([m.phases[phase] for m in capacity.memory]) for phase in first.phases},
+        "phases": {
+            phase: spread([m.phases[phase] for m in memory if phase in m.phases]) for phase in phases_of(memory)
+        },
         "kv_cache": {
-            "bytes_per_token": first.engine.bytes_per_token,
-            "tokens": first.engine.tokens,
-            "full_sequences_at_once": first.engine.concurrency,
-            "sequences_per_step": first.engine.sequences,
+            "bytes_per_token": engine.bytes_per_token,
+            "tokens": engine.tokens,
+            "full_sequences_at_once": engine.concurrency,
+            "sequences_per_step": engine.sequences,
         },
         "reshard": {
             "received": {kind: list(traffic.spread("received", kind)) for kind in KINDS},
@@ -94,6 +99,15 @@ def as_text(capacity: Capacity) -> str:
     return "\n".join(
         [*_head(capacity), "", *_memory(capacity), "", *_traffic(capacity), "", *_verdict(capacity), "", *_basis()]
     )
+
+
+def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
+    """Role -> its components, of all ranks."""
+    found: dict[str, dict[str, None]] = {}
+    for rank in memory:
+        for role, parts in rank.parts.items():
+            found.setdefault(role, {}).update(dict.fromkeys(parts))
+    return {role: list(parts) for role, parts in found.items()}
 
 
 def parameters(job: Job) -> int:
@@ -128,21 +142,26 @@ def _head(capacity: Capacity) -> Iterator[str]:
     )
     yield ""
     for role in job.roles:
-        yield f"  {role.name:<10} {role.grid!s:<28} ranks {role.ranks.start}-{role.ranks.stop - 1}"
+        islands = f" x {role.islands} islands" if role.islands > 1 else ""
+        yield f"  {role.name:<10} {str(role.grid) + islands:<28} ranks {ranks_text(role.ranks)}"
     engines = f"vLLM tp{job.rollout.tp}{' with expert parallel' if job.rollout.expert_parallel else ''}"
-    yield f"  {'rollout':<10} {engines:<28} {job.world // job.rollout.tp:,} engines"
+    where = "" if job.placement.is_colocated else f"ranks {ranks_text(job.rollout.ranks)}, "
+    yield f"  {'rollout':<10} {engines:<28} {where}{job.rollout.num_engines:,} engines"
+    if not job.placement.is_colocated:
+        for name in ("reward", "coordinator"):
+            yield f"  {name:<10} {'':<28} ranks {ranks_text(job.placement.ranks[name])}"
 
 
 def _memory(capacity: Capacity) -> Iterator[str]:
     memory, machine = capacity.memory, capacity.job.machine
     yield f"{'memory per rank, GB':<36}{'least':>10}{'median':>10}{'most':>10}"
-    for role, parts in memory[0].parts.items():
+    for role, parts in parts_of(memory).items():
         for part in parts:
-            yield _row(f"  {role:<10} {part}", [m.parts[role][part] for m in memory])
+            yield _row(f"  {role:<10} {part}", [m.parts[role][part] for m in memory if role in m.parts])
     yield _row("  reserve", [machine.reserve] * len(memory))
     yield f"in use, of {machine.memory / GB:g} GB"
-    for phase in memory[0].phases:
-        values = [m.phases[phase] for m in memory]
+    for phase in phases_of(memory):
+        values = [m.phases[phase] for m in memory if phase in m.phases]
         over = max(values) - machine.memory
         yield _row(f"  {phase}", values) + (f"   {over / GB:.1f} GB too much" if over > 0 else "")
     engine = memory[0].engine

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megaverl.capacity.job import Job
 from megaverl.capacity.machine import Machine
 from megaverl.layout.boxes import carry, intersect
-from megaverl.layout.layout import Layout, Piece
+from megaverl.layout.layout import EMPTY, Layout, Piece
+from megaverl.layout.low_rank import adapter_names, factor_layout, follow, joined, with_factors
 from megaverl.reshard.plan import Plan, make_plans
 
 KINDS = ("alias", "local", "nvlink", "network")
@@ -72,12 +73,24 @@ class Traffic:
 def make_traffic(job: Job) -> Traffic:
     """Make every rank's plan, as the ranks themselves will, and add up its bytes."""
     source, dest = job.actor.layout_of, job.rollout.layout_of
+    if not job.placement.is_colocated:
+        source, dest = _on(job.placement.islands[0], source), _on(job.rollout.ranks, dest)
+    adapters = job.actor.adapters
+    if adapters:
+        factors = follow(source, lambda layout: factor_layout(layout, adapters, adapter_names))
+        source, dest = joined(source, factors), with_factors(dest, adapters)
     plans = make_plans(source, dest, job.world, node_of=job.machine.node_of)
     ranks = []
     for rank in range(job.world):
-        aliased = aliased_elements(source(rank), dest(rank)) if job.aliases else 0
+        aliased = aliased_elements(source(rank), dest(rank), frozenset(adapters)) if job.aliases else 0
         ranks.append(plan_traffic(plans[rank], aliased, job.itemsize, job.machine))
     return Traffic(tuple(ranks))
+
+
+def _on(ranks: Sequence[int], layout_of: Callable[[int], Layout]) -> Callable[[int], Layout]:
+    """The layouts of a role by rank of the world, on others nothing."""
+    places = {rank: number for number, rank in enumerate(ranks)}
+    return lambda rank: layout_of(places[rank]) if rank in places else EMPTY
 
 
 def plan_traffic(plan: Plan, aliased: int, itemsize: int, machine: Machine) -> RankTraffic:
@@ -106,14 +119,19 @@ def plan_traffic(plan: Plan, aliased: int, itemsize: int, machine: Machine) -> R
 
 
 @lru_cache(maxsize=4096)
-def aliased_elements(source: Layout, dest: Layout) -> int:
+def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = frozenset()) -> int:
     """Elements of `dest` that can be the source's own storage: nothing of them moves.
 
     As the alias mover decides it: all of a local tensor lies in one tensor of the source, in the same order, and
     runs of rows apart from where it starts. The dtypes of both sides must agree besides.
+
+    Args:
+        adapted: weights that adapters are merged into: their tensors are never the source's.
     """
     total = 0
     for local, pieces in _by_local(dest).items():
+        if any(piece.tensor in adapted or ".lora_" in piece.tensor for piece in pieces):
+            continue
         numel = sum(piece.box.numel for piece in pieces)
         if numel and _is_run_of_rows(source, dest.local_shapes[local], pieces, numel):
             total += numel

@@ -42,8 +42,24 @@ class Committer(Protocol):
     """The ranks' agreement on a checkpoint. Every rank calls its methods at the same time."""
 
     @property
+    def rank(self) -> int:
+        """This rank, of those that have a part in a checkpoint."""
+
+    @property
+    def size(self) -> int:
+        """How many these are."""
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All of them, where they belong to several worlds with roles of their own; None: they are one world."""
+
+    @property
+    def planner(self) -> int:
+        """The rank that commits."""
+
+    @property
     def decides(self) -> bool:
-        """Whether this rank is the one that commits. It must be the first of the ranks that plan a save."""
+        """Whether this rank is the one that commits, and plans a save for all."""
 
     def collect(self, report: Any) -> list[Any]:
         """Every rank's report (JSON), in rank order, at least on the rank that decides and alike where given."""
@@ -54,6 +70,17 @@ class Committer(Protocol):
 
 class FirstRank:
     """The first rank commits."""
+
+    group: dist.ProcessGroup | None = None
+    planner = 0
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size()
 
     @property
     def decides(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,10 +17,13 @@ import torch.distributed as dist
 
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
-from megaverl.roles.trainable import TrainableModel
+from megaverl.roles.megatron_model import MegatronModel
+from megaverl.roles.trainable import TrainableModel, optimizer_tensors
 
 platform.adapt_megatron()
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 
@@ -45,8 +48,9 @@ def apply_state(roles: Mapping[str, TrainableModel], loaded: Mapping[str, Any]) 
     """Put a loaded `sharded_state` into models, optimizers and schedulers, in place."""
     for role, trainable in roles.items():
         state = loaded[role]
+        whole = trainable.model.adapters is None
         for name, chunk in _named_chunks(trainable).items():
-            chunk.load_state_dict(state["model"][name])
+            chunk.load_state_dict(state["model"][name], strict=whole)
         _load_optimizer(trainable.optimizer, state["optimizer"])
         # the scheduler adds the loaded number of steps to its own
         trainable.scheduler.num_steps = 0
@@ -60,7 +64,10 @@ def _role_state(role: str, trainable: TrainableModel, loading: bool) -> dict[str
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": dp_cp_group,
     }
-    chunks = {name: _chunk_state(chunk, metadata) for name, chunk in _named_chunks(trainable).items()}
+    if trainable.model.adapters is None:
+        chunks = {name: _chunk_state(chunk, metadata) for name, chunk in _named_chunks(trainable).items()}
+    else:
+        chunks = dict(zip(_named_chunks(trainable), _adapter_states(trainable.model), strict=True))
     for optimizer in _single_optimizers(trainable.optimizer):
         _allocate(role, optimizer)
     described = chunks if len(chunks) > 1 else next(iter(chunks.values()))
@@ -68,25 +75,46 @@ def _role_state(role: str, trainable: TrainableModel, loading: bool) -> dict[str
         optimizer = trainable.optimizer.sharded_state_dict(described, is_loading=loading, metadata=metadata)
     state = {"model": chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}
     add_prefix_for_sharding(state, f"{role}.")
+    if loading:
+        _join_in_place(state)
     return state
 
 
-def live_storages(roles: Mapping[str, TrainableModel]) -> set[int]:
-    """Addresses of the memory in which models and optimizers live: what lies elsewhere was gathered for a save."""
-    found = set()
-    for trainable in roles.values():
-        tensors = [*trainable.model.parameters.values(), *(b for c in trainable.model.chunks for b in c.buffers())]
-        for optimizer in _single_optimizers(trainable.optimizer):
-            if optimizer.optimizer is not None:
-                tensors += [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-                tensors += [
-                    value
-                    for entry in optimizer.optimizer.state.values()
-                    for value in entry.values()
-                    if isinstance(value, torch.Tensor)
-                ]
-        found |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return found
+def _join_in_place(state: dict[str, Any]) -> None:
+    """Leave the parts of a tensor that were read into their places (gate and up of a gated MLP) where they are.
+
+    megatron-core would join copies of them, of every weight and both its moments.
+    """
+    for factory in nested_values(state):
+        if isinstance(factory, ShardedTensorFactory):
+            factory.merge_fn = functools.partial(_joined, factory.data, factory.merge_fn)
+
+
+def _joined(whole: torch.Tensor, join: Callable[[Any], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    place = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.dtype != whole.dtype or not part.is_contiguous():
+            return join(parts)
+        place += part.nbytes
+    return whole if place == whole.data_ptr() + whole.nbytes else join(parts)
+
+
+def trained_storages(roles: Iterable[TrainableModel]) -> set[int]:
+    """Addresses of the memory that only optimizer steps change: parameters, and the optimizers' state.
+
+    What of a role's state lies neither there nor in `buffer_storages` was gathered for a save.
+    """
+    tensors: list[torch.Tensor] = []
+    for trainable in roles:
+        tensors += [parameter for chunk in trainable.model.chunks for parameter in chunk.parameters()]
+        tensors += optimizer_tensors(trainable.optimizer)
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def buffer_storages(roles: Iterable[TrainableModel]) -> set[int]:
+    """Addresses of the models' buffers, which a forward or a backward pass may change too, as a router's bias."""
+    buffers = [buffer for trainable in roles for chunk in trainable.model.chunks for buffer in chunk.buffers()]
+    return {buffer.untyped_storage().data_ptr() for buffer in buffers}
 
 
 class _WholeTensors:
@@ -159,6 +187,29 @@ def _chunk_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
         allow_shape_mismatch=True,
     )
     return state
+
+
+def _adapter_states(model: MegatronModel) -> list[dict[str, ShardedTensor]]:
+    """Of each chunk, what `lora` trains: the base model stays in its own files, and the manifest says which it is."""
+    adapters, coords = model.adapters, model.grid.coords
+    assert adapters is not None
+    layout, replica = adapters.layout_of(model.grid.rank), dist.get_rank(model.grid.pg_collection.dp_cp)
+    states: list[dict[str, ShardedTensor]] = [{} for _ in model.chunks]
+    for piece in layout.pieces:
+        shape = layout.global_shapes[piece.tensor]
+        offsets = [
+            (axis, low // (high - low), size // (high - low))
+            for axis, (low, high, size) in enumerate(zip(*piece.box, shape, strict=True))
+            if high - low != size
+        ]
+        chunk, _, name = piece.local.partition(".") if len(states) > 1 else ("chunk0", "", piece.local)
+        states[int(chunk.removeprefix("chunk"))][name] = ShardedTensor.from_rank_offsets(
+            piece.tensor,
+            adapters.parameters[piece.local],
+            *offsets,
+            replica_id=(0, 0 if offsets else coords.tp, replica),
+        )
+    return states
 
 
 def _single_optimizers(optimizer: Any) -> list[Any]:

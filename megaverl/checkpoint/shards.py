@@ -1,7 +1,7 @@
-"""The files of a sharded state on their way to the disk: first planned and copied, then written without the ranks.
+"""The files of a sharded state on their way to the disk: first planned by all ranks, then written by each alone.
 
-megatron-core's `torch_dist` format, in two halves: `Stager.stage` is the collective one and is over when the
-tensors are in host memory; `StagedShards.write` touches nothing but its own files, so a thread may run it.
+megatron-core's `torch_dist` format, in two halves: `Stager.stage` is the collective one; `StagedShards.write` touches
+nothing but its own files, so a thread may run it.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from megaverl.checkpoint.commit import Committer
+from megaverl.checkpoint.held import HeldTensors, copy_to_host
 from megaverl.checkpoint.manifest import crc32_of
 from megaverl.platform import platform
 
@@ -100,24 +103,23 @@ class StagedShards:
 
     Attributes:
         plan: of torch's checkpointing: which items go into this rank's file.
-        data: the items' tensors and objects.
+        data: the items' tensors and objects; those of `held` are not among them.
+        held: tensors that training will change again, but not yet.
+        num_bytes: about how much this rank will write.
         metadata: on the first rank, torch's description of the whole; its storage is filled in by `index`.
         common: on the first rank, what is the same on all.
     """
 
     plan: SavePlan
     data: Mapping[MetadataIndex, Any]
+    held: HeldTensors[MetadataIndex]
+    num_bytes: int
     metadata: Metadata | None = None
     common: bytes | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """About how much this rank will write."""
-        return sum(v.nbytes if isinstance(v, torch.Tensor) else len(v.getbuffer()) for v in self.data.values())
-
     def resolve_data(self, item: WriteItem) -> Any:
         """The part of torch's SavePlanner that a writer calls."""
-        return self.data[item.index]
+        return self.data[item.index] if item.index in self.data else self.held.take(item.index)
 
     def write(self, folder: Path) -> tuple[Files, list[Any]]:
         """Write this rank's files; returns their records, and where each item lies, as JSON.
@@ -125,9 +127,13 @@ class StagedShards:
         Raises:
             OSError: a full disk, a folder that is gone or cannot be written.
         """
-        writer = FileSystemWriter(folder, thread_count=1, sync_files=True)
+        # one item at a time: `held` takes an item for written when the next one is asked for
+        writer = FileSystemWriter(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
         writer.fs = disk = _RecordingFiles()
-        results = writer.write_data(self.plan, cast(Any, self)).value()
+        try:
+            results = writer.write_data(self.plan, cast(Any, self)).value()
+        finally:
+            self.held.close()
         if self.common is not None:
             disk.files[COMMON_FILE] = write_bytes(folder / COMMON_FILE, self.common)
             config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
@@ -145,53 +151,72 @@ class StagedShards:
 
 @dataclass
 class Stager:
-    """Plans a save with all ranks, and copies this rank's part to host memory, where the next save finds it again."""
+    """Plans a save with all ranks. The memory of its copies is kept for the next save."""
 
     _buffers: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
     _validated: bool = False
 
-    def stage(self, state: dict[str, Any], *, live: Collection[int] = ()) -> StagedShards:
+    def stage(
+        self,
+        state: dict[str, Any],
+        *,
+        held: Collection[int] = (),
+        copied: Collection[int] = (),
+        committer: Committer,
+    ) -> StagedShards:
         """Every rank takes part.
 
         Args:
             state: a `sharded_state`.
-            live: of what lies in the memory at these addresses a copy is taken in host memory, so that training may
-                go on; all else must stay as it is until it is written.
+            held: what lies in the memory at these addresses may change again after `StagedShards.held.settle`.
+            copied: what lies at these may change at once. All else must stay as it is until it is written.
+            committer: whose rank plans for all. Ranks of another world than its have other roles.
         """
         # What is held by whom does not change between the saves of a run: checked at the first one only.
         sharded, common = save_preprocess(state, not self._validated)
         self._validated = True
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-        ranks = _DistWrapper(None, True, 0)
+        group = committer.group
+        ranks = _DistWrapper(group, True, committer.planner)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         planner.set_up_planner(mcore_to_pyt_state_dict(flat, is_loading=False), is_coordinator=ranks.is_coordinator)
         metadata: list[Metadata] = []
+        commons: dict[str, Any] = {} if group is not None else common
 
-        def for_all(plans: list[SavePlan]) -> list[SavePlan]:
-            plans, whole = planner.create_global_plan(plans)
+        def for_me() -> tuple[SavePlan, dict[str, Any]]:
+            return planner.create_local_plan(), common if group is not None and dist.get_rank() == 0 else {}
+
+        def for_all(found: list[tuple[SavePlan, dict[str, Any]]]) -> list[SavePlan]:
+            plans, whole = planner.create_global_plan([plan for plan, _ in found])
             metadata.append(whole)
+            for _, of_world in found:
+                commons.update(of_world)
             return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
 
-        plan = planner.finish_plan(ranks.reduce_scatter("plan", planner.create_local_plan, for_all))
-        data = {item.index: planner.resolve_data(item) for item in plan.items}
-        if live:
-            data |= {index: self._copied(index, value) for index, value in data.items() if _lies_in(live, value)}
-            if platform.is_cuda:
-                torch.cuda.synchronize()
-        return StagedShards(plan, data, metadata[0] if metadata else None, _saved(common) if metadata else None)
+        plan = planner.finish_plan(ranks.reduce_scatter("plan", for_me, for_all))
+        items = {item.index: planner.resolve_data(item) for item in plan.items}
+        num_bytes = sum(v.nbytes if isinstance(v, torch.Tensor) else len(v.getbuffer()) for v in items.values())
+        platform.synchronize()  # another thread will read them
+        data, lasting = {}, {}
+        for index, value in items.items():
+            place = _place(value)
+            if place in held:
+                lasting[index] = value
+            else:
+                data[index] = copy_to_host(value, self._buffers, index) if place in copied else value
+        return StagedShards(
+            plan,
+            data,
+            HeldTensors(lasting, self._buffers),
+            num_bytes,
+            metadata[0] if metadata else None,
+            _saved(commons) if metadata else None,
+        )
 
-    def _copied(self, index: MetadataIndex, value: torch.Tensor) -> torch.Tensor:
-        buffer = self._buffers.get(index)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty(value.shape, dtype=value.dtype, pin_memory=platform.is_cuda)
-            self._buffers[index] = buffer
-        buffer.copy_(value, non_blocking=True)
-        return buffer
 
-
-def _lies_in(live: Collection[int], value: Any) -> bool:
-    """Not so for an object that was serialised for this save, and for a tensor that was gathered for it."""
-    return isinstance(value, torch.Tensor) and (value.is_cuda or value.untyped_storage().data_ptr() in live)
+def _place(value: Any) -> int | None:
+    """Where a tensor's memory begins; None for an object that was serialised for this save."""
+    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
 
 
 def _saved(common: dict[str, Any]) -> bytes:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megaverl.checkpoint.background import Writing
 from megaverl.checkpoint.commit import Committer, FirstRank, Retention, best_name, commit, job_name, make_room, prune
@@ -26,11 +25,12 @@ from megaverl.checkpoint.manifest import (
     read_json,
     torn_name,
 )
-from megaverl.checkpoint.megatron_state import apply_state, live_storages, sharded_state
+from megaverl.checkpoint.megatron_state import apply_state, buffer_storages, sharded_state, trained_storages
 from megaverl.checkpoint.random_state import capture_random_state, restore_random_state
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, synced_record, write_bytes
 from megaverl.errors import CheckpointError
 from megaverl.metrics.versions import collect_versions
+from megaverl.models.lora import Adapters
 from megaverl.parallel.collectives import gather_json, together
 from megaverl.roles.trainable import TrainableModel
 
@@ -106,7 +106,9 @@ class CheckpointStore:
         inside: bool = False,
         in_background: bool = True,
     ) -> None:
-        """Copy the state to host memory and begin to write it; `finish` commits it. Waits for an earlier one.
+        """Begin to write the state as it is now; `finish` commits it. Waits for an earlier one.
+
+        In the background, what is not written when an optimizer is about to step is copied to host memory first.
 
         Args:
             roles: models, optimizers and schedulers, by role.
@@ -126,12 +128,11 @@ class CheckpointStore:
         torn = torn_name(folder)
         self.phase("checkpoint_copy")
         with own_errors(f"{torn}: the checkpoint was not written", MEND):
-            live = live_storages(roles) if in_background else ()
-            shards = self._stager.stage(sharded_state(roles), live=live)
+            shards = self._staged(roles, in_background)
         num_bytes = sum(self.committer.collect(shards.num_bytes))
         self.committer.decide(lambda: self._make_room(torn, num_bytes))
         random_state = json.dumps(capture_random_state()).encode()
-        own: dict[str, bytes] = {_random_file(dist.get_rank()): random_state}
+        own: dict[str, bytes] = {_random_file(self.committer.rank): random_state}
         if self.committer.decides:
             own[STATE_FILE] = json.dumps(dict(state), indent=1).encode()
         more = dict(files or {}) if self.committer.decides else {}
@@ -178,11 +179,14 @@ class CheckpointStore:
             CheckpointError: on every rank: damaged, of another model, or it lacks a role.
         """
         folder = Path(folder)
-        world_size, state = self.committer.decide(lambda: _open(folder, _describe(roles)))
-        apply_state(roles, read_shards(sharded_state(roles, loading=True), folder))
-        if world_size == dist.get_world_size():
+        described = self._of_all_worlds(_describe(roles))
+        world_size, state = self.committer.decide(lambda: _open(folder, described))
+        if roles:
+            with _present(roles):
+                apply_state(roles, read_shards(sharded_state(roles, loading=True), folder))
+        if world_size == self.committer.size:
             with together():
-                restore_random_state(read_json(folder / _random_file(dist.get_rank())))
+                restore_random_state(read_json(folder / _random_file(self.committer.rank)))
         self._was_there = self._was_there or folder.parent == self.root
         return dict(state)
 
@@ -247,6 +251,27 @@ class CheckpointStore:
             raise CheckpointError(f"checkpoint.resume={resume}: {root} holds no checkpoint ({PREFIX}NNNNNNNN folders).")
         return newest
 
+    def _staged(self, roles: Mapping[str, TrainableModel], in_background: bool) -> StagedShards:
+        """What is to be written; of what training changes, or moves away, meanwhile, a copy is taken before it does."""
+        moving = [trainable for trainable in roles.values() if trainable.leaves]
+        staying = [trainable for trainable in roles.values() if in_background and not trainable.leaves]
+        with _present(roles):
+            shards = self._stager.stage(
+                sharded_state(roles),
+                held=trained_storages(staying),
+                copied=trained_storages(moving) | buffer_storages([*moving, *staying]),
+                committer=self.committer,
+            )
+        for trainable in staying:
+            trainable.before_step = shards.held.settle
+        return shards
+
+    def _of_all_worlds(self, mine: dict[str, Any]) -> dict[str, Any]:
+        """What all worlds say of their roles, where there are several."""
+        if self.committer.group is None:
+            return mine
+        return {role: what for found in self.committer.collect(mine) for role, what in found.items()}
+
     def _make_room(self, torn: Path, num_bytes: int) -> None:
         if self._was_there and not self.root.is_dir():
             raise CheckpointError(
@@ -268,9 +293,9 @@ class CheckpointStore:
             format=FORMAT_VERSION,
             serial=0,
             step=step,
-            world_size=dist.get_world_size(),
+            world_size=self.committer.size,
             job=job_name(),
-            roles=_describe(roles),
+            roles=self._of_all_worlds(_describe(roles)),
             versions=self._versions,
             files={},
         )
@@ -312,12 +337,12 @@ class CheckpointStore:
     def _wrong(self, folder: Path) -> list[str]:
         """What is wrong with the files of a checkpoint; each rank reads a share of them."""
         wrong: list[str] = []
-        with together():
+        with together(self.committer.group):
             manifest = Manifest.read(folder)
             wrong = manifest.wrong_sizes(folder)
             if not wrong:
-                wrong = manifest.wrong_bytes(folder, dist.get_rank(), dist.get_world_size())
-        return sorted({problem for found in gather_json(wrong) for problem in found})
+                wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size)
+        return sorted({problem for found in gather_json(wrong, self.committer.group) for problem in found})
 
 
 def _write(
@@ -331,6 +356,15 @@ def _write(
         write(torn / name)
         files[name] = synced_record(torn / name)
     return [files, items]
+
+
+@contextmanager
+def _present(roles: Mapping[str, TrainableModel]) -> Iterator[None]:
+    """What was moved out of the accelerator's memory is back inside."""
+    with ExitStack() as stack:
+        for trainable in roles.values():
+            stack.enter_context(trainable.present())
+        yield
 
 
 def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, Any]:
@@ -348,11 +382,20 @@ def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
         role: {
             "model": asdict(trainable.model.spec),
             "value_head": trainable.model.value_head,
+            "lora": _describe_adapters(trainable.model.adapters, trainable.base_identity),
             "grid": asdict(trainable.model.grid.shape),
         }
         for role, trainable in roles.items()
     }
     return dict(json.loads(json.dumps(described)))
+
+
+def _describe_adapters(adapters: Adapters | None, base: str) -> dict[str, Any] | None:
+    """What decides whether adapters fit: their layers, and the weights that they were trained on."""
+    if adapters is None:
+        return None
+    layers = sorted({low_rank.projection for low_rank in adapters.low_ranks.values()})
+    return {"rank": adapters.config.rank, "alpha": adapters.config.alpha, "layers": layers, "base": base}
 
 
 def _as_json(found: tuple[list[Path], list[str]]) -> list[list[str]]:

@@ -12,13 +12,32 @@ from megaverl.config import Config, load_config
 from megaverl.config.loader import Command
 from megaverl.errors import ConfigError, MegaverlError
 
+UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
+EXAMPLES = {
+    "train": """\
+  megaverl train --config configs/ppo_gsm8k_smollm2.yaml model.path=DIR 'data.train=[train.jsonl]'
+  megaverl train --config FILE actor.tp=2 rollout.tp=2 --nproc 4
+  megaverl train --config FILE --dry-run""",
+    "sft": """\
+  megaverl sft --config configs/sft_gsm8k.yaml model.path=DIR 'data.train=[train.jsonl]' sft.steps=200""",
+    "eval": """\
+  megaverl eval --config FILE model.path=runs/mine/hf trainer.validation_samples=4 'trainer.pass_at=[1, 4]'""",
+    "generate": """\
+  megaverl generate model.path=DIR --prompt "What is 2+3?" rollout.sampling.temperature=0
+  megaverl generate --config FILE --prompts questions.jsonl --output answers.jsonl""",
+    "quickstart": """\
+  megaverl quickstart
+  megaverl quickstart run.seed=1 trainer.steps=50""",
+}
+
 
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser with the arguments that all commands take."""
     result = argparse.ArgumentParser(
         prog=f"megaverl {command}",
         description=description,
-        epilog="Under torchrun the command is one of its ranks; otherwise it starts them itself.",
+        epilog=(f"examples:\n{EXAMPLES[command]}\n\n" if command in EXAMPLES else "") + UNDER_TORCHRUN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("--config", metavar="FILE", help="YAML file; configs/ holds recipes")
     result.add_argument(

@@ -12,9 +12,18 @@ from megaverl.config.describe import described_keys
 from megaverl.config.errors import did_you_mean
 from megaverl.config.passthrough import PLACES
 
+EXAMPLES = """\
+  megaverl keys                        all of this project's keys
+  megaverl keys algorithm.kl           one section
+  megaverl keys rollout.sampling       those of vLLM's SamplingParams, as installed"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    described = argparse.ArgumentParser(prog="megaverl keys", description=__doc__)
+    described = argparse.ArgumentParser(
+        prog="megaverl keys",
+        description=f"{__doc__}\n\n{EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     described.add_argument("prefix", nargs="?", default="", help="such as actor, algorithm.kl or rollout.vllm")
     prefix = described.parse_args(argv).prefix.strip(".")
     lines = list(_lines(prefix))

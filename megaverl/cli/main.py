@@ -12,17 +12,31 @@ from megaverl.version import __version__
 COMMANDS = {
     "train": "reinforcement learning: PPO or GRPO",
     "sft": "a warm-up by supervised fine-tuning on prompt/answer pairs",
+    "dpo": "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO",
+    "reward": "a reward model from pairs of responses",
     "quickstart": "the whole job on a tiny model made on the spot; downloads nothing",
     "generate": "responses to prompts",
     "eval": "validation only: mean reward, accuracy, pass@k",
     "plan": "memory, bytes and seconds of a configuration on a given cluster, before there is one",
     "convert": "Hugging Face <-> Megatron checkpoint on any grid, Megatron <-> Megatron, GGUF",
+    "check-plugin": "whether a reward, loss, environment, ... of your own keeps to its contract",
+    "data": "check: what is wrong with which rows of a data set",
+    "flow": "show: the operators of a configuration's training step",
+    "report": "one HTML page about a run, or about several side by side",
+    "doctor": "what this machine has and lacks, and how to mend it",
+    "completion": "what makes bash, zsh or fish complete commands and keys",
     "keys": "every key of the configuration: type, default, meaning",
 }
 
 _USAGE = """usage: megaverl COMMAND [--config FILE] [key=value ...]
 
 {commands}
+
+examples:
+  megaverl quickstart                                          a tiny model learns a task, from nothing
+  megaverl train --config configs/grpo_gsm8k_smollm2_pp2.yaml model.path=DIR 'data.train=[train.jsonl]'
+  megaverl train --config FILE --dry-run                       check everything, print the resolved configuration
+  megaverl report runs/quickstart                              what came of it, as one HTML page
 
 megaverl COMMAND --help shows a command's options; megaverl --version the version.
 """
@@ -44,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megaverl: no command `{name}`.{did_you_mean(name, COMMANDS)}\n", file=sys.stderr)
         print(usage(), end="", file=sys.stderr)
         return 2
-    code: int = importlib.import_module(f"megaverl.cli.{name}").main(rest)
+    code: int = importlib.import_module(f"megaverl.cli.{name.replace('-', '_')}").main(rest)
     return code
 
 

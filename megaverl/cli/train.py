@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Sequence
 
 from megaverl.cli.command import parser, run
+from megaverl.config.placement import CLAIMS
 from megaverl.errors import SAVED_AND_LEFT
+from megaverl.placement import parse_claims
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 failed; 2 a mistake in the configuration; 130 interrupted; "
@@ -20,14 +24,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     described.add_argument("--resume", metavar="WHAT", help="auto, latest, never or a folder (checkpoint.resume)")
     described.add_argument("--rollout-only", action="store_true", help="generate, score and store; train nothing")
     described.add_argument("--replay-rollouts", metavar="PATH", help="train on stored rollouts, without an engine")
+    described.add_argument(
+        "--track_metrics",
+        "--track-metrics",
+        nargs="?",
+        const="*",
+        metavar="PATTERNS",
+        help="which metrics the trackers get, such as 'reward/*,actor/*'; alone: all (run.track_metrics)",
+    )
+    described.add_argument(
+        "--role",
+        metavar="ROLES",
+        help="what this node is, under torchrun: train, rollout, reward, critic, reference, coordinator; with commas",
+    )
     described.epilog = f"{described.epilog} {EXIT_CODES}"
     arguments = described.parse_intermixed_args(given)
+    if arguments.role is not None:
+        try:
+            parse_claims(arguments.role)
+        except ValueError as error:
+            described.error(f"--role: {error}")
+        os.environ[CLAIMS] = arguments.role
     if arguments.resume is not None:
         arguments.overrides.append(f"checkpoint.resume={arguments.resume}")
     if arguments.rollout_only:
         arguments.overrides.append("trainer.rollout_only=true")
     if arguments.replay_rollouts is not None:
         arguments.overrides.append(f"trainer.replay_rollouts={arguments.replay_rollouts}")
+    if arguments.track_metrics is not None:
+        if "=" in arguments.track_metrics:  # the next override, as the option stood alone
+            arguments.overrides.append(arguments.track_metrics)
+            arguments.track_metrics = "*"
+        arguments.overrides.append(f"run.track_metrics={json.dumps(arguments.track_metrics.split(','))}")
     return run("train", arguments, given, {})
 
 

@@ -46,6 +46,26 @@ class CorrectionConfig(Section):
     high: PositiveFloat | None = Field(default=None, description="Upper limit of the ratio. null: the kind's own.")
 
 
+class DynamicSamplingConfig(Section):
+    """`algorithm.dynamic_sampling`: groups whose responses all score alike make room for others (DAPO)."""
+
+    metric: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What a group's responses must differ in for it to be kept: accuracy, reward (the weighted sum), "
+        "or one reward by its name. null: every group is kept.",
+    )
+    max_rounds: Positive = Field(default=4, description="Most rounds of generation in one step.")
+    prompts_per_round: Positive | None = Field(
+        default=None,
+        description="Prompts of each round. null: data.prompts_per_step in the first, then as many as are missing.",
+    )
+    if_short: Literal["fill", "stop"] = Field(
+        default="fill",
+        description="Too few groups after max_rounds: fill takes some that are all alike, stop ends the run.",
+    )
+
+
 class AlgorithmConfig(Section):
     """`algorithm`."""
 
@@ -66,6 +86,15 @@ class AlgorithmConfig(Section):
         default_factory=dict, description="Options of the policy loss, and of its token selector if it has one."
     )
     group_size: Positive = Field(default=1, description="Responses sampled for each prompt; grpo needs at least 2.")
+    dynamic_sampling: DynamicSamplingConfig = Field(
+        default_factory=DynamicSamplingConfig, description="Refilling groups that tell nothing."
+    )
+    rollout_filter: str | None = Field(
+        default=None,
+        pattern=r"^.+:[A-Za-z_]\w*$",
+        description="Your own choice of the samples that train, as module:function: called with the batch and its "
+        "scores, it returns true or false for each. null: all.",
+    )
     gamma: Fraction = Field(default=1.0, description="Discount per token, where the estimator has one.")
     lam: Fraction = Field(default=0.95, description="Lambda of generalised advantage estimation (ppo).")
     clip_range: PositiveFloat | None = Field(

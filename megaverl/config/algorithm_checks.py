@@ -24,6 +24,8 @@ ESTIMATOR_INPUTS = (
     "old_log_probs",
     "ref_log_probs",
     "group_ids",
+    "turn_ids",
+    "implicit_rewards",
     "response_mask",
 )
 LOSS_INPUTS = (
@@ -53,6 +55,7 @@ def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
     if loss is not None:
         yield from _loss(algorithm, loss)
     yield from _correction(algorithm, loss)
+    yield from _dynamic_sampling(config)
     if algorithm.aggregation_name == "fixed_length" and algorithm.loss_length is None:
         yield Mistake(
             "algorithm.loss_length",
@@ -120,6 +123,13 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
             f"{listed(ESTIMATOR_INPUTS)}.",
             involves=("algorithm.name",),
         )
+    if "turn_ids" in inputs and config.environment.name is None:
+        yield Mistake(
+            key,
+            f"found {found(name)}, which reads turn_ids; without environment.name a response has no turns. Name an "
+            "environment, or use another estimator.",
+            involves=("algorithm.name", "environment.name"),
+        )
     if "group_ids" in inputs and algorithm.group_size < 2:
         yield Mistake(
             "algorithm.group_size",
@@ -135,6 +145,13 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
         )
     if "values" not in inputs:
         yield from _without_critic(algorithm)
+    if "implicit_rewards" in inputs and config.placement.is_given:
+        yield Mistake(
+            key,
+            f"found {found(name)}, whose reward model is on the actor's ranks, and placement gives roles ranks of "
+            "their own. Use one of the two.",
+            involves=("algorithm.name", "placement"),
+        )
     if "greedy_rewards" in inputs and config.trainer.replay_rollouts is not None:
         yield Mistake(
             key,
@@ -211,6 +228,47 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
             f"found {found(correction.kind)}; the ratio of {algorithm.policy_loss_name} is to the engine's policy "
             "already. Use none.",
             involves=("algorithm.policy_loss", "algorithm.name"),
+        )
+
+
+def _dynamic_sampling(config: Config) -> Iterator[Mistake]:
+    dynamic, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
+    if dynamic.metric is None:
+        for name, field in type(dynamic).model_fields.items():
+            if getattr(dynamic, name) != field.default:
+                yield Mistake(f"{key}.{name}", f"is set, but {key}.metric is null. Use metric: accuracy.")
+        return
+    names = ["accuracy", "reward", *(entry.label for entry in config.reward)]
+    if dynamic.metric not in names:
+        hint = did_you_mean(dynamic.metric, names)
+        yield Mistake(f"{key}.metric", f"found {found(dynamic.metric)}; there are: {listed(names)}.{hint}")
+    if config.algorithm.group_size < 2:
+        yield Mistake(
+            "algorithm.group_size",
+            f"found {config.algorithm.group_size}; {key} keeps groups whose responses differ, which needs at least 2.",
+            involves=(f"{key}.metric",),
+        )
+    if dynamic.prompts_per_round is not None:
+        most = dynamic.prompts_per_round * dynamic.max_rounds
+        if most < config.data.prompts_per_step:
+            yield Mistake(
+                f"{key}.prompts_per_round",
+                f"found {dynamic.prompts_per_round}; in max_rounds={dynamic.max_rounds} rounds that is {most} prompts, "
+                f"fewer than data.prompts_per_step={config.data.prompts_per_step}.",
+                involves=(f"{key}.max_rounds", "data.prompts_per_step"),
+            )
+    if config.placement.is_given:
+        yield Mistake(
+            f"{key}.metric",
+            f"found {found(dynamic.metric)}, for which every rank must know every score, and placement gives roles "
+            "ranks of their own. Use one of the two.",
+            involves=("placement",),
+        )
+    if config.trainer.replay_rollouts is not None:
+        yield Mistake(
+            f"{key}.metric",
+            f"found {found(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. Leave it out.",
+            involves=("trainer.replay_rollouts",),
         )
 
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from megaverl.config.algorithm_checks import algorithm_mistakes
+from megaverl.config.environment import environment_mistakes
 from megaverl.config.errors import Mistake, did_you_mean, found, listed
 from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
+from megaverl.config.run import RewardConfig
 from megaverl.config.schedule import scheduler_mistakes
 from megaverl.config.schema import Config
 from megaverl.config.sources import is_hub_name
+from megaverl.config.stages import mix_mistakes, preference_mistakes
 from megaverl.errors import ModelError, RewardError
 from megaverl.models.spec import ModelSpec
 from megaverl.rewards import find_reward, reward_names
@@ -30,7 +34,10 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     mistakes += _lengths(config, command, spec)
     mistakes += grid_mistakes(config, command, spec, world_size)
     if command in REINFORCING:
-        mistakes += [*algorithm_mistakes(config), *_optimizers(config), *_stored_rollouts(config)]
+        mistakes += [*environment_mistakes(config), *algorithm_mistakes(config), *mix_mistakes(config)]
+        mistakes += [*_optimizers(config), *_stored_rollouts(config)]
+    if command in ("dpo", "reward"):
+        mistakes += preference_mistakes(config, command, check_paths)
     if command in (*REINFORCING, "eval"):
         mistakes += [*_validation(config), *_rewards(config)]
     if command in ("sft", "quickstart") and config.sft.lr_warmup_steps >= config.sft.steps:
@@ -103,6 +110,8 @@ def _lengths(config: Config, command: str, spec: ModelSpec | None) -> Iterator[M
     response, length = "rollout.sampling.max_tokens", max_tokens
     if command == "sft" and config.sft.max_answer_tokens is not None:
         response, length = "sft.max_answer_tokens", config.sft.max_answer_tokens
+    if command in ("dpo", "reward") and config.preference.max_response_tokens is not None:
+        response, length = "preference.max_response_tokens", config.preference.max_response_tokens
     longest = config.data.max_prompt_tokens + length
     both = f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response}={length} = {longest}"
     involved = ("data.max_prompt_tokens", response)
@@ -154,12 +163,14 @@ def _validation(config: Config) -> Iterator[Mistake]:
 
 
 def _rewards(config: Config) -> Iterator[Mistake]:
-    if not config.reward:
+    if not config.reward and config.environment.name is None:
         yield Mistake("reward", "is empty. Name a built-in reward or a function of your own: reward=exact_match.")
     for index, entry in enumerate(config.reward):
         key = f"reward.{index}"
-        if entry.name is None and entry.function is None:
-            yield Mistake(key, f"has neither name nor function. Built in: {listed(reward_names())}.")
+        if entry.path is not None:
+            yield from _learned(key, entry)
+        elif entry.name is None and entry.function is None:
+            yield Mistake(key, f"has neither name, function nor path. Built in: {listed(reward_names())}.")
         elif entry.function is None and entry.name is not None:
             yield from _built_in(key, entry.name, entry.options)
         elif entry.function is not None and not all(entry.function.rpartition(":")[::2]):
@@ -167,6 +178,15 @@ def _rewards(config: Config) -> Iterator[Mistake]:
                 f"{key}.function",
                 f"found {found(entry.function)}; expected module:function or path/to/file.py:function.",
             )
+
+
+def _learned(key: str, entry: RewardConfig) -> Iterator[Mistake]:
+    """A reward model."""
+    for other in ("function", "batched", "accuracy", "options"):
+        if getattr(entry, other) != RewardConfig.model_fields[other].get_default(call_default_factory=True):
+            yield Mistake(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
+    if entry.path and not is_hub_name(entry.path) and not (Path(entry.path) / "config.json").is_file():
+        yield Mistake(f"{key}.path", f"found {found(entry.path)}, which is not a Hugging Face folder with config.json.")
 
 
 def _built_in(key: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
@@ -190,11 +210,11 @@ def _files(config: Config, command: str) -> Iterator[Mistake]:
     if command == "generate":
         wanted = {}
     for key, paths in wanted.items():
-        for index, name in enumerate(paths):
-            problem = _file_problem(Path(name))
-            if problem:
-                yield Mistake(f"{key}.{index}", f"found {found(name)}, {problem}")
-    for key, folder in (("critic.path", config.critic.path), ("reference.path", config.reference.path)):
+        for index, source in enumerate(paths):
+            if problem := _source_problem(source.path):
+                yield Mistake(f"{key}.{index}", f"found {found(source.path)}, {problem}")
+    for key in ("critic", "reference", "reward_model"):
+        key, folder = f"{key}.path", getattr(config, key).path
         if folder is not None and not is_hub_name(folder) and not (Path(folder) / "config.json").is_file():
             yield Mistake(key, f"found {found(folder)}, which is not a Hugging Face folder with config.json.")
     tokenizer = config.model.tokenizer
@@ -219,6 +239,18 @@ def _run_folder(config: Config) -> Iterator[Mistake]:
         yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
     elif not os.access(there, os.W_OK):
         yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} cannot be written. Name another folder.")
+
+
+def _source_problem(path: str) -> str:
+    """What is wrong with one entry of `data.train` and its like; the same places as `megaverl.data.sources` reads."""
+    if Path(path).is_dir():
+        return ""
+    if ":" in path and not Path(path).exists():
+        file = Path(path.rpartition(":")[0])
+        return "whose file is not there." if file.suffix == ".py" and not file.is_file() else ""
+    if is_hub_name(path) and Path(path).suffix not in DATA_SUFFIXES and not glob.has_magic(path):
+        return "" if find_spec("datasets") else "a data set on the hub: pip install 'megaverl[datasets]'."
+    return _file_problem(Path(path))
 
 
 def _file_problem(path: Path) -> str:

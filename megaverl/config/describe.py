@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from megaverl.config.schema import Config
 
@@ -29,8 +30,13 @@ def described_keys(section: type[BaseModel] = Config, prefix: str = "") -> Itera
         if inner is not None:
             yield from described_keys(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}.")
         else:
-            default = json.dumps(field.get_default(call_default_factory=True))
+            default = "(must be given)" if field.is_required() else json.dumps(_default(field))
             yield KeyDescription(key, type_text(field.annotation), default, field.description or "")
+
+
+def _default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True)
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
 def all_keys(section: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator
 
 from megaverl.config.errors import Mistake, divisors, listed
+from megaverl.config.placement import CLAIMS, placement_mistakes, role_grids
 from megaverl.config.roles import GridConfig
 from megaverl.config.schema import Config
 from megaverl.models.spec import ModelSpec
+from megaverl.placement import smallest_world as smallest_placed_world
 
 # Commands that build every role.
 REINFORCING = ("train", "quickstart")
+
+# Commands that generate nothing.
+OFFLINE = ("sft", "dpo", "reward")
 
 # Fields of TransformerConfig by which layers are spread unevenly over the stages.
 _UNEVEN = (
@@ -25,14 +31,30 @@ _UNEVEN = (
 
 def used_roles(config: Config, command: str) -> list[str]:
     """The Megatron roles that a command builds."""
+    if command == "reward":
+        return ["reward_model"]
+    if command == "dpo":
+        return ["actor"] + ["reference"] * config.preference_needs_reference
     if command not in REINFORCING:
         return ["actor"] if command == "sft" else []
-    return ["actor"] + ["critic"] * config.uses_critic + ["reference"] * config.uses_reference
+    roles = ["actor"] + ["critic"] * config.uses_critic + ["reference"] * config.uses_reference
+    return roles + ["reward_model"] * config.trains_reward_model
+
+
+def is_placed(config: Config, command: str = "train") -> bool:
+    """Whether the run's roles have ranks of their own, by `placement` or by what nodes say: for training alone."""
+    said = config.placement.is_given or bool(os.environ.get(CLAIMS))
+    return command == "train" and said and not config.trainer.rollout_only
 
 
 def smallest_world(config: Config, command: str = "train") -> int:
     """The smallest number of ranks that every grid of the run fills."""
-    sizes = [config.rollout.tp if command != "sft" else 1]
+    if is_placed(config, command):
+        wanted, _ = config.placement.wanted()
+        grids = role_grids(config, used_roles(config, command))
+        if size := smallest_placed_world(wanted, grids, islands=config.placement.actor_islands):
+            return size
+    sizes = [1 if command in OFFLINE else config.rollout.tp]
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
         dense, expert = grid.tp * grid.cp, (grid.etp or grid.tp) * grid.ep
@@ -41,6 +63,17 @@ def smallest_world(config: Config, command: str = "train") -> int:
 
 
 def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_size: int | None) -> Iterator[Mistake]:
+    placed = is_placed(config, command)
+    if placed:
+        yield from placement_mistakes(config.placement, role_grids(config, used_roles(config, command)), world_size)
+        yield from _not_apart(config)
+    elif command == "train" and config.rollout.async_rollout:
+        yield Mistake(
+            "rollout.async_rollout",
+            "is set, and the engines share the actor's ranks. Give them ranks of their own: placement.rollout.",
+        )
+    elif command == "quickstart" and config.placement.is_given:
+        yield Mistake("placement", "is set; the quickstart has all roles on all ranks. Leave it out.")
     actor_sizes = _sizes(config.actor)
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
@@ -50,21 +83,35 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
             yield Mistake(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
         if spec:
             yield from _against_model(role, grid, spec)
-        if world_size:
+        if world_size and not placed:
             yield from _against_world(role, grid, world_size)
-    if command == "sft":
+    if command in OFFLINE:
         return
     if spec and config.rollout.engine == "vllm":
         yield from _engine_against_model(config.rollout.tp, spec)
     if config.rollout.engine == "hf" and config.rollout.tp > 1:
         yield Mistake("rollout.tp", f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1.")
-    elif world_size and world_size % config.rollout.tp:
+    elif world_size and not placed and world_size % config.rollout.tp:
         yield Mistake(
             "rollout.tp",
             f"found {config.rollout.tp}, which does not divide the {world_size} ranks. "
             f"Sizes that fit: {listed(divisors(world_size))}.",
             involves=("run.nproc",),
         )
+
+
+def _not_apart(config: Config) -> Iterator[Mistake]:
+    """What a run cannot have whose roles have ranks of their own."""
+    for key, used in (
+        ("mix", bool(config.mix)),
+        ("reward_model", config.trains_reward_model),
+        ("actor.lora", config.actor.lora is not None),
+        ("environment.agents", config.environment.agents == "own"),
+        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None),
+    ):
+        if used:
+            message = "is set, and so is placement; it needs all roles on the same ranks. Leave one of the two out."
+            yield Mistake(key, message, involves=("placement",))
 
 
 def _sizes(grid: GridConfig) -> tuple[int | None, ...]:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from megaverl.config.checks import cross_mistakes
 from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.flat import translate
 from megaverl.config.passthrough import passthrough_mistakes
+from megaverl.config.placement import CLAIMS
 from megaverl.config.schema import Config
 from megaverl.config.validate import validate
 from megaverl.config.yaml_source import Source, read_source
 
-Command = Literal["train", "sft", "generate", "eval", "quickstart"]
+DEFAULTS_OF_THE_ACTOR = ("critic", "reference", "reward_model")
+Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
 
 def load_config(
-    path: str | Path | None = None,
+    path: str | Path | Mapping[str, Any] | None = None,
     overrides: list[str] | None = None,
     *,
     command: Command = "train",
@@ -27,17 +31,18 @@ def load_config(
     """Read, merge, resolve and check the configuration of one run, before anything is built.
 
     Args:
-        path: YAML file, or None for the defaults.
+        path: YAML file, or what one would hold, or None for the defaults. The flat form is understood (`flat.py`).
         overrides: `key=value`, dotted keys, values as YAML; later ones win, mappings merge, lists replace.
         command: what the configuration must be complete for.
         check_paths: False leaves out every check that needs the model folder or the data files to be there,
             as for a recipe that is looked at on another machine.
-        world_size: ranks that the grids must fill. None: torchrun's WORLD_SIZE, or `run.nproc`, or unknown.
+        world_size: ranks that the grids must fill. None: torchrun's WORLD_SIZE, or `run.nproc`, or unknown (`--role`).
 
     Raises:
         InvalidConfig: (a ConfigError) lists every mistake: its key, place, what was found and is allowed.
     """
     source = read_source(path, overrides or [], _own_defaults())
+    translate(source)
     config, mistakes = validate(source)
     foreign, warnings = passthrough_mistakes(source.values, source.place)
     mistakes = _first_of_each_key([*source.mistakes, *mistakes, *foreign])
@@ -52,10 +57,12 @@ def load_config(
 def _own_defaults() -> dict[str, Any]:
     """Defaults that depend on no other key: the critic's and the reference's may be the actor's."""
     values = Config().to_dict()
-    return {section: value for section, value in values.items() if section not in ("critic", "reference")}
+    return {section: value for section, value in values.items() if section not in DEFAULTS_OF_THE_ACTOR}
 
 
 def _world_size(config: Config) -> int | None:
+    if os.environ.get(CLAIMS):  # what ranks the roles have is known when all nodes have said what they are
+        return None
     if os.environ.get("WORLD_SIZE", "").isdigit():
         return int(os.environ["WORLD_SIZE"])
     return config.run.nproc

@@ -81,7 +81,7 @@ TARGETS: dict[str, Target] = {
 PLACES: dict[str, Target] = {
     **{
         f"{role}.{part}": TARGETS[part]
-        for role in ("actor", "critic")
+        for role in ("actor", "critic", "reward_model")
         for part in ("megatron", "optimizer", "scheduler", "ddp")
     },
     "reference.megatron": TARGETS["megatron"],

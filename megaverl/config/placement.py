@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Place = int | str | list[int | str] | dict[str, Any] | None
 _DEVICES = "_devices"
+CLAIMS = "MEGAVERL_ROLE"  # environment variable: what this node is, of `--role`
 
 
 class PlacementConfig(Section):
@@ -45,7 +46,8 @@ class PlacementConfig(Section):
     @property
     def is_given(self) -> bool:
         """Whether anything is said at all."""
-        return any(getattr(self, name) is not None for name in type(self).model_fields if name != "actor_islands")
+        places = (name for name in type(self).model_fields if name != "actor_islands")
+        return self.actor_islands > 1 or any(getattr(self, name) is not None for name in places)
 
     def wanted(self) -> tuple[dict[str, Wanted], list[Mistake]]:
         """Every role's entry, read; and what could not be."""
@@ -94,9 +96,10 @@ def placement_mistakes(
     size: int | None,
     nodes: Sequence[Node] | None = None,
 ) -> list[Mistake]:
-    """Everything that is wrong with a placement; where the number of ranks is not known, only with its words."""
+    """Everything that is wrong with a placement; where ranks, or nodes that it names, are not known, with its words."""
     wanted, mistakes = placement.wanted()
-    if mistakes or size is None:
+    names_nodes = any(place.nodes or place.num_nodes for place in wanted.values())
+    if mistakes or size is None or (nodes is None and names_nodes):
         return mistakes
     try:
         resolve(wanted, size, grids, nodes, islands=placement.actor_islands)

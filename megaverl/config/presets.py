@@ -30,6 +30,10 @@ AlgorithmName = Literal[
     "best_of_group",
     "optimal_token_baseline",
     "distillation",
+    "turn_ppo",
+    "turn_grpo",
+    "prime",
+    "raft",
 ]
 
 
@@ -69,4 +73,8 @@ PRESETS: dict[AlgorithmName, Preset] = {
     "best_of_group": Preset("best_of_group"),
     "optimal_token_baseline": Preset("optimal_token_baseline"),
     "distillation": Preset("distillation", "policy_gradient"),
+    "turn_ppo": Preset("turn_gae"),
+    "turn_grpo": Preset("turn_grpo"),
+    "prime": Preset("prime"),
+    "raft": Preset("raft", "policy_gradient"),
 }

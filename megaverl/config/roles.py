@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from megaverl.config.section import Passthrough, Positive, Section, over
+from megaverl.config.section import Passthrough, Positive, PositiveFloat, Section, over
 
+# Fields that decide which rank holds which part of a model, and how it computes.
+LAID_OUT_BY = ("tp", "pp", "cp", "ep", "etp", "vpp", "megatron")
 # The critic and the reference take these from the actor where they do not say otherwise.
-SHARED_BY_REFERENCE = ("tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_tokens", "megatron")
-SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp")
+SHARED_BY_REFERENCE = (*LAID_OUT_BY, "micro_batch_tokens")
+SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp", "activation_checkpointing", "gradient_accumulation", "offload")
 
 ACTOR_OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-6, "weight_decay": 0.0, "clip_grad": 1.0}
 CRITIC_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-5}
@@ -37,9 +39,76 @@ class GridConfig(Section):
     )
 
 
+def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: bool) -> dict[str, Any]:
+    """TransformerConfig's fields for `activation_checkpointing`: none, selective or full.
+
+    Selective leaves out what is large and cheap to compute again: gate, up and activation of the MLP (or the routed
+    experts' inputs and outputs); and attention's core where no fused kernel does so by itself.
+
+    Args:
+        dense, experts: whether any layer has a plain MLP, or routed experts.
+    """
+    if kind == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if kind == "none":
+        return {}
+    modules = ["core_attn"] * (not fused_attention) + ["mlp"] * dense + ["moe"] * experts
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
+class LoraConfig(Section):
+    """`lora`: train low-rank adapters (arXiv 2106.09685) and keep the model's own weights as they are."""
+
+    rank: Positive = Field(default=16, description="Rank of an adapter; peft's r.")
+    alpha: PositiveFloat = Field(default=32.0, description="Adapters are scaled by alpha / rank; peft's lora_alpha.")
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Of an adapter's input, while training; peft's lora_dropout."
+    )
+    targets: str | list[str] = Field(
+        default="all-linear",
+        min_length=1,
+        description="Which layers have one: Hugging Face module names or their ends, such as q_proj; all-linear; or a "
+        "regular expression for whole names. peft's target_modules.",
+    )
+    path: str | None = Field(default=None, description="Folder of a peft adapter to start from. null: a new one.")
+
+
+class OffloadConfig(Section):
+    """`offload`: what is moved out of the accelerator's memory while the role does not need it."""
+
+    parameters: bool = Field(default=False, description="The weights, between the stages that use them.")
+    optimizer: bool = Field(default=False, description="Master weights and moments, between optimizer steps.")
+    gradients: bool = Field(default=False, description="The gradient buffers, between updates; nothing is copied.")
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Move to memory-mapped files in this folder. null: to pinned host memory; on a machine without "
+        "an accelerator everything then stays where it is.",
+    )
+
+
+def _all_or_some(value: Any) -> Any:
+    return {name: value for name in ("parameters", "optimizer", "gradients")} if isinstance(value, bool) else value
+
+
 class TrainedConfig(GridConfig):
     """A role with an optimizer."""
 
+    lora: LoraConfig | None = Field(default=None, description="Train adapters only. null: train every weight.")
+    activation_checkpointing: Literal["none", "selective", "full"] = Field(
+        default="none",
+        description="What a forward pass keeps for the backward pass. none: everything. selective: not the insides of "
+        "attention's core and of the MLP (experts). full: the layers' inputs only. Fields of `megatron` "
+        "(recompute_*) go before it.",
+    )
+    gradient_accumulation: Positive = Field(
+        default=1,
+        description="Micro-batches that an optimizer step's gradient is summed over, at least; more where "
+        "micro_batch_tokens asks for more.",
+    )
+    offload: Annotated[OffloadConfig, BeforeValidator(_all_or_some)] = Field(
+        default_factory=OffloadConfig, description="What leaves the accelerator's memory; true: everything."
+    )
     scheduler: Annotated[Passthrough, over(SCHEDULER)] = Field(
         default_factory=lambda: dict(SCHEDULER),
         description="Arguments of megatron-core's OptimizerParamScheduler; its unit is the optimizer step.",

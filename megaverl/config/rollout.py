@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
-from megaverl.config.section import Passthrough, Positive, PositiveFloat, Section, over
+from megaverl.config.section import NonNegative, Passthrough, Positive, PositiveFloat, Section, over
+
+ENGINES = ("vllm", "hf")
+
+
+def _known_engine(value: str) -> str:
+    if value not in ENGINES and not all(value.rpartition(":")[::2]):
+        # in pydantic's own words for a Literal, so that the message and its hint are the same
+        raise PydanticCustomError("literal_error", "no such engine", {"expected": "vllm, hf, module:function"})
+    return value
+
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
 
@@ -14,8 +25,10 @@ SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
 class RolloutConfig(Section):
     """`rollout`."""
 
-    engine: Literal["vllm", "hf"] = Field(
-        default="vllm", description="vllm, or hf: plain transformers, slow, for tests and for comparison."
+    engine: Annotated[str, AfterValidator(_known_engine)] = Field(
+        default="vllm",
+        description="vllm; hf: plain transformers, slow, for tests and for comparison; or your own as module:function, "
+        "see docs/extend/engine.md.",
     )
     tp: Positive = Field(
         default=1, description="Tensor-parallel size of an engine; the world holds world / tp replicas."
@@ -23,6 +36,12 @@ class RolloutConfig(Section):
     sampling: Annotated[Passthrough, over(SAMPLING)] = Field(
         default_factory=lambda: dict(SAMPLING),
         description="Fields of vLLM's SamplingParams, under their own names.",
+    )
+    function: str | None = Field(
+        default=None,
+        pattern=r"^.+:[A-Za-z_]\w*$",
+        description="Your own way to generate, as module:function: called with the engine's generate, prompts, "
+        "sampling and seeds, it returns the responses that train. null: one call of the engine.",
     )
     vllm: Passthrough = Field(default_factory=dict, description="Fields of vLLM's EngineArgs, under their own names.")
     sleep: bool = Field(
@@ -33,4 +52,14 @@ class RolloutConfig(Section):
         default=None,
         description="Largest difference between the engine's and Megatron's log-probs that the first reshard "
         "may show. null: 1e-3 in float32; 1.0, with a mean of 0.05, in 16 bits.",
+    )
+    async_rollout: bool = Field(
+        default=False,
+        description="Generate for the next steps while the actor trains; the engines need ranks of their own "
+        "(placement.rollout).",
+    )
+    max_staleness: NonNegative = Field(
+        default=1,
+        description="With async_rollout: how many updates the weights that generate a step may be behind it. "
+        "0: as without.",
     )

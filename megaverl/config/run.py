@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
-from megaverl.config.section import Passthrough, Paths, Positive, PositiveFloat, Section
+from megaverl.config.data_sources import Sources
+from megaverl.config.section import NonNegative, Passthrough, Positive, PositiveFloat, Section
 
-Backend = Literal["jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab"]
+TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")
+
+
+def _known_tracker(value: str) -> str:
+    """One of `TRACKERS`, or a class of the user's own: module:object, file.py:object."""
+    if value not in TRACKERS and not all(value.rpartition(":")[::2]):
+        # in pydantic's own words for a Literal, so that the message and its hint are the same
+        raise PydanticCustomError(
+            "literal_error", "no such tracker", {"expected": ", ".join([*TRACKERS, "module:object"])}
+        )
+    return value
+
+
+Backend = Annotated[str, AfterValidator(_known_tracker)]
 
 
 def _default_backends() -> list[Backend]:
@@ -31,7 +46,12 @@ class RunConfig(Section):
     )
     log_with: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
         default_factory=_default_backends,
-        description="Where metrics go; jsonl is always written.",
+        description="Where metrics go: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of "
+        "your own as module:object. Several at once.",
+    )
+    track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = Field(
+        default_factory=lambda: ["*"],
+        description="Which metrics go there: patterns such as reward/*; metrics.jsonl has all. Also --track_metrics.",
     )
 
 
@@ -76,10 +96,10 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """`data`: prompts, JSONL or Parquet."""
+    """`data`: prompts, from files or data sets."""
 
-    train: Paths = Field(default_factory=list, description="Files of training prompts.")
-    validation: Paths = Field(default_factory=list, description="Files of held-out prompts.")
+    train: Sources = Field(default_factory=list, description="Training prompts.")
+    validation: Sources = Field(default_factory=list, description="Held-out prompts.")
     prompt_key: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
     answer_key: str = Field(default="answer", description="Column of the reference answer that the reward sees.")
     system_prompt: str | None = Field(default=None, description="Put before every prompt as the system message.")
@@ -87,12 +107,27 @@ class DataConfig(Section):
         default="auto",
         description="auto: the tokenizer's chat template where it has one. none: the text as it stands.",
     )
+    tools_key: str = Field(
+        default="tools", description="Column of the tools that the chat template is shown, where a row has it."
+    )
+    tools: str | None = Field(
+        default=None, min_length=1, description="JSON file with the tools of every row that has none of its own."
+    )
+    min_prompt_tokens: NonNegative = Field(default=0, description="A shorter prompt is dropped, and counted.")
     max_prompt_tokens: Positive = Field(default=512, description="Longest prompt.")
     too_long: Literal["error", "drop", "truncate_left"] = Field(
         default="error", description="What is done with a longer prompt; truncate_left keeps its last tokens."
     )
     prompts_per_step: Positive = Field(default=64, description="Prompts in one training step.")
     shuffle: bool = Field(default=True, description="Shuffle the training prompts, anew in every epoch, from run.seed.")
+    streaming: bool = Field(
+        default=False,
+        description="Read the training prompts as they are needed, instead of all once at the start: for data sets "
+        "too large to be looked through, or that arrive over a network. A bad row is then found when it comes.",
+    )
+    shuffle_buffer: Positive = Field(
+        default=1024, description="With streaming: rows that are shuffled among each other, and held in memory."
+    )
 
 
 class RewardConfig(Section):
@@ -100,6 +135,12 @@ class RewardConfig(Section):
 
     name: str | None = Field(default=None, description="A built-in reward, or a label for a function.")
     function: str | None = Field(default=None, description="Your own: module:function, or path/to/file.py:function.")
+    path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A reward model: a Hugging Face folder of a sequence classifier with one label, as `megaverl "
+        "reward` writes. A response is correct where it gives more than 0.",
+    )
     weight: float = Field(default=1.0, description="Factor in the sum.")
     batched: bool = Field(default=False, description="The function takes and returns lists.")
     accuracy: bool = Field(
@@ -107,6 +148,11 @@ class RewardConfig(Section):
         description="A response is correct where this one gives 1 or more. None marked: the first.",
     )
     options: Passthrough = Field(default_factory=dict, description="Keyword arguments of the reward.")
+
+    @property
+    def label(self) -> str:
+        """What metrics call it."""
+        return self.name or ("reward_model" if self.path else str(self.function).rpartition(":")[2])
 
 
 def rewards_as_list(value: Any) -> Any:

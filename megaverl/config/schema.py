@@ -9,9 +9,13 @@ import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.coordinator import CoordinatorConfig
+from megaverl.config.environment import EnvironmentConfig
+from megaverl.config.placement import PlacementConfig
 from megaverl.config.registered import estimator_inputs
 from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import (
+    LAID_OUT_BY,
     SHARED_BY_CRITIC,
     SHARED_BY_REFERENCE,
     ActorConfig,
@@ -21,6 +25,7 @@ from megaverl.config.roles import (
 from megaverl.config.rollout import RolloutConfig
 from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig, rewards_as_list
 from megaverl.config.section import Section
+from megaverl.config.stages import FROZEN, MixConfig, PreferenceConfig, RewardModelConfig, loss_inputs
 from megaverl.config.trainer import CheckpointConfig, SFTConfig, TrainerConfig
 
 
@@ -34,13 +39,29 @@ class Config(Section):
     critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model (ppo).")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy (with a KL).")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
+    environment: EnvironmentConfig = Field(
+        default_factory=EnvironmentConfig, description="Several turns: tools, games."
+    )
     reshard: ReshardConfig = Field(default_factory=ReshardConfig, description="Weights, from actor to engine.")
+    placement: PlacementConfig = Field(
+        default_factory=PlacementConfig, description="Which role has which ranks. Empty: every role has all."
+    )
+    coordinator: CoordinatorConfig = Field(
+        default_factory=CoordinatorConfig, description="Which updates are applied, skipped, or the end."
+    )
     data: DataConfig = Field(default_factory=DataConfig, description="Prompts.")
     reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = Field(
         default_factory=list, description="Rewards, summed with their weights."
     )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps and validation.")
     sft: SFTConfig = Field(default_factory=SFTConfig, description="`megaverl sft`.")
+    preference: PreferenceConfig = Field(
+        default_factory=PreferenceConfig, description="Pairs of responses: `megaverl dpo`, `megaverl reward`."
+    )
+    reward_model: RewardModelConfig = Field(
+        default_factory=RewardModelConfig, description="A reward that is trained: PRIME, `megaverl reward`, `mix`."
+    )
+    mix: list[MixConfig] = Field(default_factory=list, description="Further updates in a training step.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())
@@ -51,7 +72,11 @@ class Config(Section):
         if not isinstance(raw, dict):
             return raw
         raw = dict(raw)
-        for role, shared in (("critic", SHARED_BY_CRITIC), ("reference", SHARED_BY_REFERENCE)):
+        for role, shared in (
+            ("critic", SHARED_BY_CRITIC),
+            ("reference", SHARED_BY_REFERENCE),
+            ("reward_model", SHARED_BY_CRITIC),
+        ):
             actor, own = _mapping(raw.get("actor")), raw.get(role, {})
             if isinstance(own, dict):
                 raw[role] = {**{key: actor[key] for key in shared if key in actor}, **own}
@@ -73,7 +98,31 @@ class Config(Section):
 
     @property
     def uses_reference(self) -> bool:
-        return self.algorithm.kl.place != "none" or self.estimator_reads("ref_log_probs")
+        frozen = ("ref_log_probs", "implicit_rewards")
+        return (
+            self.algorithm.kl.place != "none"
+            or any(self.estimator_reads(name) for name in frozen)
+            or (any(entry.update == "preference" for entry in self.mix) and self.preference_needs_reference)
+        )
+
+    @property
+    def preference_needs_reference(self) -> bool:
+        """Whether `preference.loss` compares with a frozen policy."""
+        return bool(set(FROZEN) & set(loss_inputs("preference_losses", self.preference.loss)))
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether a training step updates `reward_model`."""
+        return self.estimator_reads("implicit_rewards") or any(each.update == "reward_model" for each in self.mix)
+
+    @property
+    def reference_is_actor(self) -> bool:
+        """The actor without its adapters is the reference: the same model in the same layout on the same ranks."""
+        actor, reference, place = self.actor, self.reference, self.placement
+        alike = all(getattr(actor, name) == getattr(reference, name) for name in LAID_OUT_BY)
+        here = place.reference in (None, "actor", place.actor)
+        here = here and place.reference_devices in (None, place.actor_devices)
+        return actor.lora is not None and alike and here and reference.path in (None, self.model.path)
 
     def estimator_reads(self, name: str) -> bool:
         """Whether the advantage estimator has an input called `name`."""
@@ -85,8 +134,10 @@ class Config(Section):
 
     @property
     def total_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.trainer.steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches
+        """Optimizer steps of the actor in the whole run."""
+        steps = self.trainer.steps
+        further = sum(steps // entry.every for entry in self.mix if entry.update != "reward_model")
+        return steps * self.algorithm.num_epochs * self.algorithm.num_mini_batches + further
 
     @property
     def run_dir(self) -> Path:

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from megaverl.config.section import NonNegative, Passthrough, Paths, Positive, PositiveFloat, Section
+from megaverl.config.data_sources import Sources
+from megaverl.config.section import NonNegative, Passthrough, Positive, PositiveFloat, Section
 
 
 class TrainerConfig(Section):
@@ -49,7 +50,7 @@ class TrainerConfig(Section):
 class SFTConfig(Section):
     """`sft`: the warm-up by supervised fine-tuning, with the actor's grid and optimizer."""
 
-    train: Paths = Field(default_factory=list, description="Files of prompt/answer pairs. Empty: data.train.")
+    train: Sources = Field(default_factory=list, description="Prompt/answer pairs. Empty: data.train.")
     steps: Positive = Field(default=100, description="Optimizer steps.")
     batch_size: Positive = Field(default=32, description="Pairs in one step, over all ranks.")
     lr: PositiveFloat = Field(default=1e-5, description="Highest learning rate.")

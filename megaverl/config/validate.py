@@ -21,12 +21,12 @@ _EXPECTED = {
     "bool_type": "true or false",
     "string_type": "text",
     "string_too_short": "some text",
-    "string_pattern_mismatch": "letters, digits and . _ + = , @ - only",
     "list_type": "a list",
     "dict_type": "a mapping (key: value)",
     "model_type": "a mapping (key: value)",
     "model_attributes_type": "a mapping (key: value)",
 }
+_NAME_LETTERS = "letters, digits and . _ + = , @ - only"
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
@@ -75,6 +75,9 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
         hint = did_you_mean(detail["input"], names) if isinstance(detail["input"], str) else ""
         return f"{shown}; allowed: {', '.join(names)}.{hint}"
+    if kind == "string_pattern_mismatch":
+        own = "[A-Za-z_]" in str(context.get("pattern"))
+        return f"{shown}; expected {'module:function or file.py:function' if own else _NAME_LETTERS}."
     if kind in _EXPECTED:
         return f"{shown}; expected {_EXPECTED[kind]}."
     bounds = [f"{word} {context[name]}" for name, word in _BOUNDS.items() if name in context]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,15 +59,21 @@ class Source:
         self.mistakes.append(Mistake(key, message, self.place(key) if where is None else where))
 
 
-def read_source(path: str | Path | None, overrides: list[str], defaults: dict[str, Any] | None = None) -> Source:
+def read_source(
+    path: str | Path | Mapping[str, Any] | None, overrides: list[str], defaults: dict[str, Any] | None = None
+) -> Source:
     """Read the file (if any), lay the overrides over it, resolve `${...}`; mistakes are noted, not raised.
+
+    Instead of a file its content may be given, as a mapping.
 
     `defaults` are what `${...}` finds where neither the file nor the overrides hold the key.
     """
-    source = Source(f"{path}" if path else COMMAND_LINE)
+    source = Source("what was given" if isinstance(path, Mapping) else f"{path}" if path else COMMAND_LINE)
     if path and overrides:
         source.name += " and the command line"
-    if path:
+    if isinstance(path, Mapping):
+        source.values = copy.deepcopy(dict(path))
+    elif path:
         _read_file(source, Path(path))
     tree = _tree(source)
     for override in overrides:
@@ -101,9 +109,14 @@ def _read_file(source: Source, path: Path) -> None:
                 where="",
             )
             return
+        try:
+            if node is not None:
+                _locate(source, node, (), str(path))
+        except RecursionError:
+            source.places.clear()
+            source.add("--config", f"{path}: an anchor (&) stands inside what it names. Write the value out.", where="")
+            return
         source.values = values or {}
-        if node is not None:
-            _locate(source, node, (), str(path))
 
 
 def _locate(source: Source, node: yaml.Node, at: Key, file: str) -> None:

@@ -61,6 +61,8 @@ EXPERT_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", 
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 EXPERT = re.compile(r".+\.experts\.(\d+)\.(\w+)")
 ROPE_FACTORS = "rope_freqs.weight"
+# Fields that transformers 5.19 does not read of every architecture that has them.
+LEFT_OUT = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
 
 def find_in_package(package: str) -> Path:
@@ -167,7 +169,13 @@ def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedToke
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"{path}: transformers cannot read its tokenizer ({error}). Give the folder of the original one with "
+            "--tokenizer."
+        ) from error
     if header.get("tokenizer.ggml.model") == "gpt2":
         split = header.get("tokenizer.ggml.pre", "default")
         if split in DIGITS_THEN_GPT2_SPLIT:
@@ -220,7 +228,14 @@ def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dt
         try:
             config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         except (ValueError, KeyError) as error:
-            raise ModelError(f"{path}: transformers cannot read its configuration: {error}") from error
+            raise ModelError(
+                f"{path}: transformers cannot read its configuration: {error} Give the folder of the original "
+                "config.json with --model."
+            ) from error
+        for key, name in LEFT_OUT.items():
+            value = header.get(f"{header['general.architecture']}.{key}")
+            if value is not None and hasattr(config, name):
+                setattr(config, name, int(value))
         # stored as float32, which 1e-5 is not
         epsilon = header.get(f"{header['general.architecture']}.attention.layer_norm_rms_epsilon")
         if epsilon is not None:

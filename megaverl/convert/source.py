@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from megaverl.layout.files import INDEX_FILE, SINGLE_FILE, folder_layout, read_f
 from megaverl.layout.layout import Layout
 from megaverl.layout.weights import Weight
 from megaverl.models.architectures import weights_of
+from megaverl.models.classifier import read_model
 from megaverl.models.spec import ModelSpec
 from megaverl.reshard.checkpoints import open_checkpoint
 from megaverl.reshard.files import IGNORED_SUFFIXES, LM_HEAD, check_stored
@@ -25,7 +25,6 @@ from megaverl.reshard.stored import StoredArray, stored_arrays
 from megaverl.reshard.torch_dist import is_torch_dist
 
 EMBEDDING = "model.embed_tokens.weight"
-CLASSIFIER, CAUSAL = "ForSequenceClassification", "ForCausalLM"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 
 
@@ -102,28 +101,6 @@ def open_source(path: str | Path, *, role: str | None = None, model_folder: str 
             "(Megatron's torch_dist format), nor checkpoints of a run."
         )
     return _open_megatron(folder, role, Path(model_folder) if model_folder else None)
-
-
-def read_model(folder: Path) -> tuple[dict[str, Any], ModelSpec, bool]:
-    """config.json, what it describes, and whether that has a value head (`...ForSequenceClassification`).
-
-    Raises:
-        ModelError: as `ModelSpec.from_folder`; a classifier with several labels.
-    """
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        architecture = str(config["architectures"][0])
-    except (OSError, ValueError, LookupError, TypeError):
-        ModelSpec.from_folder(folder)  # says what is wrong with it
-        raise ModelError(f"{path}: names no architecture.") from None
-    if not architecture.endswith(CLASSIFIER):
-        return config, ModelSpec.from_folder(folder), False
-    labels = config.get("num_labels", len(config.get("id2label") or {"0": "", "1": ""}))
-    if labels != 1:
-        raise ModelError(f"{path}: a classifier with {labels} labels; only a reward or value head (one) is known here.")
-    described = {**config, "architectures": [architecture.removesuffix(CLASSIFIER) + CAUSAL]}
-    return config, ModelSpec.from_config(described, source=str(path)), True
 
 
 def _open_hugging_face(folder: Path, model_folder: Path) -> Source:

@@ -3,16 +3,19 @@
 from megaverl.coordinator.committer import CoordinatorCommits
 from megaverl.coordinator.decide import Progress, Rules, Schedule, Seat, decide
 from megaverl.coordinator.exchange import Coordinator
+from megaverl.coordinator.judge import Alone, Judge
 from megaverl.coordinator.liveness import Liveness, Patience
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
 from megaverl.coordinator.versions import Staleness
 
 __all__ = [
+    "Alone",
     "Coordinator",
     "CoordinatorCommits",
     "Decision",
     "Flag",
     "GradientReport",
+    "Judge",
     "Liveness",
     "Patience",
     "Progress",

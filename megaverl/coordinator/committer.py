@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megaverl import errors
 from megaverl.errors import MegaverlError
 from megaverl.fabric import Fabric
+from megaverl.fabric.post import broadcast_json
 
 
 class CoordinatorCommits:
@@ -23,6 +24,26 @@ class CoordinatorCommits:
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self._coordinator = fabric.placement.coordinator
+
+    @property
+    def rank(self) -> int:
+        """Of the job."""
+        return self._fabric.rank
+
+    @property
+    def size(self) -> int:
+        """Ranks of the job."""
+        return self._fabric.placement.size
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """All ranks of the job."""
+        return self._fabric.control
+
+    @property
+    def planner(self) -> int:
+        """The coordinator."""
+        return self._coordinator
 
     @property
     def decides(self) -> bool:
@@ -57,18 +78,7 @@ class CoordinatorCommits:
                     "error": type(caught).__name__ if own else "MegaverlError",
                     "text": str(caught) if own else f"{type(caught).__name__}: {caught}",
                 }
-        answer = self._broadcast(answer)
+        answer = broadcast_json(self._fabric, self._coordinator, answer)
         if "error" in answer:
             raise getattr(errors, answer["error"], MegaverlError)(answer["text"]) from error
         return answer["result"]
-
-    def _broadcast(self, answer: dict[str, Any]) -> dict[str, Any]:
-        group = self._fabric.control
-        data = torch.frombuffer(bytearray(json.dumps(answer).encode()), dtype=torch.uint8)
-        length = torch.tensor([data.numel()])
-        dist.broadcast(length, group=group, group_src=self._coordinator)
-        if not self.decides:
-            data = torch.zeros(int(length), dtype=torch.uint8)
-        dist.broadcast(data, group=group, group_src=self._coordinator)
-        found: dict[str, Any] = json.loads(bytes(data.numpy()))
-        return found

@@ -123,6 +123,8 @@ class Liveness:
 
         Without one the error is made the verdict, for ranks that wait for this one.
         """
+        if self.size == 1:
+            return None
         own = f"{self.name(self.rank)} failed in {self._doing}: {type(error).__name__}: {error}"
         silent = _SILENCE.search(_chain(error)) is not None
         verdict = self.settle(self.patience.lost_after + 3 * self.patience.interval if silent else 0.0, own)
@@ -137,7 +139,15 @@ class Liveness:
                     return
         except RuntimeError as error:  # the store's
             if not self._stop.is_set():
-                self._end(f"the job's store is gone, and with it the rank or agent that kept it ({error})")
+                self._end(self._without_a_store(error))
+
+    def _without_a_store(self, error: Exception) -> str:
+        """Whoever kept it is gone: torchrun's agent, or the first rank, whose last beat may be known here."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return f"torchrun's agent, which kept the job's store, is gone ({error})"
+        last = self._seen.get(0)
+        was = str(last[0]) if last else "nothing was heard of it"
+        return f"{self.name(0)}, which kept the job's store, is gone: {was}"
 
     def _look(self) -> str:
         """The verdict, if there is one or this rank finds it."""

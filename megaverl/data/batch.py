@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import torch
 from torch import Tensor
 
 from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, field_of
+from megaverl.data.batch_names import own_names
 from megaverl.data.joined import Joined, join
 from megaverl.errors import DataError
 
@@ -52,22 +53,39 @@ class RolloutBatch:
     advantages: Tensor  # [B, R] float32 again
     returns: Tensor
     token_rewards: Tensor
+    turn_ids: Tensor  # [B, R] int64
+    turn_rewards: Tensor  # [B, R] float32
     rewards: Tensor  # [B] float32
     group_ids: Tensor  # [B] int64
+    agent_ids: Tensor
+    margins: Tensor  # [B] float32
 
     __slots__ = ("columns", "tensors")
     tensors: dict[str, Tensor]
     columns: dict[str, list[Any]]
 
-    def __init__(self, tensors: Mapping[str, Tensor], columns: Mapping[str, Sequence[Any]] | None = None) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | None = None,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+        **named: Tensor,
+    ) -> None:
         """Check every tensor against the schema; dtypes are converted between floats and between integers.
 
         `response_lengths`, if absent, is taken from `response_mask`: up to its last token.
+
+        Args:
+            tensors: by the names of the schema.
+            named: the same as keywords; also under the names that others use (`batch_names.py`): `attention_mask` of
+                prompts padded on either side, `generated_mask`, `logprobs`.
 
         Raises:
             DataError: a required tensor is missing, an unknown name, a wrong dtype or shape, a column whose
                 length is not B, a length longer than its row, a mask longer than its response.
         """
+        tensors = {**(tensors or {}), **named}
+        if named:
+            tensors = own_names(tensors)
         missing = [name for name in REQUIRED if name not in tensors]
         if missing:
             raise DataError(f"a batch needs {', '.join(REQUIRED)}; missing: {', '.join(missing)}")
@@ -139,7 +157,29 @@ class RolloutBatch:
             return self[name]
         raise AttributeError(f"RolloutBatch has no attribute '{name}'")
 
-    def __getitem__(self, name: str) -> Tensor:
+    @property
+    def attention_mask(self) -> Tensor:
+        """[B, S] bool: the prompt's tokens, without its padding."""
+        places = torch.arange(self.input_ids.shape[1], device=self.input_ids.device)
+        return places < self.prompt_lengths.unsqueeze(1)
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[B, R]: the actor's log-probs at the start of the update, or, before these are known, the engine's."""
+        return self["old_log_probs" if "old_log_probs" in self else "rollout_log_probs"]
+
+    @overload
+    def __getitem__(self, name: str) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, name: int | slice | Sequence[int] | Tensor) -> RolloutBatch: ...
+
+    def __getitem__(self, name: str | int | slice | Sequence[int] | Tensor) -> Tensor | RolloutBatch:
+        """A tensor by its name; or samples by number, slice, list, or a mask of them: see `select`."""
+        if not isinstance(name, str):
+            if isinstance(name, Tensor) and name.dtype == torch.bool:
+                name = name.nonzero().flatten()
+            return self.select([name] if isinstance(name, int) else name)
         if name not in self.tensors:
             field_of(name)  # says so if there is no such field at all
             raise MissingField(f"this batch does not hold '{name}' yet; it holds {', '.join(sorted(self.tensors))}")

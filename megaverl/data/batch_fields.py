@@ -37,7 +37,11 @@ FIELDS: dict[str, Field] = {
     "advantages": Field(torch.float32, "R", 0.0, "credit of each token"),
     "returns": Field(torch.float32, "R", 0.0, "targets of the critic"),
     "token_rewards": Field(torch.float32, "R", 0.0, "reward of each token"),
+    "turn_ids": Field(torch.int64, "R", 0, "number of the turn, of the policy's own tokens"),
+    "turn_rewards": Field(torch.float32, "R", 0.0, "an environment's reward of a turn, at its last token"),
     "rewards": Field(torch.float32, "", 0.0, "score of each response"),
+    "margins": Field(torch.float32, "", 0.0, "how much better the better response of a sample's pair is"),
+    "agent_ids": Field(torch.int64, "", 0, "number of the agent whose sample it is, in a game of several"),
     "group_ids": Field(torch.int64, "", -1, "index of the prompt; its responses share it"),
 }
 

@@ -163,14 +163,15 @@ def common_count(
     *,
     padded: bool = True,
     count_multiple_of: int = 1,
+    least: int = 1,
 ) -> list[list[list[int]]]:
     """Give every rank the same number of micro-batches, as pipelines and collectives need.
 
     The number is the largest that any rank needs, rounded up to `count_multiple_of` (an interleaved pipeline
-    wants a multiple of its stages), and at least one. A rank that has fewer splits its costliest
-    micro-batches in two; splitting never makes one larger, so the cap still holds. When a rank has fewer
-    samples than that number, its last micro-batches are EMPTY lists: the rank runs
-    `batch.select([]).pad_to(samples=1)`, a row without a response, whose weight in every loss is 0.
+    wants a multiple of its stages), and at least one; at least `least`, where some rank has as many samples. A
+    rank that has fewer splits its costliest micro-batches in two; splitting never makes one larger, so the cap
+    still holds. When a rank has fewer samples than that number, its last micro-batches are EMPTY lists: the rank
+    runs `batch.select([]).pad_to(samples=1)`, a row without a response, whose weight in every loss is 0.
 
     Args:
         per_rank: micro-batches of sample indices per rank. lengths: tokens per sample, by these indices.
@@ -181,7 +182,8 @@ def common_count(
     def cost(batch: Sequence[int]) -> int:
         return micro_batch_tokens([lengths[sample] for sample in batch], padded=padded)
 
-    count = _round_up(max(1, *(len(batches) for batches in per_rank)), count_multiple_of)
+    most = max(sum(map(len, batches)) for batches in per_rank)
+    count = _round_up(max(1, min(least, most), *(len(batches) for batches in per_rank)), count_multiple_of)
     result = []
     for batches in per_rank:
         mine = [list(batch) for batch in batches]
@@ -207,6 +209,7 @@ def plan_micro_batches(
     padded: bool = True,
     multiple_of: int = 1,
     count_multiple_of: int = 1,
+    least: int = 1,
     equal_counts: bool = False,
     key: str = "actor.micro_batch_tokens",
 ) -> list[list[list[int]]]:
@@ -216,7 +219,7 @@ def plan_micro_batches(
         lengths: tokens of EVERY sample of the batch. indices: the samples of this mini-batch; all if not
             given.
         num_ranks: data-parallel ranks. max_tokens, padded, multiple_of, key: see `micro_batches`.
-        count_multiple_of: see `common_count`. equal_counts: see `balance`.
+        count_multiple_of, least: see `common_count`. equal_counts: see `balance`.
 
     Returns: for each rank the same number of micro-batches, each a list of sample indices, possibly empty.
 
@@ -239,7 +242,7 @@ def plan_micro_batches(
                 indices=samples,
             )
         )
-    return common_count(per_rank, lengths, padded=padded, count_multiple_of=count_multiple_of)
+    return common_count(per_rank, lengths, padded=padded, count_multiple_of=count_multiple_of, least=least)
 
 
 def _first_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaverl.data.prompts import Message, PromptEncoder, check_prompt
-from megaverl.data.rows import RowSource, open_rows
+from megaverl.config.data_sources import SourceConfig
+from megaverl.data.columns import Columns, RowColumns
+from megaverl.data.mixture import MixedSampler
+from megaverl.data.prompts import Message, PromptEncoder
+from megaverl.data.rows import RowChain, RowSource
 from megaverl.data.sampler import PromptSampler, split_held_out
+from megaverl.data.sources import Entry, as_source, open_source
 from megaverl.errors import DataError
 
 __all__ = ["PromptDataset", "PromptRecord", "PromptReport", "PromptSampler", "split_held_out"]
@@ -39,16 +44,22 @@ class PromptRecord:
 
 @dataclass(frozen=True)
 class PromptReport:
-    """What was found when all rows were checked: rows in use, rows left out, rows that lost their beginning."""
+    """What was found when all rows were checked: rows in use, rows left out, rows that lost their beginning.
+
+    num_dropped: too long. num_short: too short.
+    """
 
     num_rows: int
     num_dropped: int
     num_truncated: int
+    num_short: int = 0
 
     def __str__(self) -> str:
         text = f"{self.num_rows} prompts"
         if self.num_dropped:
             text += f"; {self.num_dropped} too long and dropped"
+        if self.num_short:
+            text += f"; {self.num_short} too short and dropped"
         if self.num_truncated:
             text += f"; {self.num_truncated} too long and cut at the left"
         return text
@@ -61,8 +72,8 @@ class PromptDataset:
     into it; afterwards a row is read again from its file when it is asked for. Memory: 8 bytes a row.
 
     Args:
-        prompt_key: column of the prompt. `a.b` reaches into a nested column.
-        answer_key: column of the reference answer, likewise; None: there is none.
+        columns: which columns are read, see `Columns`.
+        sources: (rows, weight) of each source that `rows` is a chain of, where they have weights.
 
     Raises:
         DataError: a row without a prompt or an answer, of a wrong type, or too long, named by file and line;
@@ -73,18 +84,22 @@ class PromptDataset:
         self,
         rows: RowSource,
         encoder: PromptEncoder,
+        columns: Columns | None = None,
         *,
-        prompt_key: str = "prompt",
-        answer_key: str | None = "answer",
+        sources: Sequence[tuple[int, float]] = (),
     ) -> None:
         self._rows = rows
         self._encoder = encoder
-        self._prompt_key = prompt_key
-        self._answer_key = answer_key
+        self._columns = columns or Columns()
         self._kept = array("Q")
-        num_truncated = 0
+        num_truncated = num_short = 0
         for number in range(len(rows)):
-            num_cut = encoder.num_cut(self._columns(number)[0], rows.where(number))
+            where = rows.where(number)
+            read = self._columns.read(rows[number], where)
+            if encoder.is_short(read.prompt, where, read.tools):
+                num_short += 1
+                continue
+            num_cut = encoder.num_cut(read.prompt, where, read.tools)
             if num_cut is not None:
                 self._kept.append(number)
                 num_truncated += num_cut > 0
@@ -92,21 +107,31 @@ class PromptDataset:
             raise DataError(_nothing_left(rows, encoder.format.max_tokens))
         self.report = PromptReport(
             num_rows=len(self._kept),
-            num_dropped=len(rows) - len(self._kept),
+            num_dropped=len(rows) - len(self._kept) - num_short,
             num_truncated=num_truncated,
+            num_short=num_short,
         )
+        self._weights = tuple(weight for _, weight in sources)
+        ends = [sum(size for size, _ in sources[: number + 1]) for number in range(len(sources))]
+        kept_before = [bisect_left(self._kept, end) for end in ends]
+        self._sizes = [end - start for start, end in zip([0, *kept_before], kept_before, strict=False)]
 
     @classmethod
     def load(
         cls,
-        paths: str | Path | Sequence[str | Path],
+        entries: Entry | Sequence[Entry],
         encoder: PromptEncoder,
-        *,
-        prompt_key: str = "prompt",
-        answer_key: str | None = "answer",
+        columns: Columns | None = None,
     ) -> PromptDataset:
-        """From JSONL and Parquet files, or patterns of such (see `rows.open_rows`)."""
-        return cls(open_rows(paths), encoder, prompt_key=prompt_key, answer_key=answer_key)
+        """From files, folders, data sets on the hub, or the user's own code (see `sources.open_source`)."""
+        several: Sequence[Entry] = [entries] if isinstance(entries, SourceConfig | str | Path) else entries
+        given = [as_source(entry) for entry in several]
+        if not given:
+            raise DataError("no data file is named. Give at least one .jsonl or .parquet file.")
+        opened = [open_source(source) for source in given]
+        rows = opened[0] if len(opened) == 1 else RowChain(opened)
+        sizes = [len(some) for some in opened]
+        return cls(rows, encoder, columns, sources=list(zip(sizes, weights_of(given), strict=False)))
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -116,11 +141,10 @@ class PromptDataset:
             raise IndexError(f"prompt {index} of a data set of {len(self._kept)}")
         number = self._kept[index]
         where = self._rows.where(number)
-        prompt, reference, extra = self._columns(number)
-        encoded = self._encoder.encode(prompt, where)
-        if encoded is None:
+        record = make_record(self._columns.read(self._rows[number], where), self._encoder, index, where)
+        if record is None:
             raise DataError(f"{where}: too long, although it was not at the start. Was the file changed?")
-        return PromptRecord(index, prompt, encoded.text, encoded.token_ids, reference, extra, where)
+        return record
 
     @property
     def fingerprint(self) -> str:
@@ -129,33 +153,34 @@ class PromptDataset:
 
     def sampler(self, prompts_per_step: int, seed: int, *, shuffle: bool = True) -> PromptSampler:
         """The order in which steps take these prompts."""
-        return PromptSampler(len(self), prompts_per_step, seed, shuffle=shuffle, fingerprint=self.fingerprint)
-
-    def _columns(self, number: int) -> tuple[str | list[Message], Any, dict[str, Any]]:
-        """Prompt, reference and further columns of row `number`, checked."""
-        row, where = self._rows[number], self._rows.where(number)
-        prompt = check_prompt(_column(row, self._prompt_key, where, "data.prompt_key"), where, self._prompt_key)
-        reference = None
-        if self._answer_key is not None:
-            reference = _column(row, self._answer_key, where, "data.answer_key")
-        extra = {key: value for key, value in row.items() if key not in (self._prompt_key, self._answer_key)}
-        return prompt, reference, extra
+        fingerprint = self.fingerprint
+        if self._weights:
+            return MixedSampler(
+                self._sizes, self._weights, prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint
+            )
+        return PromptSampler(len(self), prompts_per_step, seed, shuffle=shuffle, fingerprint=fingerprint)
 
 
-def _column(row: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
-    """The value of `key` (or of the path `a.b`), which must be there and not null."""
-    value: Any = row
-    if key in row:
-        value = row[key]
-    else:
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-    if value is None:
-        raise DataError(
-            f"{where}: no {key!r} in this row; its keys: {', '.join(map(repr, row)) or 'none'}. "
-            f"Add it, or name the right column with {setting}."
-        )
-    return value
+def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str) -> PromptRecord | None:
+    """A row's prompt, ready; None if its length drops it."""
+    if encoder.is_short(read.prompt, where, read.tools):
+        return None
+    encoded = encoder.encode(read.prompt, where, read.tools)
+    if encoded is None:
+        return None
+    return PromptRecord(index, read.prompt, encoded.text, encoded.token_ids, read.reference, read.extra, where)
+
+
+def weights_of(sources: Sequence[SourceConfig]) -> list[float]:
+    """The weight of each source, or nothing where no source has one.
+
+    Raises:
+        DataError: some have one and some have not.
+    """
+    without = [source.path for source in sources if source.weight is None]
+    if without and len(without) < len(sources):
+        raise DataError(f"{without[0]}: it has no weight, and other sources have. Give every source one, or none.")
+    return [source.weight for source in sources if source.weight is not None]
 
 
 def _nothing_left(rows: RowSource, max_tokens: int | None) -> str:

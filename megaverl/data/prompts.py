@@ -11,9 +11,11 @@ from megaverl.errors import DataError
 if TYPE_CHECKING:
     from megaverl.data.tokenizers import Tokenizer
 
-Message = dict[str, str]
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]  # JSON schemas of functions, as chat templates take them
 TooLong = Literal["error", "drop", "truncate_left"]
 NUM_ADDED_TOKENS = 4  # at most, that a tokenizer itself puts around a text
+OF_TOOLS = ("tool_calls", "tool_call_id", "name")  # what a message may have besides
 ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
@@ -37,6 +39,7 @@ class PromptFormat:
             a paragraph of its own. A conversation that has a system message of its own keeps that.
         prefix, suffix: text around a text prompt, such as worked examples before it or an instruction after
             it.
+        min_tokens: a shorter prompt is dropped.
         max_tokens: the longest prompt, in tokens; None: no limit.
         too_long: what is done with a longer one. `error`; `drop` the row; `truncate_left`: keep its last
             tokens.
@@ -46,6 +49,7 @@ class PromptFormat:
     system_prompt: str | None = None
     prefix: str = ""
     suffix: str = ""
+    min_tokens: int = 0
     max_tokens: int | None = None
     too_long: TooLong = "error"
 
@@ -77,14 +81,20 @@ def check_prompt(prompt: Any, where: str, key: str) -> str | list[Message]:
 
 
 def _check_message(message: Any, where: str) -> Message:
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | (
+        {"content"} if calls else set()
+    ):
         raise DataError(f'{where} must be like {{"role": "user", "content": "..."}}; found {message!r:.80}.')
-    role, content = message["role"], message["content"]
+    role, content = message["role"], message.get("content")
+    if calls and content is None:
+        content = ""
     if role not in ROLES:
         raise DataError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}.")
     if not isinstance(content, str):
         raise DataError(f"{where} has content of type {type(content).__name__}; it must be text.")
-    return {"role": role, "content": content}
+    more = {key: message[key] for key in OF_TOOLS if message.get(key) is not None}
+    return {"role": role, "content": content, **more}
 
 
 class PromptEncoder:
@@ -95,15 +105,23 @@ class PromptEncoder:
         self.format = prompt_format or PromptFormat()
         self.uses_chat_template = self.format.chat_template == "auto" and tokenizer.chat_template is not None
 
-    def render(self, prompt: str | Sequence[Message], where: str = "prompt") -> str:
+    def render(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> str:
         """The text that is tokenised.
 
+        Args:
+            tools: shown to the chat template.
+
         Raises:
-            DataError: chat messages, and no chat template to write them with; or a template that refuses
+            DataError: chat messages or tools, and no chat template to write them with; or a template that refuses
                 them.
         """
         if self.uses_chat_template:
-            return self._render_chat(prompt, where)
+            return self._render_chat(prompt, where, tools)
+        if tools:
+            raise DataError(
+                f"{where}: the row has tools, and no chat template writes them (tokenizer {self.tokenizer.source}, "
+                f"data.chat_template={self.format.chat_template}). Leave the column out, or use a template."
+            )
         if not isinstance(prompt, str):
             if self.format.chat_template == "auto":
                 raise DataError(
@@ -116,22 +134,24 @@ class PromptEncoder:
         system = f"{self.format.system_prompt}\n\n" if self.format.system_prompt else ""
         return f"{system}{self.format.prefix}{prompt}{self.format.suffix}"
 
-    def _render_chat(self, prompt: str | Sequence[Message], where: str) -> str:
+    def _render_chat(self, prompt: str | Sequence[Message], where: str, tools: Tools | None) -> str:
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": f"{self.format.prefix}{prompt}{self.format.suffix}"}]
         else:
             messages = list(prompt)
         if self.format.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.format.system_prompt}, *messages]
-        return self.tokenizer.render_chat(messages, where=where)
+        return self.tokenizer.render_chat(messages, where=where, tools=tools)
 
-    def encode(self, prompt: str | Sequence[Message], where: str = "prompt") -> EncodedPrompt | None:
+    def encode(
+        self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None
+    ) -> EncodedPrompt | None:
         """Text and token ids of `prompt`; None if it is too long and such rows are dropped.
 
         Raises:
             DataError: too long, and that is an error; no tokens at all; see also `render`.
         """
-        text = self.render(prompt, where)
+        text = self.render(prompt, where, tools)
         # A chat template writes the special tokens itself; on plain text the tokenizer puts its own (such as
         # a BOS).
         token_ids = self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)
@@ -152,15 +172,22 @@ class PromptEncoder:
             "room), shorten the row, or set data.too_long to drop or truncate_left."
         )
 
-    def num_cut(self, prompt: str | Sequence[Message], where: str = "prompt") -> int | None:
+    def is_short(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> bool:
+        """Whether `prompt` has fewer tokens than a prompt must have."""
+        if self.format.min_tokens <= 1:
+            return False
+        text = self.render(prompt, where, tools)
+        return len(self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)) < self.format.min_tokens
+
+    def num_cut(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> int | None:
         """How many tokens `encode` would cut off `prompt`; None if it would drop it. Raises what it raises.
 
         Tokenises only what might be too long, since no token is shorter than a byte: much quicker.
         """
         limit = self.format.max_tokens
-        if limit is None or len(self.render(prompt, where).encode()) + NUM_ADDED_TOKENS <= limit:
+        if limit is None or len(self.render(prompt, where, tools).encode()) + NUM_ADDED_TOKENS <= limit:
             return 0
-        encoded = self.encode(prompt, where)
+        encoded = self.encode(prompt, where, tools)
         return None if encoded is None else encoded.num_truncated
 
     def encode_answer(self, answer: str) -> list[int]:

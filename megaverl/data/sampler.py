@@ -39,14 +39,17 @@ class PromptSampler:
 
     def indices(self, step: int) -> list[int]:
         """Row numbers of step `step` (the first is 0), the same whichever steps were asked for before."""
-        first = step * self.prompts_per_step
+        return self.rows(step * self.prompts_per_step, self.prompts_per_step)
+
+    def rows(self, position: int, count: int) -> list[int]:
+        """The `count` row numbers from `position` of the endless stream on."""
         chosen: list[int] = []
-        position = first
-        while position < first + self.prompts_per_step:
+        end = position + count
+        while position < end:
             epoch, offset = divmod(position, self.num_rows)
-            count = min(self.num_rows - offset, first + self.prompts_per_step - position)
-            chosen.extend(self.epoch_order(epoch)[offset : offset + count].tolist())
-            position += count
+            taken = min(self.num_rows - offset, end - position)
+            chosen.extend(self.epoch_order(epoch)[offset : offset + taken].tolist())
+            position += taken
         return chosen
 
     def epoch(self, step: int) -> float:

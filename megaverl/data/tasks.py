@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,6 +88,12 @@ TASKS = {
 }
 
 
+def write_rows(path: Path, rows: Sequence[Row]) -> None:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class TaskData:
     """Rows {prompt, answer} of one task; `train` and `held_out` share no prompt."""
@@ -103,10 +109,9 @@ class TaskData:
     def save(self, folder: str | Path) -> tuple[Path, Path]:
         """Write `train.jsonl` and `held_out.jsonl` into `folder`; returns the two paths."""
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         paths = folder / "train.jsonl", folder / "held_out.jsonl"
         for path, rows in zip(paths, (self.train, self.held_out), strict=True):
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            write_rows(path, rows)
         return paths
 
     def train_tokenizer(self, path: str | Path) -> Path:

@@ -69,8 +69,17 @@ class Tokenizer:
         """The text of `token_ids`; by default without special tokens such as the end of sequence."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, where: str = "prompt") -> str:
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        where: str = "prompt",
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
         """A conversation as the chat template writes it, up to where the assistant's answer begins.
+
+        Args:
+            tools: JSON schemas of functions, for templates that show them.
 
         Raises:
             DataError: the tokenizer has no chat template, or the template refuses the messages.
@@ -78,7 +87,9 @@ class Tokenizer:
         if self.chat_template is None:
             raise DataError(f"{where}: the tokenizer {self.source} has no chat template to write chat messages with.")
         try:
-            return self.backend.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            return self.backend.apply_chat_template(
+                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # a template is a program: jinja2's errors, TypeError, KeyError, ...
             raise DataError(
                 f"{where}: the chat template of {self.source} refuses these messages "

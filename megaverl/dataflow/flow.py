@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from megaverl.dataflow.operator import Operator
+from megaverl.dataflow.plan import GIVEN, Edge, Places, Plan, make_plan
 from megaverl.errors import ConfigError
+
+
+class Mover(Protocol):
+    """What carries values between ranks: `megaverl.dataflow.carrier.Carrier`."""
+
+    @property
+    def rank(self) -> int:
+        """This rank, in the job."""
+
+    def send(self, edge: Edge, values: Mapping[str, Any]) -> None:
+        """On a rank of `edge.source`; returns before it is there."""
+
+    def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
+        """On a rank of `edge.dest`."""
+
+
+class Span(NamedTuple):
+    """When an operator ran on this rank: seconds of `time.perf_counter`."""
+
+    operator: str
+    start: float
+    end: float
+
+
+class Result(dict[str, Any]):
+    """All values of a run that this rank has, by name; and its `timeline`."""
+
+    def __init__(self, values: Mapping[str, Any], timeline: list[Span]) -> None:
+        super().__init__(values)
+        self.timeline = timeline
 
 
 class DataFlow:
@@ -19,94 +50,184 @@ class DataFlow:
 
     def __init__(self, operators: Iterable[Operator] = ()) -> None:
         self._operators: list[Operator] = []
-        self._order: list[Operator] | None = None
+        self._after: list[tuple[str, str]] = []
+        self._plan: Plan | None = None
         self._given: frozenset[str] = frozenset()
         for operator in operators:
             self.add_operator(operator)
 
-    def add_operator(self, operator: Operator) -> DataFlow:
-        """Add one; returns the flow. Its name must be new."""
-        if any(other.name == operator.name for other in self._operators):
+    def add_operator(
+        self, operator: Operator, *, before: str | Iterable[str] = (), after: str | Iterable[str] = ()
+    ) -> DataFlow:
+        """Add one; returns the flow. Its name must be new.
+
+        One that takes and gives the same value changes it for all operators that come after.
+
+        Args:
+            before, after: operators that it is to run before or after, beyond what follows from values.
+
+        Raises:
+            ConfigError: the name is taken, or one of these is not there.
+        """
+        names = [other.name for other in self._operators]
+        if operator.name in names:
             raise ConfigError(f"two operators are named '{operator.name}'; give one of them another name")
+        later, earlier = ([one] if isinstance(one, str) else list(one) for one in (before, after))
+        if unknown := [name for name in (*later, *earlier) if name not in names]:
+            raise ConfigError(
+                f"there is no operator '{unknown[0]}' to put '{operator.name}' beside: {', '.join(names)}"
+            )
         self._operators.append(operator)
-        self._order = None
+        self._after += [(operator.name, name) for name in later] + [(name, operator.name) for name in earlier]
+        self._plan = None
         return self
+
+    @property
+    def plan(self) -> Plan:
+        """The compiled flow: order, ranks, stages, edges."""
+        if self._plan is None:
+            raise ConfigError("the flow is not compiled: call compile() first")
+        return self._plan
 
     @property
     def order(self) -> list[str]:
         """Names of the operators in the order in which they run."""
-        if self._order is None:
-            raise ConfigError("the flow is not compiled: call compile() first")
-        return [operator.name for operator in self._order]
+        return [operator.name for operator in self.plan.operators]
 
-    def compile(self, given: Iterable[str] = ()) -> DataFlow:
+    def compile(self, given: Iterable[str] = (), *, places: Places | None = None) -> DataFlow:
         """Order the operators, each after those that make its inputs; ties keep the order of adding.
 
         Args:
-            given: names that `run` will be given from outside.
+            given: names that `run` will be given from outside, on every rank.
+            places: role -> its ranks; None: every operator runs on every rank, and nothing moves.
 
         Raises:
-            ConfigError: lists every unknown input, every value made twice, and any cycle.
+            ConfigError: lists every unknown input, every value made twice, shapes that differ, roles without a place,
+                and any cycle.
         """
         self._given = frozenset(given)
-        maker: dict[str, Operator] = {}
-        mistakes = []
-        for operator in self._operators:
-            for name in operator.gives:
-                if name in maker or name in self._given:
-                    first = f"operator '{maker[name].name}'" if name in maker else "what the flow is given"
-                    mistakes.append(f"'{name}' is made by operator '{operator.name}' and by {first}")
-                maker.setdefault(name, operator)
-        known = sorted({*maker, *self._given})
-        for operator in self._operators:
-            for name in operator.takes:
-                if name not in maker and name not in self._given:
-                    near = difflib.get_close_matches(name, known, n=1)
-                    hint = f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known) or 'none'}"
-                    mistakes.append(f"operator '{operator.name}' takes '{name}', which nothing makes{hint}")
-        if mistakes:
-            raise ConfigError("\n".join(mistakes))
-        self._order = self._sorted(maker)
+        self._plan = make_plan(self._operators, self._given, after=self._after, places=places)
         return self
-
-    def _sorted(self, maker: dict[str, Operator]) -> list[Operator]:
-        order: list[Operator] = []
-        available = set(self._given)
-        waiting = list(self._operators)
-        while waiting:
-            ready = next((op for op in waiting if available.issuperset(op.takes)), None)
-            if ready is None:
-                cycle = ", ".join(f"'{op.name}' waits for {sorted(set(op.takes) - available)}" for op in waiting)
-                raise ConfigError(f"the operators wait for each other: {cycle}")
-            order.append(ready)
-            available.update(ready.gives)
-            waiting.remove(ready)
-        return order
 
     def run(
         self,
         span: Callable[[str], AbstractContextManager[Any]] = lambda name: nullcontext(),
         done: Mapping[str, Any] | None = None,
         after: Callable[[str, Mapping[str, Any]], None] = lambda name, values: None,
+        *,
+        mover: Mover | None = None,
+        leave_out: Container[str] = (),
         **given: Any,
-    ) -> dict[str, Any]:
-        """Run every operator; returns all values by name.
+    ) -> Result:
+        """Run every operator of this rank; returns all values by name.
 
         Args:
-            span: opened around every operator with its name, for a timeline.
+            span: opened around every operator with its name, for a timeline; and with "wait" around what comes late.
             done: values that were made before, in a run that was cut off; what makes nothing else is left out.
             after: called after every operator that ran, with its name and all values so far.
+            mover: carries values between ranks; needed where the flow was compiled for places.
+            leave_out: operators that are not run now.
             given: the values named in `compile`.
         """
-        self.order  # noqa: B018 - says so if the flow is not compiled
+        plan = self.plan
         if set(given) != self._given:
             raise ConfigError(f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}")
-        done = done or {}
-        values = {**given, **done}
-        for operator in self._order or []:
-            if operator.gives and all(name in done for name in operator.gives):
+        edges = [edge for edge in plan.edges if not all(name in leave_out for name in edge.takers)]
+        return _Run(plan, edges, given, dict(done or {}), mover).run(span, after, leave_out)
+
+
+class _Run:
+    """One run on one rank.
+
+    `_have` says by whom each value here was made; what was done before is as its last maker gave it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        edges: Sequence[Edge],
+        given: Mapping[str, Any],
+        done: Mapping[str, Any],
+        mover: Mover | None,
+    ) -> None:
+        self.plan, self.edges, self.mover, self.done = plan, edges, mover, done
+        self.values: dict[str, Any] = {**given, **done}
+        self._have = dict.fromkeys(given, GIVEN)
+        self._sizes: dict[str, tuple[int, str]] = {}
+        self._received: set[Edge] = set()
+
+    def run(
+        self,
+        span: Callable[[str], AbstractContextManager[Any]],
+        after: Callable[[str, Mapping[str, Any]], None],
+        leave_out: Container[str],
+    ) -> Result:
+        timeline = []
+        for operator in self.plan.operators:
+            made = operator.gives and all(name in self.done for name in operator.gives)
+            if made or operator.name in leave_out or not self._is_mine(operator.name):
                 continue
+            late = self._missing(operator)
+            if late:
+                with span("wait"):
+                    for edge in late:
+                        self._receive(edge)
+            start = time.perf_counter()
             with span(operator.name):
-                values.update(operator(values))
-            after(operator.name, values)
-        return values
+                self._check_shapes(operator, operator.takes)
+                self.values.update(operator(self.values))
+                self._check_shapes(operator, operator.gives)
+            timeline.append(Span(operator.name, start, time.perf_counter()))
+            self._have.update(dict.fromkeys(operator.gives, operator.name))
+            self._send(operator.name)
+            after(operator.name, self.values)
+        return Result(self.values, timeline)
+
+    def _is_mine(self, name: str) -> bool:
+        ranks = self.plan.ranks[name]
+        return ranks is None or self.mover is None or self.mover.rank in ranks
+
+    def _missing(self, operator: Operator) -> list[Edge]:
+        """Edges that bring what it takes, and before them those from the same ranks that were sent before."""
+        if self.mover is None:
+            return []
+        mine = [edge for edge in self.edges if self.mover.rank in edge.dest and edge.value not in self.done]
+        needed = []
+        for value, maker in self.plan.makers[operator.name].items():
+            if value not in self.done and self._have.get(value) != maker:
+                needed += [edge for edge in mine if (edge.value, edge.maker) == (value, maker)]
+        bases = {base for edge in needed for base in edge.bases}
+        needed += [edge for edge in mine if edge.value in bases and edge.value not in self.values]
+        last = max((mine.index(edge) for edge in needed), default=-1)
+        sources = {edge.source for edge in needed}
+        early = [edge for edge in mine[: last + 1] if edge in needed or edge.source in sources]
+        return [edge for edge in early if edge not in self._received]
+
+    def _receive(self, edge: Edge) -> None:
+        assert self.mover is not None
+        self._received.add(edge)
+        self.values[edge.value] = self.mover.receive(edge, self.values)
+        self._have[edge.value] = edge.maker
+
+    def _send(self, name: str) -> None:
+        if self.mover is not None:
+            for edge in self.edges:
+                if edge.maker == name and self.mover.rank in edge.source:
+                    self.mover.send(edge, self.values)
+
+    def _check_shapes(self, operator: Operator, names: Iterable[str]) -> None:
+        """A declared name is one size in the whole run."""
+        for name in names:
+            shape, declared = getattr(self.values.get(name), "shape", None), operator.shapes.get(name)
+            if shape is None or declared is None:
+                continue
+            wrong = len(shape) != len(declared)
+            for size, expected in zip(shape, declared, strict=False):
+                known = (expected, "") if isinstance(expected, int) else self._sizes.setdefault(expected, (size, name))
+                wrong = wrong or size != known[0]
+            if wrong:
+                sizes = ", ".join(f"{key}={size} (of '{of}')" for key, (size, of) in self._sizes.items())
+                raise ConfigError(
+                    f"operator '{operator.name}': '{name}' has the shape {list(shape)}; declared is {list(declared)}"
+                    + (f", with {sizes}" if sizes else "")
+                )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megaverl.errors import ConfigError
+
+# Sizes of a tensor's dimensions: a number, or a name that stands for the same number wherever it stands in a flow.
+Shape = tuple[int | str, ...]
 
 
 @dataclass(frozen=True)
@@ -19,14 +22,17 @@ class Operator:
         func: called with its inputs by keyword; returns the output, or a mapping of all outputs if there are several.
         inputs: names of the values it takes; by default the names of the function's parameters.
         outputs: names of the values it gives; by default the operator's own name.
-        role: on whose ranks it runs; None for every rank.
+        role: on whose ranks it runs, or several roles' names; None: on those that make its last input, and on every
+            rank where nothing is made for it.
+        shapes: value -> shape, of tensors that it takes or gives; looked at by `compile` and again in every run.
     """
 
     name: str
     func: Callable[..., Any]
     inputs: tuple[str, ...] | None = None
     outputs: tuple[str, ...] | None = None
-    role: str | None = None
+    role: str | tuple[str, ...] | None = None
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def takes(self) -> tuple[str, ...]:
@@ -37,6 +43,18 @@ class Operator:
     @property
     def gives(self) -> tuple[str, ...]:
         return (self.name,) if self.outputs is None else tuple(self.outputs)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that it names, none or more."""
+        if self.role is None:
+            return ()
+        return (self.role,) if isinstance(self.role, str) else tuple(self.role)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Values that it takes and gives: made by another operator, and from here on as this one gives them."""
+        return tuple(name for name in self.gives if name in self.takes)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Run on `values`; returns the outputs by name.

@@ -3,7 +3,7 @@
 from megaverl.fabric.introductions import Facts, digests, introduce
 from megaverl.fabric.move import Moving, move_batch, move_tensors
 from megaverl.fabric.rows import Move, Rows, plan_moves, rows_of_engines, rows_of_grid
-from megaverl.fabric.worlds import Fabric, job_store, join
+from megaverl.fabric.worlds import Fabric, job_store, join, join_some
 
 __all__ = [
     "Fabric",
@@ -15,6 +15,7 @@ __all__ = [
     "introduce",
     "job_store",
     "join",
+    "join_some",
     "move_batch",
     "move_tensors",
     "plan_moves",

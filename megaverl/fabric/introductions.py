@@ -25,15 +25,17 @@ class Facts:
     """What a rank says of itself.
 
     Attributes:
-        node: name of its node.
+        node: name of its machine.
         claims: roles that the node's command line named.
         agreed: what must be the same everywhere, by name: sections of the configuration (or their digests), versions.
+        agent: number of the torchrun agent that started it: two agents on one machine are two nodes.
     """
 
     node: str = field(default_factory=socket.gethostname)
     claims: tuple[str, ...] = ()
     agreed: Mapping[str, str] = field(default_factory=dict)
     process: int = field(default_factory=os.getpid)
+    agent: int = field(default_factory=lambda: int(os.environ.get("GROUP_RANK", "0")))
 
 
 def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, str]:
@@ -105,23 +107,26 @@ def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]
 
 
 def _nodes(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str]]], list[str]]:
-    """(name, ranks, claims) of every node, and what is wrong with them."""
-    nodes: list[tuple[str, int, list[str]]] = []
+    """(name, ranks, claims) of every node, and what is wrong with them; nodes of one name are told apart by agent."""
+    nodes: list[tuple[tuple[str, int], int, list[str]]] = []
     mistakes = []
     for rank, facts in enumerate(found):
-        name, claims = facts["node"], list(facts["claims"])
-        if nodes and nodes[-1][0] == name:
+        key, claims = (facts["node"], facts["agent"]), list(facts["claims"])
+        if nodes and nodes[-1][0] == key:
             if claims != nodes[-1][2]:
-                mistakes.append(f"node {name}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}.")
-            nodes[-1] = (name, nodes[-1][1] + 1, nodes[-1][2])
-        elif any(name == other[0] for other in nodes):
+                mistakes.append(f"node {key[0]}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}.")
+            nodes[-1] = (key, nodes[-1][1] + 1, nodes[-1][2])
+        elif any(key == other[0] for other in nodes):
             mistakes.append(
-                f"node {name}: rank {rank} is on it, and so are earlier ranks, with another node's between them. Names "
-                "of nodes must differ, and a node's ranks be neighbours."
+                f"node {key[0]}: rank {rank} is on it, and so are earlier ranks, with another node's between them. "
+                "Names of nodes must differ, and a node's ranks be neighbours."
             )
         else:
-            nodes.append((name, 1, claims))
-    return nodes, mistakes
+            nodes.append((key, 1, claims))
+    names = [key[0] for key, _, _ in nodes]
+    return [
+        (name if names.count(name) == 1 else f"{name}.{agent}", count, claims) for (name, agent), count, claims in nodes
+    ], mistakes
 
 
 def _differences(found: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS, field_of
-from megaverl.errors import DataError, TrainingStopped
+from megaverl.errors import DataError
+from megaverl.fabric.post import Call, Sent, bytes_tensor
 from megaverl.fabric.rows import Move, Rows, plan_moves
 from megaverl.fabric.wire import Table, merge, pack, unpack
 from megaverl.fabric.worlds import Fabric
@@ -80,7 +78,7 @@ def move_batch(
         keep = None if names is None else {*names, "input_ids", "prompt_lengths", "generated_ids", "response_mask"}
         keep = None if keep is None else keep | {"response_lengths"}
         tensors = {name: tensor for name, tensor in batch.tensors.items() if keep is None or name in keep}
-        table = _table(tensors, batch, batch.columns)
+        table = table_of(tensors, batch, batch.columns)
     moved = _move(fabric, moving, table)
     if moved is None:
         return None
@@ -102,15 +100,18 @@ def move_tensors(
     if tensors is not None:
         if batch is None:
             raise DataError(f"{', '.join(tensors)}: the batch that they belong to is missing; its lengths are needed")
-        table = _table(tensors, batch, {})
+        table = table_of(tensors, batch)
     moved = _move(fabric, moving, table)
     return None if moved is None else dict(moved.tensors)
 
 
-def _table(tensors: Mapping[str, Tensor], batch: RolloutBatch, columns: Mapping[str, Sequence[object]]) -> Table:
+def table_of(
+    tensors: Mapping[str, Tensor], batch: RolloutBatch, columns: Mapping[str, Sequence[object]] | None = None
+) -> Table:
+    """Fields of a batch, ragged by its lengths."""
     axes = {name: axis for name in tensors if (axis := field_of(name).axes) in _LENGTHS}
     lengths = {axis: batch[_LENGTHS[axis]] for axis in sorted(set(axes.values()))}
-    return Table(tensors, axes, lengths, _fills(), columns)
+    return Table(tensors, axes, lengths, _fills(), columns or {})
 
 
 def _fills() -> dict[str, float | bool]:
@@ -118,15 +119,44 @@ def _fills() -> dict[str, float | bool]:
 
 
 def _move(fabric: Fabric, moving: Moving, table: Table | None) -> Table | None:
-    place = {row: number for number, row in enumerate(moving.held)}
-    if place and table is None:
-        raise DataError(f"{moving.name}: this rank holds {len(place)} rows, and gave none")
-    if table is not None and (wrong := {len(tensor) for tensor in table.tensors.values()} - {len(place)}):
+    _check_held(moving, table)
+    sent, out = _announce(fabric, moving, table)
+    headers, into = _hear(fabric, moving)
+    Call(fabric, moving.name).exchange(fabric.group, out, into)
+    sent.wait()
+    return _merged(fabric, moving, table, headers, into)
+
+
+def send_rows(fabric: Fabric, moving: Moving, table: Table | None) -> Sent:
+    """The half of a move that a rank has which receives nothing: its messages are on their way when this returns."""
+    _check_held(moving, table)
+    sent, out = _announce(fabric, moving, table)
+    for dest, payload in out.items():
+        sent.add(Call(fabric, moving.name).send(fabric.road(fabric.rank, dest), {dest: payload}))
+    return sent
+
+
+def receive_rows(fabric: Fabric, moving: Moving) -> Table | None:
+    """The half of a move that a rank has which sends nothing: its rows, when they are here."""
+    headers, into = _hear(fabric, moving)
+    for source, payload in into.items():
+        Call(fabric, moving.name).receive(fabric.road(source, fabric.rank), {source: payload})
+    return _merged(fabric, moving, None, headers, into)
+
+
+def _check_held(moving: Moving, table: Table | None) -> None:
+    if moving.held and table is None:
+        raise DataError(f"{moving.name}: this rank holds {len(moving.held)} rows, and gave none")
+    if table is not None and (wrong := {len(tensor) for tensor in table.tensors.values()} - {len(moving.held)}):
         raise DataError(
-            f"{moving.name}: tensors of {sorted(wrong)} rows for the {len(place)} rows that this rank holds"
+            f"{moving.name}: tensors of {sorted(wrong)} rows for the {len(moving.held)} rows that this rank holds"
         )
-    out = {m.dest: pack(table, [place[row] for row in m.rows]) for m in _sends(fabric, moving) if table is not None}
-    received = _exchange(fabric, moving, out)
+
+
+def _merged(
+    fabric: Fabric, moving: Moving, table: Table | None, headers: Mapping[int, bytes], payloads: Mapping[int, Tensor]
+) -> Table | None:
+    place = {row: number for number, row in enumerate(moving.held)}
     to = {row: number for number, row in enumerate(moving.wanted)}
     if not moving.receives:
         return None
@@ -136,85 +166,39 @@ def _move(fabric: Fabric, moving: Moving, table: Table | None) -> Table | None:
         parts.append(([to[row] for row in kept], table, [place[row] for row in kept]))
     for move in moving.moves:
         if move.dest == fabric.rank:
-            one = unpack(*received[move.source], _fills())
+            one = unpack(headers[move.source], payloads[move.source], _fills())
             parts.append(([to[row] for row in move.rows], one, range(len(move.rows))))
     if parts and any(here for here, _, _ in parts):  # what brings no rows must not widen those that do
         parts = [part for part in parts if part[0]]
     return merge(len(moving.wanted), parts) if parts else None
 
 
-def _sends(fabric: Fabric, moving: Moving) -> list[Move]:
-    return [move for move in moving.moves if move.source == fabric.rank]
+def _announce(fabric: Fabric, moving: Moving, table: Table | None) -> tuple[Sent, dict[int, Tensor]]:
+    """Sizes and headers, over the control group, to every receiver; and the bytes that are to follow."""
+    place = {row: number for number, row in enumerate(moving.held)}
+    call, sent, out = Call(fabric, moving.name), Sent(), {}
+    for move in moving.moves:
+        if move.source == fabric.rank and table is not None:
+            header, payload = pack(table, [place[row] for row in move.rows])
+            data = bytes_tensor(header)
+            sent.add(call.send(fabric.control, {move.dest: torch.tensor([_MAGIC, data.numel(), payload.numel()])}))
+            sent.add(call.send(fabric.control, {move.dest: data}))
+            out[move.dest] = payload.to(platform.device)
+    return sent, out
 
 
-def _exchange(
-    fabric: Fabric, moving: Moving, out: Mapping[int, tuple[bytes, Tensor]]
-) -> dict[int, tuple[bytes, Tensor]]:
-    """Send and receive everything at once: sizes, then headers (both over the control group), then the bytes."""
+def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], dict[int, Tensor]]:
+    """Every sender's header, and room for its bytes."""
     sources = [move.source for move in moving.moves if move.dest == fabric.rank]
-    call = _Call(fabric, moving.name)
+    call = Call(fabric, moving.name)
     sizes = {source: torch.zeros(3, dtype=torch.int64) for source in sources}
-    headers_out = {dest: _bytes(header) for dest, (header, _) in out.items()}
-    numbers = {
-        dest: torch.tensor([_MAGIC, headers_out[dest].numel(), payload.numel()]) for dest, (_, payload) in out.items()
-    }
-    call.run(fabric.control, numbers, sizes)
+    call.receive(fabric.control, sizes)
     for source, found in sizes.items():
         if int(found[0]) != _MAGIC or int(found.min()) < 0:
             raise DataError(f"{moving.name}: {fabric.describe(source)} sent something else than rows")
     headers = {source: torch.empty(int(found[1]), dtype=torch.uint8) for source, found in sizes.items()}
-    call.run(fabric.control, headers_out, headers)
+    call.receive(fabric.control, headers)
     payloads = {
         source: torch.empty(int(found[2]), dtype=torch.uint8, device=platform.device) for source, found in sizes.items()
     }
-    call.run(fabric.group, {dest: payload.to(platform.device) for dest, (_, payload) in out.items()}, payloads)
-    return {source: (bytes(headers[source].numpy()), payloads[source]) for source in sources}
-
-
-def _bytes(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Sends and receives under one name, with a deadline."""
-
-    fabric: Fabric
-    name: str
-
-    def run(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
-        """`out` by receiver, `into` by sender; what is empty does not travel."""
-        tag = zlib.crc32(self.name.encode()) & 0x7FFFFFFF
-        peers = [peer for peer, tensor in into.items() if tensor.numel()]
-        operations = [dist.P2POp(dist.irecv, into[peer], group=group, group_peer=peer, tag=tag) for peer in peers]
-        for peer, tensor in out.items():
-            if tensor.numel():
-                peers.append(peer)
-                operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=tag))
-        if not peers:
-            return
-        try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self._blame(peers[0], error) from error
-        # NCCL gives one work for all; gloo one for each
-        for work, peer in zip(works, peers, strict=False):
-            try:
-                _wait(work, self.fabric.timeout)
-            except RuntimeError as error:
-                raise self._blame(peer, error) from error
-
-    def _blame(self, peer: int, error: Exception) -> TrainingStopped:
-        return TrainingStopped(
-            f"{self.name}: {self.fabric.describe(peer)} died or stalled: nothing went between it and rank "
-            f"{self.fabric.rank} within {self.fabric.timeout.total_seconds():g} s "
-            f"({str(error).splitlines()[0][:200]})"
-        )
-
-
-def _wait(work: dist.Work, timeout: timedelta) -> None:
-    if platform.is_cuda:
-        work.wait()
-        torch.cuda.current_stream().synchronize()
-    else:
-        work.wait(timeout)
+    return {source: bytes(header.numpy()) for source, header in headers.items()}, payloads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,6 +29,8 @@ class Fabric:
         rank: in the job.
         world: that this rank belongs to.
         group: all ranks, on the platform's backend: batches and weights.
+        back: the same, for what goes from higher ranks to lower ones: on NCCL messages of one group wait for each
+            other, and two ranks that send to each other would both wait; with gloo it is `group` itself.
         control: all ranks, gloo on CPU tensors: reports and decisions, which must not wait for a device.
         store: the job's.
         timeout: of everything in these groups.
@@ -38,6 +40,7 @@ class Fabric:
     rank: int
     world: World
     group: dist.ProcessGroup
+    back: dist.ProcessGroup
     control: dist.ProcessGroup
     store: dist.Store
     timeout: timedelta
@@ -55,6 +58,10 @@ class Fabric:
     def has(self, role: str) -> bool:
         """Whether this rank is one of the role's."""
         return role in self.roles
+
+    def road(self, source: int, dest: int) -> dist.ProcessGroup:
+        """The group through which bytes go from one rank to another."""
+        return self.group if source < dest else self.back
 
     def describe(self, rank: int) -> str:
         """A rank of the job for a message: "rank 3 (critic, node b)"."""
@@ -108,12 +115,29 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
             timeout=timeout,
         ),
     )
-    ranks = (rank, placement.size, own)
-    group = default_group()
+    ranks, backend = (rank, placement.size, own), platform.backend
+    group = back = control = default_group()
     if not placement.is_colocated:
-        group = with_deadline("the fabric", timeout, lambda: _joined(platform.backend, "fabric", store, ranks, timeout))
-    control = with_deadline("the control group", timeout, lambda: _joined("gloo", "control", store, ranks, timeout))
-    return Fabric(placement, rank, world, group, control, store, timeout)
+        group = back = with_deadline("the fabric", timeout, lambda: _joined(backend, "fabric", store, ranks, timeout))
+        if backend != "gloo":
+            back = with_deadline("the way back", timeout, lambda: _joined(backend, "back", store, ranks, timeout))
+    if not placement.is_colocated or backend != "gloo":  # one world that speaks gloo needs no second group
+        control = with_deadline("the control group", timeout, lambda: _joined("gloo", "control", store, ranks, timeout))
+    return Fabric(placement, rank, world, group, back, control, store, timeout)
+
+
+def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+    """A group of some ranks of the job, of whatever worlds; they alone take part, and its ranks are their places.
+
+    Raises:
+        TrainingStopped: not every rank came in time.
+    """
+    if tuple(members) == fabric.world.ranks:
+        return default_group()
+    ranks = (list(members).index(fabric.rank), len(members), fabric.world_rank)
+    return with_deadline(
+        name, fabric.timeout, lambda: _joined(platform.backend, name, fabric.store, ranks, fabric.timeout)
+    )
 
 
 def default_group() -> dist.ProcessGroup:
@@ -137,7 +161,10 @@ def with_deadline(what: str, timeout: timedelta, make: Callable[[], Any]) -> Any
 def _joined(
     backend: str, name: str, store: dist.Store, ranks: tuple[int, int, int], timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A group of all ranks of the job, beside the default group of this rank's world.
+    """A group of ranks of the job, beside the default group of this rank's world.
+
+    Args:
+        ranks: this rank's number in the new group, the size of that, and its number in its world.
 
     torch makes groups only of ranks of the default group. This is its own constructor of those, given another store;
     what it then looks up in its books, the number of each member in the default group, is a name that no other rank
@@ -149,7 +176,9 @@ def _joined(
         size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
     )
     names = list(range(size))
-    names[rank], names[own] = own, rank
+    if own < size:
+        names[own] = rank
+    names[rank] = own
     distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
     # The first use needs all ranks (NCCL), and shows that they reach each other.
     device = platform.device if backend == platform.backend else torch.device("cpu")

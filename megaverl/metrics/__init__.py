@@ -5,7 +5,7 @@ from megaverl.metrics.console import STEP_COLUMNS, Column, Console, redirect_out
 from megaverl.metrics.curves import plot_curves, sparkline, text_curve
 from megaverl.metrics.memory import memory_metrics
 from megaverl.metrics.timeline import Timeline, merge_traces
-from megaverl.metrics.tracker import Tracker
+from megaverl.metrics.tracker import MetricsTracker, Tracker
 from megaverl.metrics.versions import collect_versions, write_versions
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "STEP_COLUMNS",
     "Column",
     "Console",
+    "MetricsTracker",
     "Timeline",
     "Tracker",
     "check_backends",

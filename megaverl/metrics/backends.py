@@ -9,30 +9,12 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megaverl.errors import ConfigError
-
-
-class Backend(Protocol):
-    """Where metrics go. A write may raise anything: the tracker then leaves this backend out."""
-
-    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class RunInfo:
-    """What a backend needs to know of the run."""
-
-    run_dir: Path
-    name: str
-    project: str
-    config: Mapping[str, Any]
-    resume_step: int | None  # the last step that counts, None for a fresh run
+from megaverl.metrics.backend import Backend, RunInfo
+from megaverl.metrics.services import MLflow, SwanLab, Wandb
 
 
 class JsonLines:
@@ -121,64 +103,6 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """Weights & Biases. Its own environment (WANDB_MODE, WANDB_API_KEY) says whether and where to send."""
-
-    def __init__(self, info: RunInfo) -> None:
-        wandb = importlib.import_module("wandb")
-        self._run = wandb.init(
-            project=info.project,
-            name=info.name,
-            id=info.name,
-            resume=None if info.resume_step is None else "allow",
-            dir=str(info.run_dir),
-            config=dict(info.config),
-        )
-
-    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-class MLflow:
-    """MLflow. The server is set by MLFLOW_TRACKING_URI; without it, a folder of the run."""
-
-    def __init__(self, info: RunInfo) -> None:
-        self._mlflow = importlib.import_module("mlflow")
-        if "MLFLOW_TRACKING_URI" not in os.environ:
-            self._mlflow.set_tracking_uri(f"sqlite:///{(info.run_dir / 'mlflow.db').resolve()}")
-        self._mlflow.set_experiment(info.project)
-        self._mlflow.start_run(run_name=info.name)
-        self._mlflow.log_dict(dict(info.config), "config.json")
-
-    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._mlflow.end_run()
-
-
-class SwanLab:
-    """SwanLab. Its own environment (SWANLAB_MODE, SWANLAB_API_KEY) says where to."""
-
-    def __init__(self, info: RunInfo) -> None:
-        self._swanlab = importlib.import_module("swanlab")
-        self._swanlab.init(
-            project=info.project,
-            experiment_name=info.name,
-            logdir=str(info.run_dir / "swanlog"),
-            config=dict(info.config),
-        )
-
-    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
-        self._swanlab.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._swanlab.finish()
-
-
 # name in the configuration: (how it is made, module that must be importable)
 BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
     "jsonl": (JsonLines, None),
@@ -188,18 +112,47 @@ BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
     "mlflow": (MLflow, "mlflow"),
     "swanlab": (SwanLab, "swanlab"),
 }
+# These only write files of the run, and are written to at once; all others have a thread each.
+LOCAL = ("jsonl", "csv", "tensorboard")
 
 
 def check_backends(names: tuple[str, ...] | list[str], key: str = "run.log_with") -> None:
     """Raise one ConfigError that lists every unknown or not installed backend. Imports none of them."""
     mistakes = []
     for name in names:
+        if ":" in name:
+            continue  # one of the user's own
         if name not in BACKENDS:
             mistakes.append(f"{key}: there is no tracker {name!r}; there are {', '.join(BACKENDS)}")
         elif missing_module(name) is not None:
             mistakes.append(f"{key}: {how_to_install(name)}")
     if mistakes:
         raise ConfigError("\n".join(mistakes))
+
+
+def make_backend(name: str, info: RunInfo) -> Backend:
+    """A tracker by its name, or one of the user's own, named as module:object or file.py:object.
+
+    Raises:
+        Exception: whatever the tracker's library raises; ConfigError, where there is none of this name.
+    """
+    if ":" in name:
+        from megaverl.plugins import load_object
+
+        made: Backend = load_object(name, "run.log_with")(info)
+        return made
+    check_installed(name)
+    return BACKENDS[name][0](info)
+
+
+def check_installed(name: str) -> None:
+    """Raise a ConfigError where there is no such tracker, or its package is absent."""
+    if ":" in name:
+        return
+    if name not in BACKENDS:
+        raise ConfigError(f"there is no tracker {name!r}; there are {', '.join(BACKENDS)}, or module:object")
+    if missing_module(name) is not None:
+        raise ConfigError(how_to_install(name))
 
 
 def missing_module(name: str) -> str | None:

@@ -54,7 +54,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
 
 
 class Console:
-    """Writes to the person's terminal. Only rank 0 prints; every rank may report an error.
+    """Writes to the person's terminal. One rank prints (`speaks`; rank 0), every rank may report an error.
 
     `out` and `err` are the terminal's own streams, not the ones that libraries write to.
     """
@@ -66,15 +66,15 @@ class Console:
         err: io.TextIOBase | None = None,
         log_dir: Path | None = None,
     ) -> None:
-        self.rank = rank
+        self.rank, self.speaks = rank, rank == 0
         self.log_dir = log_dir
         self._err = err
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)  # type: ignore[arg-type]
         self._progress: Progress | None = None
 
     def print(self, text: str = "") -> None:
-        """One or more lines, from rank 0; above the progress bar while there is one."""
-        if self.rank == 0:
+        """One or more lines, from the rank that speaks; above the progress bar while there is one."""
+        if self.speaks:
             self._rich.print(text)
 
     def step(
@@ -90,8 +90,10 @@ class Console:
         self.print("  ".join([f"{name} {step:>{len(str(total))}}/{total}", *texts]))
 
     def warn(self, text: str) -> None:
-        """A warning, from rank 0."""
+        """A warning, from the rank that speaks: to the terminal, and to its log, where a report finds it."""
         self.print(f"warning: {text}")
+        if self.speaks and self._err is not None and self._err is not sys.stderr:
+            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def error(self, text: str) -> None:
         """An error, from any rank, to the terminal's stderr and to this rank's log.
@@ -109,9 +111,9 @@ class Console:
     def progress(self, description: str, total: int) -> Iterator[Callable[[int], None]]:
         """A bar over long work: yields a function that takes how many more are done.
 
-        Without a terminal: a plain line at each quarter. On other ranks than 0: nothing.
+        Without a terminal: a plain line at each quarter. On ranks that do not speak: nothing.
         """
-        if self.rank != 0:
+        if not self.speaks:
             yield lambda done: None
         elif self._rich.is_terminal and self._progress is None:
             label = TextColumn("{task.description}")

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,14 @@ class Timeline:
     Spans nest; threads may open their own. On a GPU a span ends when the host has enqueued its work, so a
     caller that wants device time synchronises before the span closes. The last `max_events` spans are kept
     for the trace; the sums per step are exact whatever that number is.
+
+    Attributes:
+        roles: whose work a span of a name is; the trace says so of those that stand here.
     """
 
     def __init__(self, rank: int = 0, max_events: int = 200_000) -> None:
         self.rank = rank
+        self.roles: Mapping[str, str] = {}
         # One wall-clock reading ties the monotonic clock to those of other ranks.
         self._wall_ns = time.time_ns()
         self._clock_ns = time.perf_counter_ns()
@@ -50,13 +54,18 @@ class Timeline:
     def step_metrics(self, prefix: str = "time/") -> dict[str, float]:
         """Milliseconds per span name in the current or last step.
 
-        Also `step_ms`, the whole step, and `other_ms`, what no outermost span of its thread covered.
+        Also `step_ms`, the whole step, and `other_ms`, what no outermost span of its thread covered; and for every
+        role of `roles` the share of the step in which this rank worked for it, `busy/<role>`.
         A nested span counts in its own name and in the one around it.
         """
         metrics = {f"{prefix}{name}_ms": total / 1e6 for name, total in sorted(self._totals.items())}
         if self._step is not None:
             metrics[f"{prefix}step_ms"] = self._step_ns / 1e6
             metrics[f"{prefix}other_ms"] = max(0, self._step_ns - self._covered_ns) / 1e6
+        if self._step_ns:
+            for role in dict.fromkeys(self.roles.values()):
+                worked = sum(self._totals.get(name, 0) for name, own in self.roles.items() if own == role)
+                metrics[f"busy/{role}"] = min(1.0, worked / self._step_ns)
         return metrics
 
     def trace_events(self) -> list[dict[str, Any]]:
@@ -68,8 +77,9 @@ class Timeline:
         for name, begin, duration, thread, step in self._events:
             event = {"ph": "X", "pid": self.rank, "tid": thread, "name": name}
             event |= {"ts": (begin + offset) / 1e3, "dur": duration / 1e3}
-            if step is not None:
-                event["args"] = {"step": step}
+            facts = {"step": step, "role": self.roles.get(name)}
+            if known := {key: value for key, value in facts.items() if value is not None}:
+                event["args"] = known
             events.append(event)
         return events
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megaverl.metrics.backends import BACKENDS, Backend, RunInfo, how_to_install, missing_module
+from megaverl.errors import ConfigError
+from megaverl.metrics.backend import Backend, RunInfo
+from megaverl.metrics.backends import LOCAL, check_installed, make_backend
+from megaverl.metrics.queued import Queued
 
 
 def warn_on_stderr(text: str) -> None:
@@ -22,10 +26,12 @@ class Tracker:
     """Writes metrics to `metrics.jsonl`, always, and to the other backends asked for.
 
     Made by rank 0 only. A backend that cannot start or fails later is left out with one warning: no tracker
-    ever stops training. (`check_backends` tells a mistake in the configuration before the run begins.)
+    ever stops training, nor does training wait for one that is slow (`Queued`). (`check_backends` tells a mistake in
+    the configuration before the run begins.)
 
     run_dir:      the run's folder, made when absent.
-    backends:     names out of `BACKENDS`.
+    backends:     names out of `BACKENDS`, or module:object, see `make_backend`.
+    only:         patterns such as "reward/*": which metrics go to the others; metrics.jsonl has them all.
     resume_step:  the last step of the checkpoint resumed from; later records are dropped. None: a fresh run.
     config:       the resolved configuration, for the backends that show it.
     warn:         takes each warning, e.g. `console.warn`.
@@ -36,6 +42,7 @@ class Tracker:
         run_dir: str | os.PathLike[str],
         backends: Iterable[str] = ("jsonl", "tensorboard"),
         *,
+        only: Sequence[str] = ("*",),
         resume_step: int | None = None,
         name: str | None = None,
         project: str = "megaverl",
@@ -44,6 +51,7 @@ class Tracker:
     ) -> None:
         self.run_dir = Path(run_dir)
         self._warn = warn
+        self._only = tuple(only)
         info = RunInfo(self.run_dir, name or self.run_dir.name, project, config or {}, resume_step)
         self._backends: dict[str, Backend] = {}
         for backend in dict.fromkeys(["jsonl", *backends]):
@@ -52,15 +60,16 @@ class Tracker:
     @property
     def active(self) -> tuple[str, ...]:
         """The backends that are still written to."""
-        return tuple(self._backends)
+        return tuple(name for name, backend in self._backends.items() if getattr(backend, "works", True))
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one record. Values are numbers or tensors of one element; anything else is a TypeError."""
         numbers = {key: _number(key, value) for key, value in metrics.items()}
         seconds = time.time()
+        some = {key: value for key, value in numbers.items() if any(fnmatch(key, one) for one in self._only)}
         for name in list(self._backends):
             try:
-                self._backends[name].write(step, seconds, numbers)
+                self._backends[name].write(step, seconds, numbers if name == "jsonl" else some)
             except Exception as error:  # whatever a tracker's library raises
                 del self._backends[name]
                 self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {_say(error)}")
@@ -83,15 +92,19 @@ class Tracker:
         self.close()
 
     def _start(self, name: str, info: RunInfo) -> None:
-        if name not in BACKENDS:
-            self._warn(f"there is no tracker {name!r}; there are {', '.join(BACKENDS)}")
-        elif missing_module(name) is not None:
-            self._warn(how_to_install(name))
-        else:
-            try:
-                self._backends[name] = BACKENDS[name][0](info)
-            except Exception as error:  # whatever a tracker's library raises
-                self._warn(f"the tracker {name!r} could not start and is left out: {_say(error)}")
+        try:
+            self._backends[name] = make_backend(name, info) if name in LOCAL else self._queued(name, info)
+        except ConfigError as error:
+            self._warn(str(error))
+        except Exception as error:  # whatever a tracker's library raises
+            self._warn(f"the tracker {name!r} could not start and is left out: {_say(error)}")
+
+    def _queued(self, name: str, info: RunInfo) -> Backend:
+        check_installed(name)
+        return Queued(name, lambda: make_backend(name, info), lambda why: self._warn(f"the tracker {name!r}: {why}"))
+
+
+MetricsTracker = Tracker  # the name that programs import
 
 
 def _number(key: str, value: Any) -> float:

@@ -79,11 +79,11 @@ class _Scale:
         return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
 
 
-def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: bool, seed: int) -> list[Any]:
+def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: int, seed: int) -> list[Any]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on the platform's device.
 
     Args:
-        value_head: a critic: the output layer gives one value per position, and embeddings are not tied.
+        value_head: a critic: the output layer gives so many values per position, and embeddings are not tied.
         seed: of megatron-core's random state for initialisation and dropout, the same on every rank.
     """
     coords = grid.coords
@@ -113,7 +113,7 @@ def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value
             **rope_options(spec),
         )
         if value_head and is_last:
-            model.output_layer = ValueHead(config, grid.tp_group)
+            model.output_layer = ValueHead(config, grid.tp_group, int(value_head))
         if spec.scale_embeddings and model.pre_process:
             model.embedding.register_forward_hook(_Scale(spec.hidden_size))
         chunks.append(model.to(platform.device))

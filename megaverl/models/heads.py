@@ -10,21 +10,22 @@ from torch import nn
 
 
 class ValueHead(nn.Module):
-    """A linear map from hidden states to one value per position, in place of GPTModel's output layer.
+    """A linear map from hidden states to values at every position, in place of GPTModel's output layer.
 
-    Its weight [1, hidden] is the same on every tensor-parallel rank and is computed in float32.
+    One value, or one for each of several agents. Its weight [num_values, hidden] is the same on every tensor-parallel
+    rank and is computed in float32.
     """
 
-    def __init__(self, config: Any, tp_group: dist.ProcessGroup) -> None:
+    def __init__(self, config: Any, tp_group: dist.ProcessGroup, num_values: int = 1) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
         # Zero: before any training the critic predicts nothing, whatever the backbone's scale.
-        self.weight = nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.zeros(num_values, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Any, None]:
-        """[s, b, hidden] -> ([s, b, 1] float32, no bias), the signature of ColumnParallelLinear."""
+        """[s, b, hidden] -> ([s, b, num_values] float32, no bias), the signature of ColumnParallelLinear."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
             from megatron.core.tensor_parallel import gather_from_sequence_parallel_region

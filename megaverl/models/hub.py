@@ -141,8 +141,9 @@ def _opener(
 
 
 def _fetch(path: str, open_hub: Callable[[], Hub], trust_remote_code: bool, with_weights: bool) -> ModelFiles:
-    rank, leader = dist.get_rank(), os.environ.get("LOCAL_RANK", "0") == "0"
-    found: list[Any] = [os.environ.get("GROUP_RANK", "0"), None, []]
+    rank, machines = dist.get_rank(), gather_json(os.environ.get("GROUP_RANK", "0"))
+    leader = machines.index(machines[rank]) == rank  # the first rank of this world on its machine
+    found: list[Any] = [machines[rank], None, []]
     futures: dict[str, Future[Path]] = {}
     with together():
         if leader:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from megaverl.config import realise
+from megaverl.config.roles import recompute_fields
 from megaverl.errors import ModelError
 from megaverl.models.spec import MLASpec, ModelSpec, MoESpec
 from megaverl.parallel.grid import GridShape
@@ -166,6 +167,13 @@ def transformer_config(
         return config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
         raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error
+
+
+def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:
+    """TransformerConfig's fields for `activation_checkpointing` of a model as it is built here."""
+    dense = spec.moe is None or bool(spec.moe.num_dense_layers)
+    engine = uses_transformer_engine()
+    return recompute_fields(kind, dense=dense, experts=spec.moe is not None, fused_attention=engine)
 
 
 def expert_options(moe: MoESpec, num_layers: int, shape: GridShape) -> dict[str, Any]:

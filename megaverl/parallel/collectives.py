@@ -15,16 +15,22 @@ from megaverl.errors import MegaverlError
 from megaverl.platform import platform
 
 
+def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Where tensors that go through `group` must lie: gloo's on the CPU, on a machine with CUDA as well."""
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else platform.device
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` (anything JSON can hold), in rank order, on every rank of `group`."""
     size = dist.get_world_size(group)
     if size == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(platform.device)
-    length = torch.tensor([data.numel()], dtype=torch.int64, device=platform.device)
+    device = device_of(group)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([data.numel()], dtype=torch.int64, device=device)
     lengths = [torch.empty_like(length) for _ in range(size)]
     dist.all_gather(lengths, length, group=group)
-    padded = torch.zeros(max(int(n) for n in lengths), dtype=torch.uint8, device=platform.device)
+    padded = torch.zeros(max(int(n) for n in lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     received = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(received, padded, group=group)
@@ -36,7 +42,7 @@ def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
     size = dist.get_world_size(group)
     if size == 1:
         return rows
-    rows = rows.to(platform.device).contiguous()
+    rows = rows.to(device_of(group)).contiguous()
     count = torch.tensor([rows.shape[0]], dtype=torch.int64, device=rows.device)
     counts = [torch.empty_like(count) for _ in range(size)]
     dist.all_gather(counts, count, group=group)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,28 @@ def _keep_experts_beside_packed() -> None:
 
     CPUUnquantizedExperts.process_weights_after_loading = pack_and_keep
     CPUUnquantizedExperts.apply = run_packed
+
+
+@contextmanager
+def weights_to_come() -> Iterator[None]:
+    """An engine made inside gets its weights from a reshard: spare it noise in their place, and packing that."""
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    noise, pack = DummyModelLoader.load_weights, utils.dispatch_cpu_unquantized_gemm
+
+    def pack_later(layer: torch.nn.Module, remove_weight: bool) -> None:
+        if layer.weight.is_meta or layer.weight.ndim != 2:  # not what a matrix product is packed for
+            pack(layer, remove_weight)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
+
+    DummyModelLoader.load_weights = lambda self, model, model_config: None
+    utils.dispatch_cpu_unquantized_gemm = pack_later
+    try:
+        yield
+    finally:
+        DummyModelLoader.load_weights, utils.dispatch_cpu_unquantized_gemm = noise, pack
 
 
 def repack_weights(model: torch.nn.Module) -> None:

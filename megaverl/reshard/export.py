@@ -14,12 +14,14 @@ import torch.distributed as dist
 from megaverl.errors import CheckpointError, ModelError
 from megaverl.layout.boxes import Box, split, whole
 from megaverl.layout.layout import EMPTY, Layout, Piece
+from megaverl.layout.low_rank import LowRank
 from megaverl.layout.weights import Weight
 from megaverl.parallel.collectives import on_first_rank, raise_together, together
 from megaverl.platform import platform
 from megaverl.reshard.agreement import agree_on_dtypes
 from megaverl.reshard.check import check_plan
 from megaverl.reshard.failures import Failures
+from megaverl.reshard.low_rank import add_product
 from megaverl.reshard.movers import BUCKET_BYTES, Job, Options, copy_local
 from megaverl.reshard.movers.point_to_point import PointToPoint
 from megaverl.reshard.plan import Plan, Transfer, make_plan
@@ -53,6 +55,8 @@ def save_folder(
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     overwrite: bool = False,
+    adapters: Mapping[str, LowRank] | None = None,
+    scaling: float = 1.0,
 ) -> None:
     """Write the model as Hugging Face does: safetensors (with an index if several), config.json, tokenizer.
 
@@ -68,6 +72,8 @@ def save_folder(
         tokenizer_folder: where the tokenizer's files are, when not in `source_folder`.
         shard_bytes: the largest file, unless one tensor is larger.
         overwrite: replace a folder that exists; else that is an error.
+        adapters: by the weight that each is merged into, in the bucket; their factors are in `layouts` and `tensors`.
+        scaling: of their products.
 
     Raises:
         CheckpointError: the folder exists, or cannot be written.
@@ -82,9 +88,14 @@ def save_folder(
     of_model = agree_on_dtypes({"model": (layouts(rank), held)}, group)["model"]
     dtype = of_files = dtype or of_model.common
     windows = _windows(weights, max(1, bucket_bytes // dtype.itemsize))
-    shapes = {weight.name: weight.shape for weight in weights}
+    adapters = adapters or {}
+    factors = [_factors(number, window, adapters) for number, window in enumerate(windows)]
+    shapes: dict[str, tuple[int, ...]] = {weight.name: weight.shape for weight in weights}
+    for adapter in adapters.values():
+        shapes |= adapter.shapes
+    arriving = [[*window, *more] for window, more in zip(windows, factors, strict=True)]
     with together(group):
-        plans = _plans_by_window(windows, layouts, shapes, world, rank)
+        plans = _plans_by_window(arriving, layouts, shapes, world, rank)
     on_first_rank(
         lambda: _prepare(folder, temporary, Path(source_folder), tokenizer_folder, of_files, overwrite), group
     )
@@ -97,18 +108,20 @@ def save_folder(
 
     failures, options = Failures(group, rank, None), Options(bucket_bytes=bucket_bytes)
     with torch.no_grad(), FolderWriter(temporary, weights, dtype, shard_bytes, writes=rank == 0) as writer:
-        for window, plan in zip(windows, plans, strict=True):
+        for number, (window, plan) in enumerate(zip(windows, plans, strict=True)):
             # every rank sends its parts of this window to the first, which alone has chunks to fill
             landed = {
                 chunk.name: torch.empty(chunk.box.shape, dtype=dtype, device=platform.device)
-                for chunk in (window if rank == 0 else ())
+                for chunk in (arriving[number] if rank == 0 else ())
             }
             copy_local(plan.copies, held, landed)
             mover = PointToPoint.take(Job(plan, held, landed, wire, converts, group, options, failures))
             if mover is not None:
                 mover.start(0)
                 mover.finish()
-            writer.write(landed.values())
+            for chunk in window if rank == 0 else ():
+                _merge(landed, chunk, adapters.get(chunk.tensor), number, scaling)
+            writer.write(landed[chunk.name] for chunk in window if rank == 0)
         error = writer.finish()
     raise_together(error, group)
     on_first_rank(lambda: _commit(temporary, folder), group)
@@ -126,6 +139,23 @@ def _windows(weights: Sequence[Weight], max_numel: int) -> list[list[_Chunk]]:
             windows[-1].append(_Chunk(f"{weight.name}#{i}", weight.name, box))
             filled += box.numel
     return windows
+
+
+def _factors(number: int, window: Sequence[_Chunk], adapters: Mapping[str, LowRank]) -> list[_Chunk]:
+    """The factors of all adapters of a window's tensors, which come with it."""
+    found = [adapters[tensor] for tensor in dict.fromkeys(chunk.tensor for chunk in window) if tensor in adapters]
+    return [
+        _Chunk(f"{name}#{number}", name, whole(shape)) for adapter in found for name, shape in adapter.shapes.items()
+    ]
+
+
+def _merge(
+    landed: Mapping[str, torch.Tensor], chunk: _Chunk, adapter: LowRank | None, number: int, scaling: float
+) -> None:
+    if adapter is not None:
+        rows, columns = chunk.box.slices
+        a, b = landed[f"{adapter.a}#{number}"][:, columns], landed[f"{adapter.b}#{number}"][rows]
+        add_product(landed[chunk.name], a, b, scaling)
 
 
 def _plans_by_window(

@@ -44,6 +44,7 @@ class Failures:
         self._prefix = f"megaverl/reshard/{name}/{_made[name]}"
         _made[name] += 1
         self._rank = rank
+        self._group = group
         self._world = dist.get_world_size(group) if dist.is_initialized() else 1
         self._seconds = None if timeout is None else timeout.total_seconds()
 
@@ -60,7 +61,9 @@ class Failures:
         prefix = f"{self._prefix}/{version}"
 
         def ask() -> None:
-            store = dist.distributed_c10d._get_default_store()
+            # the group's own: a group over several worlds reaches ranks that the default group's store does not know
+            group = self._group or dist.distributed_c10d._get_default_group()
+            store = dist.distributed_c10d._get_process_group_store(group)
             if peer >= 0:
                 store.set(f"{prefix}/report/{self._rank}", json.dumps(found[0]))
                 store.set(f"{prefix}/reporter", str(self._rank))

@@ -63,8 +63,8 @@ def load_folder(
     # the weights decide which tensors are read: a second head stored beside tied embeddings is none of them
     held = {weight.name: stored[weight.name] for weight in weights if weight.name in stored}
     wanted = _without(layout, absent)
-    _clear_padding(wanted, tensors)
-    _fill(folder_layout(held), stored_arrays(held), wanted, tensors)
+    clear_padding(wanted, tensors)
+    fill(folder_layout(held), stored_arrays(held), wanted, tensors)
     return absent
 
 
@@ -92,14 +92,14 @@ class ArrivingFolder:
         index = self._folder / INDEX_FILE
         if index.is_file():
             check_names(self._folder, read_weight_map(index), weights, optional)
-        _clear_padding(layout, tensors)
+        clear_padding(layout, tensors)
 
     def read(self, file: Path) -> None:
         """Take what this rank needs from a file that is there."""
         stored = read_header(file)
         check_shapes(self._folder, stored, self._weights)
         held = {name: tensor for name, tensor in stored.items() if name in self._names}
-        _fill(folder_layout(held), stored_arrays(held), _only(self._layout, held), self._tensors)
+        fill(folder_layout(held), stored_arrays(held), _only(self._layout, held), self._tensors)
         self._seen.update(stored)
 
     def finish(self) -> list[str]:
@@ -122,14 +122,15 @@ def _load_checkpoint(
     absent = without_head(weights, opened, optional)
     source = opened.layout([weight for weight in weights if weight.name not in absent], ModelSpec.from_folder(folder))
     wanted = _without(layout, absent)
-    _clear_padding(wanted, tensors)
-    _fill(source, opened.arrays(source), wanted, tensors)
+    clear_padding(wanted, tensors)
+    fill(source, opened.arrays(source), wanted, tensors)
     return absent
 
 
-def _fill(
+def fill(
     source: Layout, arrays: Mapping[str, StoredArray], wanted: Layout, tensors: Mapping[str, torch.Tensor]
 ) -> None:
+    """Read the boxes that `wanted` names out of stored arrays into their places."""
     with torch.no_grad(), Reader(arrays) as reader:
         for transfer in intersect_layouts(source, wanted):
             for box in split(transfer.dest_box, MAX_READ):
@@ -140,7 +141,8 @@ def _fill(
                     target.copy_(read)
 
 
-def _clear_padding(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+def clear_padding(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Zero what has padding in it, before the rest is read into its place."""
     with torch.no_grad():
         for name in padded_tensors(layout):
             tensors[name].zero_()

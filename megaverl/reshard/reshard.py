@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,6 +72,7 @@ class Resharder:
         timeout: how long to wait for another rank; None: the group's own timeout.
         folder: a shared folder, through which weights go between nodes; None: over the network.
         ipc: let processes of one node read each other's memory, where they can: faster, and needs no buffer.
+        apart: destination tensors that are written to after a run, and so are never aliased.
 
     Raises:
         ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
@@ -93,6 +94,7 @@ class Resharder:
         timeout: timedelta | None = None,
         folder: str | Path | None = None,
         ipc: bool = False,
+        apart: Collection[str] = (),
     ) -> None:
         self.version = 0
         self.torn: str | None = "no version has been moved yet"
@@ -125,6 +127,7 @@ class Resharder:
             timeout=timeout,
             folder=None if folder is None else Path(folder),
             ipc=ipc,
+            apart=frozenset(apart),
         )
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         self._job = Job(plan, source, dest, wire, converts, moving, options, self._failures)

@@ -10,14 +10,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import selectors
-import subprocess
 import sys
 import threading
-import time
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megaverl.errors import RewardError
+from megaverl.rewards.line_process import LineProcess, ProcessDied
 
 START_SECONDS = 120.0  # importing sympy on a loaded machine
 
@@ -28,9 +26,8 @@ class MathWorker:
     _shared: ClassVar[MathWorker | None] = None
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LineProcess | None = None
         self._lock = threading.Lock()
-        self._received = b""
         self.num_timeouts = 0
 
     @classmethod
@@ -48,74 +45,40 @@ class MathWorker:
             RewardError: the process cannot be started, or dies.
         """
         with self._lock:
-            if self._process is None:
-                self._start()
             try:
-                self._send([reference, response])
-                return bool(self._answer(timeout_seconds))
+                process = self._process = self._process or self._start()
+                process.send([reference, response])
+                return bool(process.answer(timeout_seconds))
             except TimeoutError:
                 self.num_timeouts += 1
                 self.close()
                 return False
+            except ProcessDied as died:
+                self._process = None
+                raise RewardError(
+                    f"reward 'math_verify': its process ended with code {died.code}. Try it by hand: "
+                    'echo \'["1/2", "0.5"]\' | python -m megaverl.rewards.math_worker'
+                ) from None
 
     def close(self) -> None:
         """End the process, if there is one."""
-        process, self._process, self._received = self._process, None, b""
+        process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.communicate()
+            process.close()
 
-    def _start(self) -> None:
+    def _start(self) -> LineProcess:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "megaverl.rewards.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
+        process = LineProcess([sys.executable, "-m", "megaverl.rewards.math_worker"], environment)
         try:
-            self._answer(START_SECONDS)
+            process.answer(START_SECONDS)
         except TimeoutError:
-            self.close()
+            process.close()
             raise RewardError(
                 f"reward 'math_verify': its process did not start within {START_SECONDS:.0f} s."
             ) from None
-
-    def _send(self, request: list[str]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise self._died() from None
-
-    def _answer(self, timeout_seconds: float) -> Any:
-        assert self._process is not None and self._process.stdout is not None
-        deadline = time.monotonic() + timeout_seconds
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._received:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    raise TimeoutError
-                data = os.read(self._process.stdout.fileno(), 65536)
-                if not data:
-                    raise self._died()
-                self._received += data
-        line, _, self._received = self._received.partition(b"\n")
-        return json.loads(line)
-
-    def _died(self) -> RewardError:
-        process = self._process
-        code = process.wait() if process is not None else None
-        self.close()
-        return RewardError(
-            f"reward 'math_verify': its process ended with code {code}. Try it by hand: "
-            'echo \'["1/2", "0.5"]\' | python -m megaverl.rewards.math_worker'
-        )
+        return process
 
 
 def serve() -> None:

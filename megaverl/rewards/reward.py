@@ -106,16 +106,20 @@ class Component:
 
 
 class Reward:
-    """Scores samples by the weighted sum of `components`."""
+    """Scores samples by the weighted sum of `components`.
 
-    def __init__(self, components: Sequence[Component]) -> None:
-        if not components:
+    Args:
+        may_be_empty: an environment or a model gives rewards too, so there need be none here.
+    """
+
+    def __init__(self, components: Sequence[Component], *, may_be_empty: bool = False) -> None:
+        if not components and not may_be_empty:
             raise RewardError("no reward is configured. Add one, for example reward: [{name: exact_match}].")
         self.components = list(components)
         marked = [component.name for component in components if component.accuracy]
         if len(marked) > 1:
             raise RewardError(f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy.")
-        self.accuracy_component = marked[0] if marked else components[0].name
+        self.accuracy_component: str | None = marked[0] if marked else components[0].name if components else None
 
     def score(self, samples: Sequence[RewardSample]) -> RewardOutput:
         """Totals, components and correctness of `samples`, in their order.
@@ -128,11 +132,12 @@ class Reward:
             math.fsum(component.weight * scores[component.name][number] for component in self.components)
             for number in range(len(samples))
         ]
-        correct = [value >= 1.0 for value in scores[self.accuracy_component]]
+        decisive = scores[self.accuracy_component] if self.accuracy_component else [0.0] * len(samples)
+        correct = [value >= 1.0 for value in decisive]
         return RewardOutput(total, scores, correct)
 
 
-def build_reward(specs: Any) -> Reward:
+def build_reward(specs: Any, *, may_be_empty: bool = False) -> Reward:
     """The reward that a configuration describes.
 
     Args:
@@ -141,6 +146,7 @@ def build_reward(specs: Any) -> Reward:
             `path/to/file.py:function`), `weight` (1), `options` (keyword arguments), `batched` (whether
             `function` takes lists), `accuracy` (whether this one decides what counts as correct). Further
             keys of a mapping are options too; `batched` and `accuracy` may also stand among the options.
+        may_be_empty: see `Reward`.
 
     Raises:
         RewardError: an entry that names nothing known, or options that the function does not take.
@@ -154,7 +160,7 @@ def build_reward(specs: Any) -> Reward:
         if taken[component.name] > 1:
             component = Component(**{**vars(component), "name": f"{component.name}_{taken[component.name]}"})
         components.append(component)
-    return Reward(components)
+    return Reward(components, may_be_empty=may_be_empty)
 
 
 def _as_mapping(entry: Any) -> dict[str, Any]:

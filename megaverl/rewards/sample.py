@@ -16,6 +16,8 @@ class RewardSample:
         response: text, without special tokens.
         reference: the reference answer of the row, of any JSON type; None if there is none.
         extra: the row's other columns.
+        transcript: of an episode of several turns everything after the prompt, the environment's answers too, where
+            `response` is the last turn alone; None if not known.
         finish_reason: `stop` (the model ended it) or `length` (it was cut off); None if not known.
         num_tokens: of the response, with its end of sequence; None if not known.
     """
@@ -26,6 +28,7 @@ class RewardSample:
     extra: Mapping[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
     num_tokens: int | None = None
+    transcript: str | None = None
 
 
 @dataclass(frozen=True)

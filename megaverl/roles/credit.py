@@ -28,6 +28,23 @@ class Credit:
         self.options = {**options, **algorithm.advantage_options}
         self.estimator.check_options(self.options)
 
+    def assign_each(
+        self, batch: RolloutBatch, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None]
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """`assign`, for every agent by itself where there are several; metrics are means over the agents."""
+        if "agent_ids" not in batch:
+            return self.assign(batch, kl_coef=kl_coef, extra=extra)
+        parts, found = [], []
+        rows = [(batch.agent_ids == agent).nonzero()[:, 0] for agent in batch.agent_ids.unique()]
+        for mine in rows:
+            own = {k: v[mine] if v is not None and len(v) == len(batch) else v for k, v in extra.items()}
+            part, metrics = self.assign(batch.select(mine), kl_coef=kl_coef, extra=own)
+            parts.append(part)
+            found.append(metrics)
+        order = torch.cat(rows).argsort()
+        means = {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
+        return RolloutBatch.concat(parts).select(order), means
+
     def assign(
         self, batch: RolloutBatch, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None] | None = None
     ) -> tuple[RolloutBatch, dict[str, float]]:
@@ -48,7 +65,10 @@ class Credit:
             metrics["kl"] = masked_mean(kl, mask)
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:
-            batch = batch.with_(token_rewards=token_rewards(batch.rewards, mask, penalty, kl_coef=kl_coef))
+            # What an environment gave for a turn stands where the turn ended, the rest at the end of the response.
+            given = batch.tensors.get("turn_rewards", torch.zeros_like(mask, dtype=torch.float32))
+            last = token_rewards(batch.rewards - given.sum(dim=1), mask, penalty, kl_coef=kl_coef)
+            batch = batch.with_(token_rewards=last + given)
         if penalty is not None and "rewards" in self.estimator.inputs:
             # It scores whole responses: the penalty is summed over the tokens before groups are compared.
             batch = batch.with_(rewards=batch.rewards - kl_coef * (penalty * mask).sum(dim=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -11,16 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.config.roles import LoraConfig
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, layers_per_stage, named_parameters, uses_transformer_engine
-from megaverl.models.options import check_divides, padded_vocab_size, transformer_config
+from megaverl.models.lora import Adapters
+from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
 from megaverl.models.spec import ModelSpec
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.parallel.collectives import together
 from megaverl.parallel.groups import Grid
 from megaverl.platform import platform
-from megaverl.reshard.files import ArrivingFolder, load_folder
+from megaverl.reshard.files import ArrivingFolder, clear_padding, load_folder
+from megaverl.roles.offload import Offload, Place, storages_of
 
 platform.adapt_megatron()
 
@@ -87,7 +91,15 @@ class MegatronModel:
 
     Args:
         overrides: the user's TransformerConfig fields.
-        value_head: a critic: one value per position instead of logits.
+        value_head: a critic: one value per position instead of logits, or one for each of several agents.
+        lora: train adapters, and a critic's head, and nothing else.
+        activation_checkpointing: none, selective or full; `overrides` go before it.
+        initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
+
+    Attributes:
+        parameters: the model's own on this rank, by local name.
+        adapters: what is trained instead of these, if `lora` says so.
+        resident: whoever reads or writes the weights does so inside; outside they may be away (`roles/offload.py`).
     """
 
     def __init__(
@@ -98,12 +110,17 @@ class MegatronModel:
         dtype: torch.dtype,
         seed: int,
         overrides: Mapping[str, Any] | None = None,
-        value_head: bool = False,
+        value_head: int = 0,
         role: str = "actor",
+        lora: LoraConfig | None = None,
+        activation_checkpointing: str = "none",
+        initialize: bool = True,
     ) -> None:
         check_divides(spec, grid.shape, role)
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
-        self.config = transformer_config(spec, grid.shape, dtype, overrides)
+        options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
+        options |= {} if initialize else {"perform_initialization": False}
+        self.config = transformer_config(spec, grid.shape, dtype, options)
         self._router_losses = {name: getattr(self.config, name) for name in ROUTER_LOSSES if getattr(self.config, name)}
         self.chunks = build_model(spec, self.config, grid, value_head=value_head, seed=seed)
         self.parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
@@ -116,6 +133,21 @@ class MegatronModel:
             transformer_engine=uses_transformer_engine(),
             layer_split=layers_per_stage(self.config, grid.shape),
         )
+        self.adapters: Adapters | None = None
+        if lora is not None:
+            self.adapters = Adapters(
+                self.chunks,
+                self.weights,
+                self.layout_of,
+                lora,
+                self.config,
+                grid,
+                parameters=self.parameters,
+                trained=("score.weight",) if value_head else (),
+                role=role,
+                seed=seed,
+            )
+        self.resident: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
 
@@ -152,10 +184,28 @@ class MegatronModel:
             absent = reader.finish()
         return absent
 
-    def to(self, device: torch.device) -> None:
-        """Move the weights, as a model without an optimizer may."""
-        for chunk in self.chunks:
-            chunk.to(device)
+    def clear_padding(self) -> None:
+        """Zero the vocabulary's padding, before a checkpoint of this model, which may have had less, is read."""
+        clear_padding(self.layout_of(self.grid.rank), self.parameters)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the model computes what its own weights alone say."""
+        return nullcontext() if self.adapters is None else self.adapters.off()
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """All of the weights on this rank, those of adapters among them."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def keep_away(self, place: Place) -> None:
+        """From now on the weights are at `place` whenever nobody is inside `resident`."""
+        self.resident = away = Offload(lambda: storages_of(self.held), place)
+        away.leave()
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the weights are away at times: nothing else can live in their storage."""
+        return isinstance(self.resident, Offload)
 
     def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, int]) -> torch.Tensor:
         """Per-response-token values of the whole batch, on every rank.
@@ -172,7 +222,7 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.resident:
             outputs = self._run(self.chunks, micro_batches, forward_step, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
@@ -286,9 +336,14 @@ class MegatronModel:
 
     @staticmethod
     def values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """[b, s, 1] -> values [b, r]: the value before each response token is taken."""
+        """[b, s, heads] -> values [b, r]: the value before each response token is taken.
+
+        With several heads the field `heads` [b, 1] says which one is a sample's.
+        """
         row, position = batch.predicting_positions()
-        return _spread(output[row, position, 0].float(), batch)
+        heads = batch.fields.get("heads")
+        head = torch.zeros_like(row) if heads is None or not heads.shape[1] else heads[:, 0][row].long()
+        return _spread(output[row, position, head].float(), batch)
 
 
 def _spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -17,6 +17,9 @@ def micro_batches_for(
     max_tokens: int,
     fields: Mapping[str, torch.Tensor] | None = None,
     samples: Sequence[int] | None = None,
+    *,
+    least: int = 1,
+    unit: int = 1,
 ) -> list[MicroBatch]:
     """This rank's share of `batch`, cut under the token budget; every data-parallel rank gets as many.
 
@@ -26,20 +29,26 @@ def micro_batches_for(
         max_tokens: rows x longest row of a micro-batch never exceed it.
         fields: [B, R] tensors that the loss needs.
         samples: the samples of this mini-batch; all if not given.
+        least: micro-batches at least, where there are as many samples.
+        unit: so many neighbours are never split: 2 for pairs. `samples` are then numbers of units.
 
     Raises:
         DataError: one sample alone is above the budget.
     """
     shape = model.grid.shape
     multiple_of = shape.tp if model.config.sequence_parallel else 1
+    lengths = batch.sequence_lengths
+    if unit > 1:  # a unit costs as much as its rows, all as long as the longest
+        lengths = lengths.view(-1, unit).amax(dim=1) * unit
     plan = plan_micro_batches(
-        batch.sequence_lengths.tolist(),
+        lengths.tolist(),
         shape.dp,
         max_tokens,
         indices=samples,
-        multiple_of=multiple_of,
+        multiple_of=multiple_of * unit,
         # an interleaved pipeline takes micro-batches in groups of its stages
         count_multiple_of=shape.pp if shape.vpp else 1,
+        least=least,
         key=f"{model.role}.micro_batch_tokens",
     )
     bare = RolloutBatch(
@@ -48,16 +57,17 @@ def micro_batches_for(
             for name in ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
         }
     )
-    return [_micro_batch(bare, rows, fields or {}, multiple_of) for rows in plan[model.grid.coords.dp]]
+    mine = [[number * unit + i for number in units for i in range(unit)] for units in plan[model.grid.coords.dp]]
+    return [_micro_batch(bare, rows, fields or {}, multiple_of, unit) for rows in mine]
 
 
 def _micro_batch(
-    batch: RolloutBatch, rows: list[int], fields: Mapping[str, torch.Tensor], multiple_of: int
+    batch: RolloutBatch, rows: list[int], fields: Mapping[str, torch.Tensor], multiple_of: int, unit: int
 ) -> MicroBatch:
     if not rows:
-        # A rank that has no samples left still takes part: one row without a response, of no weight.
-        batch = batch.select([]).pad_to(samples=1)
-        index = torch.zeros(1, dtype=torch.int64)
+        # A rank that has no samples left still takes part: a row (or a unit) without a response, of no weight.
+        batch = batch.select([]).pad_to(samples=unit)
+        index = torch.zeros(unit, dtype=torch.int64)
     else:
         batch = batch.select(rows)
         index = torch.tensor(rows, dtype=torch.int64)

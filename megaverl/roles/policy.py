@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,16 +39,14 @@ class Policy:
     Args:
         temperature: of the rollout; log-probs are of the distribution that was sampled from.
         micro_batch_tokens: the cap of a micro-batch.
-        offload: keep the weights in host memory between calls.
+        with_adapters: False: what the model's own weights say, though it has adapters that are trained.
     """
 
     def __init__(
-        self, model: MegatronModel, *, temperature: float, micro_batch_tokens: int, offload: bool = False
+        self, model: MegatronModel, *, temperature: float, micro_batch_tokens: int, with_adapters: bool = True
     ) -> None:
         self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
-        self._offload = offload and platform.is_cuda  # on a CPU the weights already are where they would go
-        if self._offload:
-            self.model.to(torch.device("cpu"))
+        self._with_adapters = with_adapters
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32 log-probs of the response tokens, the same on every rank."""
@@ -56,12 +55,8 @@ class Policy:
             return self.model.log_probs(logits, micro, temperature=self.temperature)[0]
 
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
-        if self._offload:
-            self.model.to(platform.device)
-        log_probs = self.model.score(micro, score, batch.response_shape)
-        if self._offload:
-            self.model.to(torch.device("cpu"))
-        return log_probs
+        with nullcontext() if self._with_adapters else self.model.without_adapters():
+            return self.model.score(micro, score, batch.response_shape)
 
     def score_norms(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32: the squared gradient of each response token's log-prob by its logits, on every rank."""

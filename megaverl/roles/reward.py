@@ -13,6 +13,7 @@ from megaverl.data.tokenizers import Tokenizer
 from megaverl.parallel.collectives import gather_rows, together
 from megaverl.platform import platform
 from megaverl.rewards import Reward, RewardSample
+from megaverl.roles.pairs import RewardModel
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,56 @@ class Scores:
     components: dict[str, torch.Tensor]
     correct: torch.Tensor
 
+    def metric(self, name: str) -> torch.Tensor:
+        """[B]: `accuracy`, `reward` (the total), or a reward by its name."""
+        own = {"accuracy": self.correct.float(), "reward": self.total}
+        return own[name] if name in own else self.components[name]
+
+    def select(self, rows: Sequence[int]) -> Scores:
+        """Of these samples, in this order."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        components = {name: values[index] for name, values in self.components.items()}
+        return Scores(self.total[index], components, self.correct[index])
+
+    @staticmethod
+    def concat(parts: Sequence[Scores]) -> Scores:
+        """Of several batches, one after the other."""
+        names = list(parts[0].components)
+        return Scores(
+            torch.cat([part.total for part in parts]),
+            {name: torch.cat([part.components[name] for part in parts]) for name in names},
+            torch.cat([part.correct for part in parts]),
+        )
+
+
+ENVIRONMENT = "environment"  # the component that an environment's own rewards are, with weight 1
+
+
+@dataclass(frozen=True)
+class LearnedReward:
+    """A reward model as a term of the sum."""
+
+    name: str
+    weight: float
+    model: RewardModel
+
+
+def rows_of_rank(num_samples: int, rank: int, size: int) -> range:
+    """The samples that a rank of the role scores."""
+    return range(num_samples * rank // size, num_samples * (rank + 1) // size)
+
 
 class RewardRole:
-    """Scores responses by rules and functions, spread over the ranks of `world`."""
+    """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of them."""
 
-    def __init__(self, reward: Reward, tokenizer: Tokenizer, world: dist.ProcessGroup) -> None:
-        self.reward, self.tokenizer, self.world = reward, tokenizer, world
+    def __init__(
+        self,
+        reward: Reward,
+        tokenizer: Tokenizer,
+        world: dist.ProcessGroup,
+        learned: Sequence[LearnedReward] = (),
+    ) -> None:
+        self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
 
     def score(self, batch: RolloutBatch) -> Scores:
         """Scores of all samples, on every rank. The batch has the columns `prompt`, `reference` and `extra`.
@@ -37,32 +82,57 @@ class RewardRole:
             RewardError: on every rank, when a reward raises or returns the wrong thing on any.
         """
         size, rank = dist.get_world_size(self.world), dist.get_rank(self.world)
-        bounds = [len(batch) * r // size for r in range(size + 1)]
-        rows = range(bounds[rank], bounds[rank + 1])
+        rows = rows_of_rank(len(batch), rank, size)
         scored = torch.empty(0)
         names = [component.name for component in self.reward.components]
+        from_environment = "turn_rewards" in batch
         with together(self.world):
             output = self.reward.score(self.samples(batch, rows))
             columns = [output.total, output.correct, *(output.components[name] for name in names)]
             scored = torch.tensor(columns, dtype=torch.float32).T
         table = gather_rows(scored.to(platform.device), self.world).cpu()
         components = {name: table[:, 2 + i] for i, name in enumerate(names)}
-        return Scores(table[:, 0], components, table[:, 1].bool())
+        total, correct = table[:, 0], table[:, 1].bool()
+        for each in self.learned:
+            components[each.name] = each.model.scores(batch)
+            total = total + each.weight * components[each.name]
+        if self.learned and self.reward.accuracy_component is None:
+            correct = components[self.learned[0].name] > 0
+        if from_environment:
+            components[ENVIRONMENT] = batch.turn_rewards.sum(dim=1)
+            total = total + components[ENVIRONMENT]
+            if self.reward.accuracy_component is None and not self.learned:
+                correct = components[ENVIRONMENT] > 0
+        return Scores(total, components, correct)
+
+    def weights(self, scores: Scores) -> dict[str, float]:
+        """The weight of every component in the total."""
+        own = {rule.name: rule.weight for rule in self.reward.components}
+        own |= {model.name: model.weight for model in self.learned}
+        return {name: own.get(name, 1.0) for name in scores.components}
 
     def samples(self, batch: RolloutBatch, rows: Sequence[int]) -> list[RewardSample]:
         """What a reward function sees of the samples `rows`."""
         return [
             RewardSample(
                 prompt=batch.columns["prompt"][i],
-                response=self.text(batch, i),
+                response=self.response(batch, i),
+                transcript=self.transcript(batch, i),
                 reference=batch.columns["reference"][i],
                 extra=batch.columns["extra"][i],
-                num_tokens=int(batch.response_lengths[i]),
+                num_tokens=int(batch.response_mask[i].sum()),
                 finish_reason=batch.columns["finish_reason"][i],
             )
             for i in rows
         ]
 
-    def text(self, batch: RolloutBatch, row: int) -> str:
-        """A response as text, without special tokens."""
+    def response(self, batch: RolloutBatch, row: int) -> str:
+        """A response as text, without special tokens; of an episode its last turn."""
+        if "turns" not in batch.columns:
+            return self.transcript(batch, row)
+        begin, end = (batch.columns["turns"][row] or [(0, 0)])[-1]
+        return self.tokenizer.decode(batch.generated_ids[row, begin:end].tolist())
+
+    def transcript(self, batch: RolloutBatch, row: int) -> str:
+        """Everything after the prompt as text, without special tokens."""
         return self.tokenizer.decode(batch.generated_ids[row, : int(batch.response_lengths[row])].tolist())

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -12,9 +15,11 @@ import torch.distributed as dist
 from megaverl.config.reshard import ReshardConfig
 from megaverl.errors import ReshardError
 from megaverl.layout.layout import Layout
+from megaverl.layout.low_rank import joined, with_factors, written_to
 from megaverl.parallel.collectives import gather_rows, together
 from megaverl.platform import platform
 from megaverl.reshard.fingerprint import ReshardCheck
+from megaverl.reshard.low_rank import Merge
 from megaverl.reshard.movers.alias import adopt
 from megaverl.reshard.plan import make_plan
 from megaverl.reshard.reshard import Resharder, ReshardStats
@@ -36,6 +41,8 @@ class Rollout:
         node_of: the node of a rank; None: all on one.
         config: `reshard`.
         timeout: how long a reshard waits for another rank; None: as long as the world's group.
+        between: the ranks of a reshard, where the model or the engine is on ranks of another world; None: `world`.
+            The layouts are then those of these ranks, and `node_of` speaks of them.
     """
 
     def __init__(
@@ -47,6 +54,7 @@ class Rollout:
         node_of: Callable[[int], int] | None = None,
         config: ReshardConfig | None = None,
         timeout: timedelta | None = None,
+        between: dist.ProcessGroup | None = None,
     ) -> None:
         self.engine, self.world = engine, world
         self.config = config or ReshardConfig()
@@ -54,25 +62,36 @@ class Rollout:
         self.num_checked = 0  # how often the engine's log-probs were compared with the actor's
         self._resharder: Resharder | None = None
         self._check: ReshardCheck | None = None
+        self._merge: Merge | None = None
+        self._model, self._reading = model, ExitStack()
         if model is not None and layout_of is not None:
-            rank, size = dist.get_rank(world), dist.get_world_size(world)
-            parameters = engine.named_parameters()
+            group = between or world
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
+            source_layouts, source = model.layout_of, dict(model.parameters)
+            dest_layouts, dest = layout_of, engine.named_parameters()
+            if (adapters := model.adapters) is not None:
+                dtype, device = model.config.params_dtype, platform.device
+                self._merge = Merge(layout_of(rank), adapters.low_ranks, adapters.scaling, dtype, device)
+                source_layouts, source = joined(source_layouts, adapters.layout_of), source | adapters.parameters
+                dest_layouts, dest = with_factors(layout_of, adapters.low_ranks), dest | self._merge.factors
+            self._dest = dest
             self._resharder = Resharder(
-                make_plan(model.layout_of, layout_of, size, rank, node_of=node_of),
-                model.parameters,
-                parameters,
-                world,
+                make_plan(source_layouts, dest_layouts, size, rank, node_of=node_of),
+                source,
+                dest,
+                group,
                 bucket_bytes=self.config.bucket_mb * 2**20,
-                alias=self.config.alias == "auto",
+                alias=may_alias(self.config, model),
                 may_rebind=engine.may_rebind,
                 overlap=self.config.overlap,
                 node_of=node_of,
                 timeout=timeout,
                 folder=self.config.folder,
                 ipc=self.config.ipc == "auto",
+                apart=self._merge.written if self._merge is not None else (),
             )
             if self.config.check_every >= 0:
-                self._check = ReshardCheck(model.layout_of, layout_of, model.parameters, parameters, world)
+                self._check = ReshardCheck(source_layouts, dest_layouts, source, dest, group)
 
     def reshard(self) -> ReshardStats:
         """Bring the engine's weights up to the actor's, in place, and forget what was cached of the old ones."""
@@ -85,6 +104,7 @@ class Rollout:
         With `reshard.overlap` they gather beside the engine's, which can generate with the old ones meanwhile.
         """
         self.engine.wake_up()
+        self._reading.enter_context(self._model.resident if self._model is not None else nullcontext())
         self._source_and_engine.start()
 
     def finish_reshard(self) -> ReshardStats:
@@ -94,17 +114,31 @@ class Rollout:
             ReshardError: a rank died or stalled, or the weights differ from the actor's.
         """
         resharder = self._source_and_engine
-        stats = resharder.finish()
+        with self._reading:
+            stats = resharder.finish()
+            self._compare(resharder)
         with together(self.world):
+            stats = replace(stats, seconds=stats.seconds + self._merge_adapters(resharder))
             self.engine.reset_prefix_cache()
-        self._compare(resharder)
         self.weight_version += 1
         return stats
 
+    def _merge_adapters(self, resharder: Resharder) -> float:
+        """The actor's adapters go into the weights that have just arrived, if it has any; seconds that it took."""
+        if self._merge is None:
+            return 0.0
+        start = perf_counter()
+        resharder.torn = f"the adapters of version {resharder.version} are being merged into its weights"
+        self._merge.apply(self._dest)
+        if platform.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        resharder.torn = None
+        return perf_counter() - start
+
     def source_changes(self) -> None:
         """To be called before the actor's weights change: what the engine shares with it changes as well, so that
-        nothing is generated before the next reshard."""
-        if self._resharder is not None:
+        nothing is generated before the next reshard. An actor that trains adapters shares only what never changes."""
+        if self._resharder is not None and self._merge is None:
             self._resharder.source_changes()
 
     def _compare(self, resharder: Resharder) -> None:
@@ -163,16 +197,22 @@ def adopting(
 
     The Rollout that is made with both then finds them aliased. None where `reshard` wants no aliases.
     """
-    if config.alias == "never" or config.overlap:
+    if not may_alias(config, model) or config.overlap:
         return None
 
     def on_load(parameters: Mapping[str, torch.Tensor], layouts: Callable[..., Callable[[int], Layout]]) -> None:
         layout_of = layouts(model.weights, model.spec)
         rank, size = dist.get_rank(world), dist.get_world_size(world)
         plan = make_plan(model.layout_of, layout_of, size, rank, node_of=node_of)
-        adopt(plan.copies, plan.receives, model.parameters, parameters)
+        apart = written_to(layout_of(rank), model.adapters.low_ranks) if model.adapters is not None else ()
+        adopt(plan.copies, plan.receives, model.parameters, parameters, apart)
 
     return on_load
+
+
+def may_alias(config: ReshardConfig, model: MegatronModel) -> bool:
+    """Whether an engine may live in the actor's storage, which is there at all times."""
+    return config.alias == "auto" and not model.leaves
 
 
 def pack_generations(indices: Sequence[int], generations: Sequence[Generation]) -> torch.Tensor:

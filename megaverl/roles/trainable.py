@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
 from megaverl.config import realise
+from megaverl.config.roles import OffloadConfig
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.parallel.collectives import gather_json
 from megaverl.platform import platform
+from megaverl.reshard.identity import model_identity
 from megaverl.roles.megatron_model import Loss, MegatronModel, MicroBatch
+from megaverl.roles.offload import Nowhere, Offload, Storages, place_for, storages_of
 
 platform.adapt_megatron()
 
@@ -44,11 +48,29 @@ class UpdateReport:
     applied: bool
 
 
+class Ruling(Protocol):
+    """What is to become of a gradient."""
+
+    @property
+    def applies(self) -> bool: ...
+
+
+class Judge(Protocol):
+    """Who decides over updates: `megaverl.coordinator.Judge`."""
+
+    def __call__(self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool) -> Ruling: ...
+
+
 class TrainableModel:
     """Wraps a `MegatronModel` in megatron-core's DistributedDataParallel, optimizer and scheduler.
 
     Args:
         total_updates: how many optimizer steps the run will take; the learning rate decays over them.
+        gradient_accumulation: micro-batches of an optimizer step, at least.
+        offload: what is away while it is not needed.
+
+    Attributes:
+        before_step: called when the optimizer is about to change weights and its state.
     """
 
     def __init__(
@@ -59,9 +81,15 @@ class TrainableModel:
         scheduler: Mapping[str, Any],
         ddp: Mapping[str, Any],
         total_updates: int,
+        gradient_accumulation: int = 1,
+        offload: OffloadConfig | None = None,
     ) -> None:
-        self.model = model
+        self.model, self.gradient_accumulation = model, gradient_accumulation
+        self.before_step: Callable[[], None] = lambda: None
         grid = model.grid
+        # adapters are of use with the weights that they were trained on, and no others
+        adapted = model.adapters is not None
+        self.base_identity = model_identity(model.layout_of, model.parameters, grid.world) if adapted else ""
         try:
             ddp_config = DistributedDataParallelConfig(
                 **(
@@ -105,14 +133,66 @@ class TrainableModel:
         if ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.judge: Judge | None = None
+        self._gradients: Offload | None = None
+        self._optimizer_state: Offload | None = None
+        self._offload(offload or OffloadConfig())
+
+    def _offload(self, config: OffloadConfig) -> None:
+        """From now on, weights, gradients and the optimizer's state are away between the stages that need them."""
+        place = place_for(config.folder)
+        if place is None:
+            return
+        if config.gradients:
+            self._gradients = Offload(lambda: storages_of(b.grad_data for b in self._buffers), Nowhere())
+            self._gradients.leave()
+        if config.optimizer:
+            self._optimizer_state = Offload(self._optimizer_storages, place)
+            self._optimizer_state.leave()
+        if config.parameters:
+            self.model.keep_away(place_for(config.folder) or place)
+
+    @property
+    def _buffers(self) -> list[Any]:
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    def _optimizer_storages(self) -> Storages:
+        """Master weights and moments, where they are not views of the weights (as in float32)."""
+        shared = [*self.model.held, *(buffer.grad_data for buffer in self._buffers)]
+        return storages_of(optimizer_tensors(self.optimizer), without=shared)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether any of its state is away at times."""
+        return self.model.leaves or self._optimizer_state is not None
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the updates of one stage: weights and gradients are here, and the optimizer's state from its first
+        step on."""
+        with self.model.resident, self._gradients or nullcontext():
+            try:
+                yield
+            finally:
+                if self._optimizer_state is not None:
+                    self._optimizer_state.leave()
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Around what looks at the weights and the optimizer's state, such as a checkpoint's saving and loading."""
+        with self.model.resident, self._optimizer_state or nullcontext():
+            yield
 
     @property
     def learning_rate(self) -> float:
         """Of the next update."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else math.nan
 
-    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> UpdateReport:
+    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float = 1.0) -> UpdateReport:
         """One optimizer step on this data-parallel rank's share of a mini-batch. Every rank takes part.
+
+        Args:
+            tokens: of the whole mini-batch, that the loss is taken over.
 
         Raises:
             TrainingStopped: the loss or the gradient is not finite; the weights are left as they were.
@@ -125,15 +205,33 @@ class TrainableModel:
         sums = self._reduce(reports)
         found_inf = self.optimizer.prepare_grads()
         grad_norm = math.nan if found_inf else float(self.optimizer.get_grad_norm())
-        if not found_inf:
-            self._check_finite(sums, grad_norm)
+        applied = self._judged(sums, grad_norm, tokens, found_inf)
+        if applied:
             self._clip(grad_norm)
+            if self._optimizer_state is not None:
+                self._optimizer_state.bring()
+            self.before_step()
             self.optimizer.step_with_ready_grads()
             if self._overlap_param_gather:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
         self.scheduler.step(increment=1)
-        return UpdateReport(sums, grad_norm, learning_rate, applied=not found_inf)
+        return UpdateReport(sums, grad_norm, learning_rate, applied=applied)
+
+    def _judged(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> bool:
+        """Whether to take the step, as the coordinator says, if there is one."""
+        if self.judge is None:
+            if not found_inf:
+                self._check_finite(sums, grad_norm)
+            return not found_inf
+        wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
+        norm = math.nan if wrong else grad_norm
+        try:
+            return self.judge(sums, norm, tokens, overflow=found_inf).applies
+        except TrainingStopped:
+            if not found_inf:
+                self._check_finite(sums, grad_norm)  # where it is this role's fault, it can say more
+            raise
 
     def _reduce(self, reports: list[Mapping[str, torch.Tensor]]) -> MetricSums:
         """Add the losses' sums over micro-batches and ranks. All ranks learn the names from the last stages."""
@@ -161,6 +259,17 @@ class TrainableModel:
             parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
             if parameters and optimizer.config.clip_grad > 0:
                 clip_grad_by_total_norm_fp32(parameters, max_norm=optimizer.config.clip_grad, total_norm=grad_norm)
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+    """What megatron-core's optimizers step on, and their state: all tensors of all optimizers in a chain."""
+    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = single.optimizer
+        if inner is None:  # no trainable parameter on this rank
+            continue
+        yield from (parameter for group in inner.param_groups for parameter in group["params"])
+        for state in inner.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_updates: int) -> dict[str, Any]:

@@ -44,15 +44,17 @@ def run_updates(
     """
     reports: list[UpdateReport] = []
     sums = MetricSums()
-    for epoch in range(algorithm.num_epochs):
-        parts = mini_batches(len(batch), algorithm.num_mini_batches, seed=seed, step=step, epoch=epoch)
-        for number, samples in enumerate(parts):
-            mask = mini_batch_mask(batch.response_mask, samples)
-            extra = select(mask, (step, epoch, number)) if select else {}
-            given = {**fields, **extra, "weights": weighting.weights(mask)}
-            micro = micro_batches_for(trainable.model, batch, micro_batch_tokens, given, samples)
-            reports.append(trainable.update(micro, loss))
-            sums = add_metrics(sums, reports[-1].sums)
+    with trainable.updating():
+        for epoch in range(algorithm.num_epochs):
+            parts = mini_batches(len(batch), algorithm.num_mini_batches, seed=seed, step=step, epoch=epoch)
+            for number, samples in enumerate(parts):
+                mask = mini_batch_mask(batch.response_mask, samples)
+                extra = select(mask, (step, epoch, number)) if select else {}
+                given = {**fields, **extra, "weights": weighting.weights(mask)}
+                least = trainable.gradient_accumulation
+                micro = micro_batches_for(trainable.model, batch, micro_batch_tokens, given, samples, least=least)
+                reports.append(trainable.update(micro, loss, float(mask.sum())))
+                sums = add_metrics(sums, reports[-1].sums)
     shares = sums.pop("loss")
     return {
         **finalize(sums),

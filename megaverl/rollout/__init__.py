@@ -1,8 +1,17 @@
 """Generation engines: token ids in, token ids and log-probabilities out."""
 
 from megaverl.rollout.engine import Engine, Generation, SamplingOptions
-from megaverl.rollout.make import make_engine
+from megaverl.rollout.make import engine_layouts, make_engine
 from megaverl.rollout.replicas import split_prompts
-from megaverl.rollout.seeds import sample_seed
+from megaverl.rollout.seeds import sample_seed, turn_seed
 
-__all__ = ["Engine", "Generation", "SamplingOptions", "make_engine", "sample_seed", "split_prompts"]
+__all__ = [
+    "Engine",
+    "Generation",
+    "SamplingOptions",
+    "engine_layouts",
+    "make_engine",
+    "sample_seed",
+    "split_prompts",
+    "turn_seed",
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -65,6 +66,12 @@ class SamplingOptions:
 
     def __repr__(self) -> str:
         return f"SamplingOptions({', '.join(f'{k}={v!r}' for k, v in vars(self).items())})"
+
+    def with_max_tokens(self, max_tokens: int) -> SamplingOptions:
+        """The same with another length."""
+        changed = copy.copy(self)
+        changed.max_tokens = max_tokens
+        return changed
 
     def stop_tokens(self, of_engine: Sequence[int]) -> list[int]:
         """Every token that ends a response of an engine made with `of_engine`."""

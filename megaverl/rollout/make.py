@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     import torch
 
     from megaverl.config.rollout import RolloutConfig
+    from megaverl.layout.layout import Layout
+    from megaverl.layout.weights import Weight
+    from megaverl.models.spec import ModelSpec
 
 
 def make_engine(
@@ -55,6 +58,19 @@ def make_engine(
             stop_token_ids=stop_token_ids,
             trust_remote_code=trust_remote_code,
         )
+    if ":" in config.engine:
+        from megaverl.plugins import load_object
+
+        own: Engine = load_object(config.engine, "rollout.engine")(
+            model_folder,
+            config,
+            seed=seed,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            stop_token_ids=stop_token_ids,
+            load_weights=load_weights,
+        )
+        return own
     from megaverl.rollout.vllm_engine import VLLMEngine
 
     return VLLMEngine(
@@ -69,3 +85,16 @@ def make_engine(
         num_sequences=num_sequences,
         on_load=on_load,
     )
+
+
+def engine_layouts(config: RolloutConfig, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
+    """What `Engine.layouts` says, for ranks that have no engine: rank among the engines' -> layout."""
+    from megaverl.layout.layout import whole_layout
+    from megaverl.layout.vllm import vllm_layouts
+
+    if config.engine == "hf":
+        layout = whole_layout((weight.name, weight.shape) for weight in weights)
+        return lambda rank: layout
+    expert_parallel = bool(config.vllm.get("enable_expert_parallel"))
+    placement = config.vllm.get("expert_placement_strategy", "linear")
+    return vllm_layouts(weights, spec, config.tp, expert_parallel=expert_parallel, expert_placement=placement)

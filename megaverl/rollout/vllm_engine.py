@@ -58,7 +58,7 @@ class VLLMEngine:
         dtype: of weights, activations and cache.
         max_model_len: most tokens of prompt and response together.
         stop_token_ids: tokens that end a response.
-        load_weights: False fills the weights with noise; a reshard must then write all of them.
+        load_weights: False: a reshard must write all of them before the first `generate`.
         num_sequences: how many responses are asked for at once, to size a CPU's cache.
         on_load: see `megaverl.rollout.make_engine`.
 
@@ -87,6 +87,7 @@ class VLLMEngine:
         self._stop_token_ids = tuple(stop_token_ids)
         self._can_sleep = config.sleep and platform.is_cuda
         self._asleep = False
+        self._has_weights = load_weights
         self._dtype = dtype
         spec = ModelSpec.from_folder(model_folder)
         self._vocab_size = spec.vocab_size
@@ -128,7 +129,11 @@ class VLLMEngine:
             "expert_parallel": bool(arguments.get("enable_expert_parallel")),
             "expert_placement": arguments.get("expert_placement_strategy", "linear"),
         }
-        with _weights_loaded(lambda model: on_load(dict(_loaded_parameters(model)), self.layouts) if on_load else None):
+        to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
+        with (
+            to_come,
+            _weights_loaded(lambda model: on_load(dict(_loaded_parameters(model)), self.layouts) if on_load else None),
+        ):
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
@@ -178,6 +183,8 @@ class VLLMEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
     ) -> list[Generation]:
+        if not self._has_weights:
+            raise RolloutError("the engine has no weights yet: reshard before the first generate().")
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         self._check_ranks_agree(prompts, sampling, seeds)
         if not prompts:
@@ -245,6 +252,7 @@ class VLLMEngine:
             module.process_weights_after_loading(self._dtype)  # written in place
         if not platform.is_cuda:
             vllm_cpu().repack_weights(self.model)
+        self._has_weights = True
 
     def sleep(self) -> None:
         """Move weights out of device memory and drop the cache; on a CPU, or without `rollout.sleep`, nothing."""

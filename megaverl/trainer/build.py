@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,17 @@ import torch.distributed as dist
 from megaverl.algorithms import AdaptiveKL, FixedKL, KLController
 from megaverl.config import Config
 from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.data.columns import Columns, load_tools
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.prompts import PromptEncoder, PromptFormat
+from megaverl.data.sources import Entry
+from megaverl.data.stream import Prompts, PromptStream
+from megaverl.data.streaming import StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import ConfigError
+from megaverl.fabric import Fabric, join_some
+from megaverl.models.architectures import weights_of
+from megaverl.models.classifier import read_model
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.collectives import together
@@ -25,28 +33,42 @@ from megaverl.parallel.grid import GridShape
 from megaverl.parallel.groups import Grid, ProcessGroupManager, default_group
 from megaverl.platform import platform
 from megaverl.rewards import build_reward
+from megaverl.roles.adapters import load_adapter_folder
+from megaverl.roles.apart import Between, Elsewhere, EngineElsewhere, SeenFrom, actor_seen_from
 from megaverl.roles.critic import Critic
+from megaverl.roles.implicit_reward import ImplicitRewardModel
 from megaverl.roles.megatron_model import MegatronModel
+from megaverl.roles.offload import place_for
+from megaverl.roles.pairs import RewardModel
+from megaverl.roles.player import Player
 from megaverl.roles.policy import Actor, Policy
-from megaverl.roles.reward import RewardRole
+from megaverl.roles.reward import LearnedReward, RewardRole
 from megaverl.roles.rollout import Rollout, adopting
 from megaverl.roles.trainable import TrainableModel
-from megaverl.trainer.watchdog import patience
+from megaverl.rollout import engine_layouts
+from megaverl.rollout.engine import Engine, OnLoad
+from megaverl.trainer.job import patience
 
 
 @dataclass
 class Builder:
     """Makes the parts of a run, each when it is asked for; what several share is made once.
 
-    Every rank takes part in every call, in the same order.
+    Every rank of this rank's world takes part in every call, in the same order.
+
+    Attributes:
+        fabric: where the roles have ranks of their own, the way to those of other worlds.
+        resumes: the weights of the trained roles will come from a checkpoint, so they are not read here.
     """
 
     config: Config
     shared_groups: InitVar[ProcessGroupManager | None] = None
+    fabric: Fabric | None = None
     groups: ProcessGroupManager = field(init=False)
     spec: ModelSpec = field(init=False)
     tokenizer: Tokenizer = field(init=False)
     folder: Path = field(init=False)
+    resumes: bool = field(init=False, default=False)
     _files: dict[str, ModelFiles] = field(init=False, default_factory=dict)
 
     def __post_init__(self, shared_groups: ProcessGroupManager | None) -> None:
@@ -92,34 +114,36 @@ class Builder:
 
     def grid(self, config: GridConfig, role: str) -> Grid:
         """The role's grid over the whole world."""
-        shape = GridShape.fit(
-            dist.get_world_size(),
-            tp=config.tp,
-            cp=config.cp,
-            ep=config.ep,
-            pp=config.pp,
-            vpp=config.vpp,
-            etp=config.etp,
-            role=role,
-        )
-        return self.groups.grid(shape)
+        return self.groups.grid(GridShape.fit(dist.get_world_size(), **grid_sizes(config), role=role))
 
     def model(
-        self, config: GridConfig, role: str, *, path: str | None = None, value_head: bool = False
+        self, config: GridConfig, role: str, *, path: str | None = None, value_head: int = 0, trained: bool = False
     ) -> MegatronModel:
-        """A Megatron-core model with the weights of `path` (or of `model.path`)."""
+        """A Megatron-core model with the weights of `path` (or of `model.path`).
+
+        Args:
+            trained: a checkpoint holds its weights.
+        """
         files = self.files(path)
+        from_files = self.config.model.init == "weights"
         model = MegatronModel(
-            ModelSpec.from_folder(files.folder),
+            read_model(files.folder)[1] if value_head else ModelSpec.from_folder(files.folder),
             self.grid(config, role),
             dtype=self.dtype,
             seed=self.config.run.seed,
             overrides=config.megatron,
             value_head=value_head,
             role=role,
+            initialize=not from_files,
+            lora=config.lora if isinstance(config, TrainedConfig) else None,
+            activation_checkpointing=config.activation_checkpointing if isinstance(config, TrainedConfig) else "none",
         )
-        if self.config.model.init == "weights":
+        if trained and self.resumes:
+            model.clear_padding()
+        elif from_files:
             model.load(files.folder, files.arriving())
+        if model.adapters is not None and model.adapters.config.path is not None:
+            load_adapter_folder(model, model.adapters.config.path)
         return model
 
     def trainable(
@@ -127,17 +151,22 @@ class Builder:
     ) -> TrainableModel:
         """`model` with its optimizer."""
         return TrainableModel(
-            model, optimizer=optimizer, scheduler=config.scheduler, ddp=config.ddp, total_updates=total_updates
+            model,
+            optimizer=optimizer,
+            scheduler=config.scheduler,
+            ddp=config.ddp,
+            total_updates=total_updates,
+            gradient_accumulation=config.gradient_accumulation,
+            offload=config.offload,
         )
 
     @property
     def total_updates(self) -> int:
-        algorithm = self.config.algorithm
-        return self.config.trainer.steps * algorithm.num_epochs * algorithm.num_mini_batches
+        return self.config.total_updates
 
     def actor(self) -> Actor:
         config = self.config
-        model = self.model(config.actor, "actor")
+        model = self.model(config.actor, "actor", trained=config.actor.lora is None)
         return Actor(
             self.trainable(model, config.actor, config.actor.optimizer, self.total_updates),
             config.algorithm,
@@ -146,9 +175,12 @@ class Builder:
             seed=config.run.seed,
         )
 
-    def critic(self) -> Critic:
+    def critic(self, heads: int = 1) -> Critic:
+        """The critic; `heads`: one value for each of several agents."""
         config = self.config
-        model = self.model(config.critic, "critic", path=config.critic.path, value_head=True)
+        model = self.model(
+            config.critic, "critic", path=config.critic.path, value_head=heads, trained=config.critic.lora is None
+        )
         return Critic(
             self.trainable(model, config.critic, config.critic.optimizer, self.total_updates),
             config.algorithm,
@@ -156,17 +188,25 @@ class Builder:
             seed=config.run.seed,
         )
 
-    def reference(self) -> Policy:
+    def reference(self, actor: MegatronModel | None = None) -> Policy:
+        """The reference; where `actor` is the same model but for its adapters, it does without a second copy."""
         config = self.config.reference
+        if actor is not None and self.config.reference_is_actor:
+            return Policy(
+                actor,
+                temperature=self.temperature,
+                micro_batch_tokens=config.micro_batch_tokens,
+                with_adapters=False,
+            )
         model = self.model(config, "reference", path=config.path)
-        return Policy(
-            model, temperature=self.temperature, micro_batch_tokens=config.micro_batch_tokens, offload=config.offload
-        )
+        place = place_for(None)
+        if config.offload and place is not None:  # on a CPU the weights already are where they would go
+            model.keep_away(place)
+        return Policy(model, temperature=self.temperature, micro_batch_tokens=config.micro_batch_tokens)
 
-    def rollout(self, actor: MegatronModel | None) -> Rollout:
-        """The engine; with an actor its weights come from there, else from the model folder."""
-        from megaverl.rollout import make_engine
-
+    def rollout(self, actor: MegatronModel | None, engine: Engine | None = None) -> Rollout:
+        """The engine, or a further actor's use of one; with an actor its weights come from there, else from the
+        model folder."""
         config = self.config
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         world, reshard = default_group(), config.reshard
@@ -174,26 +214,118 @@ class Builder:
         def node_of(rank: int) -> int:
             return rank // ranks_per_node
 
-        engine = make_engine(
+        on_load = adopting(actor, world, node_of, reshard) if actor else None
+        engine = engine or self._engine(weights_come=actor is not None, on_load=on_load)
+        layouts = engine.layouts(actor.weights, self.spec) if actor else None
+        return Rollout(engine, layouts, actor, world, node_of, reshard, self._reshard_timeout)
+
+    def rollout_apart(self, actor: MegatronModel | None) -> Rollout:
+        """This rank's side of the engines, or of what fills them, where actor and engines share no rank.
+
+        The ranks of both take part; `actor` is this rank's model, None on those of the engines.
+        """
+        fabric, config = self.fabric, self.config
+        assert fabric is not None
+        placement = fabric.placement
+        source, dest = placement.islands[0], placement.ranks["rollout"]
+        members = tuple(sorted({*source, *dest}))
+        group = join_some(fabric, "weights", members)
+        between = Between(group, members, source, dest, lambda place: placement.node_of(members[place]))
+        weights = weights_of(self.spec)
+        engine: Engine = EngineElsewhere()
+        of_engines = engine_layouts(config.rollout, weights, self.spec)
+        if actor is None:
+            shape = GridShape.fit(len(source), **grid_sizes(config.actor), role="actor")
+            model = actor_seen_from(between, self.spec, shape, self.dtype, config.actor.megatron)
+            engine = self._engine(weights_come=True, on_load=None)
+            of_engines = engine.layouts(weights, self.spec)
+        else:
+            model = SeenFrom(actor, between.from_actor(actor.layout_of))
+        return Rollout(
+            engine,
+            between.to_engines(of_engines),
+            model,
+            default_group(),
+            between.node_of,
+            config.reshard,
+            self._reshard_timeout,
+            between.group,
+        )
+
+    def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Engine:
+        """This world's engines; `weights_come` from an actor, so that none are read."""
+        from megaverl.rollout import make_engine
+
+        config = self.config
+        return make_engine(
             config.rollout,
-            self.folder if actor is not None and config.rollout.engine == "vllm" else self.files().wait(),
+            self.folder if weights_come and config.rollout.engine == "vllm" else self.files().wait(),
             seed=config.run.seed,
             dtype=self.dtype,
             max_model_len=config.max_tokens,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            load_weights=actor is None,
+            load_weights=not weights_come,
             trust_remote_code=config.model.trust_remote_code,
             num_sequences=-(-config.samples_per_step * config.rollout.tp // dist.get_world_size()),
-            on_load=adopting(actor, world, node_of, reshard) if actor else None,
+            on_load=on_load,
         )
-        layouts = engine.layouts(actor.weights, self.spec) if actor else None
-        timeout = timedelta(minutes=reshard.timeout_minutes or config.run.timeout_minutes)
-        return Rollout(engine, layouts, actor, world, node_of, reshard, timeout)
 
-    def reward(self) -> RewardRole:
+    @property
+    def _reshard_timeout(self) -> timedelta:
+        return timedelta(minutes=self.config.reshard.timeout_minutes or self.config.run.timeout_minutes)
+
+    def learned_reward(self) -> TrainableModel:
+        """The reward model of `reward` that the run itself trains."""
+        config, section = self.config, self.config.reward_model
+        [path] = [entry.path for entry in config.reward if entry.path is not None]
+        model = self.model(section, "reward_model", path=path, value_head=1, trained=section.lora is None)
+        return self.trainable(model, section, section.optimizer, config.trainer.steps)
+
+    def implicit_reward(self) -> ImplicitRewardModel:
+        """PRIME's reward model."""
+        config, section = self.config, self.config.reward_model
+        model = self.model(section, "reward_model", path=section.path, trained=section.lora is None)
+        return ImplicitRewardModel(
+            self.trainable(model, section, section.optimizer, config.trainer.steps),
+            temperature=self.temperature,
+            micro_batch_tokens=section.micro_batch_tokens,
+            beta=section.beta,
+        )
+
+    def reward(self, trained: TrainableModel | None = None, *, models_are_here: bool = True) -> RewardRole:
+        """Rules and functions, and reward models; `trained` takes the place of the one that the run itself trains.
+
+        Args:
+            models_are_here: False on ranks that only read what the reward's ranks have scored.
+        """
+        config = self.config
+        models = [entry for entry in config.reward if entry.path is not None]
+        others = [entry for entry in config.reward if entry.path is None]
         with together():
-            reward = build_reward(self.config.reward)
-        return RewardRole(reward, self.tokenizer, default_group())
+            reward = build_reward(others, may_be_empty=bool(models) or config.environment.name is not None)
+        section, learned = config.reward_model, []
+        for entry in models:
+            if not models_are_here:
+                learned.append(LearnedReward(entry.label, entry.weight, cast(Any, Elsewhere("reward"))))
+                continue
+            model = trained.model if trained else self.model(section, "reward_model", path=entry.path, value_head=1)
+            scoring = RewardModel(model, micro_batch_tokens=section.micro_batch_tokens)
+            learned.append(LearnedReward(entry.label, entry.weight, scoring))
+        return RewardRole(reward, self.tokenizer, default_group(), learned)
+
+    def player(self) -> Player | None:
+        """Plays the episodes of a run with an environment."""
+        config = self.config
+        if config.environment.name is None:
+            return None
+        return Player(
+            config.environment,
+            self.tokenizer,
+            default_group(),
+            max_tokens=int(config.rollout.sampling["max_tokens"]),
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            chat=self.encoder().uses_chat_template,
+        )
 
     def kl_controller(self) -> KLController:
         kl = self.config.algorithm.kl
@@ -206,22 +338,44 @@ class Builder:
             PromptFormat(
                 chat_template=data.chat_template,
                 system_prompt=data.system_prompt,
+                min_tokens=data.min_prompt_tokens,
                 max_tokens=data.max_prompt_tokens,
                 too_long=data.too_long,
             ),
         )
 
-    def dataset(self, paths: list[str], *, needs_answer: bool = True) -> PromptDataset:
+    def columns(self, *, needs_answer: bool = True) -> Columns:
+        """Which columns of the data are read."""
         data = self.config.data
+        tools = None
+        if data.tools is not None:
+            with together():
+                tools = load_tools(data.tools)
+        return Columns(data.prompt_key, data.answer_key if needs_answer else None, data.tools_key, tools)
+
+    def dataset(self, sources: Sequence[Entry], *, needs_answer: bool = True) -> PromptDataset:
+        """All prompts of `sources`, checked."""
+        columns = self.columns(needs_answer=needs_answer)
         with together():
-            dataset = PromptDataset.load(
-                paths,
-                self.encoder(),
-                prompt_key=data.prompt_key,
-                answer_key=data.answer_key if needs_answer else None,
-            )
+            dataset = PromptDataset.load(list(sources), self.encoder(), columns)
         return dataset
+
+    def prompts(self) -> Prompts:
+        """The training prompts, as steps take them."""
+        data, seed = self.config.data, self.config.run.seed
+        if not data.streaming:
+            dataset = self.dataset(data.train)
+            return PromptStream(dataset, dataset.sampler(data.prompts_per_step, seed, shuffle=data.shuffle))
+        columns, buffer = self.columns(), data.shuffle_buffer if data.shuffle else 1
+        with together():
+            stream = StreamedPrompts(data.train, self.encoder(), columns, seed=seed, shuffle_buffer=buffer)
+        return stream
 
     @property
     def run_dir(self) -> Path:
         return Path(self.config.run.dir) / self.config.run.name
+
+
+def grid_sizes(config: GridConfig) -> dict[str, Any]:
+    """The sizes that a configuration gives a role's grid, as `GridShape.fit` takes them."""
+    return {name: getattr(config, name) for name in ("tp", "cp", "ep", "pp", "vpp", "etp")}

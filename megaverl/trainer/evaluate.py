@@ -10,10 +10,11 @@ from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
+from megaverl.roles.player import Player
 from megaverl.roles.reward import RewardRole, Scores
 from megaverl.roles.rollout import Rollout, sampling_options
-from megaverl.rollout.seeds import sample_seed
-from megaverl.trainer.samples import rollout_batch, sample_records
+from megaverl.trainer.generate import Draws, responses
+from megaverl.trainer.samples import sample_records
 
 # Steps of validation draws lie apart from those of training, so that no seed is used twice.
 VALIDATION_STEP = 1 << 40
@@ -28,22 +29,23 @@ class Evaluation:
 
 
 def evaluate(
-    config: Config, rollout: Rollout, reward: RewardRole, prompts: Sequence[PromptRecord], *, prefix: str = "validation"
+    config: Config,
+    rollout: Rollout,
+    reward: RewardRole,
+    prompts: Sequence[PromptRecord],
+    player: Player | None = None,
+    *,
+    prefix: str = "validation",
 ) -> Evaluation:
-    """Generate `trainer.validation_samples` responses to every prompt and score them. Every rank takes part.
+    """Generate `trainer.validation_samples` responses to (or episodes from) every prompt and score them.
+
+    Every rank takes part.
 
     The draws are the same at every call, so that two validations differ by the weights alone.
     """
-    size = config.trainer.validation_samples
-    repeated = [prompt for prompt in prompts for _ in range(size)]
     sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
-    generations = rollout.generate(
-        [prompt.token_ids for prompt in repeated],
-        sampling,
-        [sample_seed(config.run.seed, VALIDATION_STEP, i) for i in range(len(repeated))],
-        group_size=size,
-    )
-    batch = rollout_batch(repeated, generations, [i // size for i in range(len(repeated))])
+    draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
+    batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function)
     scores = reward.score(batch)
     metrics = validation_metrics(batch, scores, config.trainer.pass_at)
     return Evaluation(
@@ -58,5 +60,5 @@ def validation_metrics(batch: RolloutBatch, scores: Scores, ks: Sequence[int]) -
         "reward": float(scores.total.mean()),
         "accuracy": float(scores.correct.float().mean()),
         **{f"pass@{k}": mean_pass_at_k(scores.correct, batch.group_ids, k) for k in ks},
-        "response_length": float(batch.response_lengths.float().mean()),
+        "response_length": float(batch.response_mask.sum(dim=1).float().mean()),
     }

@@ -6,12 +6,16 @@ from pathlib import Path
 
 from megaverl.parallel.collectives import on_first_rank
 from megaverl.reshard.export import save_folder
+from megaverl.roles.adapters import merged_model, save_adapter_folder
 from megaverl.roles.megatron_model import MegatronModel
 from megaverl.trainer.build import Builder
 
 
 def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
-    """Write `folder` with weights, configuration and tokenizer; replaces an older one. Every rank takes part."""
+    """Write `folder` with weights, configuration and tokenizer; replaces an older one. Every rank takes part.
+
+    Adapters are merged into these weights, and stand by themselves in `folder`_adapter, as peft has them.
+    """
     tokenizer = builder.run_dir / "tokenizer"
 
     def save_tokenizer() -> None:
@@ -19,13 +23,13 @@ def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
         builder.tokenizer.save(tokenizer)
 
     on_first_rank(save_tokenizer, model.grid.world)
-    save_folder(
-        folder,
-        source_folder=builder.folder,
-        weights=model.weights,
-        layouts=model.layout_of,
-        tensors=model.parameters,
-        group=model.grid.world,
-        tokenizer_folder=tokenizer,
-        overwrite=True,
-    )
+    with model.resident:
+        save_folder(
+            folder,
+            source_folder=builder.folder,
+            tokenizer_folder=tokenizer,
+            overwrite=True,
+            **merged_model(model),
+        )
+    if model.adapters is not None:
+        save_adapter_folder(model, folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path)

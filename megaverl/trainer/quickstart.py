@@ -1,5 +1,7 @@
 """The quickstart: a tiny model learns to write numbers backwards, from nothing, on the same code as a 70B run.
 
+With a recipe that names an environment of the package it learns that one instead.
+
 Tokenizer, model and data are made on the spot; a short supervised warm-up teaches the form of an answer, PPO
 teaches the task.
 """
@@ -11,15 +13,18 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaverl.config import Config
-from megaverl.data.tasks import make_task
+from megaverl.data.sentencepiece_model import train_sentencepiece
+from megaverl.data.tasks import make_task, write_rows
 from megaverl.data.tokenizers import load_tokenizer
+from megaverl.environments.examples import EXAMPLES, example
 from megaverl.metrics.console import Console
 from megaverl.metrics.curves import plot_curves, text_curve
+from megaverl.trainer.agents import trainer_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
+from megaverl.trainer.job import Job
 from megaverl.trainer.rl import RLTrainer
 from megaverl.trainer.sft import SFTTrainer
-from megaverl.trainer.watchdog import Watchdog
 
 TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}
 # Qwen3 with heads of 32 dimensions, the smallest that vLLM's CPU attention has.
@@ -43,9 +48,7 @@ def prepare(config: Config) -> None:
 
     logging.disable_progress_bar()
     folder = Path(config.run.dir) / config.run.name / "inputs"
-    task = make_task(**TASK, seed=config.run.seed)  # type: ignore[arg-type]
-    task.save(folder)
-    tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
+    tokenizer = load_tokenizer(_prepare_data(config, folder))
     model_config = Qwen3Config(
         **MODEL,
         vocab_size=tokenizer.vocab_size,
@@ -59,7 +62,21 @@ def prepare(config: Config) -> None:
     tokenizer.save(folder / "model")
 
 
-def quickstart(config: Config, console: Console, watchdog: Watchdog | None = None) -> None:
+def _prepare_data(config: Config, folder: Path) -> Path:
+    """Rows of the task, or of the environment that the configuration names; returns a tokenizer trained on them."""
+    name = config.environment.name
+    if name not in EXAMPLES:
+        task = make_task(**TASK, seed=config.run.seed)  # type: ignore[arg-type]
+        task.save(folder)
+        return task.train_tokenizer(folder / "tokenizer.model")
+    made = example(name, config.run.seed)
+    write_rows(folder / "train.jsonl", made.train)
+    write_rows(folder / "held_out.jsonl", made.held_out)
+    write_rows(folder / "warm_up.jsonl", made.warm_up)
+    return train_sentencepiece(made.texts(), folder / "tokenizer.model", vocab_size=64)
+
+
+def quickstart(config: Config, console: Console, job: Job | None = None) -> None:
     """Warm-up, then PPO, then what a person wants to see: before, after, the curve and where things are."""
     builder = Builder(config)
     warm_up = SFTTrainer(config, builder, console)
@@ -68,7 +85,7 @@ def quickstart(config: Config, console: Console, watchdog: Watchdog | None = Non
     export_model(warm_up.model, builder, warm)
     del warm_up
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(warm)})})
-    trainer = RLTrainer(config, console, Builder(config, builder.groups), watchdog)
+    trainer = trainer_of(config)(config, console, Builder(config, builder.groups), job)
     trainer.train()
     if dist.get_rank() == 0:
         _report(trainer, console)

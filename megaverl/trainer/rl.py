@@ -15,26 +15,30 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaverl.checkpoint.commit import Committer, FirstRank
 from megaverl.config import Config
+from megaverl.coordinator import Alone, Judge, Progress, Rules
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.tokenizers import Tokenizer
+from megaverl.dataflow import DataFlow
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.metrics.console import Console
 from megaverl.metrics.memory import memory_metrics
 from megaverl.metrics.timeline import Timeline
 from megaverl.metrics.tracker import Tracker
 from megaverl.parallel.collectives import on_first_rank, together
+from megaverl.roles.rollout import Rollout
 from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation, evaluate
 from megaverl.trainer.export import export_model
+from megaverl.trainer.job import Job
 from megaverl.trainer.samples import append_samples, forget_samples, sample_records
 from megaverl.trainer.saving import Saving, checkpoint_store, settle_file
 from megaverl.trainer.signals import LeaveRequest, Leaving
 from megaverl.trainer.stages import Stages
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
-from megaverl.trainer.watchdog import Watchdog
 
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")
@@ -53,47 +57,83 @@ class RLTrainer:
     """PPO or GRPO, from a configuration to trained weights. Every rank makes one and calls `train`.
 
     Args:
-        watchdog: is told what this rank is doing.
+        job: this rank's place in it; is told what this rank is doing.
     """
 
     def __init__(
-        self, config: Config, console: Console, builder: Builder | None = None, watchdog: Watchdog | None = None
+        self, config: Config, console: Console, builder: Builder | None = None, job: Job | None = None
     ) -> None:
         self.config, self.console = config, console
-        self.rank = dist.get_rank()
-        builder = builder or Builder(config)
+        self.job, self.rank = job, dist.get_rank()
+        self.keeps_records = self.rank == 0
+        builder = builder or Builder(config, fabric=job.fabric if job else None)
         self.builder, self.run_dir = builder, builder.run_dir
-        self.train_data = builder.dataset(config.data.train)
         self.validation_data: PromptDataset | None = None
         if config.data.validation:
             self.validation_data = builder.dataset(config.data.validation)
-        self.sampler = self.train_data.sampler(
-            config.data.prompts_per_step, config.run.seed, shuffle=config.data.shuffle
-        )
+        self.prompts = builder.prompts()
         self.timeline = Timeline(self.rank)
-        self.stages = Stages(self.timeline, watchdog.note if watchdog else lambda what: None)
+        self.stages = Stages(self.timeline, job.liveness.note if job else lambda what: None)
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
+        self.stages.note("resume")
+        store = checkpoint_store(config.checkpoint, self.run_dir, self.stages.note, self.committer())
+        self.saving = Saving(config.checkpoint, store, console)
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)
         self.stages.note("build")
-        actor = builder.actor()
-        self.roles = Roles(
-            actor=actor,
-            critic=builder.critic() if config.uses_critic else None,
-            reference=builder.reference() if config.uses_reference else None,
-            reward=builder.reward(),
-            kl=builder.kl_controller(),
-            rollout=builder.rollout(actor.model) if replayed is None else None,
-        )
+        builder.resumes = self.resumed_from is not None
+        self.roles = self.make_roles(builder, generates=replayed is None)
         self.step = RLStep(config, self.roles, replayed)
-        self.flow = self.step.flow()
+        self.flow = self.make_flow()
+        self.timeline.roles = {each.name: each.roles[0] for each in self.flow.plan.operators if each.roles}
         self.best = Best()
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
-        store = checkpoint_store(config.checkpoint, self.run_dir, self.stages.note)
-        self.saving = Saving(config.checkpoint, store, console)
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
         self.leave = LeaveRequest()
         self.history: list[tuple[int, dict[str, float]]] = []
+
+    def committer(self) -> Committer:
+        """Who marks a checkpoint complete."""
+        return FirstRank()
+
+    def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
+        """This rank's part of every role."""
+        config = self.config
+        actor, player = builder.actor(), builder.player()
+        learned = builder.learned_reward() if any(each.update == "reward_model" for each in config.mix) else None
+        return Roles(
+            actor=actor,
+            critic=builder.critic(len(player.agents) if player else 1) if config.uses_critic else None,
+            reference=builder.reference(actor.model) if config.uses_reference else None,
+            reward=builder.reward(learned),
+            learned=learned,
+            implicit=builder.implicit_reward() if config.estimator_reads("implicit_rewards") else None,
+            kl=builder.kl_controller(),
+            player=player,
+            rollout=builder.rollout(actor.model) if generates else None,
+        )
+
+    def make_flow(self) -> DataFlow:
+        """A step's operators."""
+        return self.step.flow()
+
+    def appoint(self, progress: Progress) -> None:
+        """Who decides over updates, from where the run stands."""
+        self._alone = Alone(list(self.trained), rules_of(self.config), progress)
+        for role, trainable in self.trained.items():
+            trainable.judge = Judge(self._alone, role, progress)
+
+    @property
+    def progress(self) -> Progress:
+        """Updates that were decided on."""
+        return self._alone.progress
+
+    @property
+    def engines(self) -> Rollout | None:
+        """The engines, or this rank's part in filling them; None: it has none."""
+        return self.roles.rollout
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
@@ -101,6 +141,10 @@ class RLTrainer:
         roles = {"actor": self.roles.actor.trainable}
         if self.roles.critic is not None:
             roles["critic"] = self.roles.critic.trainable
+        if self.roles.implicit is not None or self.roles.learned is not None:
+            trained = self.roles.implicit.trainable if self.roles.implicit else self.roles.learned
+            assert trained is not None
+            roles["reward_model"] = trained
         return roles
 
     def train(self) -> dict[str, float]:
@@ -114,12 +158,12 @@ class RLTrainer:
 
     def _train(self) -> dict[str, float]:
         config = self.config
-        self._resume()
+        self.resume()
         if self.step.replayed is not None:
             with together():
                 self.step.replayed.check(self.next_step, config.trainer.steps, config.samples_per_step)
         tracker = self._tracker()
-        if self.rank == 0:
+        if self.keeps_records:
             forget_samples(self.run_dir / "samples.jsonl", self.next_step)
             if self.stored is not None:
                 self.stored.forget(self.next_step)
@@ -130,7 +174,7 @@ class RLTrainer:
             self._safe_point()
             for step in range(self.next_step, config.trainer.steps):
                 self.stages.step = step + 1
-                result = self._one_step(step, tracker) or result
+                result = self.one_step(step, tracker) or result
                 self.next_step = step + 1
                 result = self._after(step + 1, tracker) or result
                 self._safe_point()
@@ -143,20 +187,33 @@ class RLTrainer:
                 self._write_aside(lambda: self.timeline.export(self.run_dir / "timeline.json"))
         if config.checkpoint.export_hf:
             self.stages.note("export")
-            export_model(self.roles.actor.model, self.builder, self.run_dir / "hf")
-            self.console.print(f"model written to {self.run_dir / 'hf'}")
+            self.export()
         return result
 
-    def _one_step(self, step: int, tracker: Tracker | None) -> dict[str, float]:
-        prompts = [self.train_data[i] for i in self.sampler.indices(step)]
-        cut_off, self.cut_off = self.cut_off, None
+    def export(self) -> None:
+        """Write the trained model as a Hugging Face folder."""
+        export_model(self.roles.actor.model, self.builder, self.run_dir / "hf")
+        self.console.print(f"model written to {self.run_dir / 'hf'}")
+
+    def rollouts(self, step: int) -> StoredRollouts:
+        """Responses to the next prompts, for a step of one's own; nothing is scored or trained."""
+        self.step.metrics = {}
+        prompts = self.prompts.take(self.config.data.prompts_per_step)
+        batch = self.step.generate(prompts, step)
+        return self._rollouts(step, {"rollouts": batch})
+
+    def one_step(self, step: int, tracker: Tracker | None, rollouts: StoredRollouts | None = None) -> dict[str, float]:
+        """One step of training, on responses to the next prompts, or on `rollouts`; returns its metrics."""
+        cut_off, self.cut_off = rollouts or self.cut_off, None
         self.step.stored = None
         self.step.metrics = dict(cut_off.metrics) if cut_off else {}
         start = time.perf_counter()
         with self.timeline.step(step):
-            values = self.flow.run(
-                self.stages, cut_off.values if cut_off else None, self._after_operator, prompts=prompts, step=step
-            )
+            done = cut_off.values if cut_off else self.step.gathered(self.stages, self.prompts, step)
+            if done and not cut_off:
+                self._after_operator("reward", done)
+            prompts = [] if done else self.prompts.take(self.config.data.prompts_per_step)
+            values = self.flow.run(self.stages, done, self._after_operator, prompts=prompts, step=step)
         seconds = time.perf_counter() - start
         self.stages.note("log")
         batch = values["rollouts"]
@@ -165,7 +222,7 @@ class RLTrainer:
             **self.timeline.step_metrics(),
             **memory_metrics("actor"),
             "train/step_time_ms": seconds * 1e3,
-            "train/epoch": self.sampler.epoch(step + 1),
+            "train/epoch": self.prompts.epoch,
             "train/tokens_per_sec": float(batch.sequence_lengths.sum()) / seconds,
         }
         if tracker is not None:
@@ -219,7 +276,7 @@ class RLTrainer:
     def _rollouts(self, step: int, values: Mapping[str, Any]) -> StoredRollouts:
         """What a step has generated and scored so far."""
         measured = {k: v for k, v in self.step.metrics.items() if k.startswith(("rollout/", "reward/"))}
-        version = self.roles.rollout.weight_version if self.roles.rollout else 0
+        version = self.engines.weight_version if self.engines else 0
         return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
 
     def _write_aside(self, write: Any) -> None:
@@ -237,6 +294,11 @@ class RLTrainer:
             # A resumed run has not validated here: nothing of this may be found again by the next step.
             with together():
                 self.roles.rollout.engine.reset_prefix_cache()
+        self._note_validation(tracker, done, evaluation)
+        return evaluation.metrics
+
+    def _note_validation(self, tracker: Tracker | None, done: int, evaluation: Evaluation) -> None:
+        """Remember the best; write and show what was found."""
         metrics = evaluation.metrics
         value = metrics[f"validation/{self.config.trainer.best_metric}"]
         if value > self.best.value:
@@ -250,7 +312,6 @@ class RLTrainer:
             f"validation after step {done}: "
             + "  ".join(f"{name.removeprefix('validation/')} {value:.3f}" for name, value in metrics.items())
         )
-        return metrics
 
     def evaluate(self) -> Evaluation:
         """Validate the weights that the engine holds now."""
@@ -259,14 +320,15 @@ class RLTrainer:
         if self.config.trainer.validation_prompts is not None:
             count = min(count, self.config.trainer.validation_prompts)
         prompts = [self.validation_data[i] for i in range(count)]
-        return evaluate(self.config, self.roles.rollout, self.roles.reward, prompts)
+        return evaluate(self.config, self.roles.rollout, self.roles.reward, prompts, self.roles.player)
 
     def _tracker(self) -> Tracker | None:
-        if self.rank != 0:
+        if not self.keeps_records:
             return None
         return Tracker(
             self.run_dir,
             self.config.run.log_with,
+            only=self.config.run.track_metrics,
             resume_step=self.next_step if self.next_step else None,
             name=self.config.run.name,
             config=self.config.to_dict(),
@@ -284,34 +346,34 @@ class RLTrainer:
             )
 
     def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:
-        rollout = self.roles.rollout
+        rollout = self.engines
         return {
             "next_step": self.next_step,
             "kl": self.roles.kl.state_dict(),
-            "sampler": self.sampler.state_dict(),
+            "sampler": self.prompts.state_dict(),
             "tokenizer": tokenizer_digest(self.builder.tokenizer),
             "weight_version": rollout.weight_version if rollout else 0,
             "best": {"step": self.best.step, "value": self.best.value},
-            "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.rank == 0 else 0,
+            "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
             "cut_off": cut_off.facts() if cut_off else None,
+            "coordinator": self.progress.to_dict(),
         }
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
         """Take up a checkpoint, if there is one; then the engine has the actor's weights."""
         self.stages.note("resume")
-        rollout, store = self.roles.rollout, self.saving.store
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        path: Path | None = store.resolve(self.config.checkpoint.resume, restarted=restarted)
+        rollout, path = self.engines, self.resumed_from
         state: dict[str, Any] | None = None
         if path is not None:
             if rollout is not None:
                 rollout.source_changes()
-            state = store.load(path, self.trained)
+            state = self.saving.store.load(path, self.trained)
             self._take_up(path, state)
         if rollout is not None:
             rollout.reshard()
             if state is not None:
                 rollout.weight_version = int(state["weight_version"]) or rollout.weight_version
+        self.appoint(Progress.from_dict(state["coordinator"]) if state and "coordinator" in state else Progress())
         if path is not None:
             inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
             done = f"{self.next_step} of {self.config.trainer.steps} steps are done"
@@ -323,7 +385,7 @@ class RLTrainer:
         Raises:
             CheckpointError, DataError: it was made with other data, or another tokenizer.
         """
-        self.sampler.check_state(state["sampler"])
+        self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
         mine = tokenizer_digest(self.builder.tokenizer)
         if state["tokenizer"] != mine:
             raise CheckpointError(
@@ -338,11 +400,17 @@ class RLTrainer:
             with together():
                 self.cut_off = StoredRollouts.read(path / ROLLOUT_FILE, state["cut_off"])
         written = self.run_dir / "metrics.jsonl"
-        if self.rank == 0 and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
+        if self.keeps_records and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
             self.console.warn(
                 f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "
                 "the steps that are missing there will stay so"
             )
+
+
+def rules_of(config: Config) -> Rules:
+    """What is applied, skipped, or the end, as `coordinator` says."""
+    given = config.coordinator
+    return Rules(skip_above=given.skip_above, on_nonfinite=given.on_nonfinite, max_skips=given.max_skips)
 
 
 @contextmanager

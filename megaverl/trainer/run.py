@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,8 @@ from megaverl.parallel.collectives import on_first_rank
 from megaverl.platform import platform
 from megaverl.roles.rollout import sampling_options
 from megaverl.rollout.seeds import sample_seed
+from megaverl.trainer.job import Job, join_job
 from megaverl.trainer.signals import Leaving
-from megaverl.trainer.watchdog import Watchdog, patience
 
 
 def main(config: Config, command: str, options: Mapping[str, Any] | None = None) -> int:
@@ -37,48 +36,35 @@ def main(config: Config, command: str, options: Mapping[str, Any] | None = None)
     run_dir = Path(config.run.dir) / config.run.name
     console = redirect_output(run_dir / "logs", rank)
     platform.start()
-    _join_world(patience(config.run.timeout_minutes))
-    watchdog = Watchdog(console, stalled_after=config.run.timeout_minutes * 60)
+    job = join_job(config, command, console)
     try:
-        code = _do(config, command, console, watchdog, dict(options or {}))
+        code = _do(config, command, console, job, dict(options or {}))
     except BaseException as error:
         # of a rank that is gone the others hear in their own way: what they say of it is one thing
-        if verdict := watchdog.explain(error):
+        if verdict := job.liveness.explain(error):
             raise TrainingStopped(verdict) from error
         raise
-    dist.barrier()
-    watchdog.leave()
+    dist.barrier(job.fabric.control)
+    job.liveness.leave()
     if code == 0:
         dist.destroy_process_group()
     return code
 
 
-def _join_world(timeout: timedelta) -> None:
-    """The world that torchrun describes, under keys of this try's own.
-
-    Under a fixed address torchrun keeps one store for all its restarts, and a rank that is started again would find
-    there the addresses of those that are gone (torch 2.13, elastic/rendezvous/static_tcp_rendezvous.py).
-    """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"megaverl/try_{attempt}", store)
-    dist.init_process_group(platform.backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _do(config: Config, command: str, console: Console, watchdog: Watchdog, options: dict[str, Any]) -> int:
+def _do(config: Config, command: str, console: Console, job: Job, options: dict[str, Any]) -> int:
     seed_generators(config.run.seed)
-    on_first_rank(lambda: _prepare(config.run_dir, config, command))
+    on_first_rank(lambda: prepare_folder(config.run_dir, config, command), job.fabric.control)
     for warning in config.warnings:
         console.warn(warning)
     try:
-        COMMANDS[command](config, console, watchdog, options)
+        COMMANDS[command](config, console, job, options)
     except Leaving as leaving:
         console.print(str(leaving))
         return SAVED_AND_LEFT
     return 0
 
 
-def _prepare(run_dir: Path, config: Config, command: str) -> None:
+def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
     """The run folder, with the configuration and the versions that this command runs with."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -88,18 +74,23 @@ def _prepare(run_dir: Path, config: Config, command: str) -> None:
         raise ConfigError(f"run.dir: {run_dir} cannot be written ({error}). Name another folder.") from error
 
 
-def _train(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
+def _train(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     if config.trainer.rollout_only:
         from megaverl.trainer.rollout_only import generate_only
 
-        generate_only(config, console, watchdog)
+        generate_only(config, console, job)
         return
-    from megaverl.trainer.rl import RLTrainer
+    if job is not None and not job.fabric.placement.is_colocated:
+        from megaverl.trainer.split import SplitTrainer
 
-    RLTrainer(config, console, watchdog=watchdog).train()
+        SplitTrainer(config, console, job).train()
+        return
+    from megaverl.trainer.agents import trainer_of
+
+    trainer_of(config)(config, console, job=job).train()
 
 
-def _sft(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
+def _sft(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
     from megaverl.trainer.export import export_model
     from megaverl.trainer.sft import SFTTrainer
@@ -108,7 +99,14 @@ def _sft(config: Config, console: Console, watchdog: Watchdog | None, options: d
     trainer = SFTTrainer(config, builder, console)
     is_first = dist.get_rank() == 0
     tracker = (
-        Tracker(builder.run_dir, config.run.log_with, name=config.run.name, config=config.to_dict(), warn=console.warn)
+        Tracker(
+            builder.run_dir,
+            config.run.log_with,
+            only=config.run.track_metrics,
+            name=config.run.name,
+            config=config.to_dict(),
+            warn=console.warn,
+        )
         if is_first
         else None
     )
@@ -123,7 +121,21 @@ def _sft(config: Config, console: Console, watchdog: Watchdog | None, options: d
     console.print(f"model written to {builder.run_dir / 'hf'}")
 
 
-def _eval(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
+def _dpo(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+    from megaverl.trainer.build import Builder
+    from megaverl.trainer.preference import PreferenceTrainer
+
+    PreferenceTrainer(config, Builder(config), console, job).train()
+
+
+def _reward(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
+    from megaverl.trainer.build import Builder
+    from megaverl.trainer.preference import RewardModelTrainer
+
+    RewardModelTrainer(config, Builder(config), console, job).train()
+
+
+def _eval(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
     from megaverl.trainer.evaluate import evaluate
 
@@ -133,14 +145,14 @@ def _eval(config: Config, console: Console, watchdog: Watchdog | None, options: 
     data = builder.dataset(config.data.validation)
     count = min(len(data), config.trainer.validation_prompts or len(data))
     rollout, reward = builder.rollout(None), builder.reward()
-    result = evaluate(config, rollout, reward, [data[i] for i in range(count)])
+    result = evaluate(config, rollout, reward, [data[i] for i in range(count)], builder.player())
     if dist.get_rank() == 0:
         (builder.run_dir / "eval.json").write_text(json.dumps(result.metrics, indent=2) + "\n", encoding="utf-8")
     for name, value in result.metrics.items():
         console.print(f"{name.removeprefix('validation/'):20} {value:.4f}")
 
 
-def _generate(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
+def _generate(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
 
     builder = Builder(config)
@@ -184,16 +196,18 @@ def _generate(config: Config, console: Console, watchdog: Watchdog | None, optio
             console.print(f"{text}\n  -> {response}\n")
 
 
-def _quickstart(config: Config, console: Console, watchdog: Watchdog | None, options: dict[str, Any]) -> None:
+def _quickstart(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.quickstart import quickstart
 
-    quickstart(config, console, watchdog)
+    quickstart(config, console, job)
 
 
-Command = Callable[[Config, Console, Watchdog | None, dict[str, Any]], None]
+Command = Callable[[Config, Console, Job | None, dict[str, Any]], None]
 COMMANDS: dict[str, Command] = {
     "train": _train,
     "sft": _sft,
+    "dpo": _dpo,
+    "reward": _reward,
     "eval": _eval,
     "generate": _generate,
     "quickstart": _quickstart,

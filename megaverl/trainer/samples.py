@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
+from megaverl.environments import View, Views
 from megaverl.roles.reward import RewardRole, Scores
 from megaverl.rollout.engine import Generation
 
@@ -29,12 +32,60 @@ def rollout_batch(
     )
 
 
+def episode_batch(prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int]) -> RolloutBatch:
+    """One agent's views of episodes: its own tokens train, what it was told does not."""
+    batch = RolloutBatch.from_generations(
+        [view.prompt for view in views],
+        [Generation(view.tokens, view.log_probs, view.finish_reason) for view in views],
+        group_ids=group_ids,
+        columns={
+            "prompt": [prompt.text for prompt in prompts],
+            "reference": [prompt.reference for prompt in prompts],
+            "extra": [prompt.extra for prompt in prompts],
+            "turns": [view.spans for view in views],
+        },
+    )
+    own, turns = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.generated_ids)
+    rewards = torch.zeros_like(batch.rollout_log_probs)
+    for row, view in enumerate(views):
+        length = len(view.tokens)
+        own[row, :length] = torch.tensor(view.own, dtype=torch.bool)
+        turns[row, :length] = torch.tensor(view.turns, dtype=torch.int64)
+        for (_, end), reward in zip(view.spans, view.rewards, strict=True):
+            rewards[row, end - 1] = reward
+    return batch.with_(response_mask=own, turn_ids=turns, turn_rewards=rewards)
+
+
+def episodes_batch(
+    prompts: Sequence[PromptRecord], episodes: Sequence[Views], agents: Sequence[str], group_ids: Sequence[int]
+) -> RolloutBatch:
+    """The views of all agents, one agent's after the other's; each agent's groups are its own."""
+    parts = [
+        episode_batch(
+            prompts,
+            [views[agent] for views in episodes],
+            [group * len(agents) + number for group in group_ids],
+        )
+        for number, agent in enumerate(agents)
+    ]
+    if len(agents) == 1:
+        return parts[0]
+    return RolloutBatch.concat(
+        [
+            part.with_(agent_ids=torch.full((len(part),), number)).with_columns(agent=[agent] * len(part))
+            for number, (agent, part) in enumerate(zip(agents, parts, strict=True))
+        ]
+    )
+
+
 def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, count: int) -> list[dict[str, Any]]:
     """The first `count` samples as JSON-able records."""
+    agents = batch.columns.get("agent")
     return [
         {
+            **({"agent": agents[i]} if agents else {}),
             "prompt": batch.columns["prompt"][i],
-            "response": reward.text(batch, i),
+            "response": reward.transcript(batch, i),
             "reference": batch.columns["reference"][i],
             "reward": round(float(scores.total[i]), 6),
             "finish_reason": batch.columns["finish_reason"][i],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaverl.checkpoint.commit import Retention
+from megaverl.checkpoint.commit import Committer, Retention
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config.trainer import CheckpointConfig
 from megaverl.errors import CheckpointError
@@ -92,12 +92,14 @@ class Saving:
         return True
 
 
-def checkpoint_store(config: CheckpointConfig, run_dir: Path, phase: Callable[[str], None]) -> CheckpointStore:
+def checkpoint_store(
+    config: CheckpointConfig, run_dir: Path, phase: Callable[[str], None], committer: Committer
+) -> CheckpointStore:
     """The store of a run, which keeps what the configuration wants kept."""
     retention = Retention(
         keep_last_k=config.keep_last_k, keep_best=config.keep_best, milestone_interval=config.milestone_interval
     )
-    return CheckpointStore(run_dir / "checkpoints", retention=retention, phase=phase)
+    return CheckpointStore(run_dir / "checkpoints", retention=retention, committer=committer, phase=phase)
 
 
 def settle_file(path: Path) -> int:

@@ -38,6 +38,8 @@ class SFTTrainer:
             scheduler=scheduler,
             ddp=config.actor.ddp,
             total_updates=sft.steps,
+            gradient_accumulation=config.actor.gradient_accumulation,
+            offload=config.actor.offload,
         )
 
     def train(self, on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None) -> None:

@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megaverl.platform import platform
+from megaverl.parallel.collectives import device_of
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -35,10 +35,10 @@ class LeaveRequest:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def agreed(self) -> str | None:
-        """The name of a signal that any rank has got, the same on all; every rank takes part."""
-        heard = torch.tensor(self._heard, dtype=torch.int64, device=platform.device)
-        dist.all_reduce(heard, op=dist.ReduceOp.MAX)
+    def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
+        """The name of a signal that any rank has got, the same on all; every rank (of `group`) takes part."""
+        heard = torch.tensor(self._heard, dtype=torch.int64, device=device_of(group))
+        dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=group)
         number = int(heard)
         return signal.Signals(number).name if number else None
 

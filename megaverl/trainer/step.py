@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -11,14 +14,22 @@ from megaverl.algorithms import KLController, masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
+from megaverl.data.stream import Prompts
 from megaverl.dataflow import DataFlow, Operator
+from megaverl.dataflow.plan import Places
 from megaverl.errors import TrainingStopped
 from megaverl.roles.credit import Credit
 from megaverl.roles.critic import Critic
+from megaverl.roles.implicit_reward import ImplicitRewardModel
+from megaverl.roles.own_functions import kept_by
+from megaverl.roles.player import Player
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import RewardRole, Scores
 from megaverl.roles.rollout import Rollout
-from megaverl.trainer.generate import generate, greedy_scores, score
+from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.generate import Metrics, generate, greedy_scores, score
+from megaverl.trainer.mix import Mix
+from megaverl.trainer.refill import refill
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 
 
@@ -32,6 +43,9 @@ class Roles:
     critic: Critic | None
     reference: Policy | None
     kl: KLController
+    player: Player | None = None  # of a run with an environment
+    implicit: ImplicitRewardModel | None = None  # PRIME's
+    learned: TrainableModel | None = None  # the reward model that `mix` trains
 
 
 @dataclass
@@ -54,10 +68,11 @@ class RLStep:
     def __post_init__(self) -> None:
         self.credit = Credit(self.config.algorithm)
 
-    def flow(self) -> DataFlow:
-        """Compiled for `run(prompts=..., step=...)`.
+    def flow(self, places: Places | None = None) -> DataFlow:
+        """Compiled for `run(prompts=..., step=...)`, where the roles are.
 
-        What a configuration does not use (critic, reference) is no operator of its flow.
+        What a configuration does not use (critic, reference) is no operator of its flow. The roles are only needed
+        when it runs.
         """
         flow = DataFlow()
         source = self.generate if self.replayed is None else self.replay
@@ -65,36 +80,70 @@ class RLStep:
         flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
         flow.add_operator(Operator("old_log_probs", self.old_log_probs, ("rollouts", "step"), role="actor"))
         inputs = ["rollouts", "scores", "old_log_probs"]
-        if self.roles.reference is not None:
+        if self.config.uses_reference:
             flow.add_operator(Operator("ref_log_probs", self.ref_log_probs, ("rollouts",), role="reference"))
             inputs.append("ref_log_probs")
-        if self.roles.critic is not None:
+        if self.config.uses_critic:
             flow.add_operator(Operator("values", self.values, ("rollouts",), role="critic"))
             inputs.append("values")
         if self.config.estimator_reads("greedy_rewards"):
-            flow.add_operator(Operator("greedy_rewards", self.greedy_rewards, ("prompts", "step"), role="rollout"))
+            flow.add_operator(Operator("greedy_rewards", self.greedy_rewards, ("rollouts", "step"), role="rollout"))
             inputs.append("greedy_rewards")
         if self.config.estimator_reads("score_norms"):
             flow.add_operator(Operator("score_norms", self.score_norms, ("rollouts",), role="actor"))
             inputs.append("score_norms")
-        flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",)))
-        if self.roles.critic is not None:
+        if self.config.estimator_reads("implicit_rewards"):
+            takes = ("rollouts", "scores", "ref_log_probs")
+            flow.add_operator(Operator("implicit_rewards", self.implicit_rewards, takes, role="actor"))
+            inputs.append("implicit_rewards")
+        flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",), role="actor"))
+        if self.config.uses_critic:
             flow.add_operator(Operator("critic_update", self.update_critic, ("experience", "step"), (), role="critic"))
         flow.add_operator(
             Operator("actor_update", self.update_actor, ("experience", "step"), ("updated",), role="actor")
         )
-        if self.roles.rollout is not None:
-            flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role="rollout"))
-        return flow.compile(given=("prompts", "step"))
+        if self.replayed is None:
+            flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role=("actor", "rollout")))
+        if self.config.mix:
+            self.mix().add_to(flow, before=("reshard",) if self.replayed is None else ())
+        return flow.compile(given=("prompts", "step"), places=places)
 
-    def generate(self, prompts: list[PromptRecord], step: int) -> RolloutBatch:
+    def mix(self) -> Mix:
+        """The further updates of a step."""
+        roles = self.roles
+        return Mix(self.config, roles.actor, roles.reference, roles.learned, roles.reward.tokenizer, self._record)
+
+    def gathered(
+        self, span: Callable[[str], AbstractContextManager[Any]], stream: Prompts, step: int
+    ) -> dict[str, Any]:
+        """With dynamic sampling a step's `rollouts` and `scores`, from as many rounds as it takes; else nothing."""
+        if self.config.algorithm.dynamic_sampling.metric is None or self.replayed is not None:
+            return {}
+        rounds = DataFlow()
+        given = ("prompts", "step", "first_group")
+        rounds.add_operator(Operator("rollout", self.generate, given, ("rollouts",), role="rollout"))
+        rounds.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
+        rounds.compile(given)
+
+        def one_round(prompts: Sequence[PromptRecord], first_group: int) -> tuple[RolloutBatch, Scores, Metrics]:
+            values = rounds.run(span, prompts=prompts, step=step, first_group=first_group)
+            return values["rollouts"], values["scores"], dict(self.metrics)
+
+        batch, scores, metrics = refill(self.config, stream, one_round, step)
+        self.metrics |= metrics
+        return {"rollouts": batch, "scores": scores}
+
+    def generate(self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0) -> RolloutBatch:
         """`group_size` responses to every prompt."""
-        assert self.roles.rollout is not None, "a replay generates nothing"
-        batch, metrics = generate(self.config, self.roles.rollout, prompts, step)
+        roles = self.roles
+        assert roles.rollout is not None, "a replay generates nothing"
+        batch, metrics = generate(
+            self.config, roles.rollout, prompts, step, first_group=first_group, player=roles.player
+        )
         self.metrics |= metrics
         return batch
 
-    def replay(self, prompts: list[PromptRecord], step: int) -> RolloutBatch:
+    def replay(self, prompts: Sequence[PromptRecord], step: int) -> RolloutBatch:
         """Responses that another run generated for this step."""
         assert self.replayed is not None
         self.stored = self.replayed.read(step)
@@ -135,16 +184,24 @@ class RLStep:
         assert self.roles.critic is not None
         return self.roles.critic.values(rollouts)
 
-    def greedy_rewards(self, prompts: list[PromptRecord], step: int) -> torch.Tensor:
+    def greedy_rewards(self, rollouts: RolloutBatch, step: int) -> torch.Tensor:
         """[B]: the reward of the greedy response to each sample's prompt."""
         assert self.roles.rollout is not None, "a replay generates nothing"
-        scores = greedy_scores(self.config, self.roles.rollout, self.roles.reward, prompts, step)
+        scores = greedy_scores(self.config, self.roles.rollout, self.roles.reward, rollouts, step)
         self.metrics["reward/greedy_mean"] = float(scores.total.mean())
-        return scores.total.repeat_interleave(self.config.algorithm.group_size)
+        return scores.total
 
     def score_norms(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The squared gradients of the actor's log-probs by its logits."""
         return self.roles.actor.score_norms(rollouts)
+
+    def implicit_rewards(self, rollouts: RolloutBatch, scores: Scores, ref_log_probs: torch.Tensor) -> torch.Tensor:
+        """[B, R]: PRIME's rewards of tokens, from a model that has just learned the outcomes of these responses."""
+        assert self.roles.implicit is not None
+        self._record("reward_model", self.roles.implicit.update(rollouts, ref_log_probs, scores.correct))
+        rewards = self.roles.implicit.rewards(rollouts, ref_log_probs)
+        self.metrics["reward/implicit_mean"] = masked_mean(rewards, rollouts.response_mask)
+        return rewards
 
     def advantages(
         self,
@@ -155,20 +212,26 @@ class RLStep:
         values: torch.Tensor | None = None,
         greedy_rewards: torch.Tensor | None = None,
         score_norms: torch.Tensor | None = None,
+        implicit_rewards: torch.Tensor | None = None,
     ) -> RolloutBatch:
         """Everything that the updates need, in one batch."""
+        if self.config.algorithm.rollout_filter is not None:
+            keep = kept_by(self.config.algorithm.rollout_filter, rollouts, scores)
+            rollouts = rollouts.with_(response_mask=rollouts.response_mask & keep.unsqueeze(1))
+            self.metrics["rollout/filtered_fraction"] = 1.0 - float(keep.float().mean())
         tensors = {"rewards": scores.total}
         given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "values": values}
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
-        components = self.roles.reward.reward.components
+        weights = self.roles.reward.weights(scores)
         extra = {
             "greedy_rewards": greedy_rewards,
             "score_norms": score_norms,
-            "component_rewards": torch.stack([scores.components[each.name] for each in components], dim=1),
-            "component_weights": torch.tensor([each.weight for each in components]),
+            "implicit_rewards": implicit_rewards,
+            "component_rewards": torch.stack(list(scores.components.values()), dim=1),
+            "component_weights": torch.tensor([weights[name] for name in scores.components]),
         }
         coef = self.roles.kl.coef
-        batch, metrics = self.credit.assign(rollouts.with_(**tensors), kl_coef=coef, extra=extra)
+        batch, metrics = self.credit.assign_each(rollouts.with_(**tensors), kl_coef=coef, extra=extra)
         self.metrics |= {f"train/{name}": value for name, value in metrics.items()}
         if "kl" in metrics:
             self.metrics["train/kl_coef"] = coef

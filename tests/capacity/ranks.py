@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.roles import LoraConfig
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
@@ -29,6 +30,7 @@ def trained(
     critic: bool = False,
     ddp: dict[str, Any] | None = None,
     megatron: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Bytes of weights, gradients and optimizer on this rank, after one real update."""
     model = MegatronModel(
@@ -39,6 +41,7 @@ def trained(
         value_head=critic,
         overrides=megatron,
         role="critic" if critic else "actor",
+        lora=None if lora is None else LoraConfig(**lora),
     )
     trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2)
     if critic:
@@ -47,7 +50,7 @@ def trained(
         actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
         actor.update(experience(), step=0, kl_coef=0.0)
     buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters.values()}
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.held}
     return {
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),

@@ -60,6 +60,22 @@ def test_trained_bytes_are_exact(case: tuple, world: Callable[..., list[Any]], t
         assert {name: getattr(predicted, name) for name in found} == found, f"rank {rank}"
 
 
+@pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
+def test_bytes_with_adapters_are_exact(critic: bool, world: Callable[..., list[Any]], tmp_path: Path) -> None:
+    """Frozen weights have no buffers, gradients or moments; a critic's head is trained whole."""
+    folder = make_tiny_folder(tmp_path, "Qwen2ForCausalLM", tie_embeddings=True)
+    shape, lora = {"tp": 2, "pp": 2}, {"rank": 3, "alpha": 6.0}
+    measured = world(
+        4, "tests.capacity.ranks:trained", folder=folder, shape=shape, dtype="bfloat16", critic=critic, lora=lora
+    )
+    role = "critic" if critic else "actor"
+    settings = ("actor.tp=2", "actor.pp=2", "model.dtype=bfloat16", f"{role}.lora.rank=3", f"{role}.lora.alpha=6.0")
+    model = MemoryModel(make(ModelSpec.from_folder(folder), 4, *settings, "algorithm.name=ppo"))
+    for rank, found in enumerate(measured):
+        predicted = model.rank(rank).parts[role]
+        assert {name: predicted[name] for name in found} == found, f"rank {rank}"
+
+
 @pytest.mark.parametrize("num_kv_heads", [2, 4], ids=["aliased", "copied"])
 def test_bytes_of_a_reshard_are_exact(num_kv_heads: int, world: Callable[..., list[Any]], tmp_path: Path) -> None:
     """With one key-value head a rank both sides hold queries, keys and values in one order; with two they do not."""

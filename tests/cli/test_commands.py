@@ -175,3 +175,20 @@ def test_keys(capsys):
     assert "rollout.sampling.top_p: float = 1.0" in out
     assert "rollout.sampling.seed" not in out, "megaverl owns it"
     assert main(["keys", "algorthm"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "patterns"),
+    [
+        (["--track_metrics"], ["*"]),
+        (["--track_metrics", "reward/*,actor/*"], ["reward/*", "actor/*"]),
+        (["--track-metrics", "run.seed=5"], ["*"]),
+    ],
+)
+def test_which_metrics_trackers_get(
+    files: list[str], given: list[str], patterns: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--dry-run", *files, *given]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out)["run"]
+    assert resolved["track_metrics"] == patterns
+    assert resolved["seed"] == (5 if "run.seed=5" in given else 0)

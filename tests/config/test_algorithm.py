@@ -64,9 +64,11 @@ def test_a_preset_needs_nothing_but_what_is_said(load, mistakes, name):
         "dr_grpo": ["algorithm.loss_length=256"],
         "pass_at_k": ["algorithm.advantage_options.k=2"],
     }
-    config = load(f"algorithm={{name: {name}, group_size: 4}}", *needs.get(name, []))
-    assert config.uses_critic == (name == "ppo")
-    assert config.uses_reference == (name == "distillation")
+    in_turns = ["environment.name=guess"] if name.startswith("turn_") else []
+    config = load(f"algorithm={{name: {name}, group_size: 4}}", *needs.get(name, []), *in_turns)
+    assert config.uses_critic == (name in ("ppo", "turn_ppo"))
+    assert config.uses_reference == (name in ("distillation", "prime"))
+    assert config.trains_reward_model == (name == "prime")
     if name in needs:
         assert set(mistakes(f"algorithm={{name: {name}, group_size: 4}}")) == {needs[name][0].split("=")[0]}
 
@@ -97,8 +99,7 @@ G = "algorithm.group_size=4"
         (["algorithm.name=grpo", G, "algorithm.value_loss_coef=0.5"], "algorithm.value_loss_coef", "no critic"),
         (["algorithm.name=grpo", G, "algorithm.critic_warmup_steps=3"], "algorithm.critic_warmup_steps", "no critic"),
         (["algorithm.name=rloo", G, "algorithm.value_clip_range=null"], "algorithm.value_clip_range", "no critic"),
-        (["algorithm.advantage=turn_grpo", G], "algorithm.advantage", "reads turn_ids; a training step has none"),
-        (["algorithm.advantage=prime", G], "algorithm.advantage", "reads implicit_rewards"),
+        (["algorithm.advantage=turn_grpo", G], "algorithm.advantage", "without environment.name a response has no"),
         (
             ["algorithm.name=gdpo", G, "algorithm.kl={in: reward, coef: 0.1}"],
             "algorithm.kl.in",
@@ -134,6 +135,45 @@ G = "algorithm.group_size=4"
             "algorithm.correction.kind",
             "is to the engine's policy already",
         ),
+        (
+            ["algorithm.dynamic_sampling.max_rounds=2"],
+            "algorithm.dynamic_sampling.max_rounds",
+            "metric is null. Use metric: accuracy",
+        ),
+        (
+            ["algorithm.dynamic_sampling.metric=acuracy", "algorithm.group_size=2"],
+            "algorithm.dynamic_sampling.metric",
+            "there are: accuracy, reward, exact_match. Did you mean `accuracy`?",
+        ),
+        (["algorithm.dynamic_sampling.metric=accuracy"], "algorithm.group_size", "which needs at least 2"),
+        (
+            [G, "algorithm.dynamic_sampling={metric: reward, max_rounds: 2, prompts_per_round: 31}"],
+            "algorithm.dynamic_sampling.prompts_per_round",
+            "62 prompts, fewer than data.prompts_per_step=64",
+        ),
+        (
+            [G, "algorithm.dynamic_sampling={metric: reward, if_short: ignore}"],
+            "algorithm.dynamic_sampling.if_short",
+            "allowed: fill, stop",
+        ),
+        (["environment.max_turns=2"], "environment.max_turns", "environment.name is null"),
+        (["environment.name=geuss"], "environment.name", "Did you mean `guess`?"),
+        (
+            ["environment={name: guess, options: {hihger: up}}"],
+            "environment.options",
+            "takes higher, lower, unreadable, turn_cost",
+        ),
+        (["environment={name: tools, options: {tools: [calculater]}}"], "environment.options", "there are: calculator"),
+        (["environment={name: tools, options: {call: '(a'}}"], "environment.options", "no regular expression"),
+        (["environment={name: tools, options: {call: 'a'}}"], "environment.options", "needs one group"),
+        (["environment={name: tools, options: {allow: [net]}}"], "environment.options", "allow knows network"),
+        (
+            ["environment={name: guess, max_turn_tokens: 300}"],
+            "environment.max_turn_tokens",
+            "more than rollout.sampling.max_tokens=256",
+        ),
+        (["environment={name: guess, max_turns: 300}"], "environment.max_turns", "no token for each turn"),
+        (["environment.name=guess", "algorithm.name=remax"], "environment.name", "there is none of an episode"),
         (["algorithm.kl.straight_through=true"], "algorithm.kl.straight_through", "has none"),
     ],
 )

@@ -202,7 +202,11 @@ def test_one_wrong_key_or_type(load, mistakes, override, key, said):
 
 def test_config_can_be_made_directly():
     config = Config(actor={"tp": 2}, reward="gsm8k", data={"train": "a.jsonl"})
-    assert (config.critic.tp, config.reward[0].name, config.data.train) == (2, "gsm8k", ["a.jsonl"])
+    assert (config.critic.tp, config.reward[0].name, [str(source) for source in config.data.train]) == (
+        2,
+        "gsm8k",
+        ["a.jsonl"],
+    )
     assert config.uses_critic and not config.uses_reference
     assert config.samples_per_step == 64
     assert config.run_dir == Path("runs/run")

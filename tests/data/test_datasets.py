@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaverl.data.columns import Columns
 from megaverl.data.datasets import PromptDataset, PromptSampler, split_held_out
 from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.rows import JsonlFile, RowList, open_rows
@@ -63,14 +64,14 @@ def test_several_files_and_a_pattern_follow_one_another(tmp_path: Path, encoder:
 
 def test_keys_can_be_named_and_nested(tmp_path: Path, encoder: PromptEncoder) -> None:
     path = write_jsonl(tmp_path / "gsm8k.jsonl", GSM8K_ROWS)
-    dataset = PromptDataset.load(path, encoder, prompt_key="question")
+    dataset = PromptDataset.load(path, encoder, Columns(prompt="question"))
     assert dataset[0].reference.endswith("#### 72") and dataset[0].extra == {}
     nested = [{"prompt": "What is 1 plus 1?", "reward_model": {"ground_truth": 2}}]
     dataset = PromptDataset.load(
-        write_jsonl(tmp_path / "nested.jsonl", nested), encoder, answer_key="reward_model.ground_truth"
+        write_jsonl(tmp_path / "nested.jsonl", nested), encoder, Columns(answer="reward_model.ground_truth")
     )
     assert dataset[0].reference == 2
-    assert PromptDataset(RowList([{"prompt": "What?"}]), encoder, answer_key=None)[0].reference is None
+    assert PromptDataset(RowList([{"prompt": "What?"}]), encoder, Columns(answer=None))[0].reference is None
 
 
 def test_empty_lines_are_skipped_and_line_numbers_stay_right(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ PPO = [
     "run={name: run, nproc: 2, log_with: jsonl, timeout_minutes: 2}",
 ]
 # What a clock or the machine says.
-_VARYING = ("time", "_ms", "_per_sec", "seconds", "memory/")
+_VARYING = ("time", "_ms", "_per_sec", "seconds", "memory/", "busy/")
 
 
 def arguments(inputs: Path, runs: Path, *more: str) -> list[str]:

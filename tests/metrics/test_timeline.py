@@ -96,3 +96,22 @@ def test_only_the_last_events_are_kept() -> None:
             assert timeline is not None
     assert [e["name"] for e in timeline.trace_events() if e["ph"] == "X"] == ["7", "8", "9"]
     assert len(timeline.step_metrics()) == 10
+
+
+def test_busy_shares_by_role() -> None:
+    timeline = Timeline()
+    timeline.roles = {"rollout": "rollout", "reshard": "rollout", "update": "actor", "values": "critic"}
+    with timeline.step(0):
+        for name in ("rollout", "update", "reshard"):
+            with timeline.span(name):
+                pass
+    timeline._totals.update({"rollout": 30, "reshard": 20, "update": 500})
+    timeline._step_ns = 100
+    metrics = timeline.step_metrics()
+    assert {key: metrics[key] for key in metrics if key.startswith("busy/")} == {
+        "busy/rollout": 0.5,
+        "busy/actor": 1.0,
+        "busy/critic": 0.0,
+    }
+    spans = {event["name"]: event for event in timeline.trace_events() if event["ph"] == "X"}
+    assert spans["reshard"]["args"] == {"step": 0, "role": "rollout"}

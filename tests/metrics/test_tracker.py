@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from megaverl.errors import ConfigError
 from megaverl.metrics import backends
 from megaverl.metrics.backends import check_backends, read_metrics
+from megaverl.metrics.queued import WAITING, Queued
 from megaverl.metrics.tracker import Tracker
 
 
@@ -111,7 +113,6 @@ def test_a_failing_backend_is_left_out_with_one_warning(tmp_path: Path, monkeypa
     with Tracker(tmp_path, backends=["failing"], warn=warnings.append) as tracker:
         for step in range(4):
             tracker.log(step, {"loss": 1.0})
-        assert tracker.active == ("jsonl",)
     assert steps(tmp_path) == [0, 1, 2, 3]
     assert len(warnings) == 1
     assert "'failing'" in warnings[0] and "step 1" in warnings[0] and "the server is gone" in warnings[0]
@@ -149,3 +150,105 @@ def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
         tracker.log(0, {"loss": torch.tensor(0.25), "grad": torch.tensor([3])})
     record = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert (record["loss"], record["grad"]) == (0.25, 3.0)
+
+
+def test_only_some_metrics_go_to_the_trackers(tmp_path: Path) -> None:
+    with Tracker(tmp_path, backends=["csv"], only=["reward/*", "*loss"]) as tracker:
+        tracker.log(1, {"reward/mean": 1.0, "actor/loss": 2.0, "memory/x": 3.0})
+    with (tmp_path / "metrics.csv").open() as file:
+        assert next(csv.reader(file)) == ["step", "time", "reward/mean", "actor/loss"]
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["memory/x"] == 3.0
+
+
+OWN = """
+class Mine:
+    def __init__(self, info):
+        self.file = (info.run_dir / "mine.txt").open("a")
+        self.file.write(f"{info.name} {info.config['seed']}\\n")
+
+    def write(self, step, seconds, metrics):
+        self.file.write(f"{step} {metrics}\\n")
+
+    def close(self):
+        self.file.close()
+"""
+
+
+def test_a_tracker_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    warnings: list[str] = []
+    own, wrong = f"{tmp_path / 'own.py'}:Mine", f"{tmp_path / 'own.py'}:Yours"
+    with Tracker(tmp_path, [own, wrong], name="me", config={"seed": 3}, warn=warnings.append) as tracker:
+        tracker.log(1, {"a": 1.0})
+        tracker.log(2, {"a": 2.0})
+    assert (tmp_path / "mine.txt").read_text().splitlines() == ["me 3", "1 {'a': 1.0}", "2 {'a': 2.0}"]
+    assert len(warnings) == 1 and "has no 'Yours'; it has Mine" in warnings[0]
+
+
+class Stuck:
+    """A tracker whose server does not answer."""
+
+    released = threading.Event()
+
+    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        self.released.wait()
+
+    def close(self) -> None: ...
+
+
+def test_training_never_waits_for_a_tracker() -> None:
+    said: list[str] = []
+    tracker = Queued("stuck", Stuck, said.append)
+    try:
+        for step in range(WAITING + 5):
+            tracker.write(step, 0.0, {"a": 1.0})
+        assert len(said) == 1 and "has not taken the last" in said[0] and not tracker.works
+        other = Queued("stuck", Stuck, said.append)
+        other.write(1, 0.0, {})
+        other.close(seconds=0.05)
+        assert "not finished within" in said[1]
+    finally:
+        Stuck.released.set()
+
+
+def test_a_tracker_that_wants_to_end_the_program_is_left_out() -> None:
+    def make() -> Stuck:
+        raise SystemExit("no login")
+
+    said: list[str] = []
+    tracker = Queued("rude", make, said.append)
+    tracker.close()
+    tracker.write(1, 0.0, {})
+    assert said == ["could not start, it is left out now: SystemExit: no login"]
+
+
+METRICS = {"reward/mean": 0.5, "validation/pass@1": 0.25, "actor/loss": float("nan")}
+
+
+@pytest.fixture
+def nobody_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "SWANLAB_MODE", "SWANLAB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
+def test_services_keep_what_they_get_offline(tmp_path: Path, nobody_logged_in: None, name: str) -> None:
+    """The real libraries, without a login and without a question; and a second start goes on."""
+    pytest.importorskip(name, reason=f"pip install 'megaverl[{name}]'")
+    warnings: list[str] = []
+    for resume_step in (None, 1):
+        with Tracker(
+            tmp_path, [name], name="a run", config={"a": {"b": 1}}, warn=warnings.append, resume_step=resume_step
+        ) as tracker:
+            tracker.log(1 if resume_step is None else 2, METRICS)
+    assert warnings == []
+    written = {"wandb": "wandb", "mlflow": "mlflow_run_id", "swanlab": "swanlog"}[name]
+    assert (tmp_path / written).exists()
+    if name == "mlflow":
+        import mlflow
+
+        run = mlflow.get_run((tmp_path / "mlflow_run_id").read_text())
+        history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "validation/pass_1")
+        assert [point.step for point in history] == [1, 2], "both starts are one run"

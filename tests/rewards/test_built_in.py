@@ -139,8 +139,8 @@ def test_math_verify_says_when_its_process_died() -> None:
     worker = MathWorker()
     assert worker.equal("1", "1", 60.0)
     assert worker._process is not None
-    worker._process.kill()
-    worker._process.wait()
+    worker._process._process.kill()
+    worker._process._process.wait()
     with pytest.raises(RewardError, match="ended with code -9.*by hand"):
         worker.equal("1", "1", 60.0)
     assert worker.equal("1", "1", 60.0)

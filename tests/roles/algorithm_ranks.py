@@ -10,7 +10,8 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.roles.megatron_model import MegatronModel
-from megaverl.roles.policy import Actor
+from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates
+from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.trainable import TrainableModel
 from tests.models.ranks import manager
 from tests.roles.ranks import experience
@@ -31,4 +32,36 @@ def updates(
         actor = Actor(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
         found["score_norms"] = actor.score_norms(experience()).tolist()
         found[name] = actor.update(experience(), step=0, kl_coef=0.1)
+    return found
+
+
+def pair_updates(
+    folder: str, shape: dict[str, int], losses: dict[str, dict[str, Any]], micro_batch_tokens: int
+) -> dict[str, Any]:
+    """Metrics of two updates with each preference loss and of a reward model, and what both say of pairs after them."""
+    grid, pairs = manager().grid(GridShape(**shape)), experience()
+    pairs = pairs.select(list(range(len(pairs) // 2 * 2)))
+    optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+
+    def model(value_head: int = 0, seed: int = 0) -> MegatronModel:
+        made = MegatronModel(
+            ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=seed, role="actor", value_head=value_head
+        )
+        made.load(folder)
+        return made
+
+    def trainable(made: MegatronModel) -> TrainableModel:
+        return TrainableModel(made, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+
+    reference = Policy(model(), temperature=1.0, micro_batch_tokens=micro_batch_tokens)
+    found: dict[str, Any] = {}
+    for name, options in losses.items():
+        updates = PreferenceUpdates(trainable(model()), name, options, micro_batch_tokens=micro_batch_tokens)
+        found[name] = [updates.update(pairs, reference) for _ in range(2)] + [updates.evaluate(pairs, reference)]
+    margins = torch.arange(len(pairs)).float() // 2 / 10
+    ranking = RewardModelUpdates(
+        trainable(model(value_head=1)), "bradley_terry", {"center_coef": 0.01}, micro_batch_tokens=micro_batch_tokens
+    )
+    found["reward_model"] = [ranking.update(pairs.with_(margins=margins)) for _ in range(3)]
+    found["scores"] = ranking.reward_model.scores(pairs).tolist()
     return found

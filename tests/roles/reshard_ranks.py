@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from megaverl.config.roles import LoraConfig
 from megaverl.config.rollout import RolloutConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.reshard.export import save_folder
+from megaverl.roles.adapters import load_adapter_folder, merged_model
 from megaverl.roles.megatron_model import MegatronModel
 from megaverl.roles.policy import Policy
 from megaverl.roles.rollout import Rollout
@@ -41,9 +43,11 @@ def reshard_and_generate(
     tp: int,
     vllm: dict[str, Any],
     prompts: list[list[int]],
+    adapter: str | None = None,
 ) -> list[dict[str, Any]]:
     """One engine without weights of its own; for each grid an actor that gives it the old weights, then the new.
 
+    With an `adapter` (rank 4, alpha 8) that makes the old weights the new ones, the last grid's actor has it.
     Returns for each grid the greedy responses with the old and the new weights, and the largest difference between
     the engine's log-probs of the new ones and the actor's. The new weights are exported by each grid.
     """
@@ -51,13 +55,21 @@ def reshard_and_generate(
     made = engine(old_folder, tp, load_weights=False, **vllm)
     found = []
     for shape, export in zip(shapes, exports, strict=True):
-        model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0)
+        lora = LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
+        model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0, lora=lora)
         rollout = Rollout(made, made.layouts(model.weights, spec), model, model.grid.world)
         responses = []
         for folder in (old_folder, new_folder):
             rollout.source_changes()
-            model.load(folder)
+            if lora is None or folder == old_folder:
+                model.load(folder)
+            else:
+                before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+                load_adapter_folder(model, str(adapter))
             rollout.reshard()
+            if lora is not None and folder == new_folder:
+                rollout.reshard()  # merged anew into what arrives, not into what was there
+                assert all(torch.equal(before[name], p) for name, p in model.parameters.items())
             responses.append(rollout.generate(prompts, GREEDY, [0] * len(prompts)))
         found.append(
             {
@@ -66,14 +78,7 @@ def reshard_and_generate(
                 "difference": largest_difference(model, prompts, responses[1]),
             }
         )
-        save_folder(
-            export,
-            source_folder=old_folder,
-            weights=model.weights,
-            layouts=model.layout_of,
-            tensors=model.parameters,
-            group=model.grid.world,
-        )
+        save_folder(export, source_folder=old_folder, **merged_model(model))
     made.close()
     return found
 

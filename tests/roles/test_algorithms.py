@@ -27,10 +27,20 @@ PARTS: dict[str, dict[str, Any]] = {
 ALGORITHMS = {name: {**COMMON, "policy_loss": name, **part} for name, part in PARTS.items()}
 
 
-def updates(folder: Path, shape: dict[str, int], tokens: int) -> dict[str, Any]:
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.5, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.5},
+    "simpo": {},
+    "orpo": {"lam": 0.5},
+    "kto": {"undesirable_weight": 0.5},
+}
+
+
+def updates(folder: Path, shape: dict[str, int], tokens: int, what: str = "updates") -> dict[str, Any]:
     size = GridShape(**shape).world_size
-    options = {"folder": folder, "shape": shape, "algorithms": ALGORITHMS, "micro_batch_tokens": tokens}
-    results = run_world(size, "tests.roles.algorithm_ranks:updates", **options)
+    given = {"algorithms": ALGORITHMS} if what == "updates" else {"losses": LOSSES}
+    options = {"folder": folder, "shape": shape, "micro_batch_tokens": tokens, **given}
+    results = run_world(size, f"tests.roles.algorithm_ranks:{what}", **options)
     assert all(result == results[0] for result in results[1:]), "every rank says the same"
     return results[0]
 
@@ -47,3 +57,19 @@ def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path
         assert 0.0 < expected[name]["selected_fraction"] < 0.5
     for name in ("gspo", "gmpo", "cispo"):
         assert 0.0 < expected[name]["correction_fraction"] < 1.0
+
+
+def test_pairs_too(tmp_path: Path) -> None:
+    """Pairs stay together however they are split, and a reward model's score is that of the last token."""
+    folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
+    expected = updates(folder, {}, 1000, "pair_updates")
+    found = updates(folder, {"tp": 2, "pp": 2}, 28, "pair_updates")
+    torch.testing.assert_close(
+        torch.tensor(found.pop("scores")), torch.tensor(expected.pop("scores")), atol=2e-5, rtol=0
+    )
+    for name, reports in found.items():
+        for report, wanted in zip(reports, expected[name], strict=True):
+            assert report == pytest.approx(wanted, abs=3e-5, rel=3e-5), name
+    for name in LOSSES:
+        assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
+    assert expected["reward_model"][2]["loss"] < expected["reward_model"][1]["loss"]

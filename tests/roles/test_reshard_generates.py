@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
 from tests.layout.specs import CONFIGS
@@ -45,10 +46,36 @@ def two_folders(path: Path, architecture: str, **config: Any) -> tuple[Path, Pat
     return old, new
 
 
+def write_adapter(folder: Path, old: Path, new: Path) -> Path:
+    """A peft adapter for all linear layers of `old`, with which `new` is to be the merged model. Returns `folder`."""
+    generator = torch.Generator().manual_seed(0)
+    weights, factors = load_file(old / "model.safetensors"), {}
+    for name, weight in weights.items():
+        if name.endswith("_proj.weight"):
+            a, b = (torch.randn(size, generator=generator) * 0.1 for size in ((4, weight.shape[1]), (len(weight), 4)))
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            factors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            weight += 8 / 4 * b @ a
+    save_file(weights, new / "model.safetensors", metadata={"format": "pt"})
+    folder.mkdir()
+    save_file(factors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    return folder
+
+
 def check(
-    path: Path, architecture: str, grids: list[dict[str, int]], tp: int, *, num_ranks: int = 2, **vllm: Any
+    path: Path,
+    architecture: str,
+    grids: list[dict[str, int]],
+    tp: int,
+    *,
+    num_ranks: int = 2,
+    with_adapter: bool = False,
+    **vllm: Any,
 ) -> None:
+    """Args: with_adapter: the new weights are the old ones with an adapter; the last grid's actor has it unmerged."""
     old, new = two_folders(path, architecture)
+    adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
     ranks = run_world(
         num_ranks,
@@ -60,12 +87,15 @@ def check(
         tp=tp,
         vllm=vllm,
         prompts=PROMPTS,
+        adapter=adapter,
     )
     weights = load_file(new / "model.safetensors")
     for export in exports:
         exported = load_file(export / "model.safetensors")
         assert exported.keys() == weights.keys()
-        assert all(torch.equal(exported[name], weight) for name, weight in weights.items()), export
+        tolerance = 1e-6 if with_adapter and export == exports[-1] else 0.0
+        for name, weight in weights.items():
+            torch.testing.assert_close(exported[name], weight, atol=tolerance, rtol=0, msg=f"{export} {name}")
     expected = run_world(
         num_ranks,
         "tests.roles.reshard_ranks:generate_afresh",
@@ -85,7 +115,8 @@ def check(
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("architecture", DENSE)
 def test_dense(architecture: str, tp: int, tmp_path: Path) -> None:
-    check(tmp_path, architecture, GRIDS, tp)
+    with_adapter = architecture == "Qwen2ForCausalLM"
+    check(tmp_path, architecture, GRIDS + [{"tp": 2}] * with_adapter, tp, with_adapter=with_adapter)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -98,14 +98,17 @@ def change_weights(folder: str, other_folder: str, tp: int, request: dict[str, A
 
 
 def unset_then_filled(folder: str, tp: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Answers of an engine made without weights, before and after they are written into it."""
+    """What an engine made without weights says before, and answers after they are written into it."""
     made = engine(folder, tp, load_weights=False)
     spec = ModelSpec.from_folder(folder)
     weights = weights_of(spec)
-    noise = answers(made, **request)
+    try:
+        refusal = str(answers(made, **request))
+    except RolloutError as error:
+        refusal = str(error)
     load_folder(folder, made.layouts(weights, spec)(dist.get_rank()), made.named_parameters(), weights=weights)
     made.reset_prefix_cache()
-    return {"noise": noise, "filled": answers(made, **request)}
+    return {"refusal": refusal, "filled": answers(made, **request)}
 
 
 def reset_while_running(folder: str) -> str:

@@ -19,6 +19,8 @@ from tools.convert_gguf import main
 
 gguf = pytest.importorskip("gguf")
 
+# whose configuration a GGUF file does not tell apart, or transformers does not read from it
+NEED_CONFIG = ("mistral", "mixtral", "gemma")
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 SPACE = "\u0120"  # how a byte-level vocabulary writes a space
 
@@ -49,10 +51,36 @@ def vocabulary() -> list[str]:
     return ["<|end|>", "<s>", "</s>", *bytes_to_unicode().values(), SPACE + SPACE, SPACE + "1", "12"]
 
 
-def write_gguf(path: Path, model: Any, split: str) -> None:
-    """What llama.cpp's converter writes: rotary weights re-ordered, norms as float32."""
+def tiny_model(architecture: str, **changes: Any) -> Any:
+    """A model whose every weight says something, norms and biases too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = {
+        "vocab_size": len(vocabulary()),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+        "initializer_range": 0.3,
+    }
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **shape | changes)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("norm.weight", "bias")):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def write_gguf(path: Path, model: Any, split: str, architecture: str = "llama") -> None:
+    """What llama.cpp's converter writes, by its own table of names: rotary weights of `llama` re-ordered, experts
+    stacked, one added to Gemma's norms."""
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -61,8 +89,15 @@ def write_gguf(path: Path, model: Any, split: str) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_rope_freq_base(50000.0)
     writer.add_rope_dimension_count(8)
+    writer.add_key_length(8)
+    writer.add_value_length(8)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
+    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", 0)
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     tokens = vocabulary()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(split)
@@ -72,36 +107,40 @@ def write_gguf(path: Path, model: Any, split: str) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
-    names = {
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-    }
-    tops = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for name, tensor in model.state_dict().items():
-        stem = name.removesuffix(".weight")
-        if stem == "lm_head" and config.tie_word_embeddings:
+    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(kinds[architecture], config.num_hidden_layers)
+    for name, tensor in stacked(model.state_dict()).items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         array = tensor.numpy().astype(np.float32)
-        if stem in tops:
-            writer.add_tensor(f"{tops[stem]}.weight", array)
-            continue
-        _, _, layer, part = stem.split(".", 3)
-        if part.endswith(("q_proj", "k_proj")):
-            heads = config.num_attention_heads if "q_proj" in part else config.num_key_value_heads
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             halves = array.reshape(heads, 2, array.shape[0] // heads // 2, -1)
             array = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
-        writer.add_tensor(f"blk.{layer}.{names[part]}.weight", array)
+        if architecture == "gemma" and name.endswith("norm.weight"):
+            array = array + 1
+        place = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert place is not None, name
+        writer.add_tensor(place, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def stacked(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """transformers holds experts as one tensor, gate and up in one; llama.cpp names each of the three."""
+    found = {}
+    for name, tensor in state.items():
+        stem, _, part = name.rpartition(".")
+        if part == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=1)
+            found |= {f"{stem}.gate_proj.weight": gate, f"{stem}.up_proj.weight": up}
+        elif part == "down_proj":
+            found[f"{stem}.down_proj.weight"] = tensor
+        else:
+            found[name] = tensor
+    return found
 
 
 @pytest.mark.parametrize("tie", [True, False])
@@ -123,6 +162,55 @@ def test_the_folder_gives_the_logits_of_the_model(tmp_path: Path, tie: bool) -> 
     assert (spec.tie_embeddings, spec.norm_eps, spec.rope_theta) == (tie, 1e-5, 50000.0)
     config = json.loads((output / "config.json").read_text())
     assert config["rope_theta"] == 50000.0 and "quantization_config" not in config
+
+
+EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+# llama.cpp normalises the weights of the chosen experts of every Qwen3, and its files do not say so
+QWEN_EXPERTS = {
+    "num_experts_per_tok": 2,
+    "num_experts": 4,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "changes"),
+    [
+        ("mistral", "llama", {"sliding_window": None}),
+        ("qwen2", "qwen2", {}),
+        ("qwen2", "qwen2", {"tie_word_embeddings": True}),
+        ("qwen3", "qwen3", {"head_dim": 8, "hidden_size": 48}),
+        ("gemma", "gemma", {}),
+        ("mixtral", "llama", EXPERTS),
+        ("qwen3_moe", "qwen3moe", QWEN_EXPERTS),
+    ],
+)
+def test_every_architecture_that_gguf_names(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    model_type: str,
+    architecture: str,
+    changes: dict[str, Any],
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model(model_type, **changes)
+    write_gguf(tmp_path / "tiny.gguf", model, "smollm", architecture)
+    model.config.save_pretrained(tmp_path / "original")
+    arguments = ["--model", str(tmp_path / "original")] if model_type in NEED_CONFIG else []
+    if model_type == "gemma":
+        assert main(["--input", str(tmp_path / "tiny.gguf"), "--output", str(tmp_path / "out"), *arguments]) == 1
+        assert "--tokenizer" in capsys.readouterr().err
+        write_gguf(tmp_path / "llama.gguf", tiny_llama(True), "smollm")
+        convert_gguf(tmp_path / "llama.gguf", tmp_path / "llama")
+        arguments += ["--tokenizer", str(tmp_path / "llama")]
+    assert main(["--input", str(tmp_path / "tiny.gguf"), "--output", str(tmp_path / "out"), *arguments]) == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, atol=1e-5, rtol=0)
+    assert ModelSpec.from_folder(tmp_path / "out").architecture == type(model).__name__
 
 
 def test_the_tokenizer_splits_as_its_vocabulary_was_learned(tmp_path: Path) -> None:

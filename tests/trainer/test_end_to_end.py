@@ -182,6 +182,28 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     assert (killed / "hf" / "config.json").exists()
 
 
+def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, run_command: Command) -> None:
+    """Actor and critic on two ranks, vLLM and the rewards on a third: the same numbers as with all on two."""
+    placement = ["run.nproc=3", "placement={actor: 0-1, rollout: 2}", f"run.dir={tmp_path}"]
+    done = run_command("train", [*ppo.arguments, *placement])
+    assert done.returncode == 0, done.stderr
+    before, after = metrics_of(ppo.folder), metrics_of(tmp_path / "run")
+    assert sorted(after) == sorted(before)
+    # what depends on the clock, the memory or the way
+    others = ("time/", "_ms", "_sec", "seconds", "_mb", "reshard/bytes", "queue/", "busy/")
+    for step, found in before.items():
+        for name, value in found.items():
+            if not any(part in name for part in others):
+                assert after[step][name] == pytest.approx(value, rel=1e-4, abs=1e-4), (step, name)
+    assert after[3]["reshard/bytes_received"] == 0, "the actor receives nothing"
+    assert {"busy/actor", "busy/critic", "busy/reward", "busy/rollout"} <= after[3].keys()
+    lines = done.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    trace = json.loads((tmp_path / "run" / "timeline.json").read_text())
+    ranks = {event["name"]: event["pid"] for event in trace["traceEvents"]}
+    assert (ranks["rollout"], ranks["reward"], ranks["actor_update"]) == (2, 2, 0)
+
+
 def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
     arguments: list[str], tmp_path: Path, run_command: Command
 ) -> None:

@@ -27,10 +27,10 @@ LAYERS = {
 }
 
 
-def weights_of(spec: ModelSpec, *, value_head: bool = False) -> list[Weight]:
+def weights_of(spec: ModelSpec, *, value_head: int = 0) -> list[Weight]:
     """All global arrays of a model, named as Hugging Face names them.
 
-    With `value_head` the critic of this model: `score.weight` `[1, hidden]` in place of the language-model
+    With `value_head` the critic of this model: `score.weight` `[value_head, hidden]` in place of the language-model
     head, embeddings not tied.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -48,7 +48,9 @@ class Alias:
         arriving = {transfer.dest_local for transfers in job.receives.values() for transfer in transfers}
         pairs = []
         for name, copies in _by_dest(job.copies).items():
-            if name not in arriving and (pair := alias_pair(copies, job.source, job.dest)):
+            if name in arriving or name in job.options.apart:
+                continue
+            if pair := alias_pair(copies, job.source, job.dest):
                 pairs.append(pair)
         taken = {pair.dest for pair in pairs}
         job.copies = [transfer for transfer in job.copies if transfer.dest_local not in taken]
@@ -101,10 +103,15 @@ def _bytes_before(box: Box, origin: torch.Tensor) -> int:
 
 
 def adopt(
-    copies: Sequence[Transfer], receives: Mapping[int, Sequence[Transfer]], source: Tensors, dest: Tensors
+    copies: Sequence[Transfer],
+    receives: Mapping[int, Sequence[Transfer]],
+    source: Tensors,
+    dest: Tensors,
+    apart: Collection[str] = (),
 ) -> int:
-    """Alias at once all that can be, before an engine captures graphs. Returns how many tensors were."""
-    arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers}
+    """Alias at once all that can be but what must stay `apart`, before an engine captures graphs. Returns how many
+    tensors were."""
+    arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers} | {*apart}
     found = 0
     for name, transfers in _by_dest(copies).items():
         if name not in arriving and (pair := alias_pair(transfers, source, dest)):

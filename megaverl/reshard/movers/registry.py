@@ -32,6 +32,7 @@ class Options:
         timeout: how long to wait for another rank; None: the group's own timeout.
         folder: where weights between nodes go through files; None: over the network.
         ipc: let processes of one node read each other's memory.
+        apart: destination tensors that must keep a storage of their own, as they are written to after a run.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -41,6 +42,7 @@ class Options:
     timeout: timedelta | None = None
     folder: Path | None = None
     ipc: bool = False
+    apart: frozenset[str] = frozenset()
 
     def same_node(self, a: int, b: int) -> bool:
         return self.node_of is None or self.node_of(a) == self.node_of(b)

@@ -1,0 +1,187 @@
+"""`RLTrainer` and `PPOTrainer` for Python programs: settings in, the trainer of `megaverl train` behind them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaverl.api.settings import Description, Reward, TrainerConfig, resolve
+from megaverl.api.strategy import RoleBasedDistributedStrategy
+from megaverl.api.world import init_distributed, under_torchrun
+from megaverl.config import Config, RewardConfig
+from megaverl.config.errors import did_you_mean
+from megaverl.config.sources import is_hub_name
+from megaverl.errors import ConfigError, TrainingStopped
+
+if TYPE_CHECKING:
+    from megaverl.data.batch import RolloutBatch
+    from megaverl.trainer.rl import RLTrainer as Loop
+
+
+class RLTrainer:
+    """Reinforcement learning from Python: the same run as `megaverl train` of the same configuration.
+
+        trainer = RLTrainer(
+            actor_model="models/small", reward_function="exact_match", train_data="train.jsonl", use_vllm=True
+        )
+        trainer.train()
+
+    Args:
+        config: a YAML file, a mapping, a TrainerConfig or a Config; None: what the keywords say alone.
+        reward_model: what scores responses: as `reward_function`, or the folder of a model.
+        strategy: which role has which ranks; or `set_device_map` before.
+        overrides: "key=value" as on the command line, over all else.
+        settings: fields of `TrainerConfig`, laid over `config`.
+
+    Raises:
+        ConfigError: lists every mistake, before anything is built.
+    """
+
+    def __init__(
+        self,
+        config: Description | None = None,
+        *,
+        reward_model: Reward | None = None,
+        strategy: RoleBasedDistributedStrategy | None = None,
+        overrides: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        known = [field.name for field in fields(TrainerConfig)]
+        if unknown := [name for name in settings if name not in known]:
+            hints = "".join(did_you_mean(name, known) for name in unknown)
+            raise ConfigError(f"no setting {', '.join(unknown)}.{hints} Keys of the YAML file go into options={{...}}.")
+        more = _as_overrides(settings)
+        if reward_model is not None:
+            more.append(f"reward={json.dumps([_reward_of(reward_model)])}")
+        if strategy is not None:
+            more += [f"placement.{key}={ranks}" for key, ranks in strategy.placement.items()]
+        self.config: Config = resolve({} if config is None else config, [*more, *overrides])
+        self._loop: Loop | None = None
+
+    def train(self) -> dict[str, float]:
+        """Train to the last step, or go on where an earlier run of this folder stopped.
+
+        Under torchrun as one of its ranks; otherwise in this process, or, where the configuration needs several
+        ranks, in as many processes as it needs, started here.
+
+        Returns: the metrics of the last validation, or of the last step.
+
+        Raises:
+            TrainingStopped: a rank failed; it has told why.
+        """
+        if not under_torchrun() and _num_ranks(self.config) > 1:
+            return _train_in_ranks(self.config)
+        return self.loop.train()
+
+    @property
+    def loop(self) -> Loop:
+        """The trainer itself, on this rank; made when it is first asked for."""
+        if self._loop is None:
+            job = init_distributed(self.config)
+            from megaverl.metrics.console import Console
+            from megaverl.parallel.collectives import on_first_rank
+            from megaverl.trainer.rl import RLTrainer as Loop
+            from megaverl.trainer.run import prepare_folder
+
+            console = Console(int(os.environ["RANK"]))
+            on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)
+            self._loop = Loop(self.config, console, job=job)
+        return self._loop
+
+
+class PPOTrainer(RLTrainer):
+    """A loop of one's own: `rollout` gives responses, `update` trains on them.
+
+        trainer = PPOTrainer(get_ppo_config(actor_model="models/small", ...))
+        for _ in range(100):
+            rollouts = trainer.rollout()
+            print(trainer.update(rollouts)["reward/mean"])
+
+    Every rank takes part in every call. The configuration may name any algorithm; its own default is PPO.
+    """
+
+    _measured: Mapping[str, float] = {}
+
+    def rollout(self) -> RolloutBatch:
+        """Responses to the next `data.prompts_per_step` prompts; nothing is scored or trained yet."""
+        self._begin()
+        drawn = self.loop.rollouts(self.loop.next_step)
+        self._measured = drawn.metrics
+        return drawn.batch
+
+    def update(self, rollouts: RolloutBatch) -> dict[str, float]:
+        """Score `rollouts`, train on them, and give the engine the new weights.
+
+        Args:
+            rollouts: of `rollout`, as they are or changed: filtered, or with `rewards` of one's own.
+
+        Returns: the step's metrics.
+        """
+        from megaverl.trainer.stored_rollouts import StoredRollouts
+
+        self._begin()
+        loop = self.loop
+        given = StoredRollouts(loop.next_step, 0, rollouts, metrics=dict(self._measured))
+        metrics = loop.one_step(loop.next_step, None, given)
+        loop.next_step += 1
+        return metrics
+
+    def _begin(self) -> None:
+        """Take up a checkpoint, if there is one, and give the engine its first weights."""
+        if self._loop is None:
+            self.loop.resume()
+
+
+def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
+    """`key=value` for every setting that is said."""
+    algorithm = {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
+    values = TrainerConfig(**settings).values()
+    if not algorithm:  # its default is no word about a configuration that has its own
+        values.pop("algorithm", None) if values.get("algorithm") == {"name": "ppo"} else values["algorithm"].pop("name")
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+
+
+def _reward_of(value: Reward) -> dict[str, Any]:
+    from megaverl.api.settings import reward_entry
+
+    is_model = (
+        isinstance(value, str) and ":" not in value and ((Path(value) / "config.json").exists() or is_hub_name(value))
+    )
+    if not is_model:
+        return reward_entry(value, "reward_model")
+    if "model" not in RewardConfig.model_fields:
+        raise ConfigError(
+            f"reward_model: {value} is a model, and scoring by a model is not there yet. Give a function instead: "
+            "reward_model='file.py:function', which may load a model of its own."
+        )
+    return {"model": value}
+
+
+def _num_ranks(config: Config) -> int:
+    from megaverl.cli.launch import default_nproc
+
+    return config.run.nproc or default_nproc(config, "train")
+
+
+def _train_in_ranks(config: Config) -> dict[str, float]:
+    """The command itself, on a file that holds this configuration."""
+    import tempfile
+
+    from megaverl.cli.launch import check_world, start_ranks
+    from megaverl.metrics.backends import read_metrics
+
+    count = _num_ranks(config)
+    check_world(config, "train", count)
+    with tempfile.TemporaryDirectory(prefix="megaverl_") as folder:
+        file = Path(folder, "config.yaml")
+        file.write_text(config.to_yaml(), encoding="utf-8")
+        arguments = ["-m", "megaverl.cli.main", "train", "--config", str(file)]
+        code = start_ranks(arguments, count, log_hint=str(config.run_dir / "logs"))
+    if code:
+        raise TrainingStopped(f"training ended with exit code {code}; {config.run_dir / 'logs'} says more.")
+    records = read_metrics(config.run_dir / "metrics.jsonl")
+    return {name: value for name, value in records[-1].items() if name not in ("step", "time")}

@@ -1,0 +1,72 @@
+"""Joining the job from a Python program: under torchrun as one of its ranks, else as a job of one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from megaverl.config import Config, smallest_world
+from megaverl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megaverl.api.settings import Description
+    from megaverl.trainer.job import Job
+
+
+class _Joined:
+    """The job that this process has joined; there is one at most."""
+
+    job: Job | None = None
+    config: Config | None = None
+
+
+def under_torchrun() -> bool:
+    """Whether this process was started as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def init_distributed(config: Description) -> Job:
+    """Make this process a rank of its job: the default process group, the roles' ranks, the watch over lost ranks.
+
+    Under torchrun every rank calls it; otherwise the job is this one process. A second call gives the same job.
+
+    Args:
+        config: of the run, in any form that a trainer takes.
+
+    Returns: the job: `fabric` (who is where), `liveness` (who is still there).
+
+    Raises:
+        ConfigError: a configuration that cannot be, or one that needs more ranks than there are.
+        TrainingStopped: ranks that do not come, or another job at the same address.
+    """
+    from megaverl.api.settings import resolve
+
+    if _Joined.job is not None:
+        return _Joined.job
+    resolved = resolve(config)
+    if not under_torchrun():
+        needed = smallest_world(resolved)
+        if needed > 1:
+            raise ConfigError(
+                f"this configuration needs {needed} ranks, and this process is alone. Start the program with "
+                f"torchrun --nproc-per-node {needed} PROGRAM.py"
+            )
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.metrics.console import Console
+    from megaverl.platform import platform
+    from megaverl.trainer.job import join_job
+
+    platform.start()
+    _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])))
+    _Joined.config = resolved
+    seed_generators(resolved.run.seed)
+    return _Joined.job
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

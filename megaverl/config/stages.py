@@ -1,0 +1,189 @@
+"""`preference`, `reward_model`, `mix`: training on pairs of responses, and further updates inside a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from megaverl.config.annotations import fits
+from megaverl.config.errors import Mistake, did_you_mean, found, listed
+from megaverl.config.registered import Registered, of_the_users_own, registered
+from megaverl.config.roles import CRITIC_OPTIMIZER, TrainedConfig
+from megaverl.config.section import NonNegative, Passthrough, Paths, Positive, PositiveFloat, Section, over
+
+if TYPE_CHECKING:
+    from megaverl.config.schema import Config
+
+# What a preference loss reads of the reference.
+FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs")
+
+
+class PreferenceConfig(Section):
+    """`preference`: pairs of a better and a worse response, of `megaverl dpo` and `megaverl reward`."""
+
+    train: Paths = Field(default_factory=list, description="Files of rows with a prompt and two responses.")
+    validation: Paths = Field(default_factory=list, description="Files of held-out pairs.")
+    chosen_key: str = Field(default="chosen", description="Column of the better response: text, or chat messages.")
+    rejected_key: str = Field(default="rejected", description="Column of the worse one.")
+    margin_key: str | None = Field(
+        default=None,
+        description="Column of how much better it is, of `megaverl reward` (arXiv 2307.09288).",
+    )
+    loss: str = Field(
+        default="dpo", description="Of `megaverl dpo`: dpo, ipo, simpo, orpo, kto, or module:function of your own."
+    )
+    options: Passthrough = Field(default_factory=dict, description="Options of the loss, such as beta.")
+    steps: Positive = Field(default=100, description="Optimizer steps.")
+    batch_size: Positive = Field(default=32, description="Pairs in one step, over all ranks.")
+    lr: PositiveFloat = Field(default=1e-6, description="Highest learning rate.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="How the learning rate falls to 0 after warm-up."
+    )
+    lr_warmup_steps: NonNegative = Field(default=0, description="Steps in which the learning rate rises from 0.")
+    validate_every: NonNegative = Field(default=0, description="Steps between validations; 0: at the end.")
+    max_response_tokens: Positive | None = Field(
+        default=None, description="Longest response; a longer one is an error. null: rollout.sampling.max_tokens."
+    )
+
+
+class RewardModelConfig(TrainedConfig):
+    """`reward_model`: a model that scores responses and is trained; what is left out of its grid is the actor's.
+
+    `megaverl reward` trains one on `preference` pairs; PRIME (`algorithm.name: prime`) trains an implicit one on
+    outcomes; `mix` trains one of `reward` on the run's own rollouts.
+    """
+
+    path: str | None = Field(default=None, description="Hugging Face folder that it starts from. null: model.path.")
+    loss: str = Field(default="bradley_terry", description="Of pairs: bradley_terry, or module:function.")
+    options: Passthrough = Field(default_factory=dict, description="Options of the loss, such as center_coef.")
+    beta: PositiveFloat = Field(default=0.05, description="Scale of PRIME's implicit rewards.")
+    optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = Field(
+        default_factory=lambda: dict(CRITIC_OPTIMIZER), description="Fields of megatron-core's OptimizerConfig."
+    )
+
+
+class MixConfig(Section):
+    """One entry of `mix`: a further update in the training step, on the responses that it has generated and scored."""
+
+    update: Literal["rejection", "preference", "reward_model", "sft"] = Field(
+        description="rejection: cross-entropy on the best response of each group (RAFT, best-of-n). preference: "
+        "`preference.loss` on the best and the worst of each group. reward_model: pairs of the same train the learned "
+        "reward. sft: cross-entropy on the prompts' reference answers."
+    )
+    every: Positive = Field(default=1, description="In each so-many-th step.")
+    weight: PositiveFloat = Field(default=1.0, description="Factor on the loss.")
+    judge: str = Field(
+        default="reward",
+        min_length=1,
+        description="What best and worst go by: reward (the weighted sum), accuracy, or one reward by its name.",
+    )
+
+
+def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iterator[Mistake]:
+    """Of `megaverl dpo` and `megaverl reward`."""
+    preference = config.preference
+    if not preference.train:
+        yield Mistake("preference.train", "is empty. Give one or more JSONL or Parquet files: preference.train=FILE.")
+    if preference.lr_warmup_steps >= preference.steps:
+        yield Mistake(
+            "preference.lr_warmup_steps",
+            f"found {preference.lr_warmup_steps}; expected below preference.steps={preference.steps}.",
+            involves=("preference.steps",),
+        )
+    if preference.validate_every and not preference.validation:
+        yield Mistake("preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs.")
+    if command == "dpo":
+        if preference.margin_key is not None:
+            yield Mistake("preference.margin_key", "is of `megaverl reward`; no preference loss reads a margin.")
+        yield from loss_mistakes("preference", "preference_losses", preference.loss, preference.options)
+    else:
+        yield from loss_mistakes(
+            "reward_model", "reward_model_losses", config.reward_model.loss, config.reward_model.options
+        )
+    if check_paths:
+        for key, paths in (("train", preference.train), ("validation", preference.validation)):
+            for index, name in enumerate(paths):
+                if not any(mark in name for mark in "*?[") and not Path(name).exists():
+                    yield Mistake(f"preference.{key}.{index}", f"found {found(name)}, which does not exist.")
+
+
+def mix_mistakes(config: Config) -> Iterator[Mistake]:
+    """Of `mix`, against what the run has."""
+    names = ["reward", "accuracy", *(entry.label for entry in config.reward)]
+    for index, entry in enumerate(config.mix):
+        key = f"mix.{index}"
+        if entry.judge not in names:
+            hint = did_you_mean(entry.judge, names)
+            yield Mistake(f"{key}.judge", f"found {found(entry.judge)}; there are: {listed(names)}.{hint}")
+        if entry.update != "sft" and config.algorithm.group_size < 2:
+            yield Mistake(
+                "algorithm.group_size",
+                f"found {config.algorithm.group_size}; mix with {entry.update} takes the best response of a group, "
+                "which needs at least 2.",
+                involves=(f"{key}.update",),
+            )
+        if entry.update == "preference":
+            yield from loss_mistakes(
+                "preference", "preference_losses", config.preference.loss, config.preference.options
+            )
+            if config.preference.loss == "kto":
+                yield Mistake("preference.loss", "found 'kto', which is not of pairs, and mix has pairs. Use dpo.")
+        learned = [each for each in config.reward if each.path is not None]
+        if entry.update == "reward_model" and len(learned) != 1:
+            yield Mistake(
+                f"{key}.update",
+                f"found 'reward_model', but {len(learned)} entries of reward have a path; it trains the one that has. "
+                "Add {name: learned, path: FOLDER} to reward.",
+            )
+        if entry.update == "reward_model" and config.estimator_reads("implicit_rewards"):
+            yield Mistake(
+                f"{key}.update",
+                f"found 'reward_model', but algorithm.advantage={config.algorithm.advantage_name} trains reward_model "
+                "already, as an implicit one. Use one of the two.",
+                involves=("algorithm.name", "algorithm.advantage"),
+            )
+        if entry.update == "reward_model" and learned and entry.judge in ("reward", learned[0].label):
+            yield Mistake(
+                f"{key}.judge",
+                f"found {found(entry.judge)}: the learned reward would be its own judge. Name another reward.",
+            )
+        if config.placement.is_given:
+            yield Mistake(key, "mix and placement do not go together yet: it needs every role on all ranks.")
+
+
+def loss_mistakes(section: str, registry: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
+    """A loss by its name, and its options."""
+    signature: Registered | None
+    if ":" in name:
+        try:
+            signature = of_the_users_own(name)
+        except LookupError as error:
+            yield Mistake(f"{section}.loss", f"found {found(name)}: {error}.")
+            return
+    else:
+        known = registered(registry)
+        signature = known.get(name)
+        if signature is None:
+            text = f"found {found(name)}; known: {listed(sorted(known))}, or a function of your own as module:function."
+            yield Mistake(f"{section}.loss", text + did_you_mean(name, known))
+    if signature is None:
+        return
+    for option, value in options.items():
+        if option not in signature.options:
+            hint = did_you_mean(option, signature.options) or f" It has: {listed(sorted(signature.options))}."
+            yield Mistake(f"{section}.options.{option}", f"{name} has no such option.{hint}")
+        elif not fits(value, signature.options[option]):
+            expected = signature.options[option].type_text
+            yield Mistake(f"{section}.options.{option}", f"found {found(value)}; expected {expected}.")
+
+
+def loss_inputs(registry: str, name: str) -> tuple[str, ...]:
+    """The inputs of a loss, registered or `module:function`; none where that cannot be told."""
+    try:
+        signature = of_the_users_own(name) if ":" in name else registered(registry).get(name)
+    except LookupError:
+        return ()
+    return signature.inputs + signature.optional_inputs if signature is not None else ()

@@ -1,0 +1,160 @@
+"""A data set looked through: every row that cannot be used, what is suspicious, and numbers about the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megaverl.data.columns import Columns, RowColumns
+from megaverl.data.prompts import PromptEncoder
+from megaverl.data.rows import RowSource
+from megaverl.errors import DataError
+
+SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row, or one thing about the whole.
+
+    Attributes:
+        where: file and line; empty for the whole.
+        severity: error: a run would stop at it, or cannot learn from it. warning: it should be looked at.
+    """
+
+    where: str
+    severity: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.where}{': ' if self.where else ''}{self.what}"
+
+
+@dataclass
+class Examined:
+    """What was found in one data set.
+
+    Attributes:
+        num_rows: all rows; num_usable: those that a run would train on.
+        num_long, num_short: dropped or cut for their length.
+        lengths: tokens of every usable prompt.
+        answer_lengths: characters of every answer that is text.
+        keys: columns, and in how many rows each stands.
+        prompts: digest of every usable prompt's text -> where it stands first.
+    """
+
+    num_rows: int = 0
+    num_usable: int = 0
+    num_long: int = 0
+    num_short: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    answer_lengths: list[int] = field(default_factory=list)
+    keys: Counter[str] = field(default_factory=Counter)
+    prompts: dict[bytes, str] = field(default_factory=dict)
+    example: str = ""
+
+    @property
+    def errors(self) -> list[Problem]:
+        return [problem for problem in self.problems if problem.severity == "error"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All but the prompts, as JSON."""
+        return {
+            "rows": self.num_rows,
+            "usable": self.num_usable,
+            "too_long": self.num_long,
+            "too_short": self.num_short,
+            "prompt_tokens": quantiles(self.lengths),
+            "answer_characters": quantiles(self.answer_lengths),
+            "columns": dict(self.keys),
+            "problems": [vars(problem) for problem in self.problems],
+        }
+
+
+def examine(rows: RowSource, encoder: PromptEncoder | None, columns: Columns) -> Examined:
+    """Look at every row; nothing stops at the first mistake.
+
+    Args:
+        encoder: None: prompts are not rendered or counted in tokens, only looked at.
+    """
+    found = Examined(num_rows=len(rows))
+    for number in range(len(rows)):
+        where = rows.where(number)
+        try:
+            row = rows[number]
+            found.keys.update(row.keys())
+            read = columns.read(row, where)
+            _usable(found, read, encoder, where)
+        except DataError as error:
+            found.problems.append(Problem(where, "error", str(error).removeprefix(f"{where}: ")))
+    found.problems += _about_the_whole(found, encoder)
+    return found
+
+
+def overlap(training: Examined, held_out: Examined) -> list[Problem]:
+    """Prompts that stand in both: what is measured on them says nothing."""
+    both = [where for digest, where in held_out.prompts.items() if digest in training.prompts]
+    if not both:
+        return []
+    more = f", and {len(both) - 1} others" if len(both) > 1 else ""
+    first = training.prompts[next(d for d, where in held_out.prompts.items() if where == both[0])]
+    what = f"this held-out prompt is a training prompt too ({first}){more}. Leave it out of one of the two."
+    return [Problem(both[0], "warning", what)]
+
+
+def quantiles(values: Sequence[int]) -> dict[str, int]:
+    """Least, median, 90 %, 99 %, greatest."""
+    ordered = sorted(values)
+    names = ("least", "median", "90%", "99%", "most")
+    return {
+        name: ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        for name, share in zip(names, SHARES, strict=True)
+        if ordered
+    }
+
+
+def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, where: str) -> None:
+    """Count one row, or raise what is wrong with it."""
+    if encoder is not None:
+        if encoder.is_short(read.prompt, where, read.tools):
+            found.num_short += 1
+            return
+        encoded = encoder.encode(read.prompt, where, read.tools)
+        if encoded is None:
+            found.num_long += 1
+            return
+        found.num_long += encoded.num_truncated > 0
+        found.lengths.append(len(encoded.token_ids))
+        found.example = found.example or encoded.text
+    found.num_usable += 1
+    if isinstance(read.reference, str):
+        found.answer_lengths.append(len(read.reference))
+        if not read.reference.strip():
+            found.problems.append(Problem(where, "warning", "the answer is empty."))
+    text = json.dumps(read.prompt, sort_keys=True, ensure_ascii=False)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    if digest in found.prompts:
+        found.problems.append(Problem(where, "warning", f"the same prompt as {found.prompts[digest]}."))
+    else:
+        found.prompts[digest] = where
+    if "\N{REPLACEMENT CHARACTER}" in text:
+        found.problems.append(Problem(where, "warning", "the prompt holds � (a wrong encoding, somewhere before)."))
+
+
+def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator[Problem]:
+    if not found.num_usable:
+        yield Problem("", "error", "no row can be used.")
+        return
+    odd = [key for key, count in found.keys.items() if count < found.num_rows]
+    if odd:
+        yield Problem("", "warning", f"columns that only some rows have: {', '.join(sorted(odd)[:8])}.")
+    if found.num_long > 0.1 * found.num_rows:
+        share = found.num_long / found.num_rows
+        yield Problem("", "warning", f"{share:.0%} of the rows are too long: raise data.max_prompt_tokens.")
+    if encoder is not None and not encoder.uses_chat_template and encoder.tokenizer.chat_template is not None:
+        yield Problem("", "warning", "the tokenizer has a chat template, and data.chat_template=none leaves it out.")

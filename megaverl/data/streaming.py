@@ -1,0 +1,176 @@
+"""Prompts from sources that are read as they are needed: no row is looked at before, and the place is exact.
+
+Rows are taken in blocks of `shuffle_buffer`, and every block is shuffled by (seed, number of the block). What a
+checkpoint needs is where the readers stood when the block began, and how many of its rows are taken: a run that goes
+on reads that block again, and sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from megaverl.data.columns import Columns
+from megaverl.data.datasets import PromptRecord, make_record, weights_of
+from megaverl.data.mixture import Mixture
+from megaverl.data.prompts import PromptEncoder
+from megaverl.data.readers import Reader, Row, open_reader
+from megaverl.data.sources import Entry, as_source
+from megaverl.errors import DataError
+
+MOST_DROPPED = 100_000  # rows dropped one after the other, before something must be wrong
+
+
+class StreamedPrompts:
+    """An endless stream of prompts; the same words as `PromptStream`.
+
+    Args:
+        entries: sources, one after the other; or, with weights, by their shares, each one endless.
+        shuffle_buffer: rows that are shuffled among each other; 1: none.
+
+    Attributes:
+        position: how many prompts have been taken.
+        num_dropped: rows that were left out for their length.
+    """
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        encoder: PromptEncoder,
+        columns: Columns,
+        *,
+        seed: int,
+        shuffle_buffer: int = 1,
+    ) -> None:
+        sources = [as_source(entry) for entry in entries]
+        self._names = [source.path for source in sources]
+        self._weights = weights_of(sources)
+        self._mixture = Mixture(self._weights, seed) if self._weights else None
+        self._readers: list[Reader] = [open_reader(source) for source in sources]
+        self._encoder, self._columns = encoder, columns
+        self._seed, self._buffer = seed, shuffle_buffer
+        self.position = self.num_dropped = 0
+        self._block, self._within = 0, 0
+        self._rows: list[Row] = []
+        self._read = self._passes = self._current = 0
+        self._begin = self._place()
+
+    def take(self, count: int) -> list[PromptRecord]:
+        """The next `count` prompts.
+
+        Raises:
+            DataError: a row that cannot be used, named by its file and line; or sources without any row.
+        """
+        taken: list[PromptRecord] = []
+        dropped = 0
+        while len(taken) < count:
+            row = self._next()
+            record = make_record(
+                self._columns.read(row.columns, row.where), self._encoder, self.position + len(taken), row.where
+            )
+            if record is None:
+                self.num_dropped += 1
+                dropped += 1
+                if dropped > MOST_DROPPED:
+                    raise DataError(f"{row.where}: {dropped} rows in a row are dropped for their length. Mend data.")
+                continue
+            dropped = 0
+            taken.append(record)
+        self.position += count
+        return taken
+
+    def seek(self, position: int) -> None:
+        """Stand where so many prompts have been taken: from the beginning, by taking them."""
+        if position < self.position:
+            raise DataError(f"prompt {position} of a stream is behind: {self.position} have been taken.")
+        while self.position < position:
+            self.take(min(self._buffer, position - self.position))
+
+    @property
+    def epoch(self) -> float:
+        """How often all rows have been read; with weights that is not known, and it is 0."""
+        return float(self._passes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the order depends on, and the place in it: JSON, small."""
+        return {
+            "sources": self._names,
+            "weights": self._weights,
+            "seed": self._seed,
+            "shuffle_buffer": self._buffer,
+            "position": self.position,
+            "dropped": self.num_dropped,
+            "block": self._block,
+            "within": self._within,
+            "begin": copy.deepcopy(self._begin),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], next_step: int = 0) -> None:
+        """Go on where a checkpoint was made; see `PromptStream.load_state_dict`.
+
+        Raises:
+            DataError: it was made with other sources, or in another order.
+        """
+        mine = self.state_dict()
+        keys = ("sources", "weights", "seed", "shuffle_buffer")
+        changed = [f"{key}: was {state.get(key)!r}, is {mine[key]!r}" for key in keys if state.get(key) != mine[key]]
+        if changed:
+            raise DataError(
+                "the checkpoint was made with other prompts, so the run cannot go on exactly: "
+                f"{'; '.join(changed)}. Restore these settings, or start a new run from the saved weights."
+            )
+        self.position, self.num_dropped = int(state["position"]), int(state["dropped"])
+        self._block = int(state["block"])
+        self._restore(state["begin"])
+        if state["within"]:
+            self._fill()
+        self._within = int(state["within"])
+
+    def _next(self) -> Row:
+        if self._within >= len(self._rows):
+            self._block += bool(self._rows)
+            self._fill()
+        self._within += 1
+        return self._rows[self._within - 1]
+
+    def _fill(self) -> None:
+        """The next block of rows, shuffled."""
+        self._begin = self._place()
+        rows = [self._read_one() for _ in range(self._buffer)]
+        order = np.random.Generator(np.random.PCG64([self._seed, self._block])).permutation(len(rows))
+        self._rows = [rows[number] for number in order] if self._buffer > 1 else rows
+        self._within = 0
+
+    def _read_one(self) -> Row:
+        """The next row of the source whose turn it is, which begins anew where it ends."""
+        if self._mixture is not None:
+            source, _ = self._mixture.at(self._read)
+            self._read += 1
+            row = self._readers[source].read() or self._readers[source].read()
+            if row is None:
+                raise DataError(f"{self._names[source]}: there is no row in it. Leave it out.")
+            return row
+        for _ in range(len(self._readers) + 1):
+            row = self._readers[self._current].read()
+            if row is not None:
+                return row
+            self._current = (self._current + 1) % len(self._readers)
+            self._passes += self._current == 0
+        raise DataError(f"{', '.join(self._names)}: there is no row in any of them.")
+
+    def _place(self) -> dict[str, Any]:
+        return {
+            "read": self._read,
+            "passes": self._passes,
+            "current": self._current,
+            "readers": [reader.state() for reader in self._readers],
+        }
+
+    def _restore(self, place: Mapping[str, Any]) -> None:
+        self._read, self._passes, self._current = int(place["read"]), int(place["passes"]), int(place["current"])
+        for reader, state in zip(self._readers, place["readers"], strict=True):
+            reader.restore(state)
+        self._begin, self._rows, self._within = dict(place), [], 0

@@ -1,0 +1,251 @@
+"""What follows from a set of operators alone: their order, what can run side by side, what must move. Pure."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megaverl.dataflow.operator import Operator, Shape
+from megaverl.errors import ConfigError
+
+# role -> its ranks in the job
+Places = Mapping[str, Sequence[int]]
+GIVEN = ""  # the maker of what a run is given
+
+
+class Edge(NamedTuple):
+    """A value that must move.
+
+    Attributes:
+        maker: the operator that gives it. takers: those that need it on the ranks `dest`.
+        source, dest: ranks; none is in both.
+        bases: values that both sides have before, of which the first batch is what the value adds to.
+    """
+
+    value: str
+    maker: str
+    takers: tuple[str, ...]
+    source: tuple[int, ...]
+    dest: tuple[int, ...]
+    bases: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A compiled flow.
+
+    Attributes:
+        operators: in the order in which a rank runs those that are its own.
+        makers: operator -> value that it takes -> the operator that gives it as this one takes it.
+        ranks: operator -> its ranks; None: every rank.
+        edges: in the order of their makers.
+        stages: operators that do not wait for each other, stage by stage.
+    """
+
+    operators: tuple[Operator, ...]
+    makers: Mapping[str, Mapping[str, str]]
+    ranks: Mapping[str, tuple[int, ...] | None]
+    edges: tuple[Edge, ...]
+    stages: tuple[tuple[str, ...], ...]
+
+
+def make_plan(
+    operators: Sequence[Operator],
+    given: Iterable[str] = (),
+    *,
+    after: Iterable[tuple[str, str]] = (),
+    places: Places | None = None,
+) -> Plan:
+    """Order the operators, each after those that make what it takes; ties keep the order of adding.
+
+    Args:
+        given: values that a run is given.
+        after: (earlier, later) operators, beyond what follows from values.
+        places: where the roles are; None: everything is on every rank.
+
+    Raises:
+        ConfigError: every unknown input, value made twice, shapes that differ, role without a place; any cycle.
+    """
+    given = frozenset(given)
+    chains, mistakes = _chains(operators, given)
+    mistakes += _unknown(operators, chains, given) + _shape_mistakes(operators) + _without_place(operators, places)
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+    makers = {op.name: {value: _maker_for(op, chains[value], operators) for value in op.takes} for op in operators}
+    before = {op.name: {maker for maker in makers[op.name].values() if maker != GIVEN} for op in operators}
+    for earlier, later in after:
+        before[later].add(earlier)
+    order = _sorted(operators, before, makers)
+    ranks = _ranks(order, makers, places)
+    level: dict[str, int] = {}
+    for op in order:
+        level[op.name] = 1 + max((level[name] for name in before[op.name]), default=-1)
+    stages = [tuple(op.name for op in order if level[op.name] == n) for n in range(max(level.values(), default=-1) + 1)]
+    return Plan(tuple(order), makers, ranks, tuple(_edges(order, makers, ranks)), tuple(stages))
+
+
+def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Value -> who makes it and then who changes it, by name; and values that are made twice."""
+    chains: dict[str, list[str]] = {name: [GIVEN] for name in given}
+    mistakes = []
+    for op in operators:
+        for value in op.gives:
+            if value in op.changes:
+                continue
+            if value in chains:
+                first = f"operator '{chains[value][0]}'" if chains[value][0] else "what the flow is given"
+                mistakes.append(f"'{value}' is made by operator '{op.name}' and by {first}")
+            chains.setdefault(value, [op.name])
+    for op in operators:
+        for value in op.changes:
+            if value in chains:
+                chains[value].append(op.name)
+    return chains, mistakes
+
+
+def _unknown(operators: Sequence[Operator], chains: Mapping[str, list[str]], given: frozenset[str]) -> list[str]:
+    known, mistakes = sorted({*chains, *given}), []
+    for op in operators:
+        for name in op.takes:
+            if name not in chains:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known) or 'none'}"
+                mistakes.append(f"operator '{op.name}' takes '{name}', which nothing makes{hint}")
+    return mistakes
+
+
+def _shape_mistakes(operators: Sequence[Operator]) -> list[str]:
+    """Values that two operators declare differently."""
+    first: dict[str, tuple[str, Shape]] = {}
+    mistakes = []
+    for op in operators:
+        for value, shape in op.shapes.items():
+            if value not in (*op.takes, *op.gives):
+                mistakes.append(
+                    f"operator '{op.name}' declares the shape of '{value}', which it neither takes nor gives"
+                )
+                continue
+            name, other = first.setdefault(value, (op.name, tuple(shape)))
+            if tuple(shape) != other:
+                mistakes.append(
+                    f"'{value}' has the shape {list(other)} for operator '{name}', and {list(shape)} for '{op.name}'"
+                )
+    return mistakes
+
+
+def _without_place(operators: Sequence[Operator], places: Places | None) -> list[str]:
+    if places is None:
+        return []
+    return [
+        f"operator '{op.name}' runs on the role '{role}', which has no place; there are: {', '.join(places)}"
+        for op in operators
+        for role in op.roles
+        if role not in places
+    ]
+
+
+def _maker_for(taker: Operator, chain: Sequence[str], operators: Sequence[Operator]) -> str:
+    """Of those that make and change a value, the last one whose work does not itself rest on the taker."""
+    if taker.name in chain:
+        return chain[chain.index(taker.name) - 1]
+    needs = {op.name: op for op in operators}
+    for name in reversed(chain[1:]):
+        if not _rests_on(needs[name], taker, operators):
+            return name
+    return chain[0]
+
+
+def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> bool:
+    """Whether `op` takes, over however many others, something that only `other` makes."""
+    seen, waiting = {op.name}, [op]
+    while waiting:
+        for value in waiting.pop().takes:
+            for maker in operators:
+                if value in maker.gives and value not in maker.changes and maker.name not in seen:
+                    if maker.name == other.name:
+                        return True
+                    seen.add(maker.name)
+                    waiting.append(maker)
+    return False
+
+
+def _sorted(
+    operators: Sequence[Operator], before: Mapping[str, set[str]], makers: Mapping[str, Mapping[str, str]]
+) -> list[Operator]:
+    order: list[Operator] = []
+    done: set[str] = set()
+    waiting = list(operators)
+    while waiting:
+        ready = next((op for op in waiting if done.issuperset(before[op.name])), None)
+        if ready is None:
+            waits = ", ".join(f"'{op.name}' waits for {_missing(op, before, done, makers)}" for op in waiting)
+            raise ConfigError(f"the operators wait for each other: {waits}")
+        order.append(ready)
+        done.add(ready.name)
+        waiting.remove(ready)
+    return order
+
+
+def _missing(
+    op: Operator, before: Mapping[str, set[str]], done: set[str], makers: Mapping[str, Mapping[str, str]]
+) -> list[str]:
+    """What it waits for: values where there are such, else operators that are to come first."""
+    values = {value for value, maker in makers[op.name].items() if maker and maker not in done}
+    others = {name for name in before[op.name] - done if name not in makers[op.name].values()}
+    return sorted(values | others)
+
+
+def _ranks(
+    order: Sequence[Operator], makers: Mapping[str, Mapping[str, str]], places: Places | None
+) -> dict[str, tuple[int, ...] | None]:
+    ranks: dict[str, tuple[int, ...] | None] = {}
+    for op in order:
+        made = [makers[op.name][value] for value in op.takes if makers[op.name][value] != GIVEN]
+        if places is None:
+            ranks[op.name] = None
+        elif op.roles:
+            ranks[op.name] = tuple(sorted({rank for role in op.roles for rank in places[role]}))
+        else:
+            ranks[op.name] = ranks[made[-1]] if made else None
+    return ranks
+
+
+def _edges(
+    order: Sequence[Operator], makers: Mapping[str, Mapping[str, str]], ranks: Mapping[str, tuple[int, ...] | None]
+) -> list[Edge]:
+    """Of every value that a rank takes and does not make; each goes to a rank once."""
+    place = {op.name: number for number, op in enumerate(order)}
+    found: dict[tuple[str, str], dict[tuple[int, ...], list[str]]] = {}
+    for op in order:
+        for value, maker in makers[op.name].items():
+            source, dest = ranks.get(maker), ranks[op.name]
+            if maker == GIVEN or source is None or dest is None:
+                continue  # every rank has it, or makes it for itself
+            sent = found.setdefault((value, maker), {})
+            missing = tuple(rank for rank in dest if rank not in source and not any(rank in to for to in sent))
+            for to, takers in sent.items():
+                if not set(to).isdisjoint(dest):
+                    takers.append(op.name)
+            if missing:
+                sent[missing] = [op.name]
+    edges: list[Edge] = []
+    for value, maker in sorted(found, key=lambda key: (place[key[1]], key[0])):
+        for dest, takers in found[value, maker].items():
+            source = ranks[maker]
+            assert source is not None
+            bases = tuple(edge.value for edge in edges if set(edge.dest) >= {*dest} and set(edge.source) >= {*source})
+            bases += tuple(edge.value for edge in edges if set(edge.dest) >= {*source} and set(edge.source) >= {*dest})
+            bases += tuple(_from_one(edges, source, dest))
+            edges.append(Edge(value, maker, tuple(takers), source, dest, tuple(dict.fromkeys(bases))))
+    return edges
+
+
+def _from_one(edges: Sequence[Edge], source: Sequence[int], dest: Sequence[int]) -> Iterable[str]:
+    """Values that a third role has sent to both sides."""
+    for first in edges:
+        for second in edges:
+            same = (first.value, first.maker) == (second.value, second.maker)
+            if same and set(first.dest) >= set(source) and set(second.dest) >= set(dest):
+                yield first.value

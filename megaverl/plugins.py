@@ -1,0 +1,65 @@
+"""Parts of the user's own, named in a configuration as `module:object` or `path/to/file.py:object`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megaverl.errors import ConfigError
+
+
+def load_object(name: str, key: str) -> Any:
+    """What `name` leads to.
+
+    Args:
+        name: `module:object` (importable, also from the working folder), or `path/to/file.py:object`.
+        key: the configuration's key that holds it, for messages.
+
+    Raises:
+        ConfigError: badly written; no such module or file; one that raises as it is imported; no such object in it.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place or not attribute.isidentifier():
+        raise ConfigError(f"{key}: found {name!r}; expected module:object or path/to/file.py:object.")
+    try:
+        module = _file(Path(place), key) if place.endswith(".py") else _module(place)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module does when it is imported
+        raise ConfigError(f"{key}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        there = [one for one in vars(module) if not one.startswith("_")]
+        raise ConfigError(f"{key}: {place} has no {attribute!r}; it has {', '.join(sorted(there)[:12]) or 'nothing'}.")
+    return getattr(module, attribute)
+
+
+def _module(name: str) -> ModuleType:
+    """By its dotted name, also where it lies in the working folder (a console script does not look there)."""
+    folder = str(Path.cwd())
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
+def _file(path: Path, key: str) -> ModuleType:
+    """A file, imported once."""
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path} is not there (looked in {Path.cwd()}).")
+    name = f"megaverl_plugin_{path.stem}_{hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

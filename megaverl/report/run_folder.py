@@ -1,0 +1,185 @@
+"""What a run leaves behind, read for a report: numbers, spans, samples, configuration, versions, warnings."""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaverl.errors import DataError
+
+# The resolved configuration that a command writes; the first that is there names what the run was.
+COMMANDS = ("train", "quickstart", "sft", "eval", "generate")
+MOST_WARNINGS = 40
+WARNING = re.compile(r"^(?:\[rank \d+\] )?(warning|error): (.+)$")
+
+
+@dataclass
+class Series:
+    """One metric over the run: steps and values, in order of step."""
+
+    steps: array[float] = field(default_factory=lambda: array("d"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+
+@dataclass(frozen=True)
+class Span:
+    """A piece of work of one rank; microseconds, on the clock of the trace."""
+
+    rank: int
+    name: str
+    role: str
+    begin: float
+    duration: float
+    step: int | None
+
+    @property
+    def end(self) -> float:
+        return self.begin + self.duration
+
+
+@dataclass
+class RunRecord:
+    """All that is known of a run.
+
+    Attributes:
+        name: the folder's.
+        command: train, sft, ...; empty where no configuration is there.
+        metrics: by name.
+        first, last: times of the first and the last record, seconds since 1970; 0 without records.
+        spans: of the roles; the steps themselves are in `steps`.
+        samples: as samples.jsonl has them.
+        warnings: lines of the logs.
+    """
+
+    folder: Path
+    name: str
+    command: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, Series] = field(default_factory=dict)
+    first: float = 0.0
+    last: float = 0.0
+    spans: list[Span] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        """The last step that has a record."""
+        return int(max((series.steps[-1] for series in self.metrics.values() if series.steps), default=0))
+
+    @property
+    def planned_steps(self) -> int | None:
+        section = "sft" if self.command == "sft" else "trainer"
+        steps = self.config.get(section, {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+
+# Spans whose trace does not say it: whose work they are.
+ROLE_OF = {
+    "rollout": "rollout",
+    "reshard": "rollout",
+    "greedy_rewards": "rollout",
+    "validation": "rollout",
+    "reward": "reward",
+    "old_log_probs": "actor",
+    "score_norms": "actor",
+    "actor_update": "actor",
+    "ref_log_probs": "reference",
+    "values": "critic",
+    "critic_update": "critic",
+}
+NO_ROLE = "trainer"
+WAITING = "wait"  # for what comes from other ranks: nobody is busy then
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Read a run's folder; what is not there is empty.
+
+    Raises:
+        DataError: no such folder, or one without metrics; a damaged file, named with its line.
+    """
+    if not folder.is_dir():
+        raise DataError(f"{folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
+    if not (folder / "metrics.jsonl").is_file():
+        raise DataError(f"{folder}: no metrics.jsonl in it, so this is no run's folder (or it has no step yet).")
+    run = RunRecord(folder, folder.resolve().name)
+    for command in COMMANDS:
+        if (folder / f"{command}.yaml").is_file():
+            run.command = command
+            run.config = yaml.safe_load((folder / f"{command}.yaml").read_text(encoding="utf-8")) or {}
+            break
+    if (folder / "versions.json").is_file():
+        run.versions = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
+    _read_metrics(run, folder / "metrics.jsonl")
+    run.samples = list(_lines(folder / "samples.jsonl"))
+    for path in sorted(folder.glob("timeline*.json")):
+        _read_trace(run, path)
+    run.warnings = _warnings(folder / "logs")
+    return run
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a JSONL file; a last line that a running job has not finished is left out."""
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                if line.endswith("\n"):
+                    raise DataError(f"{path}, line {number}: not valid JSON ({error}). Remove this line.") from error
+
+
+def _read_metrics(run: RunRecord, path: Path) -> None:
+    metrics: defaultdict[str, Series] = defaultdict(Series)
+    for record in _lines(path):
+        step, seconds = float(record.pop("step")), float(record.pop("time", 0.0))
+        run.first = run.first or seconds
+        run.last = max(run.last, seconds)
+        for name, value in record.items():
+            series = metrics[name]
+            series.steps.append(step)
+            series.values.append(float(value))
+    run.metrics = dict(metrics)
+
+
+def _read_trace(run: RunRecord, path: Path) -> None:
+    """Spans of a file in Chrome's trace-event format."""
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a Chrome trace ({error!r}). Remove the file.") from error
+    for event in events:
+        if event.get("ph") != "X" or event.get("name") == WAITING:
+            continue
+        more = event.get("args", {})
+        name = str(event["name"])
+        role = str(more.get("role") or ROLE_OF.get(name, NO_ROLE))
+        span = Span(int(event["pid"]), name, role, float(event["ts"]), float(event["dur"]), more.get("step"))
+        (run.steps if name == "step" else run.spans).append(span)
+    run.spans.sort(key=lambda span: (span.begin, -span.duration))
+    run.steps.sort(key=lambda span: (span.rank, span.begin))
+
+
+def _warnings(folder: Path) -> list[str]:
+    """Warnings and errors that the run's own code wrote into its logs, each once."""
+    found: dict[str, None] = {}
+    for path in sorted(folder.glob("rank_*.log")):
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if match := WARNING.match(line.rstrip("\n")):
+                    found.setdefault(f"{match[1]}: {match[2]}")
+    lines = list(found)
+    left_out = len(lines) - MOST_WARNINGS
+    return lines[:MOST_WARNINGS] + ([f"... and {left_out} more, in {folder}"] if left_out > 0 else [])

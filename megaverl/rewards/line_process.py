@@ -1,0 +1,82 @@
+"""A process that answers one JSON line for each that it gets, and is killed when an answer takes too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class ProcessDied(Exception):
+    """It ended instead of answering."""
+
+    def __init__(self, code: int | None) -> None:
+        super().__init__(f"it ended with code {code}")
+        self.code = code
+
+
+class LineProcess:
+    """Starts on creation; its own output and errors go nowhere.
+
+    Args:
+        command: what to run. environment: its whole environment. folder: where it runs.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> None:
+        self._received = b""
+        self._process = subprocess.Popen(
+            list(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=dict(environment),
+            cwd=folder,
+        )
+
+    def send(self, request: Any) -> None:
+        """Give it a line.
+
+        Raises:
+            ProcessDied: it is not there to read it.
+        """
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def answer(self, timeout_seconds: float) -> Any:
+        """Its next line.
+
+        Raises:
+            TimeoutError: none came in time. ProcessDied: none will.
+        """
+        assert self._process.stdout is not None
+        deadline = time.monotonic() + timeout_seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while b"\n" not in self._received:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    raise TimeoutError
+                data = os.read(self._process.stdout.fileno(), 65536)
+                if not data:
+                    raise self._died()
+                self._received += data
+        line, _, self._received = self._received.partition(b"\n")
+        return json.loads(line)
+
+    def close(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _died(self) -> ProcessDied:
+        code = self._process.wait()
+        self.close()
+        return ProcessDied(code)

@@ -1,0 +1,191 @@
+"""Moving tensors out of the accelerator's memory and back, in place: every view of them stays what it was.
+
+What moves is storages. Weights and gradients are views of Megatron's buffers, an optimizer's master weights may be
+views of the weights, an engine's parameters may be views of the actor's: a storage is emptied and filled again, and
+all of these find their values in it. Nothing may be read in between.
+
+On CUDA the copies go to pinned host memory, on a stream of their own. With a folder they go to files, also on a
+machine without an accelerator, where it is the only place to go; without one, nothing moves there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.platform import platform
+
+Storages = list[torch.UntypedStorage]
+SMALLEST = 64  # bytes
+
+
+class Place(Protocol):
+    """Where copies of storages lie."""
+
+    def store(self, storages: Storages) -> None:
+        """Copy them here; when it returns, they may be emptied."""
+
+    def fetch(self, storages: Storages) -> None:
+        """Fill the same storages, which have their size again."""
+
+
+class PinnedMemory:
+    """Host memory that the accelerator copies to and from by itself; kept for the next time."""
+
+    def __init__(self) -> None:
+        self._copies: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream()
+
+    def store(self, storages: Storages) -> None:
+        if [copy.numel() for copy in self._copies] != [storage.nbytes() for storage in storages]:
+            self._copies.clear()
+            self._copies = [torch.empty(s.nbytes(), dtype=torch.uint8, pin_memory=True) for s in storages]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for copy, storage in zip(self._copies, storages, strict=True):
+                copy.copy_(as_bytes(storage), non_blocking=True)
+        self._stream.synchronize()  # the memory is given away next
+
+    def fetch(self, storages: Storages) -> None:
+        # what was computed last may still use the memory that the storages have got
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for copy, storage in zip(self._copies, storages, strict=True):
+                as_bytes(storage).copy_(copy, non_blocking=True)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+
+class Files:
+    """One file in a folder, without a name: it goes with the process."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (open as long as this is)
+        except OSError as error:
+            raise ConfigError(f"offload.folder={folder}: cannot be written ({error}). Name another one.") from error
+        self._folder = folder
+
+    def store(self, storages: Storages) -> None:
+        self._file.seek(0)
+        try:
+            for storage in storages:
+                left = memory_of(as_bytes(storage).cpu())
+                while left:
+                    left = left[self._file.write(left) :]
+        except OSError as error:
+            raise TrainingStopped(f"offload.folder={self._folder}: {error}. Make room, or name another one.") from error
+
+    def fetch(self, storages: Storages) -> None:
+        self._file.seek(0)
+        for storage in storages:
+            target = as_bytes(storage)
+            read = target if target.device.type == "cpu" else torch.empty(target.numel(), dtype=torch.uint8)
+            left = memory_of(read)
+            while left:
+                count = os.readv(self._file.fileno(), [left])
+                if not count:
+                    raise TrainingStopped(f"offload.folder={self._folder}: what was written there is gone.")
+                left = left[count:]
+            if read is not target:
+                target.copy_(read)
+
+
+class Nowhere:
+    """Values are not kept: they come back as zeros."""
+
+    def store(self, storages: Storages) -> None:
+        """Nothing to keep."""
+
+    def fetch(self, storages: Storages) -> None:
+        for storage in storages:
+            as_bytes(storage).zero_()
+
+
+class Offload:
+    """Storages that are here inside `with` blocks, of which there may be several in one another, and away outside.
+
+    Args:
+        storages: gives them, anew whenever they leave: an optimizer has its state after its first step only.
+        place: where they go.
+    """
+
+    def __init__(self, storages: Callable[[], Storages], place: Place) -> None:
+        self._storages, self._place = storages, place
+        self._inside = 0
+        self._away: list[tuple[torch.UntypedStorage, int]] = []
+
+    @property
+    def is_away(self) -> bool:
+        return bool(self._away)
+
+    def __enter__(self) -> Offload:
+        self._inside += 1
+        self.bring()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self.leave()
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Empty the storages, after their bytes were copied. Those that are away already stay there."""
+        if self._away:
+            return
+        storages = self._storages()
+        self._place.store(storages)
+        self._away = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+        if platform.is_cuda:
+            torch.cuda.empty_cache()  # others, such as an engine that wakes up, ask the driver for memory
+
+    @torch.no_grad()
+    def bring(self) -> None:
+        """The tensors are as they were. Nothing happens where they are here."""
+        away, self._away = self._away, []
+        for storage, nbytes in away:
+            storage.resize_(nbytes)
+        if away:
+            self._place.fetch([storage for storage, _ in away])
+
+
+def place_for(folder: str | None) -> Place | None:
+    """Where things go: None where there is neither an accelerator nor a folder, and nothing moves."""
+    if folder is not None:
+        return Files(Path(folder))
+    return PinnedMemory() if platform.is_cuda else None
+
+
+def storages_of(tensors: Iterable[torch.Tensor], without: Iterable[torch.Tensor] = ()) -> Storages:
+    """The storages on the accelerator (on a CPU: all) that the tensors lie in, each once; none that `without` has, and
+    none that cannot be emptied or is a mere number, such as an optimizer's count of steps."""
+    left_out = {tensor.untyped_storage().data_ptr() for tensor in without}
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        moves = storage.nbytes() >= SMALLEST and storage.resizable() and tensor.device.type == platform.device.type
+        if moves and storage.data_ptr() not in left_out:
+            found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def memory_of(data: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor of a CPU. (numpy would make its storage one that cannot be emptied.)"""
+    array = (ctypes.c_char * (data.numel() * data.element_size())).from_address(data.data_ptr())
+    return memoryview(array).cast("B")
+
+
+def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[bytes] uint8, the storage itself."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

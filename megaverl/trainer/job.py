@@ -1,0 +1,102 @@
+"""Joining the job: every rank says who it is, hears which role it has, and is watched from then on."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import metadata
+
+from megaverl.config import Config
+from megaverl.config.grids import is_placed, used_roles
+from megaverl.config.placement import CLAIMS, resolve_placement, role_grids
+from megaverl.coordinator import Liveness, Patience
+from megaverl.errors import ConfigError
+from megaverl.fabric import Fabric, Facts, digests, introduce, job_store, join
+from megaverl.metrics.console import Console
+from megaverl.metrics.versions import COMPONENTS
+from megaverl.placement import Node, ResolvedPlacement, parse_claims, resolve
+from megaverl.version import __version__
+
+SPEAKS_FIRST = 60.0  # seconds that the transports wait beyond what the run allows: the liveness can name the rank
+# What the ranks compute with: it must be the same everywhere.
+MUST_AGREE = ("torch", "megatron-core", "vllm", "transformers")
+
+
+@dataclass
+class Job:
+    """This rank's place in the job, and what the others know of it."""
+
+    fabric: Fabric
+    liveness: Liveness
+
+
+def patience(minutes: float) -> timedelta:
+    """How long the transports wait where a run allows ranks so many minutes."""
+    return timedelta(seconds=minutes * 60 + SPEAKS_FIRST)
+
+
+def join_job(config: Config, command: str, console: Console) -> Job:
+    """Meet the other ranks, agree on who is where, and make this rank's world the default group.
+
+    Raises:
+        ConfigError: nodes that differ in configuration or versions, roles that cannot be placed; on every rank.
+        TrainingStopped: ranks that do not come, a port that is taken, another job at the same address.
+    """
+    store, rank, size = job_store(timedelta(minutes=config.run.timeout_minutes))
+    facts = Facts(claims=claimed_roles(), agreed=digests(config.to_dict(), _versions()))
+    nodes = introduce(store, rank, size, facts, timedelta(minutes=config.run.timeout_minutes))
+    placement = place(config, command, size, nodes)
+    fabric = join(placement, store, rank, patience(config.run.timeout_minutes))
+    console.speaks = rank == reporter(placement)
+    liveness = Liveness(
+        store,
+        rank,
+        size,
+        coordinator=placement.coordinator,
+        patience=Patience(stalled_after=config.run.timeout_minutes * 60),
+        name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
+        say=console.error,
+    )
+    return Job(fabric, liveness)
+
+
+def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> ResolvedPlacement:
+    """Who is where: as `placement` and the nodes' `--role` say; without either, every role has every rank."""
+    claims = any(node.claims for node in nodes)
+    if claims and command != "train":
+        raise ConfigError(f"--role: `megaverl {command}` has all roles on all ranks. Leave it out.")
+    roles = used_roles(config, command)
+    if is_placed(config, command) or claims:
+        return resolve_placement(config.placement, role_grids(config, roles), size, nodes)
+    return resolve({}, size, dict.fromkeys([*roles, "rollout", "reward", "coordinator"]), nodes)
+
+
+def reporter(placement: ResolvedPlacement) -> int:
+    """The rank that speaks to the person and keeps the run's records: the actor's first."""
+    return placement.ranks["actor"][0]
+
+
+def claimed_roles() -> tuple[str, ...]:
+    """What this node was started as (`--role`).
+
+    Raises:
+        ConfigError: no such role.
+    """
+    text = os.environ.get(CLAIMS, "")
+    try:
+        return parse_claims(text) if text else ()
+    except ValueError as error:
+        raise ConfigError(f"--role: {error}") from error
+
+
+def _versions() -> dict[str, str]:
+    found = {"megaverl": __version__}
+    for component in MUST_AGREE:
+        for distribution in COMPONENTS[component]:
+            try:
+                found[component] = metadata.version(distribution)
+            except metadata.PackageNotFoundError:
+                continue
+            break
+    return found

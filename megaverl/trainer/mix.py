@@ -1,0 +1,145 @@
+"""`mix`: further updates in a training step, on the responses that it has generated and scored.
+
+Each is an operator of the step's flow, after the actor's own update and before the reshard: rejection sampling,
+pairs of the best and the worst response for a preference loss or for the learned reward, and supervised answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+
+from megaverl.algorithms import aggregations, count_denominators
+from megaverl.config import Config
+from megaverl.config.stages import MixConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
+from megaverl.data.tokenizers import Tokenizer
+from megaverl.dataflow import DataFlow, Operator
+from megaverl.errors import DataError
+from megaverl.roles.megatron_model import MicroBatch
+from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
+from megaverl.roles.policy import Actor, Policy
+from megaverl.roles.reward import Scores
+from megaverl.roles.trainable import TrainableModel
+from megaverl.roles.updates import share
+
+Metrics = dict[str, float]
+
+
+class Mix:
+    """The further updates of a run.
+
+    Args:
+        reward_model: what `update: reward_model` trains.
+        record: called with a name and the metrics of an update.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        actor: Actor,
+        reference: Policy | None,
+        reward_model: TrainableModel | None,
+        tokenizer: Tokenizer,
+        record: Callable[[str, Metrics], None],
+    ) -> None:
+        self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer
+        self.reward_model, self.record = reward_model, record
+
+    def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:
+        """An operator for each entry, between the actor's update and these."""
+        for index, entry in enumerate(self.config.mix):
+            takes = ("rollouts", "scores", "step")
+            name = f"mix_{index}_{entry.update}"
+            operator = Operator(name, partial(self._run, entry), takes, (), role="actor")
+            flow.add_operator(operator, after="actor_update", before=before)
+
+    def _run(self, entry: MixConfig, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
+        """One entry's update, in the steps that are its own; the actor rests while only the critic warms up."""
+        warms_up = step < self.config.algorithm.critic_warmup_steps and entry.update != "reward_model"
+        if (step + 1) % entry.every or warms_up:
+            return
+        updates: Mapping[str, Callable[[MixConfig, RolloutBatch, torch.Tensor], Metrics]] = {
+            "rejection": self._rejection,
+            "preference": self._preference,
+            "reward_model": self._reward_model,
+            "sft": self._answers,
+        }
+        metrics = updates[entry.update](entry, rollouts, scores.metric(entry.judge))
+        self.record(f"mix_{entry.update}", metrics)
+
+    def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """Cross-entropy on the best response of every group whose responses differ (RAFT, arXiv 2304.06767)."""
+        told = set(best_and_worst(judged, rollouts.group_ids))
+        best = [row for row in best_of_each(judged, rollouts.group_ids) if row in told]
+        metrics = self._supervised(entry, rollouts.select(best)) if best else {}
+        return metrics | {"samples": float(len(best))}
+
+    def _preference(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """The best and the worst response of every group, by `preference.loss`."""
+        pairs = best_and_worst(judged, rollouts.group_ids)
+        if not pairs:
+            return {"samples": 0.0}
+        preference = self.config.preference
+        updates = PreferenceUpdates(
+            self.actor.trainable,
+            preference.loss,
+            preference.options,
+            micro_batch_tokens=self.actor.micro_batch_tokens,
+            weight=entry.weight,
+        )
+        reference = self.reference if self.config.preference_needs_reference else None
+        return updates.update(rollouts.select(pairs), reference) | {"samples": float(len(pairs))}
+
+    def _reward_model(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """The best and the worst response of every group, for the learned reward to tell apart."""
+        assert self.reward_model is not None
+        pairs = best_and_worst(judged, rollouts.group_ids)
+        if not pairs:
+            return {"samples": 0.0}
+        section = self.config.reward_model
+        updates = RewardModelUpdates(
+            self.reward_model,
+            section.loss,
+            section.options,
+            micro_batch_tokens=section.micro_batch_tokens,
+            weight=entry.weight,
+        )
+        return updates.update(rollouts.select(pairs)) | {"samples": float(len(pairs))}
+
+    def _answers(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """Cross-entropy on the reference answer of every prompt.
+
+        Raises:
+            DataError: an answer that is no text.
+        """
+        firsts = [int((rollouts.group_ids == group).nonzero()[0, 0]) for group in rollouts.group_ids.unique()]
+        prompts, answers = [], []
+        for row in firsts:
+            answer = rollouts.columns["reference"][row]
+            if not isinstance(answer, str):
+                raise DataError(
+                    f"mix: the answer to {rollouts.columns['prompt'][row]!r:.60} is {type(answer).__name__}, and "
+                    "update: sft needs text. Name the right column with data.answer_key."
+                )
+            prompts.append(rollouts.input_ids[row, : int(rollouts.prompt_lengths[row])].tolist())
+            answers.append([*self.tokenizer.encode(answer), self.tokenizer.eos_token_id])
+        return self._supervised(entry, pairs_of(prompts, answers)) | {"samples": float(len(firsts))}
+
+    def _supervised(self, entry: MixConfig, batch: RolloutBatch) -> Metrics:
+        """One optimizer step of the actor: the mean cross-entropy of the tokens under the mask."""
+        model, mask = self.actor.model, batch.response_mask
+        inputs = {"response_mask": mask, "denominators": count_denominators(mask)}
+        weights = aggregations.get("token_mean")(inputs) * entry.weight
+        micro = micro_batches_for(model, batch, self.actor.micro_batch_tokens, {"weights": weights})
+
+        def loss(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+            log_probs, _ = model.log_probs(logits, part)
+            value = -(part.fields["weights"] * log_probs).sum()
+            return value, {"loss": share(value)}
+
+        return as_metrics(self.actor.trainable.update(micro, loss))

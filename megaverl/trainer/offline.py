@@ -1,0 +1,182 @@
+"""The loop of stages that generate nothing: an optimizer step on the rows of a data set, checkpoints, exact resume."""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.checkpoint.commit import FirstRank
+from megaverl.config import Config
+from megaverl.data.columns import Columns
+from megaverl.data.datasets import PromptDataset, PromptRecord
+from megaverl.metrics.console import Console
+from megaverl.metrics.timeline import Timeline
+from megaverl.metrics.tracker import Tracker
+from megaverl.parallel.collectives import together
+from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.build import Builder
+from megaverl.trainer.job import Job
+from megaverl.trainer.rl import tokenizer_digest
+from megaverl.trainer.saving import Saving, checkpoint_store, settle_file
+from megaverl.trainer.signals import LeaveRequest, Leaving
+from megaverl.trainer.stages import Stages
+
+
+class OfflineTrainer(ABC):
+    """Every rank makes one and calls `train`. A stage says what is trained, and what a step is.
+
+    Args:
+        steps: optimizer steps of the run. batch_size: rows of one.
+    """
+
+    name: str  # of the stage, in metrics
+
+    def __init__(
+        self, config: Config, builder: Builder, console: Console, job: Job | None, *, steps: int, batch_size: int
+    ) -> None:
+        self.config, self.builder, self.console = config, builder, console
+        self.steps, self.is_first = steps, dist.get_rank() == 0
+        self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else lambda what: None)
+        self.data = self.dataset(self.train_paths)
+        self.sampler = self.data.sampler(batch_size, config.run.seed, shuffle=config.data.shuffle)
+        store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, FirstRank())
+        self.saving = Saving(config.checkpoint, store, console)
+        self.leave = LeaveRequest()
+        self.next_step = 0
+
+    # --- what a stage is ------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def trained(self) -> dict[str, TrainableModel]:
+        """What a checkpoint holds, by role."""
+
+    @property
+    @abstractmethod
+    def train_paths(self) -> list[str]:
+        """Files of rows."""
+
+    @abstractmethod
+    def dataset(self, paths: list[str]) -> PromptDataset:
+        """The rows of files, checked."""
+
+    @abstractmethod
+    def one_step(self, records: list[PromptRecord], step: int) -> dict[str, float]:
+        """One optimizer step on these rows; its metrics."""
+
+    @abstractmethod
+    def export(self, folder: Path) -> None:
+        """Write what was trained as a Hugging Face folder."""
+
+    def validate(self) -> dict[str, float]:
+        """Metrics on held-out rows; none where there are no such rows."""
+        return {}
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between validations; 0: at the end only."""
+        return 0
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, float]:
+        """Run to the last step; returns the last validation's metrics, or the last step's.
+
+        Raises:
+            Leaving: the run was asked to leave, has saved, and is to be started again.
+        """
+        with self.leave.listening():
+            return self._train()
+
+    def _train(self) -> dict[str, float]:
+        self._resume()
+        tracker = self._tracker()
+        result: dict[str, float] = {}
+        try:
+            for step in range(self.next_step, self.steps):
+                self.stages.step = step + 1
+                start = time.perf_counter()
+                with self.stages(self.name):
+                    found = self.one_step([self.data[i] for i in self.sampler.indices(step)], step)
+                self.next_step = step + 1
+                metrics = {f"{self.name}/{name}": value for name, value in found.items()}
+                metrics[f"{self.name}/step_time_ms"] = (time.perf_counter() - start) * 1e3
+                result = self._after(step + 1, metrics, tracker)
+        finally:
+            if tracker is not None:
+                tracker.close()
+        if self.config.checkpoint.export_hf:
+            self.stages.note("export")
+            self.export(self.builder.run_dir / "hf")
+            self.console.print(f"model written to {self.builder.run_dir / 'hf'}")
+        return result
+
+    def _after(self, done: int, metrics: dict[str, float], tracker: Tracker | None) -> dict[str, float]:
+        last = done == self.steps
+        validated: dict[str, float] = {}
+        if last or (self.validate_every and done % self.validate_every == 0):
+            with self.stages("validation"):
+                validated = {f"validation/{name}": value for name, value in self.validate().items()}
+        if tracker is not None:
+            tracker.log(done, metrics | validated)
+        shown = {"loss", "accuracy", "preference_accuracy", "margin"}
+        text = [f"{n.rpartition('/')[2]} {v:.4f}" for n, v in metrics.items() if n.rpartition("/")[2] in shown]
+        text += [f"{name} {value:.4f}" for name, value in validated.items()]
+        self.console.print(f"step {done}/{self.steps}  " + "  ".join(text))
+        self.saving.look()
+        if self.saving.is_due(done, last=last, is_best=False):
+            self._save(done, wait=last)
+        if not last and (signal := self.leave.agreed()):
+            self._save(done, wait=True)
+            raise Leaving(f"{signal}: saved after {done} of {self.steps} steps; start the run again to go on.")
+        return validated or metrics
+
+    def _save(self, done: int, *, wait: bool) -> None:
+        state = {
+            "stage": self.name,
+            "next_step": done,
+            "sampler": self.sampler.state_dict(),
+            "tokenizer": tokenizer_digest(self.builder.tokenizer),
+            "metrics_bytes": settle_file(self.builder.run_dir / "metrics.jsonl") if self.is_first else 0,
+        }
+        with self.stages("checkpoint"):
+            self.saving.save(done, self.trained, state, wait=wait, best=False, inside=False, files={})
+
+    def _resume(self) -> None:
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        path = self.saving.store.resolve(self.config.checkpoint.resume, restarted=restarted)
+        if path is None:
+            return
+        state = self.saving.store.load(path, self.trained)
+        self.sampler.check_state(state["sampler"])
+        self.next_step = int(state["next_step"])
+        self.saving.note_resumed(self.next_step, inside=False)
+        self.console.print(f"resumed from {path}: {self.next_step} of {self.steps} steps are done")
+
+    def _tracker(self) -> Tracker | None:
+        if not self.is_first:
+            return None
+        run = self.config.run
+        return Tracker(
+            self.builder.run_dir,
+            run.log_with,
+            only=run.track_metrics,
+            resume_step=self.next_step if self.next_step else None,
+            name=run.name,
+            config=self.config.to_dict(),
+            warn=self.console.warn,
+        )
+
+
+def pair_dataset(builder: Builder, paths: list[str], answer_key: str) -> PromptDataset:
+    """Rows with a prompt and two responses; the better one is the reference."""
+    encoder, data = builder.encoder(), builder.config.data
+    dataset: Any = None
+    with together():
+        dataset = PromptDataset.load(list(paths), encoder, Columns(data.prompt_key, answer_key, data.tools_key))
+    return dataset

@@ -1,0 +1,78 @@
+"""Dynamic sampling: rounds of generation until enough groups tell something (DAPO, arXiv 2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megaverl.algorithms import keep_groups
+from megaverl.config import Config
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.datasets import PromptRecord
+from megaverl.data.stream import Prompts
+from megaverl.errors import TrainingStopped
+from megaverl.roles.reward import Scores
+from megaverl.trainer.generate import Metrics, rollout_metrics, score_metrics
+
+# (prompts, number of the first of them in the step) -> responses and scores, of all of them, on every rank
+Round = Callable[[Sequence[PromptRecord], int], tuple[RolloutBatch, Scores, Metrics]]
+
+
+def refill(config: Config, stream: Prompts, one_round: Round, step: int) -> tuple[RolloutBatch, Scores, Metrics]:
+    """Generate for further prompts until `prompts_per_step` groups differ in `dynamic_sampling.metric`.
+
+    Every rank takes part, and comes to the same decision. The metrics are of all that was generated, not of what is
+    kept: what a policy can do shows in all of its responses.
+
+    Raises:
+        TrainingStopped: too few groups after `max_rounds`, and `if_short` is stop.
+    """
+    dynamic, wanted = config.algorithm.dynamic_sampling, config.data.prompts_per_step
+    assert dynamic.metric is not None, "without a metric every group is kept"
+    parts: list[tuple[RolloutBatch, Scores, Metrics]] = []
+    generated, count, number = 0, dynamic.prompts_per_round or wanted, 0
+    while True:
+        number += 1
+        parts.append(one_round(stream.take(count), generated))
+        generated += count
+        batch = RolloutBatch.concat([part[0] for part in parts])
+        scores = Scores.concat([part[1] for part in parts])
+        last = number == dynamic.max_rounds
+        kept = keep_groups(
+            scores.metric(dynamic.metric),
+            batch.group_ids,
+            wanted=wanted,
+            last_round=last and dynamic.if_short == "fill",
+        )
+        if not kept.missing:
+            break
+        if last:
+            raise TrainingStopped(
+                f"step {step + 1}: only {wanted - kept.missing} of {generated} groups, generated in {number} rounds, "
+                f"differ in {dynamic.metric}; {wanted} are wanted (data.prompts_per_step). Raise "
+                "algorithm.dynamic_sampling.max_rounds or algorithm.group_size, choose prompts that are neither too "
+                "easy nor too hard, or set algorithm.dynamic_sampling.if_short=fill."
+            )
+        count = dynamic.prompts_per_round or kept.missing
+    chosen, rows = batch.select(kept.rows).trim(), kept.rows.tolist()
+    return chosen, scores.select(rows), _metrics(batch, scores, parts, rounds=number, silent=kept.silent)
+
+
+def _metrics(
+    batch: RolloutBatch,
+    scores: Scores,
+    parts: Sequence[tuple[RolloutBatch, Scores, Metrics]],
+    *,
+    rounds: int,
+    silent: int,
+) -> Metrics:
+    groups = len(torch.unique(batch.group_ids))
+    total = {name: sum(part[2][name] for part in parts) for name in ("rollout/seconds", "reward/latency_ms")}
+    return {
+        **rollout_metrics(batch, total["rollout/seconds"], int(parts[-1][2]["rollout/weight_version"])),
+        **score_metrics(scores, total["reward/latency_ms"] / 1e3),
+        "rollout/rounds": float(rounds),
+        "rollout/generated_groups": float(groups),
+        "rollout/kept_share": (groups - silent) / groups,
+    }

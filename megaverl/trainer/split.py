@@ -1,0 +1,342 @@
+"""The loop where roles have ranks of their own: each world goes through the steps by itself, and all meet in between.
+
+A rank runs the operators of its roles; batches and results come and go over the fabric. The meeting after `done` steps
+brings the engines the new weights, the reporter everybody's metrics, and all ranks one mind: validate, save, leave.
+With asynchronous rollouts a world that only generates or scores is allowed to be ahead of that meeting by some steps:
+how many is settled before the run, so that two runs are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.checkpoint.commit import Committer
+from megaverl.config import Config
+from megaverl.coordinator import Coordinator, CoordinatorCommits, Judge, Progress, Seat
+from megaverl.dataflow import DataFlow
+from megaverl.dataflow.carrier import Carrier
+from megaverl.errors import MegaverlError
+from megaverl.fabric.post import Sent, broadcast_json, receive_json, send_json
+from megaverl.metrics.console import Console
+from megaverl.metrics.memory import memory_metrics
+from megaverl.metrics.timeline import merge_traces
+from megaverl.metrics.tracker import Tracker
+from megaverl.parallel.collectives import together
+from megaverl.placement import World
+from megaverl.roles.apart import Elsewhere
+from megaverl.roles.reward import Scores
+from megaverl.roles.rollout import Rollout
+from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.build import Builder
+from megaverl.trainer.evaluate import Evaluation
+from megaverl.trainer.export import export_model
+from megaverl.trainer.job import Job, reporter
+from megaverl.trainer.readers import readers_of
+from megaverl.trainer.rl import RLTrainer, rules_of
+from megaverl.trainer.samples import append_samples, forget_samples, sample_records
+from megaverl.trainer.step import Roles
+
+# What may run ahead of training, and how many hands its work goes through from the rollout on.
+AHEAD = {"rollout": 0, "reward": 1, "reference": 1}
+
+
+# What a rank measures of itself: the reporter's own is shown.
+OF_A_RANK = ("time/wait_ms", "time/step_ms", "time/other_ms")
+
+
+class SplitTrainer(RLTrainer):
+    """As `RLTrainer`, on a placement with several worlds."""
+
+    def __init__(self, config: Config, console: Console, job: Job) -> None:
+        self.fabric = job.fabric
+        self.placement = job.fabric.placement
+        self.reporter = reporter(self.placement)
+        self.carrier = Carrier(job.fabric, known=(Scores,), readers=readers_of(config, self.placement))
+        super().__init__(config, console, Builder(config, fabric=job.fabric), job)
+        self.keeps_records = self.fabric.rank == self.reporter
+        self.timeline.rank = self.fabric.rank
+        self.lag = self._lag(self.fabric.rank)
+        self.last = config.trainer.steps  # where the run ends; sooner if it is asked to leave
+        self.leaving = ""
+        self._measured: dict[int, dict[str, float]] = {}
+        self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
+        self._told = Sent()
+        self._met = time.perf_counter()
+
+    # --- what this rank has ---------------------------------------------------------------------------------------
+
+    def committer(self) -> Committer:
+        return CoordinatorCommits(self.fabric)
+
+    def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
+        config, has = self.config, self.fabric.has
+
+        def here(role: str, make: Any) -> Any:
+            return make() if has(role) else Elsewhere(role)
+
+        actor, player = here("actor", builder.actor), builder.player()
+        heads = len(player.agents) if player else 1
+        model = actor.model if has("actor") else None
+        rollout: Any = Elsewhere("rollout")
+        if generates and self.placement.colocated("actor", "rollout"):
+            rollout = here("rollout", lambda: builder.rollout(model))
+        elif generates and (has("actor") or has("rollout")):
+            rollout = builder.rollout_apart(model)
+        return Roles(
+            actor=actor,
+            critic=here("critic", lambda: builder.critic(heads)) if config.uses_critic else None,
+            reference=here("reference", lambda: builder.reference(model)) if config.uses_reference else None,
+            reward=builder.reward(),
+            kl=builder.kl_controller(),
+            player=player,
+            rollout=rollout if generates else None,
+        )
+
+    def make_flow(self) -> DataFlow:
+        return self.step.flow(self.placement.ranks)
+
+    @property
+    def engines(self) -> Rollout | None:
+        return self.roles.rollout if self.fabric.has("actor") or self.fabric.has("rollout") else None
+
+    @property
+    def trained(self) -> dict[str, TrainableModel]:
+        first_island = self.fabric.rank in self.placement.islands[0] or len(self.placement.islands) == 1
+        roles: dict[str, TrainableModel] = {}
+        if self.fabric.has("actor") and first_island:
+            roles["actor"] = self.roles.actor.trainable
+        if self.roles.critic is not None and self.fabric.has("critic"):
+            roles["critic"] = self.roles.critic.trainable
+        return roles
+
+    def _lag(self, rank: int) -> int:
+        """How many steps a rank's world may be ahead of training."""
+        rollout = self.config.rollout
+        roles = [role for role in self.placement.roles_of(rank) if role in self.placement.ranks]
+        working = [role for role in roles if role != "coordinator"]
+        if not rollout.async_rollout or not working or any(role not in AHEAD for role in working):
+            return 0
+        return max(0, rollout.max_staleness - min(AHEAD[role] for role in working))
+
+    def appoint(self, progress: Progress) -> None:
+        placement, has = self.placement, self.fabric.has
+        roles = ["actor", *(["critic"] if self.config.uses_critic else [])]
+        worlds = {role: [world for world in placement.worlds if role in world.roles] for role in roles}
+        seats = [Seat(role, world.ranks[0], n) for role in roles for n, world in enumerate(worlds[role])]
+        rules, liveness = rules_of(self.config), self.job.liveness if self.job else None
+        self.coordinator = Coordinator(self.fabric, seats, rules, progress=progress, liveness=liveness)
+        updated = {role: getattr(self.roles, role).trainable for role in roles if has(role)}
+        self.judges = {role: Judge(self.coordinator, role, progress) for role in updated}
+        for role, trainable in updated.items():
+            trainable.judge = self.judges[role]
+
+    @property
+    def progress(self) -> Progress:
+        return self.coordinator.progress if self.fabric.rank == self.placement.coordinator else Progress()
+
+    # --- the loop -------------------------------------------------------------------------------------------------
+
+    def _train(self) -> dict[str, float]:
+        self.resume()
+        if self.keeps_records:
+            forget_samples(self.run_dir / "samples.jsonl", self.next_step)
+            if self.stored is not None:
+                self.stored.forget(self.next_step)
+        tracker = self._tracker()
+        try:
+            result = self._turns(tracker)
+        except MegaverlError:
+            self.saving.commit_written()
+            raise
+        finally:
+            if tracker is not None:
+                tracker.close()
+            self._write_aside(self._export_timeline)
+        self._write_aside(self._join_timelines)
+        if self.config.checkpoint.export_hf and self.fabric.rank in self.placement.islands[0]:
+            self.stages.note("export")
+            export_model(self.roles.actor.model, self.builder, self.run_dir / "hf")
+            self.console.print(f"model written to {self.run_dir / 'hf'}")
+        return result
+
+    def _turns(self, tracker: Tracker | None) -> dict[str, float]:
+        """This world's part of every step, and the meetings in between."""
+        met = self.next_step
+        result = self._meet(met, tracker, starts=True)
+        turn = met
+        while turn < self.last:
+            while met < max(turn - self.lag, self._last_barrier(turn)):
+                met += 1
+                result = self._meet(met, tracker) or result
+            if turn < self.last:
+                self._turn(turn)
+            turn += 1
+        while met < self.last:
+            met += 1
+            result = self._meet(met, tracker) or result
+        self.carrier.settle()
+        self.coordinator.close()
+        return result
+
+    def _last_barrier(self, turn: int) -> int:
+        """The last meeting before `turn` that nobody may run ahead of: there the run saves, or validates."""
+        return max((done for done in range(max(0, turn - self.lag), turn + 1) if self._is_barrier(done)), default=0)
+
+    def _is_barrier(self, done: int) -> bool:
+        save, validate = self.config.checkpoint.save_interval, self.config.trainer.validate_every
+        return bool(save and done % save == 0) or bool(validate and done % validate == 0)
+
+    def _turn(self, step: int) -> None:
+        """This rank's operators of a step."""
+        self.stages.step = step + 1
+        self.step.metrics = {}
+        apart = self.config.uses_critic and not self.placement.colocated("actor", "critic")
+        for role, judge in self.judges.items():  # who updates at the same time is decided on together
+            both = apart and step >= self.config.algorithm.critic_warmup_steps
+            judge.partners = tuple({"actor", "critic"} - {role}) if both else ()
+        prompts = self.prompts.take(self.config.data.prompts_per_step)
+        with self.timeline.step(step):
+            values = self.flow.run(self.stages, mover=self.carrier, leave_out=("reshard",), prompts=prompts, step=step)
+        metrics = {**self.step.metrics, **self.timeline.step_metrics()}
+        for name in [name for name in metrics if name.startswith("busy/")]:
+            share = metrics.pop(name)
+            if self.fabric.has(name.removeprefix("busy/")):  # in seconds, until the whole step's are known
+                metrics[name] = share * metrics["time/step_ms"] / 1e3
+        if self.keeps_records:
+            metrics |= memory_metrics("actor")
+            self._values = values
+        if self.fabric.has("rollout"):
+            metrics["train/epoch"] = self.prompts.epoch
+            metrics["rollout/staleness"] = float(step - self.next_step)
+        self._measured[step] = metrics
+
+    # --- where all meet -------------------------------------------------------------------------------------------
+
+    def _meet(self, done: int, tracker: Tracker | None, *, starts: bool = False) -> dict[str, float]:
+        """After `done` steps; every rank of the job takes part. Returns what was measured, on the reporter.
+
+        Raises:
+            Leaving: the run was asked to leave, and has saved.
+        """
+        trainer, result = self.config.trainer, {}
+        self.next_step, self.stages.step = done, None
+        self.stages.note(f"the meeting after step {done}")
+        if not starts:
+            self._sync_weights(done)
+            result = self._report(done, tracker)
+        last = done == trainer.steps
+        is_due = bool(trainer.validate_every) and (done % trainer.validate_every == 0 or last)
+        is_best = False
+        if (trainer.validate_at_start and done == 0) if starts else is_due:
+            before = self.best.step
+            result = self._validate(tracker, done) or result
+            is_best = self.best.step != before
+        self.saving.look()
+        if not starts and self.saving.is_due(done, last=last, is_best=is_best):
+            self._save(done, best=is_best, wait=last)
+        if not last:
+            self._perhaps_leave(done)
+        return result
+
+    def _perhaps_leave(self, done: int) -> None:
+        """All hear of a signal that any rank has got; what is under way by then is trained on first.
+
+        Raises:
+            Leaving: the run was asked to leave, and has saved.
+        """
+        if not self.leaving and (signal := self.leave.agreed(self.fabric.control)):
+            self.leaving = signal
+            ahead = max(self._lag(rank) for rank in range(self.placement.size))
+            self.last = min(self.last, done + ahead)
+        if self.leaving and done == self.last:
+            self._leave(self.leaving, None)
+
+    def _sync_weights(self, done: int) -> None:
+        """The engines get the weights that `done` steps have made."""
+        if self.engines is not None:
+            self.step.metrics = {}
+            with self.stages("reshard"):
+                self.step.reshard(done - 1 >= self.config.algorithm.critic_warmup_steps)
+            self._measured[done - 1] |= self.step.metrics
+
+    def _report(self, done: int, tracker: Tracker | None) -> dict[str, float]:
+        """Every world's first rank tells the reporter what it measured in the step that is over."""
+        fabric, firsts = self.fabric, [world.ranks[0] for world in self.placement.worlds]
+        mine = self._measured.pop(done - 1)
+        if not self.keeps_records:
+            if fabric.rank in firsts:
+                self._told.forget_done()
+                self._told.add(send_json(fabric, "metrics", self.reporter, mine))
+            return {}
+        metrics: dict[str, float] = {}
+        for rank in firsts:
+            if rank != self.reporter:
+                theirs = receive_json(fabric, "metrics", rank)
+                metrics |= {name: value for name, value in theirs.items() if name not in OF_A_RANK}
+        seconds, now = time.perf_counter() - self._met, time.perf_counter()
+        self._met = now
+        metrics |= mine
+        metrics["train/step_time_ms"] = seconds * 1e3
+        batch, scores = self._values["rollouts"], self._values["scores"]
+        metrics["train/tokens_per_sec"] = float(batch.sequence_lengths.sum()) / seconds
+        for name in [name for name in metrics if name.startswith("busy/")]:
+            metrics[name] = min(1.0, metrics[name] / seconds)
+        if tracker is not None:
+            tracker.log(done, metrics)
+            records = sample_records(batch, scores, self.roles.reward, self.config.trainer.save_samples)
+            self._write_aside(lambda: append_samples(self.run_dir / "samples.jsonl", done, records))
+        if self.stored is not None:
+            self.step.metrics = metrics
+            self.stored.append(self._rollouts(done - 1, self._values))
+        self.console.step(done, self.config.trainer.steps, metrics)
+        self.history.append((done, metrics))
+        return metrics
+
+    def _validate(self, tracker: Tracker | None, done: int) -> dict[str, float] | None:
+        """The engines' ranks validate; all ranks hear the result."""
+        if self.validation_data is None or not self.config.trainer.validate_every or self.roles.rollout is None:
+            return None
+        found: list[Any] = []
+        with self.stages("validation"):
+            if self.fabric.has("rollout"):
+                evaluation = self.evaluate()
+                with together():
+                    self.roles.rollout.engine.reset_prefix_cache()
+                found = [evaluation.metrics, evaluation.samples]
+        metrics, samples = broadcast_json(self.fabric, self.placement.ranks["rollout"][0], found)
+        self._note_validation(tracker, done, Evaluation(metrics, samples))
+        return dict(metrics)
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _state(self, cut_off: Any) -> dict[str, Any]:
+        """Each part from a rank that knows it; the same on all."""
+        mine: dict[str, Any] = {}
+        whole = super()._state(None)
+        if self.keeps_records:
+            mine = {name: whole[name] for name in ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")}
+        if self.fabric.rank == self.placement.ranks["rollout"][0]:
+            mine |= {name: whole[name] for name in ("sampler", "weight_version")}
+        if self.fabric.rank == self.placement.coordinator:
+            mine["coordinator"] = whole["coordinator"]
+        parts = self.saving.store.committer.collect(mine)
+        return {name: value for part in parts for name, value in part.items()}
+
+    def _export_timeline(self) -> None:
+        if self.fabric.rank == self.fabric.world.ranks[0]:
+            self.timeline.export(self._timeline_of(self.fabric.world))
+
+    def _join_timelines(self) -> None:
+        """Those of all worlds, side by side in one trace."""
+        dist.barrier(self.fabric.control)
+        if self.keeps_records:
+            traces = [self._timeline_of(world) for world in self.placement.worlds]
+            merge_traces(traces, self.run_dir / "timeline.json")
+
+    def _timeline_of(self, world: World) -> Path:
+        return self.run_dir / "timelines" / f"{world.name}.json"

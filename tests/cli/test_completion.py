@@ -1,0 +1,54 @@
+"""Completion: what a shell is offered, and a real bash that takes it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaverl.cli.completion import main, words
+from megaverl.cli.main import COMMANDS
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ([""], list(COMMANDS)),
+        (["tr"], ["train"]),
+        (["train", "actor.optim"], ["actor.optimizer="]),
+        (["train", "rol"], ["rollout."]),
+        (["keys", "algorithm.kl.co"], ["algorithm.kl.coef"]),
+        (["report", "--ou"], ["--output"]),
+        (["train", "--dr"], ["--dry-run"]),
+        (["check-plugin", "rew"], ["reward"]),
+        (["report", "runs/"], []),
+        (["nothing", "--x"], []),
+    ],
+)
+def test_what_is_offered(typed: list[str], offered: list[str]) -> None:
+    assert list(words(typed)) == offered
+
+
+def test_bash_takes_it(tmp_path: Path) -> None:
+    (tmp_path / "megaverl").write_text(f'#!/bin/sh\nexec {sys.executable} -m megaverl.cli.main "$@"\n')
+    (tmp_path / "megaverl").chmod(0o755)
+    script = (
+        "source <(megaverl completion bash)\n"
+        "COMP_WORDS=(megaverl train actor.t); COMP_CWORD=2; _megaverl 2>/dev/null; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.split() == ["actor.tp="], done.stderr
+
+
+def test_the_scripts_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    for shell in ("bash", "zsh", "fish"):
+        assert main([shell]) == 0
+        text = capsys.readouterr().out
+        if shutil.which(shell):
+            subprocess.run([shell, "-n"], input=text, text=True, check=True)
+    assert main(["tcsh"]) == 2

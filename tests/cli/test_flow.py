@@ -1,0 +1,39 @@
+"""`megaverl flow show`: the trainer's own flow, without any role."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megaverl.cli.flow import main
+
+CONFIG = str(Path(__file__).parents[2] / "configs" / "ppo_gsm8k_smollm2.yaml")
+
+
+def test_the_flow_of_ppo_is_shown_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--config", CONFIG, "--format", "json"]) == 0
+    flow = json.loads(capsys.readouterr().out)
+    names = [operator["name"] for operator in flow["operators"]]
+    assert names[0] == "rollout" and names[-1] == "reshard" and {"values", "critic_update"} <= set(names)
+    assert any({"reward", "values"} <= set(stage) for stage in flow["stages"]), "these can run side by side"
+    assert flow["moves"] == []
+    assert main(["show", "--config", CONFIG]) == 0
+    assert "rollouts -> scores" in capsys.readouterr().out
+    assert main(["show", "--config", CONFIG, "--format", "mermaid"]) == 0
+    assert "rollout -- rollouts --> reward" in capsys.readouterr().out
+
+
+def test_a_flow_without_a_critic_and_with_places(capsys: pytest.CaptureFixture[str]) -> None:
+    places = "placement={actor: [0, 1], rollout: [2]}"
+    arguments = ["show", "--config", CONFIG, "--nproc=3", places, "algorithm.name=grpo", "algorithm.group_size=2"]
+    assert main([*arguments, "actor={tp: 1, pp: 1}", "rollout.tp=1"]) == 0
+    text = capsys.readouterr().out
+    assert "critic" not in text
+    assert "rollouts: ranks 2 -> 0-1, for " in text
+
+
+def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "--config", CONFIG, "actor.tpp=2"]) == 2
+    assert "actor.tpp" in capsys.readouterr().err

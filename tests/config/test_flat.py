@@ -1,0 +1,90 @@
+"""The flat form: the same run as in this project's own keys, and mistakes named as they were written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaverl.config import Config, InvalidConfig, load_config
+
+FLAT: dict[str, Any] = {
+    "algorithm": {"name": "ppo", "clip_range": 0.2, "value_loss_coef": 0.5},
+    "model": {"pretrain_model_path": "org/small", "reward_function": "exact_match"},
+    "data": {"train_path": "train.jsonl", "batch_size_per_gpu": 8},
+    "engine": {"actor_type": "vllm", "critic_type": "megatron", "num_gpus": 4},
+    "placement": {"actor_devices": [0, 1], "critic_devices": [2, 3]},
+    "checkpoint_config": {"save_interval": 5, "keep_last_k": 2, "async_save": False},
+    "log_with": "tensorboard",
+}
+NATIVE: dict[str, Any] = {
+    "algorithm": {"name": "ppo", "clip_range": 0.2, "value_loss_coef": 0.5},
+    "model": {"path": "org/small"},
+    "reward": "exact_match",
+    "data": {"train": ["train.jsonl"], "prompts_per_step": 32},
+    "rollout": {"engine": "vllm"},
+    "run": {"nproc": 4, "log_with": ["tensorboard"]},
+    "placement": {"actor_devices": [0, 1], "critic_devices": [2, 3]},
+    "checkpoint": {"save_interval": 5, "keep_last_k": 2, "async_save": False},
+}
+
+
+def load(values: dict[str, Any], *overrides: str) -> Config:
+    return load_config(values, list(overrides), check_paths=False)
+
+
+def mistakes(values: dict[str, Any], *overrides: str) -> dict[str, str]:
+    with pytest.raises(InvalidConfig) as caught:
+        load(values, *overrides)
+    return {mistake.key: str(mistake) for mistake in caught.value.mistakes}
+
+
+def test_the_flat_form_is_the_same_run() -> None:
+    assert load(FLAT).to_dict() == load(NATIVE).to_dict()
+
+
+def test_what_was_given_stays_as_it_is() -> None:
+    before = yaml.safe_dump(FLAT)
+    load(FLAT)
+    assert yaml.safe_dump(FLAT) == before
+
+
+def test_a_function_is_a_reward_too() -> None:
+    config = load({**FLAT, "model": {"pretrain_model_path": "org/small", "reward_function": "my_rewards.py:score"}})
+    assert config.reward[0].function == "my_rewards.py:score"
+
+
+def test_both_forms_may_stand_in_one_file_and_overrides_win() -> None:
+    config = load(FLAT, "actor.tp=2", "engine.num_gpus=4", "model.pretrain_model_path=org/other")
+    assert (config.actor.tp, config.model.path, config.data.prompts_per_step) == (2, "org/other", 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "words"),
+    [
+        ({"engine": {"actor_type": "vlm", "num_gpus": 4}}, "engine.actor_type", "allowed: vllm, hf"),
+        ({"engine": {"critic_type": "fsdp", "num_gpus": 4}}, "engine.critic_type", "allowed: megatron"),
+        ({"engine": {"num_gpu": 4}}, "engine.num_gpu", "Did you mean `num_gpus`?"),
+        ({"engine": {}}, "data.batch_size_per_gpu", "engine.num_gpus does not say"),
+        ({"engine": 3}, "engine", "expected a mapping"),
+        ({"data": {"train_path": "t.jsonl", "batch_size_per_gpu": 0}}, "data.batch_size_per_gpu", "at least 1"),
+        ({"run": {"nproc": 4}}, "engine.num_gpus", "so is run.nproc, which is the same"),
+        ({"checkpoint_config": {"save_intervall": 5}}, "checkpoint.save_intervall", "save_interval"),
+        ({"log_with": "wandbb"}, "run.log_with.0", "wandb"),
+    ],
+)
+def test_mistakes_say_what_to_write(change: dict[str, Any], key: str, words: str) -> None:
+    found = mistakes({**FLAT, **change})
+    assert words in found[key], found
+
+
+def test_a_mistake_names_the_line_and_the_word_that_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "flat.yaml"
+    path.write_text(yaml.safe_dump(FLAT, sort_keys=False).replace("num_gpus: 4", "num_gpus: four"))
+    with pytest.raises(InvalidConfig) as caught:
+        load_config(path, check_paths=False)
+    text = str(caught.value)
+    line = path.read_text().splitlines().index("  num_gpus: four") + 1
+    assert f"run.nproc ({path}, line {line}, as engine.num_gpus): found 'four'; expected an integer." in text

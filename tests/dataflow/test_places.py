@@ -1,0 +1,176 @@
+"""Operators on roles' own ranks: what moves, what runs side by side, and that every rank ends up with what it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaverl.dataflow import DataFlow, Operator
+from megaverl.dataflow.plan import Edge
+from megaverl.errors import ConfigError
+
+
+class Network:
+    """Ranks of one process: what one sends lies there until the other takes it."""
+
+    def __init__(self) -> None:
+        self.messages: dict[tuple[str, str, int], Any] = {}
+        self.sent: list[Edge] = []
+
+    def of(self, rank: int) -> Mover:
+        return Mover(self, rank)
+
+
+class Mover:
+    def __init__(self, network: Network, rank: int) -> None:
+        self.network, self.rank = network, rank
+
+    def send(self, edge: Edge, values: Mapping[str, Any]) -> None:
+        assert self.rank in edge.source and self.rank not in edge.dest
+        self.network.sent.append(edge)
+        for rank in edge.dest:
+            self.network.messages[edge.value, edge.maker, rank] = values[edge.value]
+
+    def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
+        assert self.rank in edge.dest
+        return self.network.messages[edge.value, edge.maker, self.rank]
+
+
+PLACES = {"actor": (0, 1), "critic": (2,), "rollout": (3, 4), "reward": (3, 4)}
+
+
+def step() -> DataFlow:
+    flow = DataFlow()
+    flow.add_operator(Operator("rollouts", lambda prompts: [p * 2 for p in prompts], role="rollout"))
+    flow.add_operator(Operator("scores", lambda rollouts: sum(rollouts), role="reward"))
+    flow.add_operator(Operator("old", lambda rollouts: rollouts[0], role="actor"))
+    flow.add_operator(Operator("values", lambda rollouts: len(rollouts), role="critic"))
+    flow.add_operator(Operator("advantages", lambda scores, values, old: scores - values - old, role="actor"))
+    flow.add_operator(Operator("critic_update", lambda advantages: None, outputs=(), role="critic"))
+    flow.add_operator(Operator("updated", lambda advantages: advantages + 1, role="actor"))
+    return flow
+
+
+def run_all(flow: DataFlow, order: list[int], **given: Any) -> dict[int, dict[str, Any]]:
+    """Every rank in turn; a flow whose worlds need each other both ways cannot be run so."""
+    network = Network()
+    return {rank: flow.run(mover=network.of(rank), **given) for rank in order}
+
+
+def test_what_moves_and_what_runs_side_by_side() -> None:
+    plan = step().compile(["prompts"], places=PLACES).plan
+    assert plan.stages == (
+        ("rollouts",),
+        ("scores", "old", "values"),
+        ("advantages",),
+        ("critic_update", "updated"),
+    )
+    assert [(edge.value, edge.source, edge.dest, edge.takers) for edge in plan.edges] == [
+        ("rollouts", (3, 4), (0, 1), ("old",)),
+        ("rollouts", (3, 4), (2,), ("values",)),
+        ("scores", (3, 4), (0, 1), ("advantages",)),
+        ("values", (2,), (0, 1), ("advantages",)),
+        ("advantages", (0, 1), (2,), ("critic_update",)),
+    ]
+    assert plan.edges[3].bases == ("rollouts",), "both sides have them from the rollout"
+    assert plan.ranks["updated"] == (0, 1)
+
+
+def test_every_rank_runs_its_own_and_nothing_else() -> None:
+    flow = step()
+    del flow._operators[-2]  # the critic's update, which takes what the actor makes of the critic's values
+    flow.compile(["prompts"], places=PLACES)
+    found = run_all(flow, [3, 4, 2, 0, 1], prompts=[1, 2])
+    assert found[0] == found[1] == {**found[0], "updated": 6 - 2 - 2 + 1}
+    assert set(found[3]) == {"prompts", "rollouts", "scores"} and set(found[2]) == {"prompts", "rollouts", "values"}
+    assert [span.operator for span in found[0].timeline] == ["old", "advantages", "updated"]
+    assert all(span.start <= span.end for span in found[0].timeline)
+
+
+@given(st.data())
+def test_the_result_does_not_depend_on_the_places(data: Any) -> None:
+    """Chains and trees of operators on random worlds: what each rank has is what one rank alone would have."""
+    worlds = [(0,), (1, 2), (3,)]
+    count = data.draw(st.integers(2, 7))
+    operators, home = [], []
+    for i in range(count):
+        takes = tuple(f"v{j}" for j in range(i) if data.draw(st.booleans())) or (f"v{i - 1}" if i else "start",)
+        home.append(data.draw(st.integers(0, 2)))
+        operators.append(Operator(f"v{i}", lambda i=i, **given: sum(given.values()) + i, takes, role=f"role{home[-1]}"))
+    alone = DataFlow(operators).compile(["start"]).run(start=1)
+    places = {f"role{n}": world for n, world in enumerate(worlds)}
+    plan = DataFlow(operators).compile(["start"], places=places).plan
+    network, values = Network(), {rank: {"start": 1} for rank in range(4)}
+    for operator in plan.operators:  # all ranks at once, operator by operator
+        for rank in plan.ranks[operator.name] or ():
+            for edge in plan.edges:
+                if rank in edge.dest and operator.name in edge.takers and edge.value not in values[rank]:
+                    values[rank][edge.value] = network.of(rank).receive(edge, values[rank])
+            values[rank].update(operator(values[rank]))
+            for edge in plan.edges:
+                if edge.maker == operator.name and rank in edge.source:
+                    network.of(rank).send(edge, values[rank])
+    for found in values.values():
+        assert all(alone[name] == value for name, value in found.items())
+    edges = [(edge.value, rank) for edge in plan.edges for rank in edge.dest]
+    assert len(edges) == len(set(edges)), "nothing goes to a rank twice"
+
+
+def test_operators_are_put_between_others() -> None:
+    """One watches, one changes what all later ones see; what the changed value itself rests on does not see it."""
+    seen: list[Any] = []
+    flow = step()
+    flow.add_operator(Operator("watch", lambda rollouts: seen.append(("watch", rollouts)), outputs=(), role="rollout"))
+    flow.add_operator(Operator("clip", lambda scores: min(scores, 3), outputs=("scores",), role="reward"))
+    flow.add_operator(Operator("last", lambda updated: seen.append(("last", updated)), outputs=()), after="updated")
+    flow.add_operator(Operator("first", lambda prompts: seen.append(("first", prompts)), outputs=()), before="rollouts")
+    flow.compile(["prompts"])
+    assert flow.order.index("first") < flow.order.index("rollouts")
+    assert flow.run(prompts=[1, 2])["updated"] == 3 - 2 - 2 + 1
+    assert [name for name, _ in seen] == ["first", "watch", "last"]
+    twice = DataFlow([Operator("x", lambda: 1), Operator("a", lambda x: x + 1, outputs=("x",))])
+    twice.add_operator(Operator("b", lambda x: x * 10, outputs=("x",)))
+    assert twice.compile().run()["x"] == 20
+    with pytest.raises(ConfigError, match="there is no operator 'upated' to put 'z' beside: rollouts,"):
+        step().add_operator(Operator("z", lambda: None), after="upated")
+
+
+def test_a_change_moves_from_where_it_was_made() -> None:
+    flow = DataFlow([Operator("x", lambda: 1, role="rollout"), Operator("y", lambda x: x, role="critic")])
+    flow.add_operator(Operator("more", lambda x: x + 1, outputs=("x",), role="actor"))
+    flow.compile(places=PLACES)
+    assert [(e.value, e.maker, e.source, e.dest) for e in flow.plan.edges] == [
+        ("x", "x", (3, 4), (0, 1)),
+        ("x", "more", (0, 1), (2,)),
+    ]
+    assert run_all(flow, [3, 4, 0, 1, 2])[2]["y"] == 2
+
+
+def test_shapes_are_compared_before_and_in_the_run() -> None:
+    import torch
+
+    make = Operator("values", lambda n: torch.zeros(4, n), shapes={"values": ("B", "R")})
+    take = Operator("out", lambda values: values.sum(1), shapes={"values": ("B", "S")})
+    with pytest.raises(
+        ConfigError, match=r"'values' has the shape .*'R'. for operator 'values', and .*'S'."
+    ):
+        DataFlow([make, take]).compile(["n"])
+    with pytest.raises(ConfigError, match="declares the shape of 'z', which it neither takes nor gives"):
+        DataFlow([Operator("a", lambda: 1, shapes={"z": (1,)})]).compile()
+    right = Operator("out", lambda values: values.sum(1), shapes={"values": ("B", "R"), "out": ("B",)})
+    flow = DataFlow([make, right]).compile(["n"])
+    assert flow.run(n=3)["out"].shape == (4,)
+    wrong = Operator("out", lambda values: values.sum(0), shapes={"out": ("B",)})
+    with pytest.raises(ConfigError, match=r"operator 'out': 'out' has the shape \[3\]; declared is \['B'\], with B=4"):
+        DataFlow([make, wrong]).compile(["n"]).run(n=3)
+
+
+def test_a_role_without_a_place_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match="operator 'a' runs on the role 'judge', which has no place; there are: "
+    ):
+        DataFlow([Operator("a", lambda: 1, role="judge")]).compile(places=PLACES)

@@ -1,0 +1,115 @@
+"""Adapters: their layouts follow the weights', and merging where weights land gives W + alpha / rank * B A."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megaverl.errors import ModelError
+from megaverl.layout.boxes import whole
+from megaverl.layout.layout import Layout
+from megaverl.layout.low_rank import factor_layout, factor_weights, joined, low_ranks, with_factors
+from megaverl.layout.megatron import megatron_layouts
+from megaverl.layout.vllm import vllm_layouts
+from megaverl.models.architectures import weights_of
+from megaverl.models.spec import ARCHITECTURES
+from megaverl.parallel.grid import GridShape
+from megaverl.reshard.low_rank import Merge, add_product
+from megaverl.reshard.plan import make_plans
+from tests.layout.specs import make_spec
+
+RANK, SCALING = 2, 1.5
+Tensors = dict[str, torch.Tensor]
+
+
+def cut(layout: Layout, full: Tensors) -> Tensors:
+    """A rank's local tensors, out of the global ones."""
+    local = {name: torch.zeros(shape) for name, shape in layout.local_shapes.items()}
+    for piece in layout.pieces:
+        place = local[piece.local][piece.local_box.slices]
+        place.copy_(full[piece.tensor][piece.box.slices].reshape(place.shape))
+    return local
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
+    """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
+    spec = make_spec(architecture)
+    weights = weights_of(spec)
+    adapters = low_ranks(weights, "all-linear", RANK, "actor.lora")
+    generator = torch.Generator().manual_seed(0)
+    full = {w.name: torch.randn(w.shape, generator=generator) for w in (*weights, *factor_weights(adapters))}
+    grid = GridShape(tp=2, pp=2)
+    megatron = megatron_layouts(weights, spec, grid, padded_vocab_size=64)
+
+    def names(adapter: object, local: str) -> tuple[str, str]:
+        return f"{local}.{adapter.projection}.a", f"{local}.{adapter.projection}.b"  # type: ignore[attr-defined]
+
+    factors = {rank: factor_layout(megatron(rank), adapters, names) for rank in range(4)}
+    source = joined(megatron, factors.__getitem__)
+    engine: Callable[[int], Layout] = vllm_layouts(weights, spec, tp)
+    dest = with_factors(engine, adapters)
+    plans = make_plans(source, dest, 4)
+    held = [cut(source(rank), full) for rank in range(4)]
+    for rank in range(4):
+        merge = Merge(engine(rank), adapters, SCALING, torch.float32, torch.device("cpu"))
+        landed = {name: torch.zeros(shape) for name, shape in engine(rank).local_shapes.items()} | merge.factors
+        arriving = [(rank, plans[rank].copies), *plans[rank].receives.items()]
+        for peer, transfers in arriving:
+            for t in transfers:
+                place = landed[t.dest_local][t.dest_box.slices]
+                place.copy_(held[peer][t.source_local][t.source_box.slices].reshape(place.shape))
+        merge.apply(landed)
+        merged = dict(full)
+        for name, adapter in adapters.items():
+            merged[name] = full[name] + SCALING * full[adapter.b] @ full[adapter.a]
+        for name, expected in cut(engine(rank), merged).items():
+            torch.testing.assert_close(landed[name], expected, atol=1e-5, rtol=1e-5, msg=f"rank {rank} {name}")
+        assert merge.written == {piece.local for piece in engine(rank).pieces if piece.tensor in adapters}
+
+
+def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaverl.reshard.low_rank.CHUNK", 100)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(30, 20, generator=generator).bfloat16()
+    a, b = (torch.randn(*size, generator=generator).bfloat16() for size in ((3, 20), (30, 3)))
+    expected = (weight.float() + 0.7 * (b.float() @ a.float())).bfloat16()
+    add_product(weight, a, b, 0.7)
+    torch.testing.assert_close(weight.float(), expected.float(), atol=0, rtol=2**-8)
+    assert (weight != expected).float().mean() < 0.01, "float32 sums in another order may round otherwise"
+
+
+def test_targets_are_pefts() -> None:
+    weights = weights_of(make_spec("LlamaForCausalLM"))
+
+    def chosen(targets: str | list[str]) -> set[str]:
+        return {a.module for a in low_ranks(weights, targets, RANK, "actor.lora").values()}
+
+    assert chosen(["q_proj"]) == {f"model.layers.{i}.self_attn.q_proj" for i in range(4)}
+    assert chosen(["layers.1.mlp.up_proj", "o_proj"]) >= {
+        "model.layers.1.mlp.up_proj",
+        "model.layers.3.self_attn.o_proj",
+    }
+    assert chosen(r".*layers\.[01]\.self_attn\.[qv]_proj") == {
+        f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qv"
+    }
+    assert len(chosen("all-linear")) == 4 * 7
+    assert not any(
+        "mlp" in name for name in low_ranks(weights_of(make_spec("MixtralForCausalLM")), "all-linear", 1, "")
+    )
+    for wrong in (["q_proj", "c_attn"], "nothing", ["lm_head"], ["embed_tokens"]):
+        with pytest.raises(ModelError, match=r"actor\.lora\.targets.*Choose from.*q_proj"):
+            chosen(wrong)
+    with pytest.raises(ModelError, match=r"actor\.lora\.rank=99"):
+        low_ranks(weights, "all-linear", 99, "actor.lora")
+
+
+def test_names_are_pefts() -> None:
+    adapters = low_ranks(weights_of(make_spec()), ["down_proj"], RANK, "actor.lora")
+    first = adapters["model.layers.0.mlp.down_proj.weight"]
+    assert first.a == "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+    assert first.shapes == {first.a: (RANK, 16), first.b: (8, RANK)}
+    assert [whole(w.shape).numel for w in factor_weights(adapters)][:2] == [RANK * 16, 8 * RANK]

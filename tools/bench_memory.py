@@ -1,0 +1,297 @@
+"""Peak memory and time of an update, with and without each thing that saves memory, and what the planner says of it.
+
+    python tools/bench_memory.py                    # about 30 M parameters, float32, one process
+    python tools/bench_memory.py --hidden 1024 --layers 16 --tokens 8192 --dtype bfloat16      # on a GPU
+
+Every line is a process of its own: an actor that takes three updates (and, where it says so, a reference that scores).
+`between` is what stays allocated between stages, `update` the peak of the last update, `score` that of scoring: on a
+GPU by torch's count, on a CPU the process's resident memory beyond what it had before the model was built (VmHWM,
+reset before each). Percentages are of the first line, from the same run. `planned` is the planner's update peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ALL_AWAY = "actor.offload={parameters: true, optimizer: true, gradients: true}"
+LINES: dict[str, list[str]] = {
+    "everything kept": [],
+    "activation_checkpointing: selective": ["actor.activation_checkpointing=selective"],
+    "activation_checkpointing: full": ["actor.activation_checkpointing=full"],
+    "gradient_accumulation: 8": ["actor.gradient_accumulation=8"],
+    "offload: {gradients: true}": ["actor.offload={gradients: true}"],
+    "offload: {optimizer: true}": ["actor.offload={optimizer: true}"],
+    "offload: all three": [ALL_AWAY],
+    "lora: {rank: 16}": ["actor.lora={rank: 16}"],
+    "a reference": ["algorithm.kl={in: loss, coef: 0.1}"],
+    "a reference, lora: {rank: 16}": ["algorithm.kl={in: loss, coef: 0.1}", "actor.lora={rank: 16}"],
+    "lora, full, accumulation 8, offload": [
+        "actor.lora={rank: 16}",
+        "actor.activation_checkpointing=full",
+        "actor.gradient_accumulation=8",
+        ALL_AWAY,
+    ],
+}
+PROMPT = 64  # tokens of a sample, of the 256 that it has
+SAMPLE = 256
+M_MMAP_THRESHOLD = -3  # malloc.h
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    first: dict[str, float] = {}
+    print(f"{describe(options)}; MiB, percent of the first line\n")
+    print(f"{'':37} {'between':>14} {'update':>14} {'planned':>8} {'score':>14} {'seconds':>8}")
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), options)
+        for line, settings in LINES.items():
+            if options.only and not any(part in line for part in options.only) and first:
+                continue
+            found = in_a_process(options, str(model), settings)
+            first = first or found
+
+            def share(name: str, found: dict[str, float] = found, first: dict[str, float] = first) -> str:
+                return f"{found[name] / 2**20:7.0f} ({found[name] / first[name]:4.0%})"
+
+            print(
+                f"{line:37} {share('between'):>14} {share('update'):>14} {found['planned'] / 2**20:8.0f} "
+                f"{share('score'):>14} {found['seconds']:8.2f}",
+                flush=True,
+            )
+    return 0
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument("--tokens", type=int, default=4096, help="of an update; half of them in one micro-batch")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", nargs="*", metavar="WORD", help="the first line, and those with one of these in them")
+    return parser.parse_args(arguments)
+
+
+def describe(options: argparse.Namespace) -> str:
+    size = f"{options.layers} layers of {options.hidden}, vocabulary {options.vocab}, {options.dtype}"
+    return f"{size}, {options.tokens} tokens an update, {options.tokens // 2} in a micro-batch"
+
+
+def make_model(folder: Path, options: argparse.Namespace) -> Path:
+    from megaverl.models.tiny import make_tiny_folder
+
+    heads = max(1, options.hidden // 64)
+    return make_tiny_folder(
+        folder / "model",
+        "Qwen2ForCausalLM",
+        tie_embeddings=True,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4 // 64 * 64,
+        num_hidden_layers=options.layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 4),
+        vocab_size=options.vocab,
+        max_position_embeddings=2 * SAMPLE,
+    )
+
+
+def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -> dict[str, float]:
+    """What `measure` found in a process that has seen nothing else."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        process = context.Process(target=measure, args=(options, model, settings, folder))
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"the process of {settings} ended with exit code {process.exitcode}")
+        found: dict[str, float] = json.loads((Path(folder) / "found.json").read_text())
+        return found
+
+
+def measure(options: argparse.Namespace, model: str, settings: list[str], folder: str) -> None:
+    """One line: build the roles, update, score; writes `found.json`."""
+    # glibc: every large block is mapped by itself and returned when freed, so that what is resident is what is alive
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    import torch
+    import torch.distributed as dist
+
+    from megaverl.capacity.job import make_job
+    from megaverl.capacity.memory import MemoryModel
+    from megaverl.config import load_config
+    from megaverl.models.spec import ModelSpec
+    from megaverl.parallel.grid import GridShape
+    from megaverl.parallel.groups import ProcessGroupManager
+    from megaverl.platform import platform
+
+    platform.start()
+    torch.set_num_threads(options.threads)
+    dist.init_process_group(platform.backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    if not platform.is_cuda and any("offload" in setting for setting in settings):
+        settings = [*settings, f"actor.offload.folder={folder}"]  # host memory is where things are: they go to files
+    given = [f"model.path={model}", "data.train=none.jsonl", "reward=exact_match", f"model.dtype={options.dtype}"]
+    given += [f"actor.micro_batch_tokens={options.tokens // 2}", f"data.max_prompt_tokens={PROMPT}"]
+    given += [f"rollout.sampling.max_tokens={SAMPLE - PROMPT}", "algorithm.name=grpo", "algorithm.group_size=2"]
+    given += [f"data.prompts_per_step={options.tokens // SAMPLE // 2}", "reshard.alias=never"]
+    config = load_config(None, [*given, *settings], check_paths=False, world_size=1)
+    spec = ModelSpec.from_folder(model)
+    planned = MemoryModel(make_job(config, spec, 1)).rank(0).moments["actor update"]
+    used = sum(planned[name] for name in ("training", "frozen", "activations"))
+    grid = ProcessGroupManager().grid(GridShape())
+    warm_up(grid, options)
+    meter = Meter()
+    actor, reference = make_roles(config, spec, model, grid)
+    batch = make_batch(options, spec.vocab_size)
+    found: dict[str, float] = {"planned": used}
+    for step in range(3):  # the first allocates the optimizer's state
+        start = time.perf_counter()
+        found["update"] = meter.peak_of(partial(actor.update, batch, step=step, kl_coef=0.1))
+        found["seconds"] = time.perf_counter() - start
+    found["between"] = meter.held()
+    found["score"] = meter.peak_of(lambda: (reference or actor).log_probs(batch))
+    (Path(folder) / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any]:
+    """(actor, reference or None), as a run builds them."""
+    import torch
+
+    from megaverl.roles.megatron_model import MegatronModel
+    from megaverl.roles.policy import Actor, Policy
+    from megaverl.roles.trainable import TrainableModel
+
+    dtype, section = getattr(torch, config.model.dtype), config.actor
+    model = MegatronModel(
+        spec,
+        grid,
+        dtype=dtype,
+        seed=0,
+        overrides=section.megatron,
+        lora=section.lora,
+        activation_checkpointing=section.activation_checkpointing,
+    )
+    model.load(folder)
+    trainable = TrainableModel(
+        model,
+        optimizer=section.optimizer,
+        scheduler={},
+        ddp=section.ddp,
+        total_updates=10,
+        gradient_accumulation=section.gradient_accumulation,
+        offload=section.offload,
+    )
+    tokens = section.micro_batch_tokens
+    actor = Actor(trainable, config.algorithm, temperature=1.0, micro_batch_tokens=tokens, seed=0)
+    if not config.uses_reference:
+        return actor, None
+    if config.reference_is_actor:
+        return actor, Policy(model, temperature=1.0, micro_batch_tokens=tokens, with_adapters=False)
+    frozen = MegatronModel(spec, grid, dtype=dtype, seed=0, role="reference")
+    frozen.load(folder)
+    return actor, Policy(frozen, temperature=1.0, micro_batch_tokens=tokens)
+
+
+def make_batch(options: argparse.Namespace, vocab_size: int) -> Any:
+    """Samples of one length, with all that an update reads."""
+    import torch
+
+    from megaverl.data.batch import RolloutBatch
+
+    count, length = options.tokens // SAMPLE, SAMPLE - PROMPT
+    generator = torch.Generator().manual_seed(0)
+    log_probs = torch.randn(count, length, generator=generator) * 0.1 - 5.0
+    return RolloutBatch(
+        {
+            "input_ids": torch.randint(0, vocab_size, (count, PROMPT), generator=generator),
+            "prompt_lengths": torch.full((count,), PROMPT),
+            "generated_ids": torch.randint(0, vocab_size, (count, length), generator=generator),
+            "response_mask": torch.ones(count, length, dtype=torch.bool),
+            "rollout_log_probs": log_probs,
+            "old_log_probs": log_probs,
+            "ref_log_probs": log_probs,
+            "advantages": torch.randn(count, length, generator=generator),
+        }
+    )
+
+
+def warm_up(grid: Any, options: argparse.Namespace) -> None:
+    """A small model's update, which loads what a process loads once."""
+    import torch
+
+    from megaverl.config.algorithm import AlgorithmConfig
+    from megaverl.models.spec import ModelSpec
+    from megaverl.roles.megatron_model import MegatronModel
+    from megaverl.roles.policy import Actor
+    from megaverl.roles.trainable import TrainableModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        small = argparse.Namespace(**{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * SAMPLE})
+        spec = ModelSpec.from_folder(make_model(Path(folder), small))
+    model = MegatronModel(spec, grid, dtype=getattr(torch, options.dtype), seed=0)
+    trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2)
+    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=SAMPLE, seed=0)
+    actor.update(make_batch(small, 128), step=0)
+    actor.log_probs(make_batch(small, 128))
+
+
+class Meter:
+    """Bytes beyond what there was when it was made."""
+
+    def __init__(self) -> None:
+        import torch
+
+        from megaverl.platform import platform
+
+        self._cuda = torch.cuda if platform.is_cuda else None
+        self._before = self._now()
+
+    def held(self) -> float:
+        """Allocated now."""
+        return self._now() - self._before
+
+    def peak_of(self, function: Callable[[], Any]) -> float:
+        """The most that was allocated while `function` ran."""
+        self._now()
+        if self._cuda is not None:
+            self._cuda.reset_peak_memory_stats()
+            function()
+            self._cuda.synchronize()
+            return float(self._cuda.max_memory_allocated() - self._before)
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        function()
+        return resident("VmHWM") - self._before
+
+    def _now(self) -> float:
+        import gc
+
+        gc.collect()
+        if self._cuda is not None:
+            self._cuda.synchronize()
+            return float(self._cuda.memory_allocated())
+        ctypes.CDLL(None).malloc_trim(0)
+        return resident("VmRSS")
+
+
+def resident(field: str) -> float:
+    """Bytes, out of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return float(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/self/status has no {field}: without a GPU this needs Linux")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

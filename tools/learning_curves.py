@@ -1,0 +1,298 @@
+"""Does every on-policy algorithm learn? All on the quickstart's task from the same warm starts, with one budget.
+
+    python tools/learning_curves.py run --out runs/learning_curves --seconds 280     # again and again, until done
+    python tools/learning_curves.py report --out runs/learning_curves --docs docs
+
+`run` trains what is not done yet, one after the other in one process (Megatron-core, generation by transformers), and
+stops before `--seconds` are over. Nothing is tuned for an algorithm: the same learning rate, batch and number of steps
+for all, its published constants for the rest. `report` draws one picture and writes one table; a run that failed or
+did not learn stands there like the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+STEPS, WANTED_GAIN = 100, 0.30
+# The quickstart's recipe on one process, with half of its samples a step and without a KL penalty, which not every
+# estimator can read.
+COMMON = [
+    "run.nproc=1",
+    "run.log_with=jsonl",
+    "actor.tp=1",
+    "rollout.engine=hf",
+    "data.prompts_per_step=32",
+    "algorithm.kl={in: none, coef: 0.0}",
+    "algorithm.num_mini_batches=2",
+    f"trainer={{steps: {STEPS}, validate_every: 20}}",
+    "checkpoint={export_hf: false, async_save: false}",
+]
+# What a name alone leaves open.
+ALGORITHMS: dict[str, list[str]] = {
+    "ppo": [],
+    "grpo": [],
+    "dr_grpo": ["algorithm.loss_length=12"],
+    "dapo": ["algorithm.dynamic_sampling={metric: accuracy, max_rounds: 3}"],
+    "gspo": [],
+    "sapo": [],
+    "cispo": [],
+    "gmpo": [],
+    "dppo_tv": [],
+    "dppo_kl": [],
+    "clip_cov": [],
+    "kl_cov": [],
+    "rloo": [],
+    "remax": [],
+    "reinforce_plus_plus": [],
+    "reinforce_plus_plus_baseline": [],
+    "opo": [],
+    "gpg": [],
+    "gdpo": [],
+    "pass_at_k": ["algorithm.advantage_options={k: 4}"],
+    "best_of_group": [],
+    "optimal_token_baseline": [],
+}
+
+
+class Result(NamedTuple):
+    """One run: accuracy on held-out prompts by step, and what ended it early, if anything did."""
+
+    algorithm: str
+    seed: int
+    curve: list[tuple[int, float]]
+    seconds: float
+    error: str | None
+
+    @property
+    def gain(self) -> float:
+        return self.curve[-1][1] - self.curve[0][1] if len(self.curve) > 1 else 0.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", choices=["run", "report"])
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of results; what is there is not done again"
+    )
+    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
+    parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would last longer")
+    parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the picture and the table go")
+    options = parser.parse_args(arguments)
+    wanted = [(name, seed) for seed in options.seeds for name in options.algorithms]
+    if options.what == "run":
+        return run(options.out, wanted, options.seconds)
+    results = [result for result in stored(options.out) if (result.algorithm, result.seed) in wanted]
+    if not results:
+        parser.error(f"{options.out} holds no results: run them first")
+    draw(results, options.docs / "learning_curves.png")
+    (options.docs / "learning_curves.md").write_text(page(results), encoding="utf-8")
+    print(table(results))
+    return 0
+
+
+def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
+    """Train what is missing; returns 0 when all is there, 3 where time ran out."""
+    start, longest = time.monotonic(), 0.0
+    missing = [(name, seed) for name, seed in wanted if not result_file(out, name, seed).exists()]
+    if not missing:
+        return 0
+    join_world()
+    for number, (name, seed) in enumerate(missing):
+        if time.monotonic() - start + longest > seconds:
+            print(f"{len(missing) - number} runs are left")
+            return 3
+        began = time.monotonic()
+        result = train(out, name, seed)
+        longest = max(longest, time.monotonic() - began)
+        write(out, result)
+        print(f"{name} seed {seed}: {result.error or result.curve} in {result.seconds:.0f} s", flush=True)
+    return 0
+
+
+def train(out: Path, name: str, seed: int) -> Result:
+    """One algorithm from the warm start of its seed."""
+    from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.errors import MegaverlError
+    from megaverl.metrics.console import Console
+    from megaverl.trainer.rl import RLTrainer
+
+    warm = warm_start(out, seed)
+    start, error, curve = time.monotonic(), None, []
+    seed_generators(seed)
+    folder = out / "runs" / f"{name}_{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    trainer = RLTrainer(configuration(out, seed, folder.name, name, warm), Console(rank=1))
+    try:
+        trainer.train()
+    except MegaverlError as failed:  # what stops a run is a result too
+        error = f"{type(failed).__name__}: {failed}"
+    curve = [(step, m["validation/accuracy"]) for step, m in trainer.history if "validation/accuracy" in m]
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return Result(name, seed, curve, time.monotonic() - start, error)
+
+
+def warm_start(out: Path, seed: int) -> Path:
+    """The quickstart's model of this seed after its supervised warm-up, made once for all algorithms."""
+    from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.metrics.console import Console
+    from megaverl.trainer.build import Builder
+    from megaverl.trainer.export import export_model
+    from megaverl.trainer.quickstart import prepare
+    from megaverl.trainer.sft import SFTTrainer
+
+    inputs = out / "runs" / f"warm_{seed}" / "inputs"
+    if not (inputs / "warm" / "config.json").exists():
+        config = configuration(out, seed, f"warm_{seed}", "ppo", inputs / "model", check_paths=False)
+        prepare(config)
+        seed_generators(seed)
+        builder = Builder(config)
+        warm_up = SFTTrainer(config, builder, Console(rank=1))
+        warm_up.train()
+        export_model(warm_up.model, builder, inputs / "warm")
+    return inputs / "warm"
+
+
+def configuration(out: Path, seed: int, run: str, name: str, model: Path, *, check_paths: bool = True) -> Any:
+    """The recipe of the quickstart with one algorithm."""
+    from megaverl.cli.recipes import recipe
+    from megaverl.config import load_config
+
+    inputs = out / "runs" / f"warm_{seed}" / "inputs"
+    overrides = [
+        *COMMON,
+        f"run.dir={out / 'runs'}",
+        f"run.name={run}",
+        f"run.seed={seed}",
+        f"model.path={model}",
+        f"data.train={inputs / 'train.jsonl'}",
+        f"data.validation={inputs / 'held_out.jsonl'}",
+        f"algorithm.name={name}",
+        *ALGORITHMS[name],
+    ]
+    return load_config(recipe("quickstart"), overrides, check_paths=check_paths, world_size=1)
+
+
+def join_world() -> None:
+    """A world of this process alone."""
+    import torch.distributed as dist
+
+    from megaverl.platform import platform
+
+    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    platform.start()
+    folder = tempfile.mkdtemp(prefix="megaverl_curves_")
+    dist.init_process_group(platform.backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
+def result_file(out: Path, name: str, seed: int) -> Path:
+    return out / "results" / f"{name}_{seed}.json"
+
+
+def write(out: Path, result: Result) -> None:
+    path = result_file(out, result.algorithm, result.seed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result._asdict()), encoding="utf-8")
+    part.replace(path)
+
+
+def stored(out: Path) -> Iterator[Result]:
+    for path in sorted((out / "results").glob("*.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        yield Result(**{**found, "curve": [(int(step), float(value)) for step, value in found["curve"]]})
+
+
+def by_algorithm(results: list[Result]) -> dict[str, list[Result]]:
+    """In the order of `ALGORITHMS`, each with its seeds in order."""
+    found = {name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed) for name in ALGORITHMS}
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def table(results: list[Result]) -> str:
+    """Markdown: before, after and gain of every seed."""
+    lines = [
+        "| algorithm | seeds | before | after, each seed | mean gain | least gain | 30 points |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, runs in by_algorithm(results).items():
+        finished = [run for run in runs if run.error is None and len(run.curve) > 1]
+        if not finished:
+            lines.append(f"| {name} | {len(runs)} | | {runs[0].error} | | | no |")
+            continue
+        gains = [run.gain for run in runs]
+        before = statistics.mean(run.curve[0][1] for run in finished)
+        after = ", ".join(f"{run.curve[-1][1]:.1%}" if run.error is None else "failed" for run in runs)
+        verdict = "yes" if min(gains) >= WANTED_GAIN and len(finished) == len(runs) else "NO"
+        lines.append(
+            f"| {name} | {len(runs)} | {before:.1%} | {after} | {statistics.mean(gains):+.1%} | {min(gains):+.1%} "
+            f"| {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def page(results: list[Result]) -> str:
+    """docs/learning_curves.md."""
+    seconds = sum(result.seconds for result in results)
+    failed = [result for result in results if result.error is not None]
+    said = [f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed]
+    return "\n".join(
+        [
+            "# Learning curves",
+            "",
+            "Every on-policy algorithm on the quickstart's task (write five digits backwards; a model of two layers",
+            "after a short supervised warm-up), all from the same warm start of a seed, all with the same learning",
+            f"rate, {STEPS} steps of 32 prompts x 8 responses and two mini-batches. Nothing is tuned for any of them.",
+            "Accuracy on 256 held-out prompts, sampled at temperature 1.",
+            "",
+            "![accuracy by step](learning_curves.png)",
+            "",
+            table(results),
+            "",
+            *(["Runs that ended with an error:", "", *said, ""] if said else []),
+            f"{len(results)} runs, {seconds / 60:.0f} minutes on one CPU core. Made by `tools/learning_curves.py`:",
+            "`run` until all are done, then `report`.",
+            "",
+        ]
+    )
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """One panel per algorithm: the mean over the seeds, and a band from the worst to the best."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = by_algorithm(results)
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(3.2 * columns, 2.3 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for axes, (name, runs) in zip(panels, found.items(), strict=False):
+        steps = [step for step, _ in max((run.curve for run in runs), key=len)]
+        values = [[value for run in runs for at, value in run.curve if at == step] for step in steps]
+        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.25, linewidth=0)
+        axes.plot(steps, [statistics.mean(v) for v in values], linewidth=1.5)
+        axes.set_title(f"{name} ({len(runs)})", fontsize=9)
+        axes.set_ylim(0, 1)
+        axes.grid(True, alpha=0.3)
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("accuracy on held-out prompts", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
