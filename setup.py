@@ -75,7 +75,11 @@ if __name__ == "__main__":
         # The recipes live at the top of the repository; a wheel carries them as megaverl/configs.
         packages=[*find_packages(include=["megaverl", "megaverl.*"]), "megaverl.configs"],
         package_dir={"megaverl.configs": "configs"},
-        package_data={"megaverl": ["py.typed"], "megaverl.report": ["page/*"], "megaverl.configs": ["*.yaml", "models/*.json"]},
+        package_data={
+            "megaverl": ["py.typed"],
+            "megaverl.report": ["page/*"],
+            "megaverl.configs": ["*.yaml", "models/*.json"],
+        },
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,
         entry_points={"console_scripts": ["megaverl = megaverl.cli.main:main"]},

@@ -35,6 +35,8 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9_]+)[eE][-+]?[0-9]+$"),
     list("-+.0123456789"),
 )
+# A text in the place of these sections is this key of theirs: `model: org/name`.
+SHORT = {"model": "path"}
 
 
 @dataclass
@@ -75,6 +77,10 @@ def read_source(
         source.values = copy.deepcopy(dict(path))
     elif path:
         _read_file(source, Path(path))
+    for name, key in SHORT.items():
+        if isinstance(source.values.get(name), str):
+            source.values[name] = {key: source.values[name]}
+            source.places.setdefault((name, key), source.place(name))
     tree = _tree(source)
     for override in overrides:
         _apply(source, tree, override)
@@ -161,6 +167,8 @@ def _apply(source: Source, tree: DictConfig, override: str) -> None:
     except (yaml.YAMLError, ValueError) as error:
         source.add(key, f"found {found(text)}, which is not valid YAML: {_first_line(error)}", where=COMMAND_LINE)
         return
+    if key in SHORT and isinstance(value, str):
+        key = f"{key}.{SHORT[key]}"
     try:
         OmegaConf.update(tree, key, value, merge=True, force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, IndexError, AttributeError) as error:

@@ -54,6 +54,15 @@ def test_interpolation(load, monkeypatch):
     assert config.data.system_prompt == "into runs"
 
 
+def test_a_text_as_model_is_its_path(files, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: some/where\n")
+    rest = [override for override in files if not override.startswith("model")]
+    assert load_config(path, [*rest, "model.dtype=bfloat16"], check_paths=False).model.path == "some/where"
+    config = load_config(path, [*rest, "model.dtype=bfloat16", "model=else/where"], check_paths=False)
+    assert (config.model.path, config.model.dtype) == ("else/where", "bfloat16")
+
+
 def test_a_list_entry_can_be_overridden(load):
     config = load("reward=[{name: exact_match}, {name: gsm8k}]", "reward.1.weight=0.5")
     assert [entry.weight for entry in config.reward] == [1.0, 0.5]

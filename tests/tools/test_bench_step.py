@@ -11,7 +11,8 @@ import pytest
 from megaverl.config import load_config
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.models.spec import ModelSpec
-from tools.bench_step import Job, Stopwatch, Turns, megaverl_settings, parse, prepare, summarise, table
+from tools.bench_step import parse, summarise, table
+from tools.step_sides import Job, Stopwatch, Turns, megaverl_settings, prepare
 
 STEP = {"rollout": 1.0, "log_probs": 0.5, "update": 2.0, "step": 4.0, "reshard": 0.1, "reward": 0.2}
 STEP |= {"update_and_optimizer": 2.15, "cpu_rollout": 2.0, "cpu_log_probs": 1.0, "cpu_update": 4.0, "cpu_step": 8.0}
