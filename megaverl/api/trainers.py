@@ -84,12 +84,11 @@ class RLTrainer:
             job = init_distributed(self.config)
             from megaverl.metrics.console import Console
             from megaverl.parallel.collectives import on_first_rank
-            from megaverl.trainer.rl import RLTrainer as Loop
-            from megaverl.trainer.run import prepare_folder
+            from megaverl.trainer.run import make_trainer, prepare_folder
 
             console = Console(int(os.environ["RANK"]))
             on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)
-            self._loop = Loop(self.config, console, job=job)
+            self._loop = make_trainer(self.config, console, job)
         return self._loop
 
 
@@ -132,8 +131,14 @@ class PPOTrainer(RLTrainer):
 
     def _begin(self) -> None:
         """Take up a checkpoint, if there is one, and give the engine its first weights."""
-        if self._loop is None:
-            self.loop.resume()
+        if self._loop is not None:
+            return
+        if not init_distributed(self.config).fabric.placement.is_colocated:
+            raise ConfigError(
+                "placement: a loop of one's own has every role on every rank. Leave placement out, or call train(), "
+                "which takes any placement."
+            )
+        self.loop.resume()
 
 
 def _as_overrides(settings: Mapping[str, Any]) -> list[str]:

@@ -15,6 +15,8 @@ from typing import Any
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 
+CHUNK_BYTES = 64 * 2**20  # of logits at a time (`megaverl.models.chunked_head`, which needs torch)
+
 
 @dataclass(frozen=True)
 class Recompute:
@@ -202,6 +204,15 @@ def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool
     """
     logits = shape.itemsize * tokens * padded_vocab / shape.tp
     return logits * ((2 if train else 1) + 1 / 20)
+
+
+def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool, trains_weight: bool) -> float:
+    """The same where logits are made a chunk at a time (`megaverl.models.chunked_head`): hidden states, in training
+    their gradient and a float32 one of the output layer's weight; and a chunk in float32 three times."""
+    hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)
+    weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp if train and trains_weight else 0.0
+    chunk = min(CHUNK_BYTES, shape.itemsize * tokens * padded_vocab / shape.tp)
+    return hidden + weight + chunk * (1 + 3 * 4 / shape.itemsize / 8)
 
 
 def paper_layer_bytes(sequence: int, batch: int, hidden: int, heads: int, tp: int, *, sequence_parallel: bool) -> float:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from megaverl.capacity.activations import LayerShape, Recompute, StageLoad, head_bytes, in_flight, stage_bytes
+from megaverl.capacity.activations import (
+    LayerShape,
+    Recompute,
+    StageLoad,
+    chunked_head_bytes,
+    head_bytes,
+    in_flight,
+    stage_bytes,
+)
 from megaverl.capacity.buffers import Options, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
 from megaverl.capacity.engine import EngineBytes, engine_bytes
 from megaverl.capacity.job import Job, Role
@@ -224,10 +232,18 @@ class MemoryModel:
                 head_train = head_score = 8.0 * tokens * role.spec.hidden_size  # float32 hidden states and gradient
             else:
                 vocab = padded_vocab_size(role.spec.vocab_size, grid.tp)
-                head_train = head_bytes(shape, vocab, tokens, train=True)
-                head_score = head_bytes(shape, vocab, tokens, train=False)
+                head_train, head_score = (
+                    self._head_bytes(role, shape, vocab, tokens, train) for train in (True, False)
+                )
             train, score = train + head_train, score + head_score
         return train, score
+
+    @staticmethod
+    def _head_bytes(role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool) -> float:
+        if not role.config.chunked_logits:
+            return head_bytes(shape, vocab, tokens, train=train)
+        trains_weight = role.trained is not None and role.trained.lora is None
+        return chunked_head_bytes(shape, vocab, tokens, train=train, trains_weight=trains_weight)
 
     def _samples(self, role: Role) -> int:
         """Of one update on a data-parallel rank."""

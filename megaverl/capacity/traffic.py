@@ -11,7 +11,7 @@ from megaverl.capacity.job import Job
 from megaverl.capacity.machine import Machine
 from megaverl.layout.boxes import carry, intersect
 from megaverl.layout.layout import EMPTY, Layout, Piece
-from megaverl.layout.low_rank import adapter_names, factor_layout, follow, joined, with_factors
+from megaverl.layout.low_rank import adapter_names, with_factors
 from megaverl.reshard.plan import Plan, make_plans
 
 KINDS = ("alias", "local", "nvlink", "network")
@@ -77,8 +77,7 @@ def make_traffic(job: Job) -> Traffic:
         source, dest = _on(job.placement.islands[0], source), _on(job.rollout.ranks, dest)
     adapters = job.actor.adapters
     if adapters:
-        factors = follow(source, lambda layout: factor_layout(layout, adapters, adapter_names))
-        source, dest = joined(source, factors), with_factors(dest, adapters)
+        source, dest = with_factors(source, adapters, adapter_names), with_factors(dest, adapters)
     plans = make_plans(source, dest, job.world, node_of=job.machine.node_of)
     ranks = []
     for rank in range(job.world):

@@ -102,6 +102,7 @@ class CheckpointStore:
         state: Mapping[str, Any],
         *,
         files: Mapping[str, Callable[[Path], None]] | None = None,
+        own_files: Mapping[str, bytes] | None = None,
         best: bool = False,
         inside: bool = False,
         in_background: bool = True,
@@ -115,6 +116,7 @@ class CheckpointStore:
             state: the trainer's own state, JSON, the same on every rank.
             files: further files by name, each written by a function that is given its path. The rank that
                 commits writes them; they must not change meanwhile.
+            own_files: this rank's own, by name.
             best: remember it as the best so far.
             inside: it was taken in the middle of the next step.
             in_background: write in a thread, while training goes on; False: here and now, without a copy.
@@ -132,7 +134,7 @@ class CheckpointStore:
         num_bytes = sum(self.committer.collect(shards.num_bytes))
         self.committer.decide(lambda: self._make_room(torn, num_bytes))
         random_state = json.dumps(capture_random_state()).encode()
-        own: dict[str, bytes] = {_random_file(self.committer.rank): random_state}
+        own = {_random_file(self.committer.rank): random_state, **(own_files or {})}
         if self.committer.decides:
             own[STATE_FILE] = json.dumps(dict(state), indent=1).encode()
         more = dict(files or {}) if self.committer.decides else {}

@@ -77,7 +77,8 @@ def _needed(config: Config, command: str) -> Iterator[Mistake]:
 
 
 def _optimizers(config: Config) -> Iterator[Mistake]:
-    for role in ("actor", "critic") if config.uses_critic else ("actor",):
+    trained = {"actor": True, "critic": config.uses_critic, "reward_model": config.trains_reward_model}
+    for role in (role for role, is_used in trained.items() if is_used):
         section = getattr(config, role)
         lr, min_lr = section.optimizer.get("lr"), section.optimizer.get("min_lr")
         if lr is None or not (_is_number(lr) and lr > 0):
@@ -168,9 +169,9 @@ def _rewards(config: Config) -> Iterator[Mistake]:
     for index, entry in enumerate(config.reward):
         key = f"reward.{index}"
         if entry.path is not None:
-            yield from _learned(key, entry)
+            yield from _learned(key, entry, config)
         elif entry.name is None and entry.function is None:
-            yield Mistake(key, f"has neither name, function nor path. Built in: {listed(reward_names())}.")
+            yield Mistake(key, f"has neither name nor function, and no path. Built in: {listed(reward_names())}.")
         elif entry.function is None and entry.name is not None:
             yield from _built_in(key, entry.name, entry.options)
         elif entry.function is not None and not all(entry.function.rpartition(":")[::2]):
@@ -180,13 +181,13 @@ def _rewards(config: Config) -> Iterator[Mistake]:
             )
 
 
-def _learned(key: str, entry: RewardConfig) -> Iterator[Mistake]:
+def _learned(key: str, entry: RewardConfig, config: Config) -> Iterator[Mistake]:
     """A reward model."""
+    if config.placement.is_given:
+        yield Mistake(f"{key}.path", "is set, and so is placement; a reward model needs all ranks. Use one of the two.")
     for other in ("function", "batched", "accuracy", "options"):
         if getattr(entry, other) != RewardConfig.model_fields[other].get_default(call_default_factory=True):
             yield Mistake(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
-    if entry.path and not is_hub_name(entry.path) and not (Path(entry.path) / "config.json").is_file():
-        yield Mistake(f"{key}.path", f"found {found(entry.path)}, which is not a Hugging Face folder with config.json.")
 
 
 def _built_in(key: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
@@ -217,6 +218,14 @@ def _files(config: Config, command: str) -> Iterator[Mistake]:
         key, folder = f"{key}.path", getattr(config, key).path
         if folder is not None and not is_hub_name(folder) and not (Path(folder) / "config.json").is_file():
             yield Mistake(key, f"found {found(folder)}, which is not a Hugging Face folder with config.json.")
+    for role in ("actor", "critic"):
+        lora = getattr(config, role).lora
+        if lora is not None and lora.path is not None and not (Path(lora.path) / "adapter_config.json").is_file():
+            yield Mistake(f"{role}.lora.path", f"found {found(lora.path)}, which has no adapter_config.json of peft.")
+    for index, entry in enumerate(config.reward):
+        if entry.path and not is_hub_name(entry.path) and not (Path(entry.path) / "config.json").is_file():
+            at = f"reward.{index}.path"
+            yield Mistake(at, f"found {found(entry.path)}, which is not a Hugging Face folder with config.json.")
     tokenizer = config.model.tokenizer
     if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
         yield Mistake("model.tokenizer", f"found {found(tokenizer)}, which does not exist.")

@@ -46,19 +46,15 @@ def _own_agents(config: Config) -> Iterator[Mistake]:
         yield Mistake(key, f"found 'own', but {config.environment.name} has one agent only. Leave it out.")
     if config.placement.is_given:
         yield Mistake(key, f"{said} and a placement gives roles ranks of their own. Use one of the two.")
-    if config.algorithm.dynamic_sampling.metric is not None:
-        yield Mistake(
-            key,
-            f"{said} and algorithm.dynamic_sampling, which keeps groups of one. Use agents: shared.",
-            involves=("algorithm.dynamic_sampling.metric",),
-        )
     for name, used in (
         ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None),
         ("trainer.rollout_only", config.trainer.rollout_only),
         ("actor.lora", config.actor.lora is not None),
+        ("mix", bool(config.mix)),
+        ("algorithm.advantage", config.estimator_reads("implicit_rewards")),
     ):
         if used:
-            yield Mistake(name, "is set, and environment.agents=own has no one actor that it could be about.")
+            yield Mistake(name, "does not go with environment.agents=own, which has no one actor. Use agents: shared.")
 
 
 def environment_mistakes(config: Config) -> Iterator[Mistake]:
@@ -69,6 +65,14 @@ def environment_mistakes(config: Config) -> Iterator[Mistake]:
             if getattr(environment, key) != field.get_default(call_default_factory=True):
                 yield Mistake(f"environment.{key}", "is set, but environment.name is null. Name an environment.")
         return
+    built_in = environment.name in environment_names()
+    if built_in and len(agents_of(environment.name)) > 1 and config.algorithm.dynamic_sampling.metric is not None:
+        yield Mistake(
+            "algorithm.dynamic_sampling.metric",
+            f"is set, but {environment.name} has several agents, each with groups of its own, and a step is filled by "
+            "one count. Leave it out.",
+            involves=("environment.name",),
+        )
     total = config.rollout.sampling["max_tokens"]
     turn = environment.max_turn_tokens
     if turn is not None and isinstance(total, int) and turn > total:

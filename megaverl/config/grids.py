@@ -38,7 +38,7 @@ def used_roles(config: Config, command: str) -> list[str]:
     if command not in REINFORCING:
         return ["actor"] if command == "sft" else []
     roles = ["actor"] + ["critic"] * config.uses_critic + ["reference"] * config.uses_reference
-    return roles + ["reward_model"] * config.trains_reward_model
+    return roles + ["reward_model"] * config.uses_reward_model
 
 
 def is_placed(config: Config, command: str = "train") -> bool:
@@ -67,6 +67,7 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
     if placed:
         yield from placement_mistakes(config.placement, role_grids(config, used_roles(config, command)), world_size)
         yield from _not_apart(config)
+        yield from _islands_mistakes(config)
     elif command == "train" and config.rollout.async_rollout:
         yield Mistake(
             "rollout.async_rollout",
@@ -105,13 +106,24 @@ def _not_apart(config: Config) -> Iterator[Mistake]:
     for key, used in (
         ("mix", bool(config.mix)),
         ("reward_model", config.trains_reward_model),
-        ("actor.lora", config.actor.lora is not None),
         ("environment.agents", config.environment.agents == "own"),
         ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None),
     ):
         if used:
             message = "is set, and so is placement; it needs all roles on the same ranks. Leave one of the two out."
             yield Mistake(key, message, involves=("placement",))
+
+
+def _islands_mistakes(config: Config) -> Iterator[Mistake]:
+    wanted, wrong = config.placement.wanted()
+    alike = {place for role, place in wanted.items() if role == "actor"}
+    shares = wanted.get("rollout") is None or wanted["rollout"].role == "actor" or wanted["rollout"] in alike
+    if config.placement.actor_islands > 1 and not wrong and shares:
+        yield Mistake(
+            "placement.rollout",
+            f"is the actor's, which has {config.placement.actor_islands} islands. Give the engines ranks of their own.",
+            involves=("placement.actor_islands",),
+        )
 
 
 def _sizes(grid: GridConfig) -> tuple[int | None, ...]:

@@ -64,6 +64,8 @@ class External:
 @cache
 def source_file(module: str) -> tuple[Path, bool] | None:
     """The file of a dotted module name, and whether it is a package; no parent package is executed."""
+    if module.endswith(".py"):  # a file of the user's own
+        return (Path(module), False) if Path(module).is_file() else None
     top, *rest = module.split(".")
     try:
         spec = importlib.util.find_spec(top)

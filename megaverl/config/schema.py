@@ -111,6 +111,11 @@ class Config(Section):
         return bool(set(FROZEN) & set(loss_inputs("preference_losses", self.preference.loss)))
 
     @property
+    def uses_reward_model(self) -> bool:
+        """Whether a training step has a reward model, trained or not."""
+        return self.trains_reward_model or any(entry.path is not None for entry in self.reward)
+
+    @property
     def trains_reward_model(self) -> bool:
         """Whether a training step updates `reward_model`."""
         return self.estimator_reads("implicit_rewards") or any(each.update == "reward_model" for each in self.mix)

@@ -68,10 +68,11 @@ class RewardModelConfig(TrainedConfig):
 class MixConfig(Section):
     """One entry of `mix`: a further update in the training step, on the responses that it has generated and scored."""
 
-    update: Literal["rejection", "preference", "reward_model", "sft"] = Field(
+    update: Literal["rejection", "preference", "reward_model", "sft"] | None = Field(
+        default=None,
         description="rejection: cross-entropy on the best response of each group (RAFT, best-of-n). preference: "
         "`preference.loss` on the best and the worst of each group. reward_model: pairs of the same train the learned "
-        "reward. sft: cross-entropy on the prompts' reference answers."
+        "reward. sft: cross-entropy on the prompts' reference answers.",
     )
     every: Positive = Field(default=1, description="In each so-many-th step.")
     weight: PositiveFloat = Field(default=1.0, description="Factor on the loss.")
@@ -115,6 +116,8 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
     names = ["reward", "accuracy", *(entry.label for entry in config.reward)]
     for index, entry in enumerate(config.mix):
         key = f"mix.{index}"
+        if entry.update is None:
+            yield Mistake(f"{key}.update", "is not set. Known: rejection, preference, reward_model, sft.")
         if entry.judge not in names:
             hint = did_you_mean(entry.judge, names)
             yield Mistake(f"{key}.judge", f"found {found(entry.judge)}; there are: {listed(names)}.{hint}")

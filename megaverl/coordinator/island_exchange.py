@@ -30,6 +30,14 @@ class IslandMember:
         self._fabric, self._bucket = fabric, bucket
         self._compressor = Compressor() if compress else None
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What rounding has taken away and not given back yet."""
+        return self._compressor.state_dict() if self._compressor else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._compressor is not None:
+            self._compressor.load_state_dict(state)
+
     def join(self, gradients: Mapping[str, Tensor], *, tokens: float, divided_by: float) -> float:
         """Turn this island's gradients, in place, into those of the mean loss over the tokens of all islands.
 

@@ -68,6 +68,7 @@ class Liveness:
         self._stop = threading.Event()
         self._doing, self._since = "start", time.monotonic()
         self._left = False
+        self._rounds = 0  # of the thread that speaks with the store
         self._main = threading.main_thread().ident
         self._waits: tuple[int, int, float] | None = None
         self._seen: dict[int, tuple[Beat, float]] = {}  # rank -> its last beat, and when it changed
@@ -79,6 +80,7 @@ class Liveness:
         self._store.wait([_VERDICT])  # from here on every key is there
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._thread.start()
+        threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
 
     def note(self, what: str) -> None:
         """This rank begins `what`; told at once, so that it is known of a rank that ends in it."""
@@ -125,14 +127,27 @@ class Liveness:
         """
         if self.size == 1:
             return None
-        own = f"{self.name(self.rank)} failed in {self._doing}: {type(error).__name__}: {error}"
+        what = f"{type(error).__name__}: {error}"
+        own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
         silent = _SILENCE.search(_chain(error)) is not None
         verdict = self.settle(self.patience.lost_after + 3 * self.patience.interval if silent else 0.0, own)
-        return None if verdict == own else verdict
+        return None if verdict.endswith(what) else verdict  # an error that all ranks have, each of them tells
+
+    def _guard(self) -> None:
+        """Ends a rank that is cut off: a call to a store behind a dead link may not come back, whatever its timeout.
+
+        It counts its own rounds, so that an interpreter that was busy elsewhere counts for nothing.
+        """
+        rounds, seen = 0, self._rounds
+        while not self._stop.wait(self.patience.interval):
+            rounds, seen = (0, self._rounds) if seen != self._rounds else (rounds + 1, seen)
+            if rounds * self.patience.interval > self.patience.lost_after:
+                self._end(f"nothing was heard of the job's store for {rounds * self.patience.interval:.0f} s")
 
     def _watch(self) -> None:
         try:
             while not self._stop.wait(self.patience.interval):
+                self._rounds += 1
                 self._publish()
                 if verdict := self._look():
                     self._end(verdict)

@@ -29,6 +29,7 @@ FIELDS: dict[str, Field] = {
     "response_lengths": Field(torch.int64, "", 0, "tokens in the response, whoever wrote them"),
     "response_mask": Field(torch.bool, "R", False, "the tokens that train: those that the policy generated"),
     "rollout_log_probs": Field(torch.float32, "R", 0.0, "log-probs that the engine reported"),
+    "weight_versions": Field(torch.int64, "R", -1, "version of the weights that each token was generated with"),
     "old_log_probs": Field(torch.float32, "R", 0.0, "log-probs of the actor at the start of the update"),
     "ref_log_probs": Field(torch.float32, "R", 0.0, "log-probs of the reference"),
     "entropies": Field(torch.float32, "R", 0.0, "entropy of the actor's distribution, nats"),

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from megaverl.environments.codec import Codec
 from megaverl.environments.environment import Alone, Environment, Game
 from megaverl.errors import ConfigError
+from megaverl.plugins import load_object
 
 Kind = type[Environment] | type[Game]
 T = TypeVar("T", bound=Kind)
@@ -62,11 +63,7 @@ def find_environment(name: str) -> Kind:
         raise ConfigError(
             f"no environment '{name}'.{hint} There are: {', '.join(known)}; or a class of your own as module:object."
         )
-    module_name, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # a user's module may fail in any way while it is imported
-        raise ConfigError(f"environment '{name}' cannot be imported: {type(error).__name__}: {error}") from error
+    found = load_object(name, "environment")
     if not (inspect.isclass(found) and issubclass(found, Environment | Game)):
         raise ConfigError(f"environment '{name}' is not a class derived from Environment or Game: found {found!r:.80}")
     return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NamedTuple
 
 from megaverl.errors import ModelError
@@ -197,27 +196,9 @@ def names_of_factors(adapter: LowRank, local: str) -> tuple[str, str]:
     return adapter.a, adapter.b
 
 
-def with_factors(layouts: Layouts, adapters: Mapping[str, LowRank]) -> Layouts:
-    """A destination's layouts, with the factors that each rank needs."""
-    return follow(layouts, partial(_join, adapters))
-
-
-def joined(weights: Layouts, factors: Layouts) -> Layouts:
-    """A source's layouts: its weights and its factors."""
-    made: dict[tuple[int, int], tuple[Layout, Layout, Layout]] = {}
-
-    def layout_of(rank: int) -> Layout:
-        one, other = weights(rank), factors(rank)
-        key = id(one), id(other)
-        if key not in made:
-            made[key] = one, other, join_layouts(one, other)
-        return made[key][2]
-
-    return layout_of
-
-
-def _join(adapters: Mapping[str, LowRank], layout: Layout) -> Layout:
-    return join_layouts(layout, factor_layout(layout, adapters, names_of_factors))
+def with_factors(layouts: Layouts, adapters: Mapping[str, LowRank], local_names: Naming = names_of_factors) -> Layouts:
+    """Layouts of weights, each with the factors that its rank needs."""
+    return follow(layouts, lambda layout: join_layouts(layout, factor_layout(layout, adapters, local_names)))
 
 
 def written_to(layout: Layout, adapters: Mapping[str, LowRank]) -> frozenset[str]:

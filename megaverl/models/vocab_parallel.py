@@ -19,7 +19,7 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 18, 1 << 22
 LOWEST, NEGLIGIBLE = -1e30, -1e4
 
 
-class _Shard(NamedTuple):
+class Shard(NamedTuple):
     """This rank's columns. first: the token id of column 0. valid: columns before it are no padding."""
 
     first: int
@@ -27,10 +27,10 @@ class _Shard(NamedTuple):
     group: dist.ProcessGroup | None
 
     @staticmethod
-    def of(width: int, vocab_size: int, group: dist.ProcessGroup | None) -> _Shard:
+    def of(width: int, vocab_size: int, group: dist.ProcessGroup | None) -> Shard:
         sharded = group is not None and dist.get_world_size(group) > 1
         first = dist.get_rank(group) * width if sharded else 0
-        return _Shard(first, min(max(vocab_size - first, 0), width), group if sharded else None)
+        return Shard(first, min(max(vocab_size - first, 0), width), group if sharded else None)
 
     def all_reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self.group is not None:
@@ -63,11 +63,11 @@ class _Sums(NamedTuple):
     squares: torch.Tensor  # sum p^2, 0 unless asked for
 
 
-def _sums(
+def logit_sums(
     flat: torch.Tensor,
     index: torch.Tensor | None,
     targets: torch.Tensor,
-    shard: _Shard,
+    shard: Shard,
     temperature: float,
     *,
     with_mean: bool = False,
@@ -111,12 +111,12 @@ class _LogProbs(torch.autograd.Function):
         logits: torch.Tensor,
         targets: torch.Tensor,
         index: torch.Tensor | None,
-        shard: _Shard,
+        shard: Shard,
         temperature: float,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         flat = logits.reshape(-1, logits.shape[-1])
-        sums = _sums(flat, index, targets, shard, temperature, with_mean=with_entropy)
+        sums = logit_sums(flat, index, targets, shard, temperature, with_mean=with_entropy)
         entropy = sums.log_total - sums.mean if with_entropy else sums.mean
         ctx.save_for_backward(logits, targets, index, sums.log_total, entropy)
         ctx.options = shard, temperature, with_entropy
@@ -133,20 +133,41 @@ class _LogProbs(torch.autograd.Function):
         here = (local >= 0) & (local < shard.valid)
         local = local.clamp(0, max(shard.valid - 1, 0))
         for part, rows in _chunks(flat, index, shard.valid) if shard.valid else ():
-            log_p = _scaled(rows, temperature).sub_(log_total[part, None]).clamp_(min=NEGLIGIBLE)
-            p = log_p.exp()
-            by_log_prob = grad_log_probs[part, None]
-            if with_entropy:
-                grad = log_p.add_(entropy[part, None]).mul_(-grad_entropy[part, None]).sub_(by_log_prob).mul_(p)
-            else:
-                grad = p.mul_(-by_log_prob)
-            grad.scatter_add_(1, local[part, None], by_log_prob * here[part, None])
-            grad = grad.div_(temperature).to(out.dtype)
+            by = grad_log_probs[part, None], grad_entropy[part, None] if with_entropy else None
+            sums = log_total[part, None], entropy[part, None]
+            grad = logit_gradient(rows, local[part, None], here[part, None], by, sums, temperature).to(out.dtype)
             if index is None:
                 out[part] = grad
             else:
                 out.index_copy_(0, index[part], grad)
         return result, None, None, None, None, None
+
+
+def logit_gradient(
+    rows: torch.Tensor,
+    local: torch.Tensor,
+    here: torch.Tensor,
+    grads: tuple[torch.Tensor, torch.Tensor | None],
+    sums: tuple[torch.Tensor, torch.Tensor],
+    temperature: float,
+) -> torch.Tensor:
+    """[m, valid] float32: the gradient of these tokens' logits.
+
+    Args:
+        rows: [m, valid], the logits.
+        local, here: [m, 1], the target's column in this shard, and whether it is in it.
+        grads: [m, 1], of the log-probs and, if it is asked for, of the entropy.
+        sums: [m, 1], log sum e^z and the entropy.
+    """
+    by_log_prob, by_entropy = grads
+    log_total, entropy = sums
+    log_p = _scaled(rows, temperature).sub_(log_total).clamp_(min=NEGLIGIBLE)
+    p = log_p.exp()
+    if by_entropy is not None:
+        grad = log_p.add_(entropy).mul_(-by_entropy).sub_(by_log_prob).mul_(p)
+    else:
+        grad = p.mul_(-by_log_prob)
+    return grad.scatter_add_(1, local, by_log_prob * here).div_(temperature)
 
 
 def vocab_parallel_log_probs(
@@ -173,7 +194,7 @@ def vocab_parallel_log_probs(
     Returns:
         (log_probs [n], entropy [n]), equal on every rank of the group.
     """
-    shard = _Shard.of(logits.shape[-1], vocab_size, group)
+    shard = Shard.of(logits.shape[-1], vocab_size, group)
     return _LogProbs.apply(logits, targets, index, shard, temperature, with_entropy)
 
 
@@ -188,7 +209,7 @@ def vocab_parallel_squared_probs(
     index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_probs [n], sum over the vocabulary of p^2 [n]), float32, without a gradient; see above."""
-    shard = _Shard.of(logits.shape[-1], vocab_size, group)
+    shard = Shard.of(logits.shape[-1], vocab_size, group)
     flat = logits.reshape(-1, logits.shape[-1])
-    sums = _sums(flat, index, targets, shard, temperature, with_squares=True)
+    sums = logit_sums(flat, index, targets, shard, temperature, with_squares=True)
     return sums.at_target - sums.log_total, sums.squares

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megaverl.layout.low_rank import ALL_LINEAR, joined
+from megaverl.layout.low_rank import ALL_LINEAR, adapter_names, with_factors
 from megaverl.models.lora import Adapters
 from megaverl.parallel.collectives import together
 from megaverl.reshard.adapters import load_adapter, save_adapter
@@ -59,7 +59,7 @@ def merged_model(model: MegatronModel) -> dict[str, Any]:
     }
     if (adapters := model.adapters) is not None:
         merged |= {
-            "layouts": joined(model.layout_of, adapters.layout_of),
+            "layouts": with_factors(model.layout_of, adapters.low_ranks, adapter_names),
             "tensors": model.parameters | adapters.parameters,
             "adapters": adapters.low_ranks,
             "scaling": adapters.scaling,

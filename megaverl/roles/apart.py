@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.config.roles import LoraConfig
 from megaverl.errors import RolloutError
 from megaverl.layout.layout import EMPTY, Layout
+from megaverl.layout.low_rank import low_ranks
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layers_per_stage, uses_transformer_engine
@@ -52,7 +54,14 @@ class Between:
         return lambda place: layout_of(places[place]) if place in places else EMPTY
 
 
-def actor_seen_from(between: Between, spec: ModelSpec, shape: GridShape, dtype: torch.dtype, options: Any) -> Any:
+def actor_seen_from(
+    between: Between,
+    spec: ModelSpec,
+    shape: GridShape,
+    dtype: torch.dtype,
+    options: Any,
+    lora: LoraConfig | None = None,
+) -> Any:
     """What stands for the actor on ranks that have none: its layouts, as a MegatronModel there says them."""
     config = transformer_config(spec, shape, dtype, options)
     layouts = megatron_layouts(
@@ -63,19 +72,28 @@ def actor_seen_from(between: Between, spec: ModelSpec, shape: GridShape, dtype: 
         transformer_engine=uses_transformer_engine(),
         layer_split=layers_per_stage(config, shape),
     )
-    return ActorElsewhere(between.from_actor(layouts), config)
+    return ActorElsewhere(between.from_actor(layouts), config, None if lora is None else AdaptersElsewhere(spec, lora))
 
 
 class ActorElsewhere:
     """In a MegatronModel's place, for a Rollout whose weights come from other ranks: it holds none."""
 
-    adapters = None
     leaves = False
     parameters: Mapping[str, torch.Tensor] = {}
 
-    def __init__(self, layout_of: LayoutOf, config: Any) -> None:
-        self.layout_of, self.config = layout_of, config
+    def __init__(self, layout_of: LayoutOf, config: Any, adapters: AdaptersElsewhere | None) -> None:
+        self.layout_of, self.config, self.adapters = layout_of, config, adapters
         self.resident: AbstractContextManager[Any] = nullcontext()
+
+
+class AdaptersElsewhere:
+    """In the place of a MegatronModel's adapters: which there are, so that an engine can have them merged."""
+
+    parameters: Mapping[str, torch.Tensor] = {}
+
+    def __init__(self, spec: ModelSpec, lora: LoraConfig) -> None:
+        self.low_ranks = low_ranks(weights_of(spec), lora.targets, lora.rank, "actor.lora")
+        self.scaling = lora.alpha / lora.rank
 
 
 class SeenFrom:
@@ -127,3 +145,12 @@ class Elsewhere:
 
     def __getattr__(self, name: str) -> Any:
         raise RuntimeError(f"this rank has no {self._role}: asked for its '{name}'")
+
+
+class FilledByOthers(Elsewhere):
+    """The engines, on ranks of an actor whose weights they do not take: another island's, which has the same."""
+
+    weight_version = 0
+
+    def source_changes(self) -> None:
+        """Nothing of this rank's is shared."""

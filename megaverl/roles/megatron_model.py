@@ -16,6 +16,7 @@ from megaverl.config.roles import LoraConfig
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, layers_per_stage, named_parameters, uses_transformer_engine
+from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
 from megaverl.models.lora import Adapters
 from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
 from megaverl.models.spec import ModelSpec
@@ -94,6 +95,7 @@ class MegatronModel:
         value_head: a critic: one value per position instead of logits, or one for each of several agents.
         lora: train adapters, and a critic's head, and nothing else.
         activation_checkpointing: none, selective or full; `overrides` go before it.
+        chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
         initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
 
     Attributes:
@@ -114,6 +116,7 @@ class MegatronModel:
         role: str = "actor",
         lora: LoraConfig | None = None,
         activation_checkpointing: str = "none",
+        chunked_logits: bool = False,
         initialize: bool = True,
     ) -> None:
         check_divides(spec, grid.shape, role)
@@ -147,6 +150,9 @@ class MegatronModel:
                 role=role,
                 seed=seed,
             )
+        self._head: HiddenHead | None = None
+        if chunked_logits and not value_head and grid.is_last_stage:
+            self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
         self.resident: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
@@ -302,21 +308,24 @@ class MegatronModel:
         """Log-probability and entropy of every response token.
 
         Args:
-            logits: [b, s, padded_vocab / tp], this rank's shard.
+            logits: [b, s, padded_vocab / tp], this rank's shard; with `chunked_logits` hidden states [b, s, hidden].
 
         Returns:
             (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
         """
         row, position = batch.predicting_positions()
-        log_probs, entropy = vocab_parallel_log_probs(
-            logits,
-            batch.tokens[row, position + 1],
-            index=row * logits.shape[1] + position,
-            vocab_size=self.spec.vocab_size,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            group=self.grid.tp_group,
-        )
+        given: dict[str, Any] = {
+            "index": row * logits.shape[1] + position,
+            "vocab_size": self.spec.vocab_size,
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+            "group": self.grid.tp_group,
+        }
+        targets = batch.tokens[row, position + 1]
+        if self._head is None:
+            log_probs, entropy = vocab_parallel_log_probs(logits, targets, **given)
+        else:
+            log_probs, entropy = head_log_probs(logits, self._head.weight, targets, **given)
         return _spread(log_probs, batch), _spread(entropy, batch)
 
     def squared_probs(
@@ -324,14 +333,17 @@ class MegatronModel:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
         row, position = batch.predicting_positions()
-        log_probs, squares = vocab_parallel_squared_probs(
-            logits,
-            batch.tokens[row, position + 1],
-            index=row * logits.shape[1] + position,
-            vocab_size=self.spec.vocab_size,
-            temperature=temperature,
-            group=self.grid.tp_group,
-        )
+        given: dict[str, Any] = {
+            "index": row * logits.shape[1] + position,
+            "vocab_size": self.spec.vocab_size,
+            "temperature": temperature,
+            "group": self.grid.tp_group,
+        }
+        targets = batch.tokens[row, position + 1]
+        if self._head is None:
+            log_probs, squares = vocab_parallel_squared_probs(logits, targets, **given)
+        else:
+            log_probs, squares = head_squared_probs(logits, self._head.weight, targets, **given)
         return _spread(log_probs, batch), _spread(squares, batch)
 
     @staticmethod

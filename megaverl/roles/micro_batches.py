@@ -20,6 +20,7 @@ def micro_batches_for(
     *,
     least: int = 1,
     unit: int = 1,
+    part: tuple[int, int] = (0, 1),
 ) -> list[MicroBatch]:
     """This rank's share of `batch`, cut under the token budget; every data-parallel rank gets as many.
 
@@ -30,6 +31,7 @@ def micro_batches_for(
         fields: [B, R] tensors that the loss needs.
         samples: the samples of this mini-batch; all if not given.
         least: micro-batches at least, where there are as many samples.
+        part: (which, of how many): this model's share, where others elsewhere work on the rest.
         unit: so many neighbours are never split: 2 for pairs. `samples` are then numbers of units.
 
     Raises:
@@ -42,7 +44,7 @@ def micro_batches_for(
         lengths = lengths.view(-1, unit).amax(dim=1) * unit
     plan = plan_micro_batches(
         lengths.tolist(),
-        shape.dp,
+        shape.dp * part[1],
         max_tokens,
         indices=samples,
         multiple_of=multiple_of * unit,
@@ -57,7 +59,8 @@ def micro_batches_for(
             for name in ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
         }
     )
-    mine = [[number * unit + i for number in units for i in range(unit)] for units in plan[model.grid.coords.dp]]
+    place = part[0] * shape.dp + model.grid.coords.dp
+    mine = [[number * unit + i for number in units for i in range(unit)] for units in plan[place]]
     return [_micro_batch(bare, rows, fields or {}, multiple_of, unit) for rows in mine]
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megaverl.config.reshard import ReshardConfig
 from megaverl.errors import ReshardError
 from megaverl.layout.layout import Layout
-from megaverl.layout.low_rank import joined, with_factors, written_to
+from megaverl.layout.low_rank import adapter_names, with_factors, written_to
 from megaverl.parallel.collectives import gather_rows, together
 from megaverl.platform import platform
 from megaverl.reshard.fingerprint import ReshardCheck
@@ -72,7 +72,8 @@ class Rollout:
             if (adapters := model.adapters) is not None:
                 dtype, device = model.config.params_dtype, platform.device
                 self._merge = Merge(layout_of(rank), adapters.low_ranks, adapters.scaling, dtype, device)
-                source_layouts, source = joined(source_layouts, adapters.layout_of), source | adapters.parameters
+                source_layouts = with_factors(source_layouts, adapters.low_ranks, adapter_names)
+                source |= adapters.parameters
                 dest_layouts, dest = with_factors(layout_of, adapters.low_ranks), dest | self._merge.factors
             self._dest = dest
             self._resharder = Resharder(

@@ -61,6 +61,18 @@ class Judge(Protocol):
     def __call__(self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool) -> Ruling: ...
 
 
+class Islands(Protocol):
+    """The same model elsewhere, trained on other samples: `megaverl.trainer.islands.Island`."""
+
+    part: tuple[int, int]
+
+    def before_update(self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]) -> MetricSums:
+        """When this island's gradients are added up over its ranks; the sums of the loss that are to be reported."""
+
+    def after_update(self) -> None:
+        """When the step is taken, or skipped."""
+
+
 class TrainableModel:
     """Wraps a `MegatronModel` in megatron-core's DistributedDataParallel, optimizer and scheduler.
 
@@ -134,6 +146,7 @@ class TrainableModel:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.judge: Judge | None = None
+        self.islands: Islands | None = None
         self._gradients: Offload | None = None
         self._optimizer_state: Offload | None = None
         self._offload(offload or OffloadConfig())
@@ -184,6 +197,30 @@ class TrainableModel:
             yield
 
     @property
+    def part(self) -> tuple[int, int]:
+        """(which, of how many): the share of a batch that this model trains on."""
+        return self.islands.part if self.islands is not None else (0, 1)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the gradients, added up over the data-parallel ranks: flat, in a fixed order."""
+        found: dict[str, torch.Tensor] = {}
+        for number, chunk in enumerate(self.chunks):
+            groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+            for bucket_group in groups:
+                for bucket in bucket_group.buckets:
+                    flat = bucket.grad_data
+                    if bucket_group.ddp_config.use_distributed_optimizer:  # each rank has its shard alone
+                        size = bucket_group.intra_distributed_optimizer_instance_size
+                        flat = flat.view(size, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
+                    found[f"{number}.{len(found)}"] = flat
+        return found
+
+    def reread_weights(self) -> None:
+        """The weights were changed from outside: the optimizer's own copies follow."""
+        self.optimizer.reload_model_params()
+
+    @property
     def learning_rate(self) -> float:
         """Of the next update."""
         return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else math.nan
@@ -203,6 +240,8 @@ class TrainableModel:
         self.optimizer.zero_grad()
         reports = self.model.forward_backward(self.chunks, micro_batches, loss)
         sums = self._reduce(reports)
+        if self.islands is not None:
+            sums = self.islands.before_update(sums, tokens, micro_batches)
         found_inf = self.optimizer.prepare_grads()
         grad_norm = math.nan if found_inf else float(self.optimizer.get_grad_norm())
         applied = self._judged(sums, grad_norm, tokens, found_inf)
@@ -216,6 +255,8 @@ class TrainableModel:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
         self.scheduler.step(increment=1)
+        if self.islands is not None:
+            self.islands.after_update()
         return UpdateReport(sums, grad_norm, learning_rate, applied=applied)
 
     def _judged(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> bool:

@@ -52,7 +52,9 @@ def run_updates(
                 extra = select(mask, (step, epoch, number)) if select else {}
                 given = {**fields, **extra, "weights": weighting.weights(mask)}
                 least = trainable.gradient_accumulation
-                micro = micro_batches_for(trainable.model, batch, micro_batch_tokens, given, samples, least=least)
+                micro = micro_batches_for(
+                    trainable.model, batch, micro_batch_tokens, given, samples, least=least, part=trainable.part
+                )
                 reports.append(trainable.update(micro, loss, float(mask.sum())))
                 sums = add_metrics(sums, reports[-1].sums)
     shares = sums.pop("loss")

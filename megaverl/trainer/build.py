@@ -135,6 +135,7 @@ class Builder:
             value_head=value_head,
             role=role,
             initialize=not from_files,
+            chunked_logits=config.chunked_logits,
             lora=config.lora if isinstance(config, TrainedConfig) else None,
             activation_checkpointing=config.activation_checkpointing if isinstance(config, TrainedConfig) else "none",
         )
@@ -236,7 +237,8 @@ class Builder:
         of_engines = engine_layouts(config.rollout, weights, self.spec)
         if actor is None:
             shape = GridShape.fit(len(source), **grid_sizes(config.actor), role="actor")
-            model = actor_seen_from(between, self.spec, shape, self.dtype, config.actor.megatron)
+            section = config.actor
+            model = actor_seen_from(between, self.spec, shape, self.dtype, section.megatron, section.lora)
             engine = self._engine(weights_come=True, on_load=None)
             of_engines = engine.layouts(weights, self.spec)
         else:

@@ -19,6 +19,7 @@ from megaverl.placement import Node, ResolvedPlacement, parse_claims, resolve
 from megaverl.version import __version__
 
 SPEAKS_FIRST = 60.0  # seconds that the transports wait beyond what the run allows: the liveness can name the rank
+LOST_AFTER = 30.0  # seconds without a word; a call that holds the interpreter is shorter than that
 # What the ranks compute with: it must be the same everywhere.
 MUST_AGREE = ("torch", "megatron-core", "vllm", "transformers")
 
@@ -48,13 +49,14 @@ def join_job(config: Config, command: str, console: Console) -> Job:
     nodes = introduce(store, rank, size, facts, timedelta(minutes=config.run.timeout_minutes))
     placement = place(config, command, size, nodes)
     fabric = join(placement, store, rank, patience(config.run.timeout_minutes))
+    seconds = config.run.timeout_minutes * 60
     console.speaks = rank == reporter(placement)
     liveness = Liveness(
         store,
         rank,
         size,
         coordinator=placement.coordinator,
-        patience=Patience(stalled_after=config.run.timeout_minutes * 60),
+        patience=Patience(stalled_after=seconds, lost_after=min(LOST_AFTER, seconds)),
         name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
         say=console.error,
     )
@@ -68,7 +70,14 @@ def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> R
         raise ConfigError(f"--role: `megaverl {command}` has all roles on all ranks. Leave it out.")
     roles = used_roles(config, command)
     if is_placed(config, command) or claims:
-        return resolve_placement(config.placement, role_grids(config, roles), size, nodes)
+        placement = resolve_placement(config.placement, role_grids(config, roles), size, nodes)
+        others = [role for role in placement.roles_of(placement.coordinator) if role != "coordinator"]
+        if len(placement.islands) > 1 and others:
+            raise ConfigError(
+                f"placement.coordinator: rank {placement.coordinator} has {', '.join(others)} as well; with "
+                f"actor_islands={len(placement.islands)} it joins gradients, and needs a rank of its own."
+            )
+        return placement
     return resolve({}, size, dict.fromkeys([*roles, "rollout", "reward", "coordinator"]), nodes)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -16,39 +17,42 @@ from megaverl.config import Config
 from megaverl.config.stages import MixConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
-from megaverl.data.tokenizers import Tokenizer
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import DataError
 from megaverl.roles.megatron_model import MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
 from megaverl.roles.policy import Actor, Policy
-from megaverl.roles.reward import Scores
+from megaverl.roles.reward import RewardRole, Scores
 from megaverl.roles.trainable import TrainableModel
 from megaverl.roles.updates import share
 
 Metrics = dict[str, float]
 
 
+class MixRoles(Protocol):
+    """What of a run's roles the updates need."""
+
+    actor: Actor
+    reference: Policy | None
+    reward: RewardRole
+    learned: TrainableModel | None
+
+
 class Mix:
     """The further updates of a run.
 
     Args:
-        reward_model: what `update: reward_model` trains.
+        roles: asked for when an update runs; a flow can be looked at without any.
         record: called with a name and the metrics of an update.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        actor: Actor,
-        reference: Policy | None,
-        reward_model: TrainableModel | None,
-        tokenizer: Tokenizer,
-        record: Callable[[str, Metrics], None],
-    ) -> None:
-        self.config, self.actor, self.reference, self.tokenizer = config, actor, reference, tokenizer
-        self.reward_model, self.record = reward_model, record
+    def __init__(self, config: Config, roles: Callable[[], MixRoles], record: Callable[[str, Metrics], None]) -> None:
+        self.config, self._roles, self.record = config, roles, record
+
+    @property
+    def actor(self) -> Actor:
+        return self._roles().actor
 
     def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:
         """An operator for each entry, between the actor's update and these."""
@@ -63,7 +67,7 @@ class Mix:
         warms_up = step < self.config.algorithm.critic_warmup_steps and entry.update != "reward_model"
         if (step + 1) % entry.every or warms_up:
             return
-        updates: Mapping[str, Callable[[MixConfig, RolloutBatch, torch.Tensor], Metrics]] = {
+        updates: Mapping[str | None, Callable[[MixConfig, RolloutBatch, torch.Tensor], Metrics]] = {
             "rejection": self._rejection,
             "preference": self._preference,
             "reward_model": self._reward_model,
@@ -92,18 +96,19 @@ class Mix:
             micro_batch_tokens=self.actor.micro_batch_tokens,
             weight=entry.weight,
         )
-        reference = self.reference if self.config.preference_needs_reference else None
+        reference = self._roles().reference if self.config.preference_needs_reference else None
         return updates.update(rollouts.select(pairs), reference) | {"samples": float(len(pairs))}
 
     def _reward_model(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
         """The best and the worst response of every group, for the learned reward to tell apart."""
-        assert self.reward_model is not None
+        learned = self._roles().learned
+        assert learned is not None
         pairs = best_and_worst(judged, rollouts.group_ids)
         if not pairs:
             return {"samples": 0.0}
         section = self.config.reward_model
         updates = RewardModelUpdates(
-            self.reward_model,
+            learned,
             section.loss,
             section.options,
             micro_batch_tokens=section.micro_batch_tokens,
@@ -117,6 +122,7 @@ class Mix:
         Raises:
             DataError: an answer that is no text.
         """
+        tokenizer = self._roles().reward.tokenizer
         firsts = [int((rollouts.group_ids == group).nonzero()[0, 0]) for group in rollouts.group_ids.unique()]
         prompts, answers = [], []
         for row in firsts:
@@ -127,7 +133,7 @@ class Mix:
                     "update: sft needs text. Name the right column with data.answer_key."
                 )
             prompts.append(rollouts.input_ids[row, : int(rollouts.prompt_lengths[row])].tolist())
-            answers.append([*self.tokenizer.encode(answer), self.tokenizer.eos_token_id])
+            answers.append([*tokenizer.encode(answer), tokenizer.eos_token_id])
         return self._supervised(entry, pairs_of(prompts, answers)) | {"samples": float(len(firsts))}
 
     def _supervised(self, entry: MixConfig, batch: RolloutBatch) -> Metrics:

@@ -25,6 +25,15 @@ from megaverl.trainer.offline import OfflineTrainer, pair_dataset
 VALIDATION_PAIRS = 256  # in one batch
 
 
+def of_pairs(config: Config) -> Config:
+    """The configuration as a `Builder` sees it, for whom the longest response is a generated one."""
+    longest = config.preference.max_response_tokens
+    if longest is None:
+        return config
+    sampling = {**config.rollout.sampling, "max_tokens": longest}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
+
+
 class _PairTrainer(OfflineTrainer):
     """What both stages share: the data."""
 

@@ -11,7 +11,7 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.stream import Prompts
-from megaverl.errors import TrainingStopped
+from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.roles.reward import Scores
 from megaverl.trainer.generate import Metrics, rollout_metrics, score_metrics
 
@@ -35,6 +35,11 @@ def refill(config: Config, stream: Prompts, one_round: Round, step: int) -> tupl
     while True:
         number += 1
         parts.append(one_round(stream.take(count), generated))
+        if "agent_ids" in parts[-1][0]:
+            raise ConfigError(
+                "algorithm.dynamic_sampling.metric: is set, but the environment has several agents, each with groups "
+                "of its own, and a step is filled by one count. Leave it out."
+            )
         generated += count
         batch = RolloutBatch.concat([part[0] for part in parts])
         scores = Scores.concat([part[1] for part in parts])

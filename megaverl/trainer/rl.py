@@ -147,6 +147,15 @@ class RLTrainer:
             roles["reward_model"] = trained
         return roles
 
+    @property
+    def saved(self) -> dict[str, TrainableModel]:
+        """What of it this rank saves."""
+        return self.trained
+
+    def own_files(self) -> dict[str, bytes]:
+        """What a checkpoint holds of this rank alone, by file."""
+        return {}
+
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the last validation's metrics, or the last step's.
 
@@ -342,7 +351,14 @@ class RLTrainer:
             files = {ROLLOUT_FILE: cut_off.write} if cut_off else {}
             state = self._state(cut_off)
             return self.saving.save(
-                done, self.trained, state, wait=wait, best=best, inside=cut_off is not None, files=files
+                done,
+                self.saved,
+                state,
+                wait=wait,
+                best=best,
+                inside=cut_off is not None,
+                files=files,
+                own_files=self.own_files(),
             )
 
     def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -23,6 +23,9 @@ from megaverl.roles.rollout import sampling_options
 from megaverl.rollout.seeds import sample_seed
 from megaverl.trainer.job import Job, join_job
 from megaverl.trainer.signals import Leaving
+
+if TYPE_CHECKING:
+    from megaverl.trainer.rl import RLTrainer
 
 
 def main(config: Config, command: str, options: Mapping[str, Any] | None = None) -> int:
@@ -80,14 +83,18 @@ def _train(config: Config, console: Console, job: Job | None, options: dict[str,
 
         generate_only(config, console, job)
         return
+    make_trainer(config, console, job).train()
+
+
+def make_trainer(config: Config, console: Console, job: Job | None) -> RLTrainer:
+    """The loop that a configuration and its placement want."""
     if job is not None and not job.fabric.placement.is_colocated:
         from megaverl.trainer.split import SplitTrainer
 
-        SplitTrainer(config, console, job).train()
-        return
+        return SplitTrainer(config, console, job)
     from megaverl.trainer.agents import trainer_of
 
-    trainer_of(config)(config, console, job=job).train()
+    return trainer_of(config)(config, console, job=job)
 
 
 def _sft(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
@@ -123,16 +130,16 @@ def _sft(config: Config, console: Console, job: Job | None, options: dict[str, A
 
 def _dpo(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.preference import PreferenceTrainer
+    from megaverl.trainer.preference import PreferenceTrainer, of_pairs
 
-    PreferenceTrainer(config, Builder(config), console, job).train()
+    PreferenceTrainer(config, Builder(of_pairs(config)), console, job).train()
 
 
 def _reward(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.preference import RewardModelTrainer
+    from megaverl.trainer.preference import RewardModelTrainer, of_pairs
 
-    RewardModelTrainer(config, Builder(config), console, job).train()
+    RewardModelTrainer(config, Builder(of_pairs(config)), console, job).train()
 
 
 def _eval(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.coordinator import Coordinator, CoordinatorCommits, Judge, Progress, Seat
+from megaverl.coordinator.island_exchange import serve_join
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.carrier import Carrier
 from megaverl.errors import MegaverlError
@@ -28,13 +29,14 @@ from megaverl.metrics.timeline import merge_traces
 from megaverl.metrics.tracker import Tracker
 from megaverl.parallel.collectives import together
 from megaverl.placement import World
-from megaverl.roles.apart import Elsewhere
+from megaverl.roles.apart import Elsewhere, FilledByOthers
 from megaverl.roles.reward import Scores
 from megaverl.roles.rollout import Rollout
 from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation
 from megaverl.trainer.export import export_model
+from megaverl.trainer.islands import Island, meetings, serve_update
 from megaverl.trainer.job import Job, reporter
 from megaverl.trainer.readers import readers_of
 from megaverl.trainer.rl import RLTrainer, rules_of
@@ -85,8 +87,10 @@ class SplitTrainer(RLTrainer):
         rollout: Any = Elsewhere("rollout")
         if generates and self.placement.colocated("actor", "rollout"):
             rollout = here("rollout", lambda: builder.rollout(model))
-        elif generates and (has("actor") or has("rollout")):
+        elif generates and (self.fabric.rank in self.placement.islands[0] or has("rollout")):
             rollout = builder.rollout_apart(model)
+        elif has("actor"):
+            rollout = FilledByOthers("rollout")
         return Roles(
             actor=actor,
             critic=here("critic", lambda: builder.critic(heads)) if config.uses_critic else None,
@@ -102,17 +106,24 @@ class SplitTrainer(RLTrainer):
 
     @property
     def engines(self) -> Rollout | None:
-        return self.roles.rollout if self.fabric.has("actor") or self.fabric.has("rollout") else None
+        fills = self.fabric.rank in self.placement.islands[0]
+        return self.roles.rollout if fills or self.fabric.has("rollout") else None
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
-        first_island = self.fabric.rank in self.placement.islands[0] or len(self.placement.islands) == 1
         roles: dict[str, TrainableModel] = {}
-        if self.fabric.has("actor") and first_island:
-            roles["actor"] = self.roles.actor.trainable
+        own = self.island if self.config.coordinator.islands_every > 1 else 0
+        if self.fabric.has("actor"):
+            roles[island_name("actor", own)] = self.roles.actor.trainable
         if self.roles.critic is not None and self.fabric.has("critic"):
-            roles["critic"] = self.roles.critic.trainable
+            shared = self.placement.colocated("critic", "actor")
+            roles[island_name("critic", own if shared else 0)] = self.roles.critic.trainable
         return roles
+
+    @property
+    def saved(self) -> dict[str, TrainableModel]:
+        """Islands that take every step together are the same: one of them is saved."""
+        return {} if self.island and self.config.coordinator.islands_every == 1 else self.trained
 
     def _lag(self, rank: int) -> int:
         """How many steps a rank's world may be ahead of training."""
@@ -127,13 +138,30 @@ class SplitTrainer(RLTrainer):
         placement, has = self.placement, self.fabric.has
         roles = ["actor", *(["critic"] if self.config.uses_critic else [])]
         worlds = {role: [world for world in placement.worlds if role in world.roles] for role in roles}
-        seats = [Seat(role, world.ranks[0], n) for role in roles for n, world in enumerate(worlds[role])]
+        alone = self.config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
+        seats = [
+            Seat(island_name(role, n) if alone else role, world.ranks[0], n)
+            for role in roles
+            for n, world in enumerate(worlds[role])
+        ]
         rules, liveness = rules_of(self.config), self.job.liveness if self.job else None
         self.coordinator = Coordinator(self.fabric, seats, rules, progress=progress, liveness=liveness)
         updated = {role: getattr(self.roles, role).trainable for role in roles if has(role)}
-        self.judges = {role: Judge(self.coordinator, role, progress) for role in updated}
+        own = self.island if alone else 0
+        self.judges = {role: Judge(self.coordinator, island_name(role, own), progress) for role in updated}
         for role, trainable in updated.items():
             trainable.judge = self.judges[role]
+            if len(placement.islands) > 1 and placement.colocated(role, "actor"):
+                self.judges[role].share = 1.0 if alone else 1.0 / len(placement.islands)
+                done = progress.steps.get(island_name(role, own), 0)
+                trainable.islands = Island(self.fabric, trainable, self.config.coordinator, done)
+        self._joined = dict(progress.steps)
+        self._load_islands()
+
+    @property
+    def island(self) -> int:
+        """The number of this rank's island; 0 where it is on none."""
+        return next((n for n, ranks in enumerate(self.placement.islands) if self.fabric.rank in ranks), 0)
 
     @property
     def progress(self) -> Progress:
@@ -200,6 +228,8 @@ class SplitTrainer(RLTrainer):
             both = apart and step >= self.config.algorithm.critic_warmup_steps
             judge.partners = tuple({"actor", "critic"} - {role}) if both else ()
         prompts = self.prompts.take(self.config.data.prompts_per_step)
+        if self.fabric.rank == self.placement.coordinator and len(self.placement.islands) > 1:
+            self._serve_islands(step)
         with self.timeline.step(step):
             values = self.flow.run(self.stages, mover=self.carrier, leave_out=("reshard",), prompts=prompts, step=step)
         metrics = {**self.step.metrics, **self.timeline.step_metrics()}
@@ -214,6 +244,21 @@ class SplitTrainer(RLTrainer):
             metrics["train/epoch"] = self.prompts.epoch
             metrics["rollout/staleness"] = float(step - self.next_step)
         self._measured[step] = metrics
+
+    def _serve_islands(self, step: int) -> None:
+        """On the coordinator: everything in which the islands meet in this step, in the order of their updates."""
+        config, placement = self.config, self.placement
+        updates = config.algorithm.num_epochs * config.algorithm.num_mini_batches
+        roles = ["critic"] if config.uses_critic and placement.colocated("critic", "actor") else []
+        roles += ["actor"] if step >= config.algorithm.critic_warmup_steps else []
+        for role in roles:
+            done = self._joined.get(role, 0)
+            self._joined[role] = done + updates
+            for in_update in meetings(updates, config.coordinator, done):
+                if in_update:
+                    serve_update(self.fabric)
+                else:
+                    serve_join(self.fabric)
 
     # --- where all meet -------------------------------------------------------------------------------------------
 
@@ -316,6 +361,7 @@ class SplitTrainer(RLTrainer):
 
     def _state(self, cut_off: Any) -> dict[str, Any]:
         """Each part from a rank that knows it; the same on all."""
+        dist.barrier(self.fabric.control)  # a rank that only coordinates is here before the last update is decided on
         mine: dict[str, Any] = {}
         whole = super()._state(None)
         if self.keeps_records:
@@ -326,6 +372,21 @@ class SplitTrainer(RLTrainer):
             mine["coordinator"] = whole["coordinator"]
         parts = self.saving.store.committer.collect(mine)
         return {name: value for part in parts for name, value in part.items()}
+
+    def own_files(self) -> dict[str, bytes]:
+        """What the islands of this rank must find again."""
+        return {
+            island_file(role, self.fabric.rank): trainable.islands.state()
+            for role, trainable in self.trained.items()
+            if isinstance(trainable.islands, Island)
+        }
+
+    def _load_islands(self) -> None:
+        for role, trainable in self.trained.items():
+            if self.resumed_from is not None and isinstance(trainable.islands, Island):
+                path = self.resumed_from / island_file(role, self.fabric.rank)
+                if path.exists():  # saved with as many islands, on the same ranks
+                    trainable.islands.load_state(path.read_bytes())
 
     def _export_timeline(self) -> None:
         if self.fabric.rank == self.fabric.world.ranks[0]:
@@ -340,3 +401,12 @@ class SplitTrainer(RLTrainer):
 
     def _timeline_of(self, world: World) -> Path:
         return self.run_dir / "timelines" / f"{world.name}.json"
+
+
+def island_name(role: str, number: int) -> str:
+    """What an island's part of a role is called, where it is not that of all."""
+    return f"{role}.{number}" if number else role
+
+
+def island_file(role: str, rank: int) -> str:
+    return f"island_{role}_{rank}.safetensors"

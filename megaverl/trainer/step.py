@@ -105,13 +105,9 @@ class RLStep:
         if self.replayed is None:
             flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role=("actor", "rollout")))
         if self.config.mix:
-            self.mix().add_to(flow, before=("reshard",) if self.replayed is None else ())
+            before = ("reshard",) if self.replayed is None else ()
+            Mix(self.config, lambda: self.roles, self._record).add_to(flow, before=before)
         return flow.compile(given=("prompts", "step"), places=places)
-
-    def mix(self) -> Mix:
-        """The further updates of a step."""
-        roles = self.roles
-        return Mix(self.config, roles.actor, roles.reference, roles.learned, roles.reward.tokenizer, self._record)
 
     def gathered(
         self, span: Callable[[str], AbstractContextManager[Any]], stream: Prompts, step: int
@@ -141,6 +137,9 @@ class RLStep:
             self.config, roles.rollout, prompts, step, first_group=first_group, player=roles.player
         )
         self.metrics |= metrics
+        if self.config.rollout.async_rollout:  # how old each token is when it is trained on
+            versions = torch.full_like(batch.generated_ids, roles.rollout.weight_version)
+            batch = batch.with_(weight_versions=versions.where(batch.response_mask, -1))
         return batch
 
     def replay(self, prompts: Sequence[PromptRecord], step: int) -> RolloutBatch:

@@ -1,4 +1,4 @@
-"""The same inputs through TRL's GRPO loss: the same loss and gradient."""
+"""The same inputs through TRL's losses (GRPO and kin, RLOO, DPO, reward models): the same loss and gradient."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megaverl.algorithms import (
     aggregations,
+    bradley_terry,
     combine,
     count_denominators,
     distillation_losses,
@@ -163,4 +164,101 @@ def test_jensen_shannon():
     ours = distillation_losses.get("jensen_shannon").function(
         student.log_softmax(-1), teacher.log_softmax(-1), torch.full((2, 3), 1 / 6), beta=0.3
     )
+    assert float(ours.loss) == pytest.approx(float(wanted), abs=1e-6)
+
+
+class Same:
+    """An accelerator of one process."""
+
+    device = torch.device("cpu")
+    num_processes = 1
+    gather = gather_for_metrics = staticmethod(lambda value: value)
+    reduce = staticmethod(lambda value, reduction: value)
+
+
+def trainer_of(**fields) -> SimpleNamespace:
+    """What a trainer's loss reads of it, besides `fields`."""
+    common = {"accelerator": Same(), "aux_loss_enabled": False, "_metrics": {"train": defaultdict(list)}}
+    return SimpleNamespace(model=SimpleNamespace(training=True), **common, **fields)
+
+
+def test_rloo_gradient_on_policy():
+    """TRL's ratio is that of whole responses; where the policy is the one that sampled, both are REINFORCE's."""
+    new, _, _, advantages, mask = inputs()
+    theirs, ours = new.clone().requires_grad_(), new.clone().requires_grad_()
+    trainer = trainer_of(
+        _get_per_token_logps_and_entropies=lambda *a, **k: (theirs, torch.zeros_like(theirs), None),
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+    )
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": mask.long()}
+    batch |= {"old_logps": torch.where(mask, new, 0.0).sum(1), "advantages": advantages}
+    try:
+        loss = trl_class("trl", "RLOOTrainer")._compute_loss(trainer, None, batch)
+    except (AttributeError, TypeError, KeyError) as error:
+        pytest.skip(f"TRL {trl.__version__} computes its loss from other fields: {error}")
+    weights = aggregations.get("seq_mean_token_sum").function(mask, count_denominators(mask), dtype=torch.float64)
+    given = {"log_probs": ours, "old_log_probs": new, "advantages": advantages.unsqueeze(1).expand(4, 7)}
+    value = policy_losses.get("ppo_clip")({**given, "weights": weights}).loss
+    (wanted,) = torch.autograd.grad(loss, theirs)
+    (gradient,) = torch.autograd.grad(value, ours)
+    torch.testing.assert_close(gradient, wanted, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("loss_type", "name"), [("sigmoid", "dpo"), ("ipo", "ipo")])
+def test_dpo_loss_and_gradient(loss_type: str, name: str):
+    """Through TRL's own loss, given a model that says these log-probs; IPO there and here on means over tokens."""
+    generator = torch.Generator().manual_seed(7)
+    new, reference = (torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.arange(8) < torch.tensor([[8], [3], [1], [5], [2], [8]])
+    theirs, ours = new.clone().requires_grad_(), new.clone().requires_grad_()
+    trainer = trainer_of(
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        beta=0.3,
+        label_smoothing=0.0,
+        use_weighting=False,
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+    said = torch.where(mask, theirs, 0.0)
+    frozen = torch.where(mask, reference, 0.0).sum(1)
+    completion = torch.cat([torch.zeros(6, 1, dtype=torch.int64), mask.long()], dim=1)  # a prompt of one token
+    batch = {"input_ids": torch.ones(6, 9, dtype=torch.int64), "completion_mask": completion}
+    batch |= {"attention_mask": torch.ones_like(completion)}
+    batch |= {"ref_chosen_logps": frozen[:3], "ref_rejected_logps": frozen[3:]}
+
+    nothing = torch.zeros(6, 8)
+    outputs = SimpleNamespace(log_probs=said, entropy=nothing, mean_logits=nothing, is_top1=nothing.bool())
+    try:
+        loss = trl_class("trl", "DPOTrainer")._compute_loss(trainer, lambda **given: outputs, batch, False)
+    except (AttributeError, TypeError, KeyError) as error:
+        pytest.skip(f"TRL {trl.__version__} computes its loss from other fields: {error}")
+    lengths = mask.sum(1) if name == "ipo" else torch.ones(6)
+    sums, refs = torch.where(mask, ours, 0.0).sum(1) / lengths, frozen / lengths
+    given = {"chosen_log_probs": sums[:3], "rejected_log_probs": sums[3:]}
+    given |= {"ref_chosen_log_probs": refs[:3], "ref_rejected_log_probs": refs[3:], "weights": torch.full((3,), 1 / 3)}
+    value = preference_losses.get(name)(given, beta=0.3).loss
+    assert float(value.detach()) == pytest.approx(float(loss.detach()), abs=1e-7)
+    gradients = [torch.autograd.grad(total, leaf)[0] for total, leaf in ((value, ours), (loss, theirs))]
+    torch.testing.assert_close(*gradients, atol=1e-7, rtol=0)
+
+
+def test_reward_model_loss():
+    scores = torch.randn(8, 1, generator=torch.Generator().manual_seed(8))
+    margin = torch.tensor([0.0, 0.5, 1.0, 2.0])
+    trainer = trainer_of(
+        args=SimpleNamespace(center_rewards_coefficient=0.02), _total_train_tokens=0, _tp_size=1, loss_type=None
+    )
+    batch = {"margin": margin, "attention_mask": torch.ones(8, 3)}
+    try:
+        owner = trl_class("trl", "RewardTrainer")
+        wanted = owner.compute_loss(trainer, lambda **given: SimpleNamespace(logits=scores), batch)
+    except (AttributeError, TypeError, KeyError) as error:
+        pytest.skip(f"TRL {trl.__version__} computes its loss from other fields: {error}")
+    ours = bradley_terry(scores[:4, 0], scores[4:, 0], torch.full((4,), 0.25), margin, center_coef=0.02)
     assert float(ours.loss) == pytest.approx(float(wanted), abs=1e-6)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.algorithms import advantage_estimators, gdpo, pass_at_k
+from megaverl.algorithms import advantage_estimators, gdpo, pass_at_k, policy_losses
 from megaverl.errors import DataError
 from tests.algorithms.strategies import PROPERTY, Case, cases
 
@@ -195,3 +195,29 @@ def test_opo_by_hand():
     mask = torch.tensor([[True, True, True], [True, False, False]])
     result = advantage_estimators.get("opo")({**inputs, "response_mask": mask}).advantages
     torch.testing.assert_close(result, torch.tensor([[0.25] * 3, [-0.75, 0, 0]]))  # the baseline is 3/4
+
+
+def test_raft_is_fine_tuning_on_the_best_of_each_group():
+    """Mean cross-entropy over the kept responses' tokens, as a policy gradient over the whole batch."""
+    lengths = torch.tensor([2, 3, 1, 2, 3])
+    mask = torch.arange(3) < lengths[:, None]
+    rewards, groups = torch.tensor([0.5, 1.0, 1.0, 0.2, 0.1]), torch.tensor([0, 0, 0, 1, 1])
+    log_probs = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).double().requires_grad_()
+    weights = mask.double() / mask.sum()
+
+    def gradient(kept: list[int], **options: float) -> None:
+        batch = {"rewards": rewards.double(), "group_ids": groups, "response_mask": mask}
+        advantages = advantage_estimators.get("raft")(batch, **options).advantages
+        given = {"log_probs": log_probs, "advantages": advantages, "weights": weights}
+        loss = policy_losses.get("policy_gradient")(given).loss
+        expected = -log_probs[kept][mask[kept]].mean()
+        for value in (loss, expected):
+            assert value.item() == pytest.approx(expected.item())
+        found, wanted = (torch.autograd.grad(value, log_probs, retain_graph=True)[0] for value in (loss, expected))
+        torch.testing.assert_close(found, wanted)
+
+    gradient([1, 3])  # of equal ones the first
+    gradient([1], right_from=1.0)
+    gradient([1, 2, 3, 4], keep=2)
+    batch = {"rewards": rewards, "group_ids": groups, "response_mask": mask}
+    assert not advantage_estimators.get("raft")(batch, right_from=2.0).advantages.any(), "nothing is kept"

@@ -63,7 +63,7 @@ def test_a_function_of_the_users_own(registry, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     try:
         assert registry.get("my_losses_for_test:mine")({"log_probs": torch.ones(1)}, power=3) == 3
-        with pytest.raises(ConfigError, match=r"no function 'mien' \(did you mean 'mine'"):
+        with pytest.raises(ConfigError, match=r"no 'mien' \(did you mean 'mine'"):
             registry.get("my_losses_for_test:mien")
         with pytest.raises(ConfigError, match="cannot be imported: RuntimeError: no licence"):
             registry.get("my_broken_for_test:mine")

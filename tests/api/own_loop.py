@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from megaverl import RolloutBatch, TrainerConfig
 from megaverl.trainer import PPOTrainer, RLTrainer, init_distributed
@@ -13,6 +14,14 @@ from megaverl.utils.config import get_ppo_config
 
 def letters(prompt: str, response: str, reference: str, extra: dict[str, object]) -> float:
     return sum(ord(letter) % 7 for letter in response) / 40
+
+
+def once(generate: Any, prompts: Any, sampling: Any, seeds: Any) -> Any:
+    return generate(prompts, sampling, seeds)
+
+
+def all_but_the_first(batch: RolloutBatch, scores: Any) -> list[bool]:
+    return [False] + [True] * (len(batch) - 1)
 
 
 def settings(folder: Path) -> TrainerConfig:
@@ -27,7 +36,11 @@ def settings(folder: Path) -> TrainerConfig:
         learning_rate=1e-3,
         use_vllm=False,
         output_dir=str(folder / "runs"),
-        options={"checkpoint.export_hf": False},
+        options={
+            "checkpoint.export_hf": False,
+            "rollout.function": f"{__file__}:once",
+            "algorithm.rollout_filter": f"{__file__}:all_but_the_first",
+        },
     )
 
 

@@ -28,6 +28,7 @@ def test_rollout_and_update_are_the_steps_of_train(tmp_path: Path) -> None:
     said = json.loads(done.stdout.splitlines()[-1])
     assert [step["version"] for step in said["steps"]] == [1.0, 2.0]
     assert said["steps"][1]["reward"] == pytest.approx(said["whole"]["reward/mean"], abs=0)
+    assert said["whole"]["rollout/filtered_fraction"] == 0.25, "one of four samples"
     assert (folder / "runs" / "whole" / "metrics.jsonl").is_file()
 
 

@@ -18,7 +18,9 @@ from megaverl.config.describe import described_keys
 
 ROOT = Path(__file__).parents[2]
 COUNT = 200
-GOOD = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(("quickstart", "sft")))
+# recipes of other commands than train
+NOT_TRAIN = ("quickstart", "sft", "dpo", "reward_model")
+GOOD = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(NOT_TRAIN))
 WRONG_TYPES: dict[str, list[Any]] = {
     "int": ["many", 1.5, True, [1], {"a": 1}],
     "number": ["much", True, [0.5], {"a": 1}],

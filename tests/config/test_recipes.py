@@ -30,7 +30,8 @@ MADE_ON_THE_SPOT = ("quickstart", "guessing_game", "calculator_tool", "signallin
 
 
 def command_of(path: Path) -> Command:
-    return "sft" if path.stem.startswith("sft") else "quickstart" if path.stem in MADE_ON_THE_SPOT else "train"
+    stages: dict[str, Command] = {"dpo": "dpo", "reward_model": "reward", "sft_gsm8k": "sft"}
+    return stages.get(path.stem, "quickstart" if path.stem in MADE_ON_THE_SPOT else "train")
 
 
 def test_there_are_recipes():
@@ -55,6 +56,9 @@ def test_a_recipe_fits_its_model_and_its_world(path, tmp_path, monkeypatch):
     data = tmp_path / "data.jsonl"
     data.write_text("{}\n")
     overrides = [f"model.path={tmp_path}", f"data.train={data}", f"data.validation={data}"]
+    overrides += [f"preference.train={data}", f"preference.validation={data}"]
+    if path.stem.startswith("mixed"):
+        overrides.append(f"reward=[{{name: gsm8k, accuracy: true}}, {{name: learned, path: {tmp_path}}}]")
     config = load_config(path, overrides, command=command_of(path), world_size=512 if described else None)
     if not described:
         assert config.run.nproc == smallest_world(config, command_of(path))

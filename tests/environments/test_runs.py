@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,6 @@ SHORT = [
     "data.prompts_per_step=4",
     "run={log_with: jsonl, timeout_minutes: 2, name: run}",
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
 
 
 def train(server: Server, recipe: str, folder: Path, *more: str, ranks: int = RANKS) -> Path:
@@ -83,7 +76,11 @@ def paid(folder: Path) -> str:
 
 def test_two_players(server: Server, tmp_path: Path) -> None:
     """Each with an actor and a critic of its own; the same on one rank, and after it was killed and started again."""
-    more = ["checkpoint={save_interval: 1, export_hf: true, resume: auto}", "actor.tp=1", paid(tmp_path)]
+    more = [
+        "checkpoint={save_interval: 1, export_hf: true, resume: auto, async_save: false}",
+        "actor.tp=1",
+        paid(tmp_path),
+    ]
     whole = train(server, "signalling_game", tmp_path / "whole", *more)
     for agent in ("speaker", "listener"):
         assert (whole / "hf" / agent / "config.json").exists()

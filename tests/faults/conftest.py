@@ -1,8 +1,7 @@
-"""One server of ranks for all tests here, and what an undisturbed run leaves."""
+"""What an undisturbed run leaves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from tests.trainer.conftest import make_inputs
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As of `tests.trainer.conftest`. Read-only for the tests."""
     return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="package")
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
 
 
 @pytest.fixture(scope="package")

@@ -83,13 +83,21 @@ class Server:
         logs: Path,
         ranks: int = 2,
         environment: Mapping[str, str] | None = None,
+        on_rank: Mapping[int, Mapping[str, str]] | None = None,
+        more: Mapping[int, Sequence[str]] | None = None,
         deadline: float = 120.0,
     ) -> Ended:
-        """Run `megaverl ARGUMENTS` on so many ranks until all have ended."""
+        """Run `megaverl ARGUMENTS` on so many ranks until all have ended.
+
+        Args:
+            environment: of all ranks, over what torchrun would give them.
+            on_rank, more: what some ranks have besides: variables, arguments.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         logs.mkdir(parents=True, exist_ok=True)
         job = {"arguments": list(arguments), "ranks": ranks, "environment": dict(environment or {}), "logs": str(logs)}
-        self._process.stdin.write(json.dumps(job | {"deadline": deadline}) + "\n")
+        job |= {"on_rank": dict(on_rank or {}), "more": dict(more or {}), "deadline": deadline}
+        self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         output = [(logs / f"rank_{rank}.out").read_text(errors="replace") for rank in range(ranks)]
@@ -152,9 +160,10 @@ def _be_rank(job: dict[str, Any], rank: int, port: int) -> NoReturn:
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.environ.update(rank_environment(rank, job["ranks"], port) | job["environment"])
+        os.environ.update(job["on_rank"].get(str(rank), {}))
         from tests.faults.rank import main
 
-        code = main(job["arguments"])
+        code = main(job["arguments"] + job["more"].get(str(rank), []))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:

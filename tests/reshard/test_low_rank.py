@@ -10,7 +10,7 @@ import torch
 from megaverl.errors import ModelError
 from megaverl.layout.boxes import whole
 from megaverl.layout.layout import Layout
-from megaverl.layout.low_rank import factor_layout, factor_weights, joined, low_ranks, with_factors
+from megaverl.layout.low_rank import LowRank, factor_weights, low_ranks, with_factors
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.architectures import weights_of
@@ -45,11 +45,10 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     grid = GridShape(tp=2, pp=2)
     megatron = megatron_layouts(weights, spec, grid, padded_vocab_size=64)
 
-    def names(adapter: object, local: str) -> tuple[str, str]:
-        return f"{local}.{adapter.projection}.a", f"{local}.{adapter.projection}.b"  # type: ignore[attr-defined]
+    def names(adapter: LowRank, local: str) -> tuple[str, str]:
+        return f"{local}.{adapter.projection}.a", f"{local}.{adapter.projection}.b"
 
-    factors = {rank: factor_layout(megatron(rank), adapters, names) for rank in range(4)}
-    source = joined(megatron, factors.__getitem__)
+    source = with_factors(megatron, adapters, names)
     engine: Callable[[int], Layout] = vllm_layouts(weights, spec, tp)
     dest = with_factors(engine, adapters)
     plans = make_plans(source, dest, 4)

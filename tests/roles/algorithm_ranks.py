@@ -9,6 +9,8 @@ import torch
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
+from megaverl.roles.critic import Critic
+from megaverl.roles.implicit_reward import ImplicitRewardModel
 from megaverl.roles.megatron_model import MegatronModel
 from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates
 from megaverl.roles.policy import Actor, Policy
@@ -64,4 +66,13 @@ def pair_updates(
     )
     found["reward_model"] = [ranking.update(pairs.with_(margins=margins)) for _ in range(3)]
     found["scores"] = ranking.reward_model.scores(pairs).tolist()
+    phi = ImplicitRewardModel(trainable(model()), temperature=0.8, micro_batch_tokens=micro_batch_tokens, beta=0.5)
+    frozen, correct = phi.log_probs(pairs), torch.arange(len(pairs)) % 2 == 0
+    found["implicit"] = [phi.update(pairs, frozen, correct) for _ in range(2)]
+    agents = pairs.with_(agent_ids=torch.arange(len(pairs)) % 2)
+    critic = Critic(
+        trainable(model(value_head=2)), AlgorithmConfig(name="ppo"), micro_batch_tokens=micro_batch_tokens, seed=0
+    )
+    found["two_heads"] = [critic.update(agents, step=step) for step in range(2)]
+    found["values"] = critic.values(agents).tolist()
     return found

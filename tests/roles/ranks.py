@@ -53,6 +53,7 @@ def update(
     critic: bool = False,
     micro_batch_tokens: int = 64,
     megatron: dict[str, Any] | None = None,
+    chunked_logits: bool = False,
     **algorithm: Any,
 ) -> dict[str, float]:
     """Update a model of `folder` on a grid that fills the world; its weights go to `output`."""
@@ -65,6 +66,7 @@ def update(
         value_head=critic,
         overrides=megatron,
         role="critic" if critic else "actor",
+        chunked_logits=chunked_logits,
     )
     model.load(folder)
     # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step

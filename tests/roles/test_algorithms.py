@@ -64,12 +64,13 @@ def test_pairs_too(tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
     expected = updates(folder, {}, 1000, "pair_updates")
     found = updates(folder, {"tp": 2, "pp": 2}, 28, "pair_updates")
-    torch.testing.assert_close(
-        torch.tensor(found.pop("scores")), torch.tensor(expected.pop("scores")), atol=2e-5, rtol=0
-    )
+    for name in ("scores", "values"):
+        torch.testing.assert_close(torch.tensor(found.pop(name)), torch.tensor(expected.pop(name)), atol=3e-5, rtol=0)
     for name, reports in found.items():
         for report, wanted in zip(reports, expected[name], strict=True):
             assert report == pytest.approx(wanted, abs=3e-5, rel=3e-5), name
     for name in LOSSES:
         assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
+    assert expected["implicit"][1]["loss"] < expected["implicit"][0]["loss"]
+    assert expected["two_heads"][1]["loss"] < expected["two_heads"][0]["loss"]
     assert expected["reward_model"][2]["loss"] < expected["reward_model"][1]["loss"]

@@ -100,3 +100,40 @@ def test_every_reward_by_itself() -> None:
     extra["component_weights"] = torch.tensor([1.0, 0.0])
     found, _ = Credit(config(name="gdpo", group_size=2)).assign(given, kl_coef=0.0, extra=extra)
     assert found.advantages[0, 0] > 0 > found.advantages[1, 0]
+
+
+def test_an_environment_s_rewards_stand_where_their_turns_end() -> None:
+    """Two turns with the environment's word in between; what a function scored comes on top, at the end."""
+    mask = torch.tensor([[True, False, True]] * 2)
+    given = RolloutBatch(
+        {
+            "input_ids": torch.ones(2, 2).long(),
+            "prompt_lengths": torch.full((2,), 2),
+            "generated_ids": torch.ones(2, 3).long(),
+            "response_mask": mask,
+            "rollout_log_probs": torch.zeros(2, 3),
+            "turn_ids": torch.tensor([[0, 0, 1]] * 2),
+            "turn_rewards": torch.tensor([[0.5, 0.0, 1.0], [-0.5, 0.0, 0.0]]),
+            "rewards": torch.tensor([1.75, -0.5]),
+            "group_ids": torch.tensor([0, 0]),
+            "values": torch.zeros(2, 3),
+        }
+    )
+    found, _ = Credit(config(name="turn_ppo", normalize_advantages=False)).assign(given, kl_coef=0.0)
+    torch.testing.assert_close(found.token_rewards, torch.tensor([[0.5, 0.0, 1.25], [-0.5, 0.0, 0.0]]))
+    assert (found.advantages[~mask] == 0).all(), "what the environment said is nobody's doing"
+    found, _ = Credit(config(name="turn_grpo", group_size=2)).assign(given, kl_coef=0.0)
+    assert found.advantages[0, 0] > 0 > found.advantages[1, 0] and found.advantages[0, 2] > 0
+
+
+def test_every_agent_is_credited_by_itself() -> None:
+    agents = torch.tensor([0, 1, 0, 1])
+    given = batch(agent_ids=agents, values=torch.zeros(4, 3))
+    credit = Credit(config(name="ppo"))
+    found, metrics = credit.assign_each(given, kl_coef=0.0, extra={"greedy_rewards": None})
+    for agent in (0, 1):
+        rows = (agents == agent).nonzero()[:, 0]
+        alone, own = credit.assign(given.select(rows), kl_coef=0.0)
+        torch.testing.assert_close(found.advantages[rows], alone.advantages)
+        torch.testing.assert_close(found.returns[rows], alone.returns)
+    assert set(metrics) == set(own)

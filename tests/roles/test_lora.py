@@ -16,6 +16,7 @@ from tests.worlds import run_world
 
 LORA = {"rank": 4, "alpha": 8.0}
 SHAPES: dict[str, dict[str, int]] = {
+    "dp4": {"dp": 4},
     "tp2 dp2": {"tp": 2, "dp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "dp": 2},
@@ -47,13 +48,14 @@ def test_same_update_on_every_grid(
 ) -> None:
     lora = {**LORA, "targets": targets}
     role = {"value_head": True, "role": "critic"} if options.get("critic") else {}
-    run_world(1, f"{RANKS}random_adapter", folder=folder, lora=lora, output=tmp_path / "start", **role)
+    start = {"output": tmp_path / "start", "shape": SHAPES["dp4"]}
+    run_world(4, f"{RANKS}random_adapter", folder=folder, lora=lora, **start, **role)
     given = {"adapter": tmp_path / "start", "lora": lora, **options}
-    expected_metrics, expected = updated(folder, tmp_path, {"one": {}}, **given)["one"]
+    found = updated(folder, tmp_path, SHAPES, **given)
+    expected_metrics, expected = found.pop("dp4")
     before = load_file(tmp_path / "start" / "adapter_model.safetensors")
     assert all(not torch.equal(before[name], expected[name]) for name in before), "every factor takes part"
     parallel = {**given, "megatron": {"sequence_parallel": True}}
-    found = updated(folder, tmp_path, SHAPES, **given)
     found |= updated(folder, tmp_path, {"sequence parallel": SHAPES["tp2 pp2"]}, **parallel)
     for grid, (metrics, adapter) in found.items():
         for name, value in expected_metrics.items():

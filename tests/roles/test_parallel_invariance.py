@@ -70,6 +70,13 @@ def test_same_update_for_every_micro_batch_size(folder: Path, tmp_path: Path, ag
         assert_same(updated(folder, tmp_path / str(tokens), {"dp": 2}, micro_batch_tokens=tokens, **options), expected)
 
 
+def test_log_probs_from_hidden_states_give_the_same(folder: Path, tmp_path: Path) -> None:
+    expected = updated(folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **ACTOR)
+    for name, options in {"chunks": {}, "sequence parallel": {"megatron": {"sequence_parallel": True}}}.items():
+        chunked = {**ACTOR, "chunked_logits": True, **options}
+        assert_same(updated(folder, tmp_path / name, {"tp": 2, "pp": 2}, **chunked), expected)
+
+
 def test_sequence_parallel_gives_the_same(folder: Path, tmp_path: Path) -> None:
     for options in (ACTOR, CRITIC):
         expected = updated(folder, tmp_path / f"one{len(options)}", {}, **options)

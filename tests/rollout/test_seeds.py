@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.rollout.seeds import sample_seed
+from megaverl.rollout.seeds import sample_seed, turn_seed
 
 
 def test_published_values_never_change() -> None:
@@ -24,3 +24,9 @@ def test_low_bits_alone_tell_samples_apart() -> None:
         sample_seed(seed, step, sample) & 0xFFFFFFFF for seed in (0, 1) for step in range(30) for sample in range(50)
     }
     assert len(seeds) == 3000  # torch's CPU generator uses 32 bits; 3,000 draws collide once in 1,000 runs
+
+
+def test_turns_of_an_episode_and_agents_in_it() -> None:
+    assert turn_seed(17, 3, 255, 0) == sample_seed(17, 3, 255), "an only agent's first turn is a response"
+    seeds = {turn_seed(0, 1, 2, turn, agent) for turn in range(20) for agent in ("", "a", "b", "a" * 90, "b" * 90)}
+    assert len(seeds) == 100

@@ -102,21 +102,20 @@ GRPO = [
 ]
 
 
-def test_a_run_that_is_killed_and_told_to_leave_takes_the_same_prompts(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_told_to_leave_takes_the_same_prompts(server: Server, tmp_path: Path) -> None:
     """Refills move the place in the data, which a checkpoint keeps; also one that was made inside a step."""
     inputs = make_inputs(tmp_path / "inputs")
     (inputs / "reward.py").write_text(
         "def letters(prompt, response, reference, extra):\n    return len(response) % 2\n"
     )
-    with Server() as server:
-        ended = server.run(arguments(inputs, tmp_path / "whole", *GRPO), logs=tmp_path / "logs")
-        assert ended.codes == [0, 0], ended.output
-        expected = remains(tmp_path / "whole" / "run")
-        rounds = [record["rollout/rounds"] for record in metrics(tmp_path / "whole" / "run")]
-        assert max(rounds) > 1 and expected["trainer"]["sampler"]["position"] > 3 * 4
-        for fault in (Fault("kill", 1, "actor_update", 2), Fault("term", 0, "rollout", 3)):
-            found = hit(server, inputs, tmp_path / "hit", fault, *GRPO)
-            assert found.happened and found.wrong == [], found
-        assert "inside step 3" in found.ended.text
-        ended, wrong = finish(server, inputs, tmp_path / "hit", expected, *GRPO)
-        assert wrong == [], ended
+    ended = server.run(arguments(inputs, tmp_path / "whole", *GRPO), logs=tmp_path / "logs")
+    assert ended.codes == [0, 0], ended.output
+    expected = remains(tmp_path / "whole" / "run")
+    rounds = [record["rollout/rounds"] for record in metrics(tmp_path / "whole" / "run")]
+    assert max(rounds) > 1 and expected["trainer"]["sampler"]["position"] > 3 * 4
+    for fault in (Fault("kill", 1, "actor_update", 2), Fault("term", 0, "rollout", 3)):
+        found = hit(server, inputs, tmp_path / "hit", fault, *GRPO)
+        assert found.happened and found.wrong == [], found
+    assert "inside step 3" in found.ended.text
+    ended, wrong = finish(server, inputs, tmp_path / "hit", expected, *GRPO)
+    assert wrong == [], ended

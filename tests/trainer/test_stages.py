@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,20 +20,18 @@ SHORT = [
     "data.validation=[]",
     "checkpoint={save_interval: 0, export_hf: false}",
     "actor.optimizer.lr=1.0e-3",
+    "actor.tp=1",
+    f"critic.pp={RANKS}",
+    f"run.nproc={RANKS}",
 ]
+NO_KL = "algorithm.kl={in: none, coef: 0.0, target: null}"
 PAIRS = [
-    "run={name: run, nproc: 2, log_with: jsonl, timeout_minutes: 2}",
-    "actor={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}",
+    f"run={{name: run, nproc: {RANKS}, log_with: jsonl, timeout_minutes: 2}}",
+    f"actor={{tp: 1, pp: {RANKS}, optimizer: {{lr: 1.0e-3}}}}",
     "preference={steps: 6, batch_size: 8, lr: 2.0e-3, max_response_tokens: 8}",
     "data.max_prompt_tokens=16",
-    "checkpoint={save_interval: 2, resume: auto}",
+    "checkpoint={save_interval: 2, resume: auto, async_save: false}",
 ]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +57,11 @@ def on_pairs(inputs: Path, runs: Path, command: str, *more: str) -> list[str]:
     ]
 
 
+def rewarded(inputs: Path, runs: Path, *more: str) -> list[str]:
+    """Arguments with other rewards than those of the inputs."""
+    return [each for each in arguments(inputs, runs, *more) if each in more or not each.startswith("reward=")]
+
+
 def run(server: Server, command: list[str], logs: Path, fault: Fault | None = None) -> Ended:
     environment = fault.environment() if fault else None
     return server.run(command, ranks=RANKS, logs=logs, environment=environment)
@@ -78,9 +80,8 @@ def test_preferences_are_learned_and_a_killed_run_ends_with_the_same_bits(
     found = metrics(whole / "run")
     assert found[-1]["dpo/loss"] < found[0]["dpo/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert found[-1]["validation/accuracy"] == 1.0
-    run(
-        server, on_pairs(inputs, hit, "dpo"), tmp_path / "logs", Fault("kill", 1, "dpo", 4, mark=str(tmp_path / "mark"))
-    )
+    fault = Fault("kill", RANKS - 1, "dpo", 4, mark=str(tmp_path / "mark"))
+    run(server, on_pairs(inputs, hit, "dpo"), tmp_path / "logs", fault)
     ended = run(server, on_pairs(inputs, hit, "dpo"), tmp_path / "logs")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS and "2 of 6 steps are done" in ended.text
     assert metrics(hit / "run") == found
@@ -103,7 +104,7 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     learned = [f"reward=[{{name: learned, path: '{folder}'}}, {{name: exact_match}}]", "trainer.save_samples=16"]
-    ended = run(server, arguments(inputs, tmp_path / "rl", *SHORT, *learned), tmp_path / "logs")
+    ended = run(server, rewarded(inputs, tmp_path / "rl", *SHORT, *learned), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     lines = (tmp_path / "rl" / "run" / "samples.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["finish_reason"] == "stop"]
@@ -121,11 +122,9 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
 
 @pytest.mark.parametrize("name", ["prime", "raft"])
 def test_estimators_with_a_loop_of_their_own(server: Server, inputs: Path, tmp_path: Path, name: str) -> None:
-    rewarded = f"reward={{function: '{inputs / 'reward.py'}:letters', accuracy: true}}"
-    algorithm = (
-        f"algorithm={{name: {name}, group_size: 4, num_mini_batches: 1, kl: {{in: none, coef: 0, target: null}}}}"
-    )
-    ended = run(server, arguments(inputs, tmp_path, *SHORT, algorithm, rewarded), tmp_path / "logs")
+    letters = f"reward={{function: '{inputs / 'reward.py'}:letters', accuracy: true}}"
+    algorithm = f"algorithm={{name: {name}, group_size: 4, num_mini_batches: 1}}"
+    ended = run(server, arguments(inputs, tmp_path, *SHORT, algorithm, NO_KL, letters), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     first, last = metrics(tmp_path / "run")
     assert last["actor/grad_norm"] > 0
@@ -145,17 +144,17 @@ def test_one_flow_with_ppo_a_reward_model_rejection_sampling_pairs_and_answers(
         "{update: reward_model, judge: letters}, {update: sft, every: 2}]",
         "algorithm.group_size=2",
         "data.prompts_per_step=4",
-        "checkpoint={save_interval: 1, export_hf: true, resume: auto}",
+        "checkpoint={save_interval: 1, export_hf: true, resume: auto, async_save: false}",
         "preference.loss=dpo",
     ]
-    command = arguments(inputs, tmp_path / "whole", *SHORT, *mixed)
+    command = rewarded(inputs, tmp_path / "whole", *SHORT, *mixed)
     ended = run(server, command, tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     first, last = metrics(tmp_path / "whole" / "run")
     for name in ("rejection", "preference", "reward_model"):
         assert last[f"mix_{name}/grad_norm"] > 0 and last[f"mix_{name}/samples"] > 0
     assert "mix_sft/loss" in last and "mix_sft/loss" not in first
-    command = arguments(inputs, tmp_path / "hit", *SHORT, *mixed)
+    command = rewarded(inputs, tmp_path / "hit", *SHORT, *mixed)
     run(server, command, tmp_path / "logs", Fault("kill", 0, "mix_1_preference", 2, mark=str(tmp_path / "mark")))
     ended = run(server, command, tmp_path / "logs")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS, ended.text

@@ -1,0 +1,69 @@
+"""The documents taken apart: code blocks with what stands around them, headings, links."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^(\s*)```(\w*)(?:\s+title=\"([^\"]+)\")?\s*$")
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+class Block(NamedTuple):
+    """A fenced block.
+
+    Attributes:
+        title: the file that it is, if it says so.
+        not_run: the reason that stands before it, if any.
+    """
+
+    page: Path
+    line: int
+    language: str
+    title: str
+    text: str
+    not_run: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """Every fenced block of a page."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        opened = FENCE.match(lines[number])
+        if opened is None:
+            number += 1
+            continue
+        end = next(i for i in range(number + 1, len(lines)) if lines[i].strip() == "```")
+        before = lines[number - 1].strip() if number else ""
+        reason = NOT_RUN.fullmatch(before)
+        text = "\n".join(line.removeprefix(opened[1]) for line in lines[number + 1 : end]) + "\n"
+        yield Block(page, number + 1, opened[2], opened[3] or "", text, reason[1] if reason else "")
+        number = end + 1
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    text = page.read_text(encoding="utf-8")
+    return re.sub(r"^\s*```.*?^\s*```\s*$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MkDocs make them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), flags=re.MULTILINE):
+        plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"[^\w\- ]", "", plain).strip().replace(" ", "-"))
+    return found
+
+
+def links(page: Path) -> list[str]:
+    return LINK.findall(prose(page))

@@ -1,0 +1,225 @@
+"""Every code block of the documents does what it says, every link leads somewhere, every made page is current.
+
+What a block is decides what is done with it:
+- python: run, page by page, in one namespace. One with a title is also that file.
+- yaml: loaded and checked as a configuration (missing parts are filled in). One with a title is also that file.
+- json: parsed, line by line.
+- bash: each line is run; what would train or convert is checked up to where it would begin (`--dry-run`), a script must
+  be there and take its options, and what changes a machine (pip, apt) or needs several is only looked at.
+A block that cannot be run at all says why in a comment before it: <!-- not run: reason -->
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megaverl.cli import convert
+from megaverl.cli.main import COMMANDS, main
+from megaverl.config import load_config
+from megaverl.config.describe import keys_of
+from megaverl.config.flat import FLAT
+from megaverl.config.schema import Config
+from megaverl.config.yaml_source import _Loader
+from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links
+from tests.trainer.conftest import make_inputs
+from tools.bench_report import make_run
+from tools.write_docs import outdated
+
+BASE: dict[str, Any] = {"model": {"path": "models/small"}, "data": {"train": "train.jsonl"}, "reward": "exact_match"}
+DRY = ("train", "sft", "eval", "generate", "quickstart", "dpo", "reward")
+ONLY_LOOKED_AT = ("pip", "apt-get", "sbatch", "cd", "source", "export", "mkdocs", "tensorboard", "docker", "git")
+NOT_A_CONFIG = ("mkdocs",)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder with what the documents speak of, and the shell in it."""
+    folder = tmp_path_factory.mktemp("desk")
+    make_inputs(folder)
+    (folder / "models").mkdir()
+    shutil.move(folder / "model", folder / "models" / "small")
+    for name in ("a", "quickstart", "mine", "before", "after", "b"):
+        make_run(folder / "runs" / name, 12)
+    for name in ("configs", "tools", "launch"):
+        (folder / name).symlink_to(ROOT / name)
+    config = folder / "models" / "small" / "config.json"  # a context as real models have it
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 4096}))
+    for block in all_blocks():
+        if block.title:  # what one page makes, another may speak of
+            (folder / block.title).write_text(block.text)
+    before = Path.cwd()
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    os.chdir(before)
+
+
+def all_blocks() -> list[Block]:
+    return [block for page in PAGES for block in blocks(page)]
+
+
+def test_a_block_that_is_not_run_has_a_reason() -> None:
+    assert [str(block) for block in all_blocks() if block.not_run and len(block.not_run) < 10] == []
+    spoken = {"bash", "python", "yaml", "json", "text", "", "console", "mermaid"}
+    assert {block.language for block in all_blocks()} <= spoken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_code_blocks_do_what_they_say(page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    namespace: dict[str, Any] = {"__name__": "documents"}
+    for block in blocks(page):
+        if block.not_run:
+            continue
+        run = {"python": run_python, "yaml": run_yaml, "json": run_json, "bash": run_bash}.get(block.language)
+        if run is not None:
+            run(block, namespace)
+
+
+def run_python(block: Block, namespace: dict[str, Any]) -> None:
+    exec(compile(block.text, str(block), "exec"), namespace)
+
+
+def run_json(block: Block, namespace: dict[str, Any]) -> None:
+    for line in block.text.splitlines():
+        json.loads(line)
+
+
+def run_yaml(block: Block, namespace: dict[str, Any]) -> None:
+    """A configuration, or a part of one."""
+    values = yaml.load(block.text, Loader=_Loader)  # numbers such as 1e-6 are numbers here
+    known = {*keys_of(Config), *(name.partition(".")[0] for name in FLAT)}
+    assert isinstance(values, dict) and set(values) <= known, f"{block}: not a configuration"
+    complete = {**BASE, **values}
+    for section in ("model", "data"):
+        given = values.get(section, {})
+        complete[section] = given if any(name.startswith(f"{section}.{key}") for name in FLAT for key in given) else {
+            **BASE[section], **given
+        }  # fmt: skip
+    if values.get("reward") is None and "reward_function" in values.get("model", {}):
+        del complete["reward"]
+    load_config(complete, check_paths=False)
+
+
+def run_bash(block: Block, namespace: dict[str, Any]) -> None:
+    for line in commands(block.text):
+        run_command(block, line)
+
+
+def commands(text: str) -> list[str]:
+    """The lines of a shell block, continued ones joined, without comments."""
+    joined = re.sub(r"\\\n\s*", " ", text)
+    return [line.strip() for line in joined.splitlines() if line.strip() and not line.strip().startswith("#")]
+
+
+def run_command(block: Block, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    if ">" in words:
+        words = words[: words.index(">")]
+    words = [word for word in words if word not in ("...", "|")]
+    program, *rest = words
+    name = program.rpartition("/")[2]
+    if name == "megaverl":
+        run_megaverl(block, rest)
+    elif program.startswith(("./launch/", "launch/")) or name.endswith(".sh"):
+        path = ROOT / program
+        assert path.is_file() and path.stat().st_mode & 0o111, f"{block}: {program}"
+    elif name in ("python", "torchrun", "python3.11"):
+        run_script(block, rest)
+    else:
+        assert program in ONLY_LOOKED_AT, f"{block}: what is to be done with `{line}`?"
+
+
+def run_megaverl(block: Block, words: list[str]) -> None:
+    if "|" in (words[0] if words else ""):  # `megaverl sft | eval | generate --help`
+        words = [words[0].partition("|")[0].strip(), "--help"]
+    command = words[0]
+    assert command in COMMANDS or command.startswith("--"), f"{block}: no command {command}"
+    if "--help" in words:
+        text = subprocess.run(
+            [sys.executable, "-m", "megaverl.cli.main", command, "--help"], capture_output=True, text=True, cwd=ROOT
+        )
+        assert text.returncode == 0, f"{block}: {text.stderr}"
+        return
+    if command == "convert":
+        convert._parser().parse_args(words[1:])
+        return
+    if command == "doctor":
+        words = [*words, "--no-trials"]
+    if command in DRY and "--dry-run" not in words:
+        words = [*words, "--dry-run"]
+    if command in DRY and "--no-file-checks" not in words:
+        words = [*words, "--no-file-checks"]
+    if command in ("train", "eval") and "--config" not in words:
+        words = [*words, "data.train=train.jsonl", "reward=exact_match"]
+    if "FILE" in words:
+        words[words.index("FILE")] = "configs/ppo_gsm8k_smollm2.yaml"
+    code = main(words)
+    assert code == 0 or (command == "doctor" and code == 1), f"{block}: megaverl {' '.join(words)} gave {code}"
+
+
+def run_script(block: Block, words: list[str]) -> None:
+    """A tool must be there, and know every option that it is given; a module too."""
+    if "-m" in words:
+        module = words[words.index("-m") + 1]
+        path = ROOT / (module.replace(".", "/") + ".py")
+        assert path.is_file() or not module.startswith("megaverl"), f"{block}: no module {module}"
+        return
+    script = next((word for word in words if word.endswith(".py")), None)
+    if script is None:
+        return
+    path = ROOT / script if (ROOT / script).is_file() else Path(script)
+    assert path.is_file() or "/" not in script, f"{block}: no {script}"
+    if path.is_file():
+        text = path.read_text()
+        for option in [word.partition("=")[0] for word in words[words.index(script) + 1 :] if word.startswith("--")]:
+            assert f'"{option}"' in text, f"{block}: {script} has no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        target, _, anchor = link.partition("#")
+        if target.startswith(("http://", "https://")):
+            assert re.fullmatch(r"https://[\w.-]+(/[\w./%@~+-]*)?", target), f"{page.name}: {link}"
+            continue
+        path = (page.parent / target).resolve() if target else page
+        assert path.exists(), f"{page.relative_to(ROOT)}: {link} leads nowhere"
+        if anchor and path.suffix == ".md":
+            assert anchor in anchors(path), f"{page.relative_to(ROOT)}: {link}: no such heading"
+
+
+def test_every_page_is_in_the_site_and_what_is_in_the_site_is_there() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r"([\w/]+\.md)", text))
+    assert named == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+
+
+def test_pages_made_from_the_code_are_current() -> None:
+    assert [str(path.relative_to(ROOT)) for path in outdated()] == [], "run: python tools/write_docs.py"
+
+
+def test_the_site_builds(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="pip install 'megaverl[docs]'")
+    pytest.importorskip("material", reason="pip install 'megaverl[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "site" / "concepts.html").read_text()
+    assert "pictures/grids.svg" in page and "fonts.googleapis" not in page

@@ -1,0 +1,82 @@
+"""Nodes that do not fit together: one message on every rank, a non-zero exit, and nobody waits longer than allowed."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from tests.faults.server import Ended, Server
+from tests.trainer.conftest import command_arguments
+
+SHORT = ["run={name: run, timeout_minutes: 0.05}", "rollout.engine=hf", "actor={tp: 1, optimizer: {lr: 1.0e-3}}"]
+
+
+def start(
+    server: Server,
+    inputs: Path,
+    tmp_path: Path,
+    roles: list[str],
+    *more: str,
+    also: dict[int, list[str]] | None = None,
+    **environment: str,
+) -> Ended:
+    """A node for each of `roles`, of one rank each; each says what it is, unless that is empty."""
+    nodes = {
+        rank: {"GROUP_RANK": str(rank), **({"MEGAVERL_ROLE": role} if role else {})} for rank, role in enumerate(roles)
+    }
+    ended = server.run(
+        ["train", *command_arguments(inputs, tmp_path), *SHORT, *more],
+        logs=tmp_path / "output",
+        ranks=len(roles),
+        environment=environment,
+        on_rank=nodes,
+        more=also or {},
+    )
+    assert max(ended.seconds) < 30
+    return ended
+
+
+def said(ended: Ended, code: int, *words: str) -> None:
+    assert ended.codes == [code] * len(ended.codes), ended.text
+    for rank, log in enumerate(ended.logs):
+        for word in words:
+            assert word in log, (rank, word, log)
+
+
+@pytest.mark.parametrize(
+    ("roles", "more", "words"),
+    [
+        (["train", "rollout", "coordinator", "coordinator"], [], ["placement.coordinator: nodes", "all claim it"]),
+        (["train", "reward"], [], ["placement.rollout: no node took it. Start one with --role rollout"]),
+        (["train", "rollout", ""], [], ["took no role"]),
+        (["train", "rollout"], ["placement={rollout: 0}"], ["claims it with --role", "gives it ranks 0"]),
+        (["", "", ""], ["placement={rollout: 1, critic: 2}"], ["placement.critic: is placed, and the run has no such"]),
+    ],
+    ids=["two-coordinators", "nobody", "no-role", "against-the-configuration", "no-such-role"],
+)
+def test_roles_that_do_not_fit(
+    server: Server, inputs: Path, tmp_path: Path, roles: list[str], more: list[str], words: list[str]
+) -> None:
+    ended = start(server, inputs, tmp_path, roles, *more, "algorithm.name=grpo")
+    said(ended, 2, *words)
+
+
+def test_a_late_node(server: Server, inputs: Path, tmp_path: Path) -> None:
+    ended = start(server, inputs, tmp_path, ["train", "rollout"], WORLD_SIZE="3")
+    said(ended, 1, "ranks 2 of 3 did not come within 3 s (run.timeout_minutes)")
+
+
+def test_another_configuration(server: Server, inputs: Path, tmp_path: Path) -> None:
+    ended = start(server, inputs, tmp_path, ["train", "rollout"], also={1: ["algorithm.gamma=0.9"]})
+    said(ended, 2, "configuration section `algorithm` differs", "ranks 1", "All nodes need the same")
+
+
+def test_a_port_in_use(server: Server, inputs: Path, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = start(server, inputs, tmp_path, ["train"], MASTER_PORT=port, WORLD_SIZE="1")
+    said(ended, 1, f"no store at 127.0.0.1:{port}: the port is taken: choose another --master-port")

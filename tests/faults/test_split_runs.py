@@ -1,0 +1,196 @@
+"""Roles on ranks of their own: the numbers of a run in which they share them; after faults, and over networks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faults.injector import Fault
+from tests.faults.networks import networks, why_not
+from tests.faults.runs import Remains, differences, metrics, remains
+from tests.faults.server import Ended, Server
+from tests.trainer.conftest import ROOT, command_arguments, environment
+
+STEPS = 5
+PPO = [
+    "rollout.engine=hf",
+    "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01, target: 0.01}}",
+    "actor={tp: 1, optimizer: {lr: 1.0e-3}, scheduler: {lr_decay_style: cosine, lr_warmup_steps: 1}}",
+    "critic={optimizer: {lr: 1.0e-3}}",
+    f"trainer={{steps: {STEPS}, validate_every: 3}}",
+    "checkpoint={save_interval: 2, keep_last_k: 9}",
+    "run={name: run, log_with: jsonl, timeout_minutes: 0.1}",
+]
+FIVE = "placement={rollout: 0, reward: 1, critic: 2, actor: 3, reference: actor, coordinator: 4}"
+ASYNC = "rollout={engine: hf, async_rollout: true, max_staleness: 2}"
+# What only a run of several worlds has, or what depends on the way that weights take.
+OWN = ("busy/", "reshard/bytes", "rollout/staleness")
+
+
+def run(server: Server, inputs: Path, runs: Path, ranks: int, *more: str, fault: Fault | None = None) -> Ended:
+    arguments = [*command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO, *more]
+    given = fault.environment() if fault else {}
+    return server.run(["train", *arguments], logs=runs / "output", ranks=ranks, environment=given)
+
+
+def measured(runs: Path) -> list[dict[str, float]]:
+    """What was measured, by record, without what several worlds alone have."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith(OWN)} for record in metrics(runs / "run")
+    ]
+
+
+@pytest.fixture(scope="module")
+def shared(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `runs` folder of a run with all roles on one rank."""
+    runs = tmp_path_factory.mktemp("shared")
+    ended = run(server, inputs, runs, 1)
+    assert ended.codes == [0], ended.text
+    return runs
+
+
+@pytest.fixture(scope="module")
+def five(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """... and of one with each on its own, and a rank that only coordinates."""
+    runs = tmp_path_factory.mktemp("five")
+    ended = run(server, inputs, runs, 5, FIVE)
+    assert ended.codes == [0] * 5, ended.text
+    return runs
+
+
+@pytest.fixture(scope="module")
+def ahead(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """... and of one whose engines work ahead of the actor."""
+    runs = tmp_path_factory.mktemp("ahead")
+    ended = run(server, inputs, runs, 5, FIVE, ASYNC)
+    assert ended.codes == [0] * 5, ended.text
+    return runs
+
+
+def test_the_numbers_are_those_of_shared_ranks(shared: Path, five: Path) -> None:
+    expected, found = measured(shared), measured(five)
+    assert len(found) == len(expected) == STEPS + 3
+    for before, after in zip(expected, found, strict=True):
+        assert after.keys() == before.keys()
+        assert after == pytest.approx(before, abs=1e-6, rel=1e-6)
+    assert remains(five / "run")["samples"] == remains(shared / "run")["samples"]
+
+
+def test_grids_of_their_own(server: Server, inputs: Path, tmp_path: Path) -> None:
+    """Two engines on two ranks, an actor over two tensor-parallel ranks, a critic over two stages on the same."""
+    grids = ["actor={tp: 2, optimizer: {lr: 1.0e-3}}", "critic={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}"]
+    together = run(server, inputs, tmp_path / "together", 2, *grids)
+    apart = run(server, inputs, tmp_path / "apart", 4, *grids, "placement={rollout: 0-1, actor: rest}")
+    assert together.codes == [0, 0] and apart.codes == [0] * 4, apart.text
+    for before, after in zip(measured(tmp_path / "together"), measured(tmp_path / "apart"), strict=True):
+        assert after == pytest.approx(before, abs=1e-4, rel=1e-4)
+
+
+def test_rollouts_ahead(server: Server, inputs: Path, five: Path, ahead: Path, tmp_path: Path) -> None:
+    """No staleness allowed: to the bit the run that takes turns. Two steps: otherwise, and each sample says how old."""
+    none = "rollout={engine: hf, async_rollout: true, max_staleness: 0}"
+    assert run(server, inputs, tmp_path, 5, FIVE, none).codes == [0] * 5
+    expected, found = remains(five / "run"), remains(tmp_path / "run")
+    assert measured(tmp_path) == measured(five)
+    assert [part for part in ("weights", "state", "samples") if found[part] != expected[part]] == []
+    staleness = [record["rollout/staleness"] for record in metrics(ahead / "run") if "rollout/staleness" in record]
+    # after steps 2, 3 and 4 the run saves or validates, and nobody is ahead
+    assert staleness == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert remains(ahead / "run")["weights"] != expected["weights"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Fault("kill", 3, "actor_update", 4), "rank 3 (actor+reference, "),
+        (Fault("stall", 4, "the meeting after step 3"), "rank 4 (coordinator, "),
+    ],
+    ids=["killed", "stalled"],
+)
+def test_a_lost_rank_is_named_and_the_run_goes_on(
+    server: Server, inputs: Path, ahead: Path, tmp_path: Path, fault: Fault, said: str
+) -> None:
+    """... with the buffer of samples as it was: to the bit what an undisturbed run ends with."""
+    ended = run(server, inputs, tmp_path, 5, FIVE, ASYNC, fault=fault)
+    survivors = [code for rank, code in enumerate(ended.codes) if rank != fault.rank]
+    assert survivors == [1] * 4, ended.text
+    assert said in ended.text and f"it was in {'step 4: ' * (fault.step == 4)}{fault.stage}" in ended.text
+    assert run(server, inputs, tmp_path, 5, FIVE, ASYNC).codes == [0] * 5
+    assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == []
+
+
+def test_asked_to_leave(server: Server, inputs: Path, five: Path, tmp_path: Path) -> None:
+    """One rank hears SIGTERM: all finish the step, save, and leave with the same code."""
+    ended = run(server, inputs, tmp_path, 5, FIVE, fault=Fault("term", 1, "reward", 3))
+    assert ended.codes == [75] * 5, ended.text
+    assert "SIGTERM: saved after 3 of 5 steps" in ended.text
+    assert run(server, inputs, tmp_path, 5, FIVE).codes == [0] * 5
+    expected: Remains = remains(five / "run")
+    found = remains(tmp_path / "run")
+    assert found["weights"] == expected["weights"] and found["metrics"] == expected["metrics"]
+
+
+@pytest.fixture(scope="module")
+def five_networks() -> Iterator[None]:
+    if reason := why_not():
+        pytest.skip(reason)
+    yield
+
+
+def test_a_cable_that_is_cut(
+    five_networks: None, server: Server, inputs: Path, shared: Path, five: Path, tmp_path: Path
+) -> None:
+    """Five nodes with networks of their own. One loses its link: all end, and name it and its role; then they go on."""
+    arguments = [*command_arguments(inputs, tmp_path), f"data.validation={inputs / 'held_out.jsonl'}", *PPO, FIVE]
+    with networks(5) as nodes:
+        written = tmp_path / "run" / "metrics.jsonl"
+
+        def cut() -> None:
+            while not (written.exists() and '"step": 2,' in written.read_text()):
+                time.sleep(0.01)
+            nodes.cut(2)
+
+        thread = threading.Thread(target=cut, daemon=True)
+        thread.start()
+        slow = Fault("stall", 2, "values", 3)  # it must not be over before the cable is off
+        faulty = nodes.environment | slow.environment()
+        ended = server.run(["train", *arguments], logs=tmp_path / "output", ranks=5, environment=faulty)
+        thread.join()
+        assert ended.codes == [1] * 5, ended.text
+        assert "rank 2 (critic, node-2) has not been heard of for" in ended.text
+    with networks(5) as nodes:
+        again = server.run(["train", *arguments], logs=tmp_path / "output", ranks=5, environment=nodes.environment)
+        assert again.codes == [0] * 5, again.text
+    assert remains(tmp_path / "run")["weights"] == remains(five / "run")["weights"]
+    for before, after in zip(measured(shared), measured(tmp_path), strict=True):
+        assert after == pytest.approx(before, abs=1e-4, rel=1e-4)
+
+
+def test_ten_steps_over_torchrun_and_five_networks(
+    five_networks: None, server: Server, inputs: Path, tmp_path: Path
+) -> None:
+    """`tools/netns_cluster.sh`: an agent on each node that says what it is. The curve is that of shared ranks."""
+    more = ["trainer={steps: 10, validate_every: 0}", "run.timeout_minutes=2"]
+    alone = run(server, inputs, tmp_path / "alone", 1, *more)
+    assert alone.codes == [0], alone.text
+    arguments = [*command_arguments(inputs, tmp_path / "cluster"), *PPO, *more, "checkpoint.export_hf=false"]
+    done = subprocess.run(
+        [ROOT / "tools" / "netns_cluster.sh", *arguments],
+        env=environment(MEGAVERL_PYTHON=sys.executable, LOGS=str(tmp_path / "logs"), OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("exit code 0") == 5
+    expected, found = measured(tmp_path / "alone"), measured(tmp_path / "cluster")
+    assert len(found) == len(expected) == 10
+    for before, after in zip(expected, found, strict=True):
+        assert after == pytest.approx(before, abs=1e-4, rel=1e-4)

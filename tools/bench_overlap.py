@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""How much of a step's work runs at the same time: shared ranks, roles on their own, and rollouts ahead of training.
+
+    python tools/bench_overlap.py                                    # operators that sleep as long as stages would take
+    python tools/bench_overlap.py --costs rollout=1,reward=0.3,actor_update=1
+    python tools/bench_overlap.py --real                             # the work itself: a tiny model, engine and actor
+
+Every run is a real one of `megaverl train` on a tiny model: with simulated costs each operator, when its own work is
+done, sleeps until its time is over. Of the last steps the median is shown, with the longest stage: the work that one
+world does in a step. An asynchronous run has reached its aim where a step takes at most 1.1 times as long.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+SLEEPING = {
+    "rollout": 0.6,
+    "reward": 0.2,
+    "ref_log_probs": 0.2,
+    "values": 0.2,
+    "critic_update": 0.3,
+    "actor_update": 0.6,
+}
+# Methods of RLStep by operator.
+METHODS = {
+    "rollout": "generate",
+    "reward": "score",
+    "ref_log_probs": "ref_log_probs",
+    "values": "values",
+    "critic_update": "update_critic",
+    "actor_update": "update_actor",
+}
+APART = "placement={rollout: 0, reward: 1, critic: 2, reference: 3, actor: 4, coordinator: actor}"
+LIMIT = 1.1
+FIRST = 5  # steps until the pipeline is full and every kernel was used once
+
+
+def main() -> int:
+    arguments = parse()
+    if arguments.as_rank is not None:
+        return be_rank(json.loads(arguments.as_rank), arguments.rest)
+    costs = {} if arguments.real else parse_costs(arguments.costs)
+    with tempfile.TemporaryDirectory(prefix="megaverl_overlap_") as folder:
+        given = make_arguments(Path(folder), arguments)
+        rows = [measure(kind, Path(folder), given, costs, arguments) for kind in kinds_of(arguments)]
+    print(f"{'':<26}{'step, s':>9}{'longest stage, s':>18}{'ratio':>8}{'all work, s':>13}")
+    for row in rows:
+        print(f"{row['kind']:<26}{row['step']:>9.3f}{row['longest']:>18.3f}{row['ratio']:>8.3f}{row['work']:>13.3f}")
+    best = rows[-1]
+    verdict = "reached" if best["ratio"] <= LIMIT else "not reached"
+    print(f"aim for asynchronous rollouts, a ratio of at most {LIMIT}: {verdict}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"costs": costs, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    described = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    described.add_argument("--costs", default="", metavar="STAGE=SECONDS,...", help="what the operators take")
+    described.add_argument("--real", action="store_true", help="no sleeping: engine and actor on two ranks")
+    described.add_argument("--steps", type=int, default=16)
+    described.add_argument("--staleness", type=int, default=3, help="rollout.max_staleness of the asynchronous run")
+    described.add_argument("--json", metavar="FILE")
+    described.add_argument("--as-rank", help=argparse.SUPPRESS)
+    described.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return described.parse_args()
+
+
+def parse_costs(text: str) -> dict[str, float]:
+    given = dict(part.split("=") for part in text.split(",") if part)
+    if unknown := sorted(set(given) - set(METHODS)):
+        raise SystemExit(f"--costs: no stage {unknown[0]}; there are {', '.join(METHODS)}")
+    return {name: float(given[name]) for name in given} if given else dict(SLEEPING)
+
+
+def kinds_of(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """(what it is called, what makes it so)."""
+    placement = "placement={rollout: 0, actor: rest}" if arguments.real else APART
+    ahead = f"rollout={{async_rollout: true, max_staleness: {arguments.staleness}}}"
+    return [
+        ("shared ranks", []),
+        ("roles on their own", [placement]),
+        (f"rollouts ahead by {arguments.staleness}", [placement, ahead]),
+    ]
+
+
+def make_arguments(folder: Path, arguments: argparse.Namespace) -> list[str]:
+    """A tiny model, its data, and how to train it."""
+    from megaverl.data.tasks import make_task
+    from megaverl.data.tokenizers import load_tokenizer
+    from megaverl.models.tiny import make_tiny_folder
+
+    task = make_task("reverse", num_digits=3, num_train=64, num_held_out=16)
+    task.save(folder)
+    tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
+    size = 256 if arguments.real else 64
+    make_tiny_folder(
+        folder / "model",
+        "Qwen3ForCausalLM",
+        hidden_size=size,
+        intermediate_size=2 * size,
+        num_hidden_layers=4 if arguments.real else 2,
+        num_attention_heads=size // 32,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        tie_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        vocab_size=tokenizer.vocab_size,
+    )
+    tokenizer.save(folder / "model")
+    tokens = 48 if arguments.real else 6
+    return [
+        f"model.path={folder / 'model'}",
+        f"data.train={folder / 'train.jsonl'}",
+        "reward=exact_match",
+        f"rollout={{engine: hf, sampling: {{max_tokens: {tokens}}}}}",
+        "algorithm={name: ppo, kl: {in: reward, kind: k1, coef: 0.01}}",
+        f"data={{max_prompt_tokens: 16, prompts_per_step: {64 if arguments.real else 8}}}",
+        f"trainer={{steps: {arguments.steps}, validate_every: 0, save_samples: 0}}",
+        f"run.dir={folder}",
+        "run.log_with=jsonl",
+        "checkpoint.export_hf=false",
+    ]
+
+
+def measure(
+    kind: tuple[str, list[str]], folder: Path, given: list[str], costs: dict[str, float], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Run it, and read what it took."""
+    from megaverl.cli.launch import start_ranks
+
+    name, more = kind
+    label = name.replace(" ", "_")
+    ranks = (2 if arguments.real else 5) if more else 1
+    command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *given, *more]
+    code = start_ranks([*command, f"run.name={label}"], ranks, log_hint=str(folder / label / "logs"))
+    if code:
+        raise SystemExit(f"{name}: the run ended with {code}")
+    lines = (folder / label / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines][FIRST:-1]
+    step = statistics.median(record["train/step_time_ms"] for record in records) / 1e3
+    stages = {
+        stage: statistics.median(record.get(f"time/{stage}_ms", 0.0) for record in records) / 1e3
+        for stage in (*METHODS, "old_log_probs", "advantages", "reshard")
+    }
+    longest = max(sum(stages[stage] for stage in world) for world in worlds_of(more, arguments))
+    return {"kind": name, "step": step, "longest": longest, "ratio": step / longest, "work": sum(stages.values())}
+
+
+def worlds_of(more: list[str], arguments: argparse.Namespace) -> list[tuple[str, ...]]:
+    """The stages that each world does, one after the other."""
+    actor = ("old_log_probs", "advantages", "actor_update", "reshard")
+    critic, reference = ("values", "critic_update"), ("ref_log_probs",)
+    if not more:
+        return [("rollout", "reward", *reference, *critic, *actor)]
+    if arguments.real:
+        return [("rollout", "reward"), (*actor, *critic, *reference)]
+    return [("rollout",), ("reward",), critic, reference, actor]
+
+
+def be_rank(costs: dict[str, float], argv: list[str]) -> int:
+    """One rank: `megaverl train`, with operators that take their time."""
+    from megaverl.cli.main import main as command
+    from megaverl.trainer.step import RLStep
+
+    for stage, seconds in costs.items():
+        setattr(RLStep, METHODS[stage], taking(seconds, getattr(RLStep, METHODS[stage])))
+    return command(argv)
+
+
+def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, and then as much sleep as there is left of its time."""
+
+    @functools.wraps(function)
+    def slow(*values: Any, **named: Any) -> Any:
+        end = time.perf_counter() + seconds
+        result = function(*values, **named)
+        time.sleep(max(0.0, end - time.perf_counter()))
+        return result
+
+    return slow
+
+
+if __name__ == "__main__":
+    sys.exit(main())
