@@ -1,6 +1,8 @@
+#!/usr/bin/env bash
 # Settings of the network that matter for a run over several machines. Sourced by the launch scripts; nothing here is
 # read again once the ranks run. What you have set yourself stays.
-#
+set -euo pipefail # for the script that sources this one, too
+
 # Which network. Without these NCCL and gloo take the first interface that they find, which may be the slow one.
 #   NCCL_SOCKET_IFNAME=eth0    of NCCL's first contact; GLOO_SOCKET_IFNAME=eth0: of reports, decisions, checkpoints
 #   NCCL_IB_HCA=mlx5           which InfiniBand or RoCE adapters carry the data

@@ -1,6 +1,6 @@
 """Peak memory and time of an update, with and without each thing that saves memory, and what the planner says of it.
 
-    python tools/bench_memory.py                    # about 30 M parameters, float32, one process
+    python tools/bench_memory.py                    # about 34 M parameters, float32, one process
     python tools/bench_memory.py --hidden 1024 --layers 16 --tokens 8192 --dtype bfloat16      # on a GPU
 
 Every line is a process of its own: an actor that takes three updates (and, where it says so, a reference that scores).
@@ -29,6 +29,7 @@ LINES: dict[str, list[str]] = {
     "everything kept": [],
     "activation_checkpointing: selective": ["actor.activation_checkpointing=selective"],
     "activation_checkpointing: full": ["actor.activation_checkpointing=full"],
+    "chunked_logits: true": ["actor.chunked_logits=true"],
     "gradient_accumulation: 8": ["actor.gradient_accumulation=8"],
     "offload: {gradients: true}": ["actor.offload={gradients: true}"],
     "offload: {optimizer: true}": ["actor.offload={optimizer: true}"],
@@ -36,7 +37,8 @@ LINES: dict[str, list[str]] = {
     "lora: {rank: 16}": ["actor.lora={rank: 16}"],
     "a reference": ["algorithm.kl={in: loss, coef: 0.1}"],
     "a reference, lora: {rank: 16}": ["algorithm.kl={in: loss, coef: 0.1}", "actor.lora={rank: 16}"],
-    "lora, full, accumulation 8, offload": [
+    "all of these": [
+        "actor.chunked_logits=true",
         "actor.lora={rank: 16}",
         "actor.activation_checkpointing=full",
         "actor.gradient_accumulation=8",
@@ -76,8 +78,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=4096, help="of an update; half of them in one micro-batch")
+    parser.add_argument("--vocab", type=int, default=16384)
+    parser.add_argument("--tokens", type=int, default=2048, help="of an update; half of them in one micro-batch")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="*", metavar="WORD", help="the first line, and those with one of these in them")
@@ -128,10 +130,6 @@ def measure(options: argparse.Namespace, model: str, settings: list[str], folder
     import torch
     import torch.distributed as dist
 
-    from megaverl.capacity.job import make_job
-    from megaverl.capacity.memory import MemoryModel
-    from megaverl.config import load_config
-    from megaverl.models.spec import ModelSpec
     from megaverl.parallel.grid import GridShape
     from megaverl.parallel.groups import ProcessGroupManager
     from megaverl.platform import platform
@@ -141,20 +139,14 @@ def measure(options: argparse.Namespace, model: str, settings: list[str], folder
     dist.init_process_group(platform.backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
     if not platform.is_cuda and any("offload" in setting for setting in settings):
         settings = [*settings, f"actor.offload.folder={folder}"]  # host memory is where things are: they go to files
-    given = [f"model.path={model}", "data.train=none.jsonl", "reward=exact_match", f"model.dtype={options.dtype}"]
-    given += [f"actor.micro_batch_tokens={options.tokens // 2}", f"data.max_prompt_tokens={PROMPT}"]
-    given += [f"rollout.sampling.max_tokens={SAMPLE - PROMPT}", "algorithm.name=grpo", "algorithm.group_size=2"]
-    given += [f"data.prompts_per_step={options.tokens // SAMPLE // 2}", "reshard.alias=never"]
-    config = load_config(None, [*given, *settings], check_paths=False, world_size=1)
-    spec = ModelSpec.from_folder(model)
-    planned = MemoryModel(make_job(config, spec, 1)).rank(0).moments["actor update"]
-    used = sum(planned[name] for name in ("training", "frozen", "activations"))
+    config, spec = configure(options, model, settings)
+    planned = planned_bytes(config, spec)
     grid = ProcessGroupManager().grid(GridShape())
     warm_up(grid, options)
     meter = Meter()
     actor, reference = make_roles(config, spec, model, grid)
     batch = make_batch(options, spec.vocab_size)
-    found: dict[str, float] = {"planned": used}
+    found: dict[str, float] = {"planned": planned}
     for step in range(3):  # the first allocates the optimizer's state
         start = time.perf_counter()
         found["update"] = meter.peak_of(partial(actor.update, batch, step=step, kl_coef=0.1))
@@ -163,6 +155,36 @@ def measure(options: argparse.Namespace, model: str, settings: list[str], folder
     found["score"] = meter.peak_of(lambda: (reference or actor).log_probs(batch))
     (Path(folder) / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def configure(options: argparse.Namespace, model: str, settings: list[str]) -> tuple[Any, Any]:
+    """(Config, ModelSpec) of a line."""
+    from megaverl.config import load_config
+    from megaverl.models.spec import ModelSpec
+
+    given = [
+        f"model.path={model}",
+        f"model.dtype={options.dtype}",
+        "data.train=none.jsonl",
+        "reward=exact_match",
+        "algorithm={name: grpo, group_size: 2}",
+        f"data.prompts_per_step={options.tokens // SAMPLE // 2}",
+        f"data.max_prompt_tokens={PROMPT}",
+        f"rollout.sampling.max_tokens={SAMPLE - PROMPT}",
+        f"actor.micro_batch_tokens={options.tokens // 2}",
+        "reshard.alias=never",
+    ]
+    config = load_config(None, [*given, *settings], check_paths=False, world_size=1)
+    return config, ModelSpec.from_folder(model)
+
+
+def planned_bytes(config: Any, spec: Any) -> float:
+    """What the planner says of the update's peak, without the engine's share."""
+    from megaverl.capacity.job import make_job
+    from megaverl.capacity.memory import MemoryModel
+
+    planned = MemoryModel(make_job(config, spec, 1)).rank(0).moments["actor update"]
+    return float(sum(planned[name] for name in ("training", "frozen", "activations")))
 
 
 def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any]:
@@ -182,6 +204,7 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
         overrides=section.megatron,
         lora=section.lora,
         activation_checkpointing=section.activation_checkpointing,
+        chunked_logits=section.chunked_logits,
     )
     model.load(folder)
     trainable = TrainableModel(

@@ -4,9 +4,10 @@
     python tools/learning_curves.py report --out runs/learning_curves --docs docs
 
 `run` trains what is not done yet, one after the other in one process (Megatron-core, generation by transformers), and
-stops before `--seconds` are over. Nothing is tuned for an algorithm: the same learning rate, batch and number of steps
-for all, its published constants for the rest. `report` draws one picture and writes one table; a run that failed or
-did not learn stands there like the others.
+begins nothing that would last longer than `--seconds`; told to leave by SIGTERM, it goes on from there the next time.
+Nothing is tuned for an algorithm: the same learning rate, batch and number of steps for all, its published constants
+for the rest. `report` draws one picture and writes one table; a run that failed or did not learn stands there like the
+others.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import shutil
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 STEPS, WANTED_GAIN = 100, 0.30
+ACCURACY, WANTED_SEEDS = "validation/accuracy", 3
 # The quickstart's recipe on one process, with half of its samples a step and without a KL penalty, which not every
 # estimator can read.
 COMMON = [
@@ -35,7 +38,7 @@ COMMON = [
     "algorithm.kl={in: none, coef: 0.0}",
     "algorithm.num_mini_batches=2",
     f"trainer={{steps: {STEPS}, validate_every: 20}}",
-    "checkpoint={export_hf: false, async_save: false}",
+    "checkpoint={export_hf: false, async_save: false, resume: auto}",
 ]
 # What a name alone leaves open.
 ALGORITHMS: dict[str, list[str]] = {
@@ -83,9 +86,7 @@ class Result(NamedTuple):
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", choices=["run", "report"])
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of results; what is there is not done again"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of results; what is there is not done again")
     parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would last longer")
@@ -116,32 +117,39 @@ def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
             return 3
         began = time.monotonic()
         result = train(out, name, seed)
+        if result is None:
+            print(f"{name} seed {seed}: goes on the next time")
+            return 3
         longest = max(longest, time.monotonic() - began)
         write(out, result)
         print(f"{name} seed {seed}: {result.error or result.curve} in {result.seconds:.0f} s", flush=True)
     return 0
 
 
-def train(out: Path, name: str, seed: int) -> Result:
-    """One algorithm from the warm start of its seed."""
+def train(out: Path, name: str, seed: int) -> Result | None:
+    """One algorithm from the warm start of its seed, or from where it left; None if it is told to leave again."""
     from megaverl.checkpoint.random_state import seed_generators
     from megaverl.errors import MegaverlError
     from megaverl.metrics.console import Console
     from megaverl.trainer.rl import RLTrainer
+    from megaverl.trainer.signals import Leaving
 
     warm = warm_start(out, seed)
-    start, error, curve = time.monotonic(), None, []
+    error = None
     seed_generators(seed)
     folder = out / "runs" / f"{name}_{seed}"
-    shutil.rmtree(folder, ignore_errors=True)
     trainer = RLTrainer(configuration(out, seed, folder.name, name, warm), Console(rank=1))
     try:
         trainer.train()
+    except Leaving:
+        return None
     except MegaverlError as failed:  # what stops a run is a result too
         error = f"{type(failed).__name__}: {failed}"
-    curve = [(step, m["validation/accuracy"]) for step, m in trainer.history if "validation/accuracy" in m]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    curve = [(record["step"], record[ACCURACY]) for record in records if ACCURACY in record]
+    seconds = sum(record.get("train/step_time_ms", 0.0) for record in records) / 1e3
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return Result(name, seed, curve, time.monotonic() - start, error)
+    return Result(name, seed, curve, seconds, error)
 
 
 def warm_start(out: Path, seed: int) -> Path:
@@ -247,6 +255,11 @@ def page(results: list[Result]) -> str:
     """docs/learning_curves.md."""
     seconds = sum(result.seconds for result in results)
     failed = [result for result in results if result.error is not None]
+    few = [name for name, runs in by_algorithm(results).items() if len(runs) < WANTED_SEEDS]
+    unfinished = []
+    if few:
+        text = f"**Not finished**: fewer than {WANTED_SEEDS} seeds have run of {', '.join(few)}."
+        unfinished = [*textwrap.wrap(text, 110), ""]
     said = [f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed]
     return "\n".join(
         [
@@ -255,8 +268,10 @@ def page(results: list[Result]) -> str:
             "Every on-policy algorithm on the quickstart's task (write five digits backwards; a model of two layers",
             "after a short supervised warm-up), all from the same warm start of a seed, all with the same learning",
             f"rate, {STEPS} steps of 32 prompts x 8 responses and two mini-batches. Nothing is tuned for any of them.",
-            "Accuracy on 256 held-out prompts, sampled at temperature 1.",
+            "Accuracy on 256 held-out prompts, sampled at temperature 1. Steps are the budget: DAPO generates further",
+            "groups in a step, ReMax a greedy response to each prompt, and PRIME trains a second model.",
             "",
+            *unfinished,
             "![accuracy by step](learning_curves.png)",
             "",
             table(results),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megaverl.api.settings import Description, Reward, TrainerConfig, resolve
 from megaverl.api.strategy import RoleBasedDistributedStrategy
 from megaverl.api.world import init_distributed, under_torchrun
-from megaverl.config import Config, RewardConfig
+from megaverl.config import Config
 from megaverl.config.errors import did_you_mean
 from megaverl.config.sources import is_hub_name
 from megaverl.errors import ConfigError, TrainingStopped
@@ -158,12 +158,7 @@ def _reward_of(value: Reward) -> dict[str, Any]:
     )
     if not is_model:
         return reward_entry(value, "reward_model")
-    if "model" not in RewardConfig.model_fields:
-        raise ConfigError(
-            f"reward_model: {value} is a model, and scoring by a model is not there yet. Give a function instead: "
-            "reward_model='file.py:function', which may load a model of its own."
-        )
-    return {"model": value}
+    return {"name": "reward_model", "path": str(value)}
 
 
 def _num_ranks(config: Config) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 from typing import TYPE_CHECKING
 
 from megaverl.config import Config, smallest_world
@@ -63,7 +65,19 @@ def init_distributed(config: Description) -> Job:
     _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])))
     _Joined.config = resolved
     seed_generators(resolved.run.seed)
+    atexit.register(_leave)
     return _Joined.job
+
+
+def _leave() -> None:
+    """At the program's end: with the others, unless an error ends it, which they shall hear of."""
+    import torch.distributed as dist
+
+    if _Joined.job is None or getattr(sys, "last_value", None) is not None:
+        return
+    dist.barrier(_Joined.job.fabric.control)
+    _Joined.job.liveness.leave()
+    dist.destroy_process_group()
 
 
 def _free_port() -> int:

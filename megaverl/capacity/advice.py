@@ -17,7 +17,6 @@ from megaverl.errors import ConfigError
 MOST_TRIED = 400
 MOST_TOGETHER = 3
 FOLLOWERS = ("critic", "reference")  # their grids and caps are the actor's where they were the same
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 # (key, value), or "--nodes" and their number
 Setting = tuple[str, Any]
@@ -88,8 +87,9 @@ def stage_ranks(job: Job) -> list[int]:
 def advise(job: Job) -> Advice:
     """Try settings in the order of their distance: one change, then two, then three; the first that fits.
 
-    Looked at: sleep, offload of the reference, vLLM's share of the memory, micro-batch tokens, full
-    recomputation, pp, tp, the engine's tp, and more nodes. Precision and the algorithm are left alone.
+    Looked at: sleep, offload of the reference and of the optimizer, vLLM's share of the memory, micro-batch tokens,
+    chunked logits, activation checkpointing, pp, tp, the engine's tp, and more nodes. Precision and the algorithm are
+    left alone.
     """
     singles = list(_candidates(job))
     tried = 0
@@ -125,8 +125,12 @@ def _candidates(job: Job) -> Iterator[tuple[float, Setting]]:
     while tokens > config.max_tokens:
         tokens, steps = max(config.max_tokens, tokens // 2), steps + 1
         yield 1.0 + 0.5 * steps, ("actor.micro_batch_tokens", tokens)
-    if actor.megatron.get("recompute_granularity") != "full":
-        yield 2.0, ("actor.megatron", FULL_RECOMPUTE)
+    if actor.activation_checkpointing == "none" and "recompute_granularity" not in actor.megatron:
+        yield 2.0, ("actor.activation_checkpointing", "full")
+    if not actor.chunked_logits:
+        yield 2.0, ("actor.chunked_logits", True)
+    if not actor.offload.optimizer:
+        yield 2.6, ("actor.offload", {"optimizer": True, "gradients": True})
     for size in divisors(job.spec.num_layers):
         if actor.pp < size <= 8 * actor.pp:
             yield 2.0 + size / actor.pp / 4, ("actor.pp", size)
@@ -156,7 +160,8 @@ def with_settings(job: Job, settings: tuple[Setting, ...]) -> Job:
             world = value * job.machine.gpus_per_node
             continue
         section, name, *rest = key.split(".")
-        followers = [role for role in FOLLOWERS if section == "actor" and values[role][name] == values["actor"][name]]
+        mine = values["actor"].get(name)
+        followers = [role for role in FOLLOWERS if section == "actor" and values[role].get(name, ...) == mine]
         for place in (section, *followers):
             _set(values[place], [name, *rest], value)
     return make_job(Config.model_validate(values), job.spec, world, job.machine)

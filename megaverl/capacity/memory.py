@@ -47,7 +47,7 @@ class RankMemory:
 
     @property
     def peak(self) -> float:
-        return max(self.phases.values())
+        return max(self.phases.values(), default=0.0)
 
 
 class MemoryModel:

@@ -56,6 +56,8 @@ def plan_of(config: Config, world_size: int | None = None) -> Plan:
     Args:
         world_size: ranks of the job, where roles have ranks of their own; None: `run.nproc`, or as many as needed.
     """
+    from megaverl.environments import agents_of
+    from megaverl.trainer.agents import agents_flow
     from megaverl.trainer.step import RLStep, Roles
     from megaverl.trainer.stored_rollouts import RolloutFolder
 
@@ -66,7 +68,10 @@ def plan_of(config: Config, world_size: int | None = None) -> Plan:
         places = resolve_placement(config.placement, grids, size).ranks
     replay = config.trainer.replay_rollouts
     nobody = cast(Roles, None)  # the roles are only needed when the flow runs
-    return RLStep(config, nobody, RolloutFolder(replay) if replay else None).flow(places).plan
+    step = RLStep(config, nobody, RolloutFolder(replay) if replay else None)
+    if config.environment.name is not None and config.environment.agents == "own":
+        return agents_flow(step, agents_of(config.environment.name), lambda agent: None).plan
+    return step.flow(places).plan
 
 
 def as_dict(plan: Plan) -> dict[str, Any]:

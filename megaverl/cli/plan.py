@@ -25,11 +25,19 @@ MACHINE = {
 }
 
 
+EXAMPLES = """\
+examples:
+  megaverl plan --config configs/llama3_70b_grpo.yaml --nodes 128
+  megaverl plan --config FILE --nodes 16 actor.tp=8 actor.pp=4 --picture plan.png"""
+
+
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="megaverl plan",
         description="Memory of every rank, bytes and time of a weight sync, and what would not fit. Needs no weights, "
         "no GPU and no cluster.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.add_argument("--config", metavar="FILE", help="YAML file; configs/ holds recipes")
     result.add_argument("overrides", nargs="*", metavar="key=value", help="laid over the file, such as actor.tp=2")

@@ -63,3 +63,13 @@ class RolloutConfig(Section):
         description="With async_rollout: how many updates the weights that generate a step may be behind it. "
         "0: as without.",
     )
+    use_dynamic_batching: bool = Field(
+        default=False,
+        description="Choose at every generation how many sequences are worked on at once, by the room for their keys "
+        "and values; shown as rollout/sequences_in_flight.",
+    )
+    min_sequences: Positive = Field(default=1, description="With use_dynamic_batching: at least so many.")
+    max_sequences: Positive = Field(default=256, description="With use_dynamic_batching: at most so many.")
+    memory_budget_mb: Positive = Field(
+        default=1024, description="With use_dynamic_batching: room for keys and values where rollout.engine=hf."
+    )

@@ -107,7 +107,8 @@ def place(frame: FrameType | None) -> tuple[str, bool]:
         if found is None:
             break
         name = found.f_code.co_filename
-        if any(part in name for part in _WAITS) or any(c in linecache.getline(name, found.f_lineno) for c in _CALLS):
+        line = linecache.getline(name, found.f_lineno or 0)  # None in the middle of a call's beginning or end
+        if any(part in name for part in _WAITS) or any(call in line for call in _CALLS):
             return _text(found), True
         found = found.f_back
     return where, False

@@ -17,6 +17,10 @@ class Prompts(Protocol):
     @property
     def epoch(self) -> float: ...
 
+    @property
+    def losses(self) -> str:
+        """Rows that were left out or cut, in words; empty where none was."""
+
     def take(self, count: int) -> list[PromptRecord]: ...
 
     def seek(self, position: int) -> None: ...
@@ -44,6 +48,12 @@ class PromptStream:
         rows = self.sampler.rows(self.position, count)
         self.position += count
         return [self.dataset[row] for row in rows]
+
+    @property
+    def losses(self) -> str:
+        """Rows that were left out or cut for their length, in words; empty where none was."""
+        report = self.dataset.report
+        return str(report) if report.num_dropped + report.num_truncated + report.num_short else ""
 
     def seek(self, position: int) -> None:
         """Stand where so many prompts have been taken."""

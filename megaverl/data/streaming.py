@@ -82,6 +82,11 @@ class StreamedPrompts:
         self.position += count
         return taken
 
+    @property
+    def losses(self) -> str:
+        """Rows left out so far, in words; empty where none was."""
+        return f"{self.position} prompts; {self.num_dropped} dropped for their length" if self.num_dropped else ""
+
     def seek(self, position: int) -> None:
         """Stand where so many prompts have been taken: from the beginning, by taking them."""
         if position < self.position:

@@ -117,6 +117,7 @@ class DataFlow:
         *,
         mover: Mover | None = None,
         leave_out: Container[str] = (),
+        before_wait: Callable[[Edge], None] = lambda edge: None,
         **given: Any,
     ) -> Result:
         """Run every operator of this rank; returns all values by name.
@@ -127,13 +128,14 @@ class DataFlow:
             after: called after every operator that ran, with its name and all values so far.
             mover: carries values between ranks; needed where the flow was compiled for places.
             leave_out: operators that are not run now.
+            before_wait: called before a value is waited for that comes from other ranks.
             given: the values named in `compile`.
         """
         plan = self.plan
         if set(given) != self._given:
             raise ConfigError(f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}")
         edges = [edge for edge in plan.edges if not all(name in leave_out for name in edge.takers)]
-        return _Run(plan, edges, given, dict(done or {}), mover).run(span, after, leave_out)
+        return _Run(plan, edges, given, dict(done or {}), mover).run(span, after, leave_out, before_wait)
 
 
 class _Run:
@@ -161,6 +163,7 @@ class _Run:
         span: Callable[[str], AbstractContextManager[Any]],
         after: Callable[[str, Mapping[str, Any]], None],
         leave_out: Container[str],
+        before_wait: Callable[[Edge], None],
     ) -> Result:
         timeline = []
         for operator in self.plan.operators:
@@ -168,10 +171,10 @@ class _Run:
             if made or operator.name in leave_out or not self._is_mine(operator.name):
                 continue
             late = self._missing(operator)
-            if late:
+            for edge in late:
+                before_wait(edge)
                 with span("wait"):
-                    for edge in late:
-                        self._receive(edge)
+                    self._receive(edge)
             start = time.perf_counter()
             with span(operator.name):
                 self._check_shapes(operator, operator.takes)

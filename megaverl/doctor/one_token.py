@@ -18,17 +18,21 @@ MODEL: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 1, "num_attent
 
 
 def main() -> None:
+    platform.start()
+    dist.init_process_group(platform.backend)
+    answer(generate_one("vllm" if importlib.util.find_spec("vllm") is not None else "hf"))
+    dist.destroy_process_group()
+
+
+def generate_one(engine_name: str) -> str:
+    """Make the model and the engine, draw a token, and say how long each took. A process group must be there."""
     from megaverl.models.tiny import make_tiny_folder
     from megaverl.rollout import make_engine
     from megaverl.rollout.engine import SamplingOptions
 
     begin = time.perf_counter()
-    platform.start()
-    dist.init_process_group(platform.backend)
-    engine_name = "vllm" if importlib.util.find_spec("vllm") is not None else "hf"
-    options = {"engine": engine_name, "vllm": {"enforce_eager": True, "gpu_memory_utilization": 0.2}}
-    if not platform.is_cuda:
-        options["vllm"] = {"enforce_eager": True}
+    limits = {"gpu_memory_utilization": 0.2} if platform.is_cuda else {}
+    options = {"engine": engine_name, "vllm": {"enforce_eager": True, **limits}}
     with scratch() as folder:
         make_tiny_folder(Path(folder), "Qwen2ForCausalLM", **MODEL)
         engine = make_engine(
@@ -37,12 +41,11 @@ def main() -> None:
         ready = time.perf_counter()
         generation = engine.generate([[1, 2, 3]], SamplingOptions(1, temperature=0.0), [0])[0]
     done = time.perf_counter()
-    answer(
+    engine.close()
+    return (
         f"token {generation.token_ids[0]} from {engine_name} on {platform.device.type}: "
         f"engine ready after {ready - begin:.1f} s, token after {done - ready:.1f} s more"
     )
-    engine.close()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -53,13 +53,18 @@ def calculating(draw: random.Random) -> Example:
 
 
 def signalling(draw: random.Random) -> Example:
-    """A digit to name; the warm-up says and guesses any digit."""
+    """A digit to name; the warm-up says and guesses any digit, its own a little more often.
+
+    Without that slight habit every word means as much as any other, and neither player can do better than chance by
+    changing alone: the gradient is nothing but noise.
+    """
     rows = [{"prompt": f"say {digit} =", "answer": str(digit)} for digit in range(10)]
-    warm_up = [
-        {"prompt": f"{word} {draw.randrange(10)} =", "answer": str(draw.randrange(10))}
-        for _ in range(1000)
-        for word in ("say", "hear")
-    ]
+    warm_up = []
+    for _ in range(1000):
+        for word in ("say", "hear"):
+            digit = draw.randrange(10)
+            answer = digit if draw.random() < 0.3 else draw.randrange(10)
+            warm_up.append({"prompt": f"{word} {digit} =", "answer": str(answer)})
     return Example(rows * 100, rows * 13, warm_up)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -80,11 +81,21 @@ def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: ti
             f"{facts.node} has waited. Look at the node with rank 0."
         ) from error
     verdict = json.loads(store.get("introductions/verdict"))
+    store.add("introductions/heard", 1)
+    if rank == 0:
+        _until_heard(store, verdict["here"])
     if verdict["missing"]:
         raise TrainingStopped(verdict["missing"])
     if verdict["mistakes"]:
         raise ConfigError("\n".join(verdict["mistakes"]))
     return tuple(Node(name, count, tuple(claims)) for name, count, claims in verdict["nodes"])
+
+
+def _until_heard(store: dist.Store, count: int) -> None:
+    """The store may end with this rank, if it raises what it has found: the others are to have heard it before."""
+    end = time.monotonic() + GRACE.total_seconds()
+    while store.add("introductions/heard", 0) < count and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
@@ -100,10 +111,10 @@ def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]
             f"(run.timeout_minutes); there are ranks {ranks_text(here)} on {', '.join(nodes)}. Look at the node that "
             "is missing, or start the job with fewer."
         )
-        return {"missing": text, "mistakes": [], "nodes": []}
+        return {"missing": text, "mistakes": [], "nodes": [], "here": len(here)}
     found = [json.loads(data) for data in store.multi_get([f"introductions/facts/{rank}" for rank in range(size)])]
     nodes, mistakes = _nodes(found)
-    return {"missing": "", "mistakes": [*mistakes, *_differences(found)], "nodes": nodes}
+    return {"missing": "", "mistakes": [*mistakes, *_differences(found)], "nodes": nodes, "here": size}
 
 
 def _nodes(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str]]], list[str]]:

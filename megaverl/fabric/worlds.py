@@ -77,8 +77,13 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    except (dist.DistError, OSError, ValueError) as error:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        else:  # torch's own would wait for all ranks, and not say which are missing
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = dist.TCPStore(host, port, size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+    except (dist.DistError, OSError, ValueError, KeyError) as error:
         taken = "EADDRINUSE" in str(error) or "address already in use" in str(error)
         cause = "the port is taken: choose another --master-port" if taken else "is the first node up, and reachable?"
         raise TrainingStopped(f"no store at {address}: {cause} ({str(error).splitlines()[0][:200]})") from error

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Timeline:
 
     def __init__(self, rank: int = 0, max_events: int = 200_000) -> None:
         self.rank = rank
-        self.roles: Mapping[str, str] = {}
+        self.roles: dict[str, str] = {}
         # One wall-clock reading ties the monotonic clock to those of other ranks.
         self._wall_ns = time.time_ns()
         self._clock_ns = time.perf_counter_ns()

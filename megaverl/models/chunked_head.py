@@ -13,15 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.models.regions import sum_gradients
 from megaverl.models.vocab_parallel import Shard, logit_gradient, logit_sums
 from megaverl.platform import platform
 
 platform.adapt_megatron()
 
-from megatron.core.tensor_parallel import (  # noqa: E402
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
 CHUNK_BYTES = 64 * 2**20  # of logits, at a time
 
@@ -51,7 +49,7 @@ class HiddenHead:
         if self._layer.sequence_parallel:
             whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
         else:
-            whole = copy_to_tensor_model_parallel_region(hidden, group=self._group)
+            whole = sum_gradients(hidden, self._group)
         return whole, None
 
 

@@ -39,13 +39,13 @@ from megaverl.layout.low_rank import (
     low_ranks,
 )
 from megaverl.layout.weights import Split, Weight
+from megaverl.models.regions import sum_gradients
 from megaverl.parallel.groups import Grid
 from megaverl.platform import platform
 
 platform.adapt_megatron()
 
 from megatron.core.tensor_parallel import (  # noqa: E402
-    copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
@@ -111,7 +111,7 @@ class Adapter(nn.Module):
             if self.sequence_parallel:
                 low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
             else:
-                low = copy_to_tensor_model_parallel_region(low, group=group)
+                low = sum_gradients(low, group)
         return F.linear(low * self.scaling, self._rows())
 
     def _rows(self) -> torch.Tensor:

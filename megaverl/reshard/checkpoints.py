@@ -87,6 +87,11 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
     index = read_index(folder)
     found = [key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)]
     found = [prefix for prefix in found if "optimizer." not in prefix]
+    if not found and any(".lora_" in key for key in index):
+        raise CheckpointError(
+            f"{folder}: holds adapters alone, of a run with `lora`. Take what the run exported: hf is the merged "
+            "model, hf_adapter a peft adapter; or resume the run for its last steps."
+        )
     if not found:
         raise CheckpointError(f"{folder}: holds no GPT model: none of its {len(index)} arrays is an {EMBEDDING_KEY}.")
     return OpenedCheckpoint(folder, index, _choose(folder, found, role))

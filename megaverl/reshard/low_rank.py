@@ -31,6 +31,7 @@ class Merge:
 
     Attributes:
         factors: the tensors in which the factors arrive, by their global names.
+        brought: weights and factors, by their global names, that must come anew before each `apply`.
         written: local tensors that are written to: no other tensor may share their storage.
     """
 
@@ -44,6 +45,7 @@ class Merge:
     ) -> None:
         self._adapters, self.scaling = adapters, scaling
         self.written = written_to(layout, adapters)
+        self.brought = frozenset(name for key, adapter in adapters.items() for name in (key, adapter.a, adapter.b))
         held = factor_layout(layout, adapters, names_of_factors)
         self.factors = {
             name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in held.local_shapes.items()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from megaverl.reshard.failures import GRACE_SECONDS, Failures
 from megaverl.reshard.movers import BUCKET_BYTES, Job, Moved, Options, assign
 from megaverl.reshard.movers.alias import Alias
 from megaverl.reshard.naming import listed
-from megaverl.reshard.plan import Plan
+from megaverl.reshard.plan import Plan, Transfer
 from megaverl.reshard.staging import Staging
 from megaverl.reshard.transport import record_event, wait, wait_for_event
 from megaverl.reshard.views import check_tensors
@@ -73,6 +73,8 @@ class Resharder:
         folder: a shared folder, through which weights go between nodes; None: over the network.
         ipc: let processes of one node read each other's memory, where they can: faster, and needs no buffer.
         apart: destination tensors that are written to after a run, and so are never aliased.
+        changing: the weights that the source changes or `apart` speaks of; the others travel until they have arrived
+            whole, and then no more. None: all.
 
     Raises:
         ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
@@ -95,6 +97,7 @@ class Resharder:
         folder: str | Path | None = None,
         ipc: bool = False,
         apart: Collection[str] = (),
+        changing: Collection[str] | None = None,
     ) -> None:
         self.version = 0
         self.torn: str | None = "no version has been moved yet"
@@ -131,8 +134,14 @@ class Resharder:
         )
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         self._job = Job(plan, source, dest, wire, converts, moving, options, self._failures)
-        self._movers = assign(self._job)
+        self._all_movers = self._movers = assign(self._job)
         self._aliases = [mover for mover in self._movers if isinstance(mover, Alias)]
+        self._later_movers = self._movers
+        if changing is not None:
+            later = replace(self._job, plan=_only(plan, frozenset(changing)))
+            self._later_movers = assign(later)
+        # the second set of an overlapped run is another one every time
+        self._to_arrive = 2 if overlap and may_rebind else 1
         travels = bool(plan.sends or plan.receives)
         self._anything_travels = plan.world > 1 and any(gather_json(travels, group))
         self._background: Background[Moved] | None = None
@@ -152,6 +161,7 @@ class Resharder:
         assert not self._started, "finish() the version that was started"
         begin = time.perf_counter()
         self._started = True
+        self._movers = self._all_movers if self._to_arrive else self._later_movers
         if self._staging is not None:
             self._background = Background(self._move)
         else:
@@ -180,6 +190,7 @@ class Resharder:
                 self._agree()
         self.version += 1
         self.torn = None
+        self._to_arrive = max(0, self._to_arrive - 1)
         self._started, self._background = False, None
         return ReshardStats(
             bytes_local=moved.local,
@@ -224,6 +235,7 @@ class Resharder:
             yield
         except Exception as error:
             self._started, self._background = False, None
+            self._to_arrive = max(1, self._to_arrive)
             if self._staging is None:
                 self.torn = f"the reshard from version {self.version} to {wanted} failed ({error})"
             raise
@@ -257,3 +269,15 @@ class Resharder:
             raise self._failures.blame(self.version + 1, -1, what, error) from error
         if other := {rank: found for rank, found in enumerate(versions.tolist()) if found != self.version + 1}:
             raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")
+
+
+def _only(plan: Plan, tensors: Collection[str]) -> Plan:
+    """The part of a plan that concerns these weights."""
+
+    def kept(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(transfer for transfer in transfers if transfer.tensor in tensors)
+
+    def by_peer(lists: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
+        return {peer: left for peer, transfers in lists.items() if (left := kept(transfers))}
+
+    return replace(plan, copies=kept(plan.copies), sends=by_peer(plan.sends), receives=by_peer(plan.receives))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch.distributed as dist
 
@@ -55,18 +56,29 @@ class AgentRollouts:
             self.seated = agent
         return self.rollouts[agent]
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """As `Rollout.awake`, for whoever is seated."""
+        with ExitStack() as stack:
+            for rollout in self.rollouts.values():
+                stack.enter_context(rollout.awake())
+            yield
+
     def generate_as(
         self,
         agents: Sequence[str],
         prompts: Sequence[Sequence[int]],
         sampling: SamplingOptions,
         seeds: Sequence[int],
+        conversations: Sequence[int],
     ) -> list[Generation]:
         """One response per prompt, each written by its agent; all of one agent at a time."""
         found: dict[int, Generation] = {}
         # whoever sits there already begins
         for agent in sorted(set(agents), key=lambda name: (name != self.seated, list(self.rollouts).index(name))):
             mine = [number for number, other in enumerate(agents) if other == agent]
-            written = self.of(agent).generate([prompts[n] for n in mine], sampling, [seeds[n] for n in mine])
+            prompts_of, seeds_of = [prompts[n] for n in mine], [seeds[n] for n in mine]
+            kept_at = [conversations[n] for n in mine]
+            written = self.of(agent).generate(prompts_of, sampling, seeds_of, conversations=kept_at)
             found |= dict(zip(mine, written, strict=True))
         return [found[number] for number in range(len(prompts))]

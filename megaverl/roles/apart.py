@@ -21,6 +21,7 @@ from megaverl.models.options import padded_vocab_size, transformer_config
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.rollout.in_flight import InFlight
 
 LayoutOf = Callable[[int], Layout]
 
@@ -112,6 +113,7 @@ class EngineElsewhere:
     tp_size, tp_rank, replica, num_replicas = 1, 0, 0, 1
     may_rebind = True
     max_model_len = 0
+    in_flight: InFlight | None = None
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         return {}

@@ -50,6 +50,7 @@ class PairUpdates:
         """
         weights = torch.full((len(batch),), 1.0 / max(num, 1))
         given = {name: values.unsqueeze(1).float() for name, values in {**fields, "weights": weights}.items()}
+        given["own"] = batch.response_mask
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, given, unit=2)
         return as_metrics(self.trainable.update(micro, loss))
 
@@ -135,7 +136,7 @@ class PreferenceUpdates(PairUpdates):
 
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_probs, _ = self.model.log_probs(logits, micro)
-        sums, lengths = response_log_probs(log_probs, micro.response_mask)
+        sums, lengths = response_log_probs(log_probs, micro.fields["own"])
         weights = column(micro, "weights")
         inputs: dict[str, torch.Tensor] = {}
         if self.of_single_responses:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from time import perf_counter
@@ -59,6 +59,7 @@ class Rollout:
         self.engine, self.world = engine, world
         self.config = config or ReshardConfig()
         self.weight_version = 0
+        self._stays_awake = False
         self.num_checked = 0  # how often the engine's log-probs were compared with the actor's
         self._resharder: Resharder | None = None
         self._check: ReshardCheck | None = None
@@ -90,6 +91,7 @@ class Rollout:
                 folder=self.config.folder,
                 ipc=self.config.ipc == "auto",
                 apart=self._merge.written if self._merge is not None else (),
+                changing=self._merge.brought if self._merge is not None else None,
             )
             if self.config.check_every >= 0:
                 self._check = ReshardCheck(source_layouts, dest_layouts, source, dest, group)
@@ -158,6 +160,16 @@ class Rollout:
         assert self._resharder is not None, "this rollout has no actor to take weights from"
         return self._resharder
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Inside, the engine does not sleep between requests: what it has cached of a conversation is still there."""
+        self._stays_awake = True
+        try:
+            yield
+        finally:
+            self._stays_awake = False
+            self.engine.sleep()
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -165,6 +177,7 @@ class Rollout:
         seeds: Sequence[int],
         *,
         group_size: int = 1,
+        conversations: Sequence[int] | None = None,
     ) -> list[Generation]:
         """One response per prompt, in order, the same list on every rank.
 
@@ -172,19 +185,22 @@ class Rollout:
             prompts: token ids; a prompt that is to be answered several times stands there several times.
             seeds: one per prompt; what is generated depends on the prompt and its seed, not on its place.
             group_size: how often a prompt stands in a row; its responses are made where its prefix is cached.
+            conversations: see `split_prompts`.
 
         Raises:
             ReshardError: the engine holds parts of two versions of the weights.
         """
         engine = self.engine
         engine.wake_up()
-        mine = split_prompts([len(prompt) for prompt in prompts], engine.num_replicas, group_size)[engine.replica]
+        lengths = [len(prompt) for prompt in prompts]
+        mine = split_prompts(lengths, engine.num_replicas, group_size, conversations)[engine.replica]
         found: list[Generation] = []
         with together(self.world):
             if self._resharder is not None:
                 self._resharder.check_whole()
             found = engine.generate([list(prompts[i]) for i in mine], sampling, [seeds[i] for i in mine])
-        engine.sleep()
+        if not self._stays_awake:
+            engine.sleep()
         # The ranks of a replica hold the same responses: its first one speaks for it.
         speaks = engine.tp_rank == 0
         packed = pack_generations(mine, found) if speaks else torch.empty(0, dtype=torch.int32)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megaverl.layout.layout import Layout
     from megaverl.layout.weights import Weight
     from megaverl.models.spec import ModelSpec
+    from megaverl.rollout.in_flight import InFlight
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Engine(Protocol):
     tp_rank: int
     replica: int
     num_replicas: int
+    in_flight: InFlight | None  # None: as many as the engine likes
 
     @property
     def may_rebind(self) -> bool:

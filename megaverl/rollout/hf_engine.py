@@ -13,6 +13,7 @@ from megaverl.errors import RolloutError
 from megaverl.layout.layout import Layout, whole_layout
 from megaverl.platform import platform
 from megaverl.rollout.engine import Generation, SamplingOptions, check_generations, check_request
+from megaverl.rollout.in_flight import InFlight
 
 if TYPE_CHECKING:
     from megaverl.layout.weights import Weight
@@ -46,6 +47,7 @@ class HFEngine:
         started = dist.is_initialized()
         self.replica = dist.get_rank() if started else 0
         self.num_replicas = dist.get_world_size() if started else 1
+        self.in_flight: InFlight | None = None
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         model = AutoModelForCausalLM.from_pretrained(
@@ -77,6 +79,26 @@ class HFEngine:
         if not prompts:
             return []
         stop_tokens = set(sampling.stop_tokens(self._stop_token_ids))
+        step = len(prompts)
+        if self.in_flight is not None:
+            longest = max(map(len, prompts)) + sampling.max_tokens
+            step = self.in_flight.choose(self.in_flight.budget // self._bytes_per_token, longest)
+        starts = range(0, len(prompts), step)
+        waves = [self._wave(prompts[i : i + step], sampling, seeds[i : i + step], stop_tokens) for i in starts]
+        return [generation for wave in waves for generation in wave]
+
+    @property
+    def _bytes_per_token(self) -> int:
+        """Of keys and values."""
+        config = self.model.config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return int(2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize)
+
+    def _wave(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int], stop_tokens: set[int]
+    ) -> list[Generation]:
+        """Responses to so many prompts at once."""
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         longest = max(map(len, prompts))
         tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaverl.rollout.engine import Engine, OnLoad
+from megaverl.rollout.in_flight import InFlight
 
 if TYPE_CHECKING:
     import torch
@@ -48,6 +49,36 @@ def make_engine(
     Raises:
         RolloutError: a world, model or machine that the engine cannot work with.
     """
+    engine = _engine_of(
+        config,
+        model_folder,
+        seed=seed,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        stop_token_ids=stop_token_ids,
+        load_weights=load_weights,
+        trust_remote_code=trust_remote_code,
+        num_sequences=num_sequences,
+        on_load=on_load,
+    )
+    if config.use_dynamic_batching:
+        engine.in_flight = InFlight(config.min_sequences, config.max_sequences, config.memory_budget_mb * 2**20)
+    return engine
+
+
+def _engine_of(
+    config: RolloutConfig,
+    model_folder: str | Path,
+    *,
+    seed: int,
+    dtype: torch.dtype,
+    max_model_len: int,
+    stop_token_ids: Sequence[int],
+    load_weights: bool,
+    trust_remote_code: bool,
+    num_sequences: int | None,
+    on_load: OnLoad | None,
+) -> Engine:
     if config.engine == "hf":
         from megaverl.rollout.hf_engine import HFEngine
 

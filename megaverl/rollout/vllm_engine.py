@@ -21,6 +21,7 @@ from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.spec import ModelSpec
 from megaverl.platform import platform
 from megaverl.rollout.engine import Generation, OnLoad, SamplingOptions, check_generations, check_request
+from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.process_state import (
     keep_default_group,
     process_state_kept,
@@ -124,6 +125,7 @@ class VLLMEngine:
                 f"rollout.vllm.quantization={method}: the engine's weights come from the actor, whose floating-point "
                 "weights have no place in a quantised engine. Leave it out."
             )
+        self.in_flight: InFlight | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
         self._experts: dict[str, Any] = {
             "expert_parallel": bool(arguments.get("enable_expert_parallel")),
@@ -190,11 +192,21 @@ class VLLMEngine:
         if not prompts:
             return []
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        if self.in_flight is not None:
+            self._limit(self.in_flight, max(map(len, prompts)) + sampling.max_tokens)
         with random_state_kept(), _eager():
             outputs = self.llm.generate(requests, self._parameters(sampling, seeds), use_tqdm=False)
         generations = [_generation(output) for output in outputs]
         check_generations(generations, len(prompts))
         return generations
+
+    def _limit(self, in_flight: InFlight, longest: int) -> None:
+        """Let vLLM's scheduler take up as many sequences as its free blocks hold whole."""
+        client: Any = self.llm.llm_engine.engine_core  # in this process, as VLLM_ENABLE_V1_MULTIPROCESSING=0 has it
+        scheduler = client.engine_core.scheduler
+        free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
+        slots = scheduler.max_num_running_reqs
+        scheduler.max_num_active_reqs = min(in_flight.choose(free, longest), slots)
 
     def _parameters(self, sampling: SamplingOptions, seeds: Sequence[int]) -> list[SamplingParams]:
         from vllm import SamplingParams

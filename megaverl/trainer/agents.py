@@ -6,7 +6,7 @@ was paid. `environment.agents: own`; with `shared` the agents are `RLTrainer`'s 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -74,15 +74,7 @@ class AgentsTrainer(RLTrainer):
         )
 
     def make_flow(self) -> DataFlow:
-        """One rollout, then every agent's own step on its part of it."""
-        flow = DataFlow()
-        step = self.step
-        flow.add_operator(Operator("rollout", step.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
-        flow.add_operator(Operator("reward", step.score, ("rollouts",), ("scores",), role="reward"))
-        for agent in self.agents:
-            inputs = ("rollouts", "scores", "step")
-            flow.add_operator(Operator(f"agent_{agent}", partial(self._train_agent, agent), inputs, (), role="actor"))
-        return flow.compile(given=("prompts", "step"))
+        return agents_flow(self.step, tuple(self.agents), self._train_agent)
 
     def _train_agent(self, agent: str, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
         """The agent's own advantages, critic and actor, on its own samples."""
@@ -113,6 +105,21 @@ class AgentsTrainer(RLTrainer):
         for agent, step in self.agents.items():
             export_model(step.roles.actor.model, self.builder, self.run_dir / "hf" / agent)
         self.console.print(f"models written to {self.run_dir / 'hf'}: {', '.join(self.agents)}")
+
+
+def agents_flow(step: RLStep, agents: Sequence[str], train: Callable[..., None]) -> DataFlow:
+    """One rollout, then every agent's own step on its part of it.
+
+    Args:
+        train: called with an agent's name, rollouts, scores and step.
+    """
+    flow = DataFlow()
+    flow.add_operator(Operator("rollout", step.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
+    flow.add_operator(Operator("reward", step.score, ("rollouts",), ("scores",), role="reward"))
+    for agent in agents:
+        inputs = ("rollouts", "scores", "step")
+        flow.add_operator(Operator(f"agent_{agent}", partial(train, agent), inputs, (), role="actor"))
+    return flow.compile(given=("prompts", "step"))
 
 
 def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:

@@ -107,11 +107,14 @@ def episodes(
 
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
         seeds = [draws.seed(r.episode, r.turn, "" if r.agent == ALONE else r.agent) for r in requests]
+        groups = [r.episode // draws.group_size for r in requests]  # one group's episodes begin alike
+        prompts = [r.token_ids for r in requests]
         if isinstance(rollout, AgentRollouts):
-            return rollout.generate_as([r.agent for r in requests], [r.token_ids for r in requests], a_turn, seeds)
-        return rollout.generate([request.token_ids for request in requests], a_turn, seeds)
+            return rollout.generate_as([r.agent for r in requests], prompts, a_turn, seeds, groups)
+        return rollout.generate(prompts, a_turn, seeds, conversations=groups)
 
-    return player.play(starts, write)
+    with rollout.awake():
+        return player.play(starts, write)
 
 
 def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int) -> Metrics:

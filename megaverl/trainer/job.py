@@ -56,7 +56,12 @@ def join_job(config: Config, command: str, console: Console) -> Job:
         rank,
         size,
         coordinator=placement.coordinator,
-        patience=Patience(stalled_after=seconds, lost_after=min(LOST_AFTER, seconds)),
+        patience=Patience(
+            stalled_after=seconds,
+            interval=min(1.0, seconds / 10),
+            lost_after=min(LOST_AFTER, seconds),
+            grace=min(4.0, seconds / 2),
+        ),
         name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
         say=console.error,
     )

@@ -72,6 +72,8 @@ class RLTrainer:
         if config.data.validation:
             self.validation_data = builder.dataset(config.data.validation)
         self.prompts = builder.prompts()
+        if self.prompts.losses:
+            console.print(f"training prompts: {self.prompts.losses}")
         self.timeline = Timeline(self.rank)
         self.stages = Stages(self.timeline, job.liveness.note if job else lambda what: None)
         replay = config.trainer.replay_rollouts
@@ -86,7 +88,11 @@ class RLTrainer:
         self.roles = self.make_roles(builder, generates=replayed is None)
         self.step = RLStep(config, self.roles, replayed)
         self.flow = self.make_flow()
-        self.timeline.roles = {each.name: each.roles[0] for each in self.flow.plan.operators if each.roles}
+        mine = job.fabric.placement.ranks if job else {}
+        for each in self.flow.plan.operators:
+            here = [role for role in each.roles if job is None or job.fabric.rank in mine.get(role, ())]
+            if here:
+                self.timeline.roles[each.name] = here[-1]
         self.best = Best()
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it

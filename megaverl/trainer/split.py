@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megaverl.coordinator import Coordinator, CoordinatorCommits, Judge, Progres
 from megaverl.coordinator.island_exchange import serve_join
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.carrier import Carrier
+from megaverl.dataflow.plan import Edge
 from megaverl.errors import MegaverlError
 from megaverl.fabric.post import Sent, broadcast_json, receive_json, send_json
 from megaverl.metrics.console import Console
@@ -43,7 +45,8 @@ from megaverl.trainer.rl import RLTrainer, rules_of
 from megaverl.trainer.samples import append_samples, forget_samples, sample_records
 from megaverl.trainer.step import Roles
 
-# What may run ahead of training, and how many hands its work goes through from the rollout on.
+# What may run ahead of training, and how many hands its work goes through from the rollout on. The critic may value the
+# samples of a step while the actor is still at the one before; for its own update it waits.
 AHEAD = {"rollout": 0, "reward": 1, "reference": 1}
 
 
@@ -63,12 +66,16 @@ class SplitTrainer(RLTrainer):
         self.keeps_records = self.fabric.rank == self.reporter
         self.timeline.rank = self.fabric.rank
         self.lag = self._lag(self.fabric.rank)
+        if self.island and config.coordinator.islands_every > 1:
+            self.step.trust_engine()  # it has the first island's weights, from which this one's may have gone
         self.last = config.trainer.steps  # where the run ends; sooner if it is asked to leave
         self.leaving = ""
         self._measured: dict[int, dict[str, float]] = {}
         self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
         self._told = Sent()
-        self._met = time.perf_counter()
+        self._met_at = time.perf_counter()
+        self._met = 0  # steps before the last meeting
+        self._tracking: Tracker | None = None
 
     # --- what this rank has ---------------------------------------------------------------------------------------
 
@@ -127,34 +134,32 @@ class SplitTrainer(RLTrainer):
 
     def _lag(self, rank: int) -> int:
         """How many steps a rank's world may be ahead of training."""
-        rollout = self.config.rollout
-        roles = [role for role in self.placement.roles_of(rank) if role in self.placement.ranks]
-        working = [role for role in roles if role != "coordinator"]
-        if not rollout.async_rollout or not working or any(role not in AHEAD for role in working):
+        rollout, roles = self.config.rollout, set(self.placement.roles_of(rank)) - {"coordinator"}
+        if not rollout.async_rollout or not roles or not roles <= {*AHEAD, "critic"}:
             return 0
-        return max(0, rollout.max_staleness - min(AHEAD[role] for role in working))
+        if "critic" in roles:
+            return min(1, rollout.max_staleness)
+        return max(0, rollout.max_staleness - min(AHEAD[role] for role in roles))
 
     def appoint(self, progress: Progress) -> None:
-        placement, has = self.placement, self.fabric.has
-        roles = ["actor", *(["critic"] if self.config.uses_critic else [])]
-        worlds = {role: [world for world in placement.worlds if role in world.roles] for role in roles}
-        alone = self.config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
+        placement, config = self.placement, self.config
+        alone = config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
+        roles = ["actor", *(["critic"] if config.uses_critic else [])]
         seats = [
-            Seat(island_name(role, n) if alone else role, world.ranks[0], n)
+            Seat(island_name(role, number) if alone else role, world.ranks[0], number)
             for role in roles
-            for n, world in enumerate(worlds[role])
+            for number, world in enumerate(world for world in placement.worlds if role in world.roles)
         ]
-        rules, liveness = rules_of(self.config), self.job.liveness if self.job else None
+        rules, liveness = rules_of(config), self.job.liveness if self.job else None
         self.coordinator = Coordinator(self.fabric, seats, rules, progress=progress, liveness=liveness)
-        updated = {role: getattr(self.roles, role).trainable for role in roles if has(role)}
-        own = self.island if alone else 0
-        self.judges = {role: Judge(self.coordinator, island_name(role, own), progress) for role in updated}
-        for role, trainable in updated.items():
-            trainable.judge = self.judges[role]
+        self.judges = {}
+        for role in [role for role in roles if self.fabric.has(role)]:
+            trainable: TrainableModel = getattr(self.roles, role).trainable
+            name = island_name(role, self.island if alone and placement.colocated(role, "actor") else 0)
+            trainable.judge = self.judges[role] = Judge(self.coordinator, name, progress)
             if len(placement.islands) > 1 and placement.colocated(role, "actor"):
                 self.judges[role].share = 1.0 if alone else 1.0 / len(placement.islands)
-                done = progress.steps.get(island_name(role, own), 0)
-                trainable.islands = Island(self.fabric, trainable, self.config.coordinator, done)
+                trainable.islands = Island(self.fabric, trainable, config.coordinator, progress.steps.get(name, 0))
         self._joined = dict(progress.steps)
         self._load_islands()
 
@@ -194,22 +199,33 @@ class SplitTrainer(RLTrainer):
 
     def _turns(self, tracker: Tracker | None) -> dict[str, float]:
         """This world's part of every step, and the meetings in between."""
-        met = self.next_step
-        result = self._meet(met, tracker, starts=True)
-        turn = met
+        self._tracking = tracker
+        self._met = self.next_step
+        result = self._meet(self._met, starts=True)
+        turn = self._met
         while turn < self.last:
-            while met < max(turn - self.lag, self._last_barrier(turn)):
-                met += 1
-                result = self._meet(met, tracker) or result
+            result = self._meet_until(max(turn - self.lag, self._last_barrier(turn))) or result
             if turn < self.last:
                 self._turn(turn)
             turn += 1
-        while met < self.last:
-            met += 1
-            result = self._meet(met, tracker) or result
+        result = self._meet_until(self.last) or result
         self.carrier.settle()
         self.coordinator.close()
         return result
+
+    def _meet_until(self, done: int) -> dict[str, float]:
+        """All meetings up to that after `done` steps, which other worlds are at."""
+        result: dict[str, float] = {}
+        while self._met < min(done, self.last):
+            self._met += 1
+            result = self._meet(self._met) or result
+        return result
+
+    def _before_wait(self, step: int, edge: Edge) -> None:
+        """What comes from a world that is less ahead comes after the meetings that it is at."""
+        held, doing = self.step.metrics, self.stages.step
+        self._meet_until(step - min(self._lag(rank) for rank in edge.source))
+        self.step.metrics, self.stages.step = held, doing
 
     def _last_barrier(self, turn: int) -> int:
         """The last meeting before `turn` that nobody may run ahead of: there the run saves, or validates."""
@@ -231,7 +247,14 @@ class SplitTrainer(RLTrainer):
         if self.fabric.rank == self.placement.coordinator and len(self.placement.islands) > 1:
             self._serve_islands(step)
         with self.timeline.step(step):
-            values = self.flow.run(self.stages, mover=self.carrier, leave_out=("reshard",), prompts=prompts, step=step)
+            values = self.flow.run(
+                self.stages,
+                mover=self.carrier,
+                leave_out=("reshard",),
+                before_wait=partial(self._before_wait, step),
+                prompts=prompts,
+                step=step,
+            )
         metrics = {**self.step.metrics, **self.timeline.step_metrics()}
         for name in [name for name in metrics if name.startswith("busy/")]:
             share = metrics.pop(name)
@@ -262,13 +285,13 @@ class SplitTrainer(RLTrainer):
 
     # --- where all meet -------------------------------------------------------------------------------------------
 
-    def _meet(self, done: int, tracker: Tracker | None, *, starts: bool = False) -> dict[str, float]:
+    def _meet(self, done: int, *, starts: bool = False) -> dict[str, float]:
         """After `done` steps; every rank of the job takes part. Returns what was measured, on the reporter.
 
         Raises:
             Leaving: the run was asked to leave, and has saved.
         """
-        trainer, result = self.config.trainer, {}
+        trainer, tracker, result = self.config.trainer, self._tracking, {}
         self.next_step, self.stages.step = done, None
         self.stages.note(f"the meeting after step {done}")
         if not starts:
@@ -323,8 +346,8 @@ class SplitTrainer(RLTrainer):
             if rank != self.reporter:
                 theirs = receive_json(fabric, "metrics", rank)
                 metrics |= {name: value for name, value in theirs.items() if name not in OF_A_RANK}
-        seconds, now = time.perf_counter() - self._met, time.perf_counter()
-        self._met = now
+        seconds, now = time.perf_counter() - self._met_at, time.perf_counter()
+        self._met_at = now
         metrics |= mine
         metrics["train/step_time_ms"] = seconds * 1e3
         batch, scores = self._values["rollouts"], self._values["scores"]

@@ -137,6 +137,8 @@ class RLStep:
             self.config, roles.rollout, prompts, step, first_group=first_group, player=roles.player
         )
         self.metrics |= metrics
+        if roles.rollout.engine.in_flight is not None:
+            self.metrics["rollout/sequences_in_flight"] = float(roles.rollout.engine.in_flight.number)
         if self.config.rollout.async_rollout:  # how old each token is when it is trained on
             versions = torch.full_like(batch.generated_ids, roles.rollout.weight_version)
             batch = batch.with_(weight_versions=versions.where(batch.response_mask, -1))
@@ -264,6 +266,10 @@ class RLStep:
             "reshard/bytes_received": float(stats.bytes_received),
             "reshard/bytes_local": float(stats.bytes_local),
         }
+
+    def trust_engine(self) -> None:
+        """Do not compare its log-probs with those of the actor here."""
+        self._has_compared = True
 
     def _record(self, role: str, metrics: dict[str, float]) -> None:
         self.metrics |= {f"{role}/{name}": value for name, value in metrics.items()}

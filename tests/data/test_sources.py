@@ -17,6 +17,7 @@ from megaverl.data.datasets import PromptDataset
 from megaverl.data.mixture import BLOCK, MixedSampler, Mixture
 from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.sources import kind_of, open_source
+from megaverl.data.stream import PromptStream
 from megaverl.data.streaming import StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
@@ -152,6 +153,10 @@ def test_short_prompts_are_dropped_and_counted(tmp_path: Path, tokenizer: Tokeni
     data = PromptDataset.load(path, encoder)
     assert (len(data), data.report.num_short, data.report.num_dropped) == (3, 1, 0)
     assert "1 too short and dropped" in str(data.report)
+    assert PromptStream(data, data.sampler(1, 0)).losses == str(data.report)
+    streamed = StreamedPrompts([path], encoder, Columns(), seed=0)
+    streamed.take(3)
+    assert streamed.losses == "3 prompts; 1 dropped for their length"
 
 
 @pytest.mark.parametrize("shuffle_buffer", [1, 4])

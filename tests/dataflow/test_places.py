@@ -155,9 +155,7 @@ def test_shapes_are_compared_before_and_in_the_run() -> None:
 
     make = Operator("values", lambda n: torch.zeros(4, n), shapes={"values": ("B", "R")})
     take = Operator("out", lambda values: values.sum(1), shapes={"values": ("B", "S")})
-    with pytest.raises(
-        ConfigError, match=r"'values' has the shape .*'R'. for operator 'values', and .*'S'."
-    ):
+    with pytest.raises(ConfigError, match=r"'values' has the shape .*'R'. for operator 'values', and .*'S'."):
         DataFlow([make, take]).compile(["n"])
     with pytest.raises(ConfigError, match="declares the shape of 'z', which it neither takes nor gives"):
         DataFlow([Operator("a", lambda: 1, shapes={"z": (1,)})]).compile()
@@ -170,7 +168,5 @@ def test_shapes_are_compared_before_and_in_the_run() -> None:
 
 
 def test_a_role_without_a_place_is_named() -> None:
-    with pytest.raises(
-        ConfigError, match="operator 'a' runs on the role 'judge', which has no place; there are: "
-    ):
+    with pytest.raises(ConfigError, match="operator 'a' runs on the role 'judge', which has no place; there are: "):
         DataFlow([Operator("a", lambda: 1, role="judge")]).compile(places=PLACES)

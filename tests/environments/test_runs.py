@@ -108,3 +108,16 @@ def test_two_players_on_one_backbone_with_a_value_head_each(server: Server, tmp_
     found = metrics(run)[-2]
     assert found["critic/grad_norm"] > 0 and found["actor/grad_norm"] > 0
     assert {record["agent"] for record in samples(run)} == {"speaker", "listener"}
+
+
+def test_environments_of_ones_own(server: Server, tmp_path: Path) -> None:
+    """Named module:object; where one fails, every rank says which and why."""
+    more = ["environment={options: {}, max_turns: 5}", "checkpoint.export_hf=false"]
+    run = train(server, "guessing_game", tmp_path / "well", *more, "environment.name=tests.environments.own:Countdown")
+    assert metrics(run)[-2]["rollout/turns_mean"] == 3.0
+    overrides = [*SHORT, *more, f"run.dir={tmp_path / 'well'}", "run.name=run", "checkpoint.resume=never"]
+    command = ["train", f"--config={CONFIGS / 'guessing_game'}.yaml", *overrides]
+    ended = server.run([*command, "environment.name=tests.environments.own:Failing"], logs=tmp_path / "output")
+    assert ended.codes == [1, 1]
+    assert "environment 'tests.environments.own:Failing', episode" in ended.text
+    assert "step() raised KeyError: 'forgotten'. Mend the environment" in ended.text

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.errors import DataError
 from megaverl.fabric import Fabric, Facts, Moving, introduce, job_store, join, move_batch, move_tensors
+from megaverl.fabric.courier import Courier
 from megaverl.fabric.rows import Rows
 from megaverl.parallel.collectives import gather_json
 from megaverl.placement import parse_wanted, resolve
@@ -155,3 +158,53 @@ def weights_move() -> dict[str, Any]:
     expected = fill(dest(fabric.rank), ids)
     wrong = [name for name, t in tensors[1].items() if not torch.equal(t, torch.from_numpy(expected[name]).float())]
     return {"wrong": wrong, "received": stats.bytes_received, "sent": stats.bytes_sent, "tensors": len(tensors[1])}
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A dataclass that may travel."""
+
+    total: torch.Tensor
+    by_name: dict[str, Any]
+
+
+def values_travel() -> dict[str, Any]:
+    """Rollouts on 2-3, an actor on 0-1: a batch whole and in parts, what is added to it, a field, anything else."""
+    fabric = start({"rollout": "2-3", "actor": "0-1"})
+    courier, full = Courier(fabric, known=[Marks]), full_batch(random.Random(5), 7)
+    to, back = ((2, 3), (0, 1)), ((0, 1), (2, 3))
+    marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
+    found: dict[str, Any] = {}
+
+    def parts(prompts: Sequence[int], responses: Sequence[int]) -> Rows:
+        assert list(responses) == full.response_lengths.tolist()
+        return {0: [0, 2, 5], 1: [1]}
+
+    if fabric.rank >= 2:
+        courier.send("rollouts", full, *to)
+        courier.send("parts", full, *to, readers=parts)
+        courier.send("values", full.rollout_log_probs * 2, *to, base=full)
+        courier.send("scores", marks, *to)
+        courier.send("nothing", None, *to)
+        more = courier.receive("experience", *back, base=full)
+        found["added"] = torch.equal(more.advantages, full.rollout_log_probs * 3) and more.input_ids is full.input_ids
+    else:
+        whole = courier.receive("rollouts", *to)
+        found["whole"] = same(whole, full)
+        part = courier.receive("parts", *to, readers=parts)
+        mine = parts(part.prompt_lengths.tolist(), part.response_lengths.tolist())[fabric.rank]
+        others = [row for row in range(7) if row not in mine]
+        found["part"] = same(part.select(mine), full.select(mine)) and not part.select(others).generated_ids.any()
+        found["column"] = [entry is None for entry in part.columns["answer"]] == [row in others for row in range(7)]
+        found["field"] = torch.equal(courier.receive("values", *to, base=whole), full.rollout_log_probs * 2)
+        scores = courier.receive("scores", *to)
+        found["scores"] = torch.equal(scores.total, marks.total) and scores.by_name["a"] == [1, None, "x"]
+        found["tuple"] = scores.by_name["b"][0] is True and int(scores.by_name["b"][1]) == 2
+        found["nothing"] = courier.receive("nothing", *to) is None
+        courier.send("experience", whole.with_(advantages=whole.rollout_log_probs * 3), *back, base=whole)
+    courier.settle()
+    try:
+        courier.send("object", object(), *(to if fabric.rank >= 2 else back))
+    except DataError as error:
+        found["refused"] = "a object cannot go to other ranks" in str(error)
+    return found

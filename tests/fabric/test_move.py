@@ -70,3 +70,8 @@ def test_weights_go_to_separate_engines_over_the_fabric(forks: Server) -> None:
     assert [answer["wrong"] for answer in found] == [[], [], [], []]
     assert [bool(answer["tensors"]) for answer in found] == [False, False, True, True]
     assert sum(answer["sent"] for answer in found[:2]) == sum(answer["received"] for answer in found[2:]) > 0
+
+
+def test_whatever_a_flow_gives_travels(forks: Server) -> None:
+    for found in forks.run("tests.fabric.ranks:values_travel", ranks=4).check():
+        assert [name for name, right in found.items() if not right] == [] and "refused" in found

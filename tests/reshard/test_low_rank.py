@@ -9,7 +9,7 @@ import torch
 
 from megaverl.errors import ModelError
 from megaverl.layout.boxes import whole
-from megaverl.layout.layout import Layout
+from megaverl.layout.layout import Layout, whole_layout
 from megaverl.layout.low_rank import LowRank, factor_weights, low_ranks, with_factors
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.layout.vllm import vllm_layouts
@@ -18,6 +18,7 @@ from megaverl.models.spec import ARCHITECTURES
 from megaverl.parallel.grid import GridShape
 from megaverl.reshard.low_rank import Merge, add_product
 from megaverl.reshard.plan import make_plans
+from megaverl.reshard.reshard import Resharder
 from tests.layout.specs import make_spec
 
 RANK, SCALING = 2, 1.5
@@ -112,3 +113,22 @@ def test_names_are_pefts() -> None:
     assert first.a == "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
     assert first.shapes == {first.a: (RANK, 16), first.b: (8, RANK)}
     assert [whole(w.shape).numel for w in factor_weights(adapters)][:2] == [RANK * 16, 8 * RANK]
+
+
+def test_what_never_changes_travels_until_it_has_arrived() -> None:
+    layout = whole_layout([("still", (4, 3)), ("moves", (2, 3))])
+    source = {name: torch.full(shape, 1.0) for name, shape in layout.local_shapes.items()}
+    dest = {name: torch.zeros(shape) for name, shape in layout.local_shapes.items()}
+    plan = make_plans(lambda rank: layout, lambda rank: layout, 1)[0]
+    resharder = Resharder(plan, source, dest, changing=["moves"])
+    assert resharder.run().bytes_local == 4 * 18
+    dest["still"].zero_()  # nobody does that to an engine: it shows what is written
+    source["moves"].fill_(2.0)
+    assert resharder.run().bytes_local == 4 * 6
+    assert not dest["still"].any() and torch.equal(dest["moves"], source["moves"])
+    dest["moves"].resize_(0)  # a run that fails
+    with pytest.raises(IndexError):
+        resharder.run()
+    dest["moves"].resize_(2, 3)
+    assert resharder.run().bytes_local == 4 * 18, "after that, nothing is taken for granted"
+    assert torch.equal(dest["still"], source["still"])

@@ -43,6 +43,8 @@ def pair_updates(
     """Metrics of two updates with each preference loss and of a reward model, and what both say of pairs after them."""
     grid, pairs = manager().grid(GridShape(**shape)), experience()
     pairs = pairs.select(list(range(len(pairs) // 2 * 2)))
+    holes = pairs.response_mask & ((torch.arange(9) != 1) | (pairs.response_lengths < 3).unsqueeze(1))
+    pairs = pairs.with_(response_mask=holes)  # a token of somebody else's in the middle
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
 
     def model(value_head: int = 0, seed: int = 0) -> MegatronModel:

@@ -66,9 +66,11 @@ def reshard_and_generate(
             else:
                 before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
                 load_adapter_folder(model, str(adapter))
-            rollout.reshard()
+            first = rollout.reshard()
             if lora is not None and folder == new_folder:
-                rollout.reshard()  # merged anew into what arrives, not into what was there
+                again = rollout.reshard()  # merged anew into what arrives, not into what was there
+                # with the adapters' weights known to be there, embeddings and norms stay where they are
+                assert again.bytes_local == first.bytes_local < rollout_bytes(made)
                 assert all(torch.equal(before[name], p) for name, p in model.parameters.items())
             responses.append(rollout.generate(prompts, GREEDY, [0] * len(prompts)))
         found.append(
@@ -81,6 +83,11 @@ def reshard_and_generate(
         save_folder(export, source_folder=old_folder, **merged_model(model))
     made.close()
     return found
+
+
+def rollout_bytes(made: VLLMEngine) -> int:
+    """Of an engine's weights on this rank."""
+    return sum(parameter.nbytes for parameter in made.named_parameters().values())
 
 
 def largest_difference(model: MegatronModel, prompts: list[list[int]], responses: list[Generation]) -> float:

@@ -18,6 +18,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ModelSpec
 from megaverl.reshard.files import load_folder
 from megaverl.rollout.engine import SamplingOptions
+from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.vllm_engine import VLLMEngine
 
 _kept: dict[str, Any] = {}
@@ -168,3 +169,24 @@ def after_close(folder: str) -> dict[str, Any]:
     dist.all_reduce(total)
     left = [file.name for file in Path("/dev/shm").glob("megaverl-*")]
     return {"message": message, "world": int(total), "shared_memory": left}
+
+
+def generate_few_at_once(folder: str, tp: int, request: dict[str, Any], most: int) -> dict[str, Any]:
+    """The same answers with at most so many at once, and how many there ever were."""
+    one = engine(folder, tp)
+    free = answers(one, **request)
+    scheduler: Any = one.llm.llm_engine.engine_core.engine_core.scheduler  # type: ignore[attr-defined]
+    schedule, seen = scheduler.schedule, [0]
+
+    def watched(*given: Any, **named: Any) -> Any:
+        output = schedule(*given, **named)
+        seen.append(len(scheduler.running))
+        return output
+
+    scheduler.schedule, one.in_flight = watched, InFlight(1, most)
+    before = scheduler.max_num_active_reqs
+    try:
+        found = answers(one, **request)
+        return {"same": found == free, "most": max(seen), "number": one.in_flight.number}
+    finally:
+        scheduler.schedule, one.in_flight, scheduler.max_num_active_reqs = schedule, None, before

@@ -14,6 +14,7 @@ from megaverl.models.spec import ModelSpec
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Engine, SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, draw, sampled_distribution
+from megaverl.rollout.in_flight import InFlight
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7]]
 SEEDS = [1, 2, 3, 4]
@@ -44,6 +45,24 @@ def test_what_is_drawn_depends_on_seed_and_not_on_company(engine: HFEngine) -> N
     alone = [engine.generate([p], sampling, [s])[0] for p, s in zip(PROMPTS, SEEDS, strict=True)]
     assert [a.token_ids for a in alone] == [f.token_ids for f in found]
     assert found[0].token_ids != found[3].token_ids  # one prompt, two seeds
+
+
+def test_as_many_at_once_as_there_is_room_for(engine: HFEngine) -> None:
+    """Of a budget for 40 tokens and a half, and responses of up to 18: two at once; the draws are the same."""
+    sampling = SamplingOptions(max_tokens=12)
+    free = engine.generate(PROMPTS, sampling, SEEDS)
+    engine.in_flight = InFlight(least=1, most=8, budget=int(40.5 * engine._bytes_per_token))
+    try:
+        found = engine.generate(PROMPTS, sampling, SEEDS)
+        assert engine.in_flight.number == 2
+    finally:
+        engine.in_flight = None
+    assert [one.token_ids for one in found] == [one.token_ids for one in free]
+
+
+@pytest.mark.parametrize(("free", "longest", "number"), [(0, 10, 2), (39, 10, 3), (10_000, 10, 8), (5, 0, 5)])
+def test_the_number_at_once_stays_within_its_bounds(free: int, longest: int, number: int) -> None:
+    assert InFlight(least=2, most=8).choose(free, longest) == number
 
 
 def test_stop_token_is_the_last_one(engine: HFEngine) -> None:

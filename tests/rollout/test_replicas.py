@@ -36,6 +36,11 @@ def test_tokens_are_even_to_within_the_longest_prompt_per_round(lengths: list[in
     assert max(totals) - min(totals) <= max(lengths)
 
 
+def test_a_conversation_stays_where_it_was() -> None:
+    assert split_prompts([5] * 6, 2, conversations=[0, 0, 1, 1, 2, 3]) == [[0, 1, 4], [2, 3, 5]]
+    assert split_prompts([9, 7, 8], 2, conversations=[1, 2, 3]) == [[1], [0, 2]], "also when others are over"
+
+
 def test_example() -> None:
     assert split_prompts([9, 9, 1, 1, 5, 5], 2, group_size=2) == [[0, 1, 5], [2, 3, 4]]
     assert split_prompts([], 2) == [[], []]

@@ -71,6 +71,12 @@ def test_what_is_drawn_depends_on_seed_and_not_on_company(world: Run, folder: st
     assert by_prompt[-1] != by_prompt[-2]  # one prompt, two seeds
 
 
+def test_a_limit_of_sequences_at_once(world: Run, folder: str) -> None:
+    for found in world(2, f"{RANKS}:generate_few_at_once", folder=folder, tp=1, request=REQUEST, most=3):
+        assert found["most"] == found["number"] == 3
+        assert found["same"]
+
+
 def test_stop_tokens_end_a_response_and_belong_to_it(world: Run, folder: str) -> None:
     free = REQUEST | {"sampling": SAMPLING | {"ignore_eos": True}}
     [unstopped] = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[free])[0]

@@ -16,7 +16,7 @@ from megaverl.parallel.collectives import on_first_rank
 from megaverl.roles.megatron_model import MicroBatch
 from megaverl.trainer.build import Builder
 from megaverl.trainer.rl import RLTrainer
-from megaverl.trainer.run import COMMANDS, _prepare
+from megaverl.trainer.run import COMMANDS, prepare_folder
 from tests.models.ranks import whole_rows
 
 Heard = dict[str, str]
@@ -40,7 +40,7 @@ def attempt(
     """
     config = configuration(arguments + (on_rank or {}).get(str(dist.get_rank()), []), command)
     try:
-        on_first_rank(lambda: _prepare(config.run_dir, config, command))
+        on_first_rank(lambda: prepare_folder(config.run_dir, config, command))
         COMMANDS[command](config, Console(rank=dist.get_rank()), None, options or {})
     except MegaverlError as error:
         return {"class": type(error).__name__, "text": str(error)}

@@ -1,11 +1,18 @@
-"""Samples on disk follow the run: a resumed one drops what it will write again."""
+"""Samples on disk follow the run: a resumed one drops what it will write again. And episodes as batches."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
-from megaverl.trainer.samples import append_samples, forget_samples
+from megaverl.data.batch_io import from_json, to_json
+from megaverl.data.datasets import PromptRecord
+from megaverl.environments import View
+from megaverl.rewards import Reward
+from megaverl.roles.reward import RewardRole
+from megaverl.rollout.engine import Generation
+from megaverl.trainer.samples import append_samples, episodes_batch, forget_samples
 
 
 def steps(path: Path) -> list[int]:
@@ -27,3 +34,23 @@ def test_later_and_torn_records_are_forgotten(tmp_path: Path) -> None:
 def test_nothing_to_forget(tmp_path: Path) -> None:
     forget_samples(tmp_path / "samples.jsonl", 3)
     assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_an_episode_as_a_batch_also_after_it_was_stored() -> None:
+    """Only the model's own tokens train; a turn's reward stands at its end; a reward sees the last turn."""
+    view = View([7, 8])
+    view.write(Generation([1, 2], [-0.1, -0.2], "stop"))
+    view.rewards[-1] = 0.5
+    view.read([9])
+    view.write(Generation([3], [-0.3], "stop"))
+    view.finish_reason = "stop"
+    record = PromptRecord(0, "p", "p", [7, 8], "r", {}, "row 1")
+    batch = from_json(to_json(episodes_batch([record], [{"a": view, "b": view}], ("a", "b"), [4])))
+    assert batch.response_mask.tolist() == [[True, True, False, True]] * 2
+    assert batch.turn_ids.tolist() == [[0, 0, 0, 1]] * 2
+    assert batch.turn_rewards.tolist() == [[0.0, 0.5, 0.0, 0.0]] * 2
+    assert batch.agent_ids.tolist() == [0, 1] and batch.group_ids.tolist() == [8, 9]
+    tokenizer = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
+    role = RewardRole(Reward([], may_be_empty=True), tokenizer, None)  # type: ignore[arg-type]
+    [sample, _] = role.samples(batch, range(2))
+    assert (sample.response, sample.transcript, sample.num_tokens) == ("3", "1 2 9 3", 3)

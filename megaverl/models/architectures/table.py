@@ -59,7 +59,7 @@ FINAL_NORM = Rule(
     "last",
 )
 LM_HEAD = Rule("lm_head.weight", ("vocab", "hidden"), Split.VOCAB, "output_layer.weight", "lm_head.weight", "last")
-VALUE_HEAD = Rule("score.weight", ("values", "hidden"), Split.REPLICATED, "output_layer.weight", None, "last")
+VALUE_HEAD = Rule("score.weight", ("value_heads", "hidden"), Split.REPLICATED, "output_layer.weight", None, "last")
 
 
 def build(layers: Layers, spec: ModelSpec, *, value_head: int) -> list[Weight]:
@@ -68,7 +68,7 @@ def build(layers: Layers, spec: ModelSpec, *, value_head: int) -> list[Weight]:
     With `value_head` the model is a critic: `score.weight` `[value_head, hidden]` in the place of the language-model
     head, and nothing tied.
     """
-    sizes = {"values": int(value_head), **_sizes(spec)}
+    sizes = {"value_heads": int(value_head), **_sizes(spec)}
     tied = spec.tie_embeddings and not value_head
     num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
     dense, routed = (_templates(rules, sizes, spec) for rules in layers)

@@ -1,0 +1,30 @@
+"""How many sequences an engine works on at once: as many as their keys and values have room for, within bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class InFlight:
+    """Of one engine.
+
+    Attributes:
+        least, most: bounds; with too little room for `least`, the engine has to make some (vLLM preempts).
+        budget: bytes for keys and values, where the engine has no cache of its own to ask.
+        number: what was chosen last.
+    """
+
+    least: int
+    most: int
+    budget: int = 0
+    number: int = 0
+
+    def choose(self, free_tokens: int, longest: int) -> int:
+        """The number for responses whose prompt and response together take up to `longest` tokens.
+
+        Args:
+            free_tokens: for whose keys and values there is room.
+        """
+        self.number = max(self.least, min(self.most, free_tokens // max(longest, 1)))
+        return self.number

@@ -1,0 +1,52 @@
+"""`placement` in a configuration: what it settles, and what is wrong with it, told before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaverl.config import Config, InvalidConfig, load_config, smallest_world
+from megaverl.config.loader import Command
+
+NEEDED = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
+
+
+def load(*overrides: str, command: Command = "train", world: int | None = None) -> Config:
+    return load_config(None, [*NEEDED, *overrides], command=command, check_paths=False, world_size=world)
+
+
+def test_the_smallest_world_holds_every_role() -> None:
+    assert smallest_world(load()) == 1
+    assert smallest_world(load("placement={rollout: 0, actor: rest}", "actor.tp=4")) == 5
+    short = load("placement={actor_devices: [0, 1], critic_devices: [2]}", "algorithm.name=ppo")
+    assert smallest_world(short) == 3
+
+
+def test_grids_are_judged_on_their_own_ranks() -> None:
+    load("placement={rollout: 0, actor: rest}", "actor.tp=2", world=5)
+    with pytest.raises(InvalidConfig, match=r"placement.actor .*: tp=2 x cp=1 x pp=1 = 2 does not divide its 3 ranks"):
+        load("placement={rollout: 0, actor: rest}", "actor.tp=2", world=4)
+    load("placement={rollout: {nodes: gen-1}, actor: rest}", world=4)  # known when the nodes have met
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "said"),
+    [
+        (["placement={rollout: 0-1, actor: 1-2}"], "placement.rollout", "share all of their ranks or none"),
+        (["rollout.async_rollout=true"], "rollout.async_rollout", "Give them ranks of their own"),
+        (["placement={actor_islands: 2, coordinator: 2}"], "placement.rollout", "which has 2 islands"),
+        (["placement={rollout: 0}", "trainer.replay_rollouts=x"], "trainer.replay_rollouts", "all roles on the same"),
+        (["placement={rollout: gen-1}"], "placement.rollout", "A node is named as {nodes: gen-1}"),
+        (["placement={rolout: 0}"], "placement.rolout", "unknown key"),
+    ],
+)
+def test_what_is_wrong_is_told_with_its_key(overrides: list[str], key: str, said: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        load(*overrides, world=3)
+    assert any(key in line and said in line for line in str(caught.value).splitlines()), caught.value
+
+
+def test_other_commands_have_all_roles_everywhere() -> None:
+    placed = "placement={rollout: 0, actor: rest}"
+    load(placed, "data.validation=absent.jsonl", command="eval", world=3)
+    with pytest.raises(InvalidConfig, match="placement.*the quickstart has all roles on all ranks"):
+        load(placed, command="quickstart", world=3)
