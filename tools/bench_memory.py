@@ -1,6 +1,6 @@
 """Peak memory and time of an update, with and without each thing that saves memory, and what the planner says of it.
 
-    python tools/bench_memory.py                    # about 34 M parameters, float32, one process
+    python tools/bench_memory.py                    # about 42 M parameters, float32, one process
     python tools/bench_memory.py --hidden 1024 --layers 16 --tokens 8192 --dtype bfloat16      # on a GPU
 
 Every line is a process of its own: an actor that takes three updates (and, where it says so, a reference that scores).
@@ -78,7 +78,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=16384)
+    parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--tokens", type=int, default=2048, help="of an update; half of them in one micro-batch")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)

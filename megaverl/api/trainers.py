@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaverl.api.settings import Description, Reward, TrainerConfig, resolve
 from megaverl.api.strategy import RoleBasedDistributedStrategy
-from megaverl.api.world import init_distributed, under_torchrun
+from megaverl.api.world import explained, init_distributed, under_torchrun
 from megaverl.config import Config
 from megaverl.config.errors import did_you_mean
 from megaverl.config.sources import is_hub_name
@@ -75,7 +75,8 @@ class RLTrainer:
         """
         if not under_torchrun() and _num_ranks(self.config) > 1:
             return _train_in_ranks(self.config)
-        return self.loop.train()
+        with explained():
+            return self.loop.train()
 
     @property
     def loop(self) -> Loop:
@@ -108,7 +109,8 @@ class PPOTrainer(RLTrainer):
     def rollout(self) -> RolloutBatch:
         """Responses to the next `data.prompts_per_step` prompts; nothing is scored or trained yet."""
         self._begin()
-        drawn = self.loop.rollouts(self.loop.next_step)
+        with explained():
+            drawn = self.loop.rollouts(self.loop.next_step)
         self._measured = drawn.metrics
         return drawn.batch
 
@@ -125,7 +127,8 @@ class PPOTrainer(RLTrainer):
         self._begin()
         loop = self.loop
         given = StoredRollouts(loop.next_step, 0, rollouts, metrics=dict(self._measured))
-        metrics = loop.one_step(loop.next_step, None, given)
+        with explained():
+            metrics = loop.one_step(loop.next_step, None, given)
         loop.next_step += 1
         return metrics
 

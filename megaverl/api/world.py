@@ -6,10 +6,12 @@ import atexit
 import os
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megaverl.config import Config, smallest_world
-from megaverl.errors import ConfigError
+from megaverl.errors import ConfigError, TrainingStopped
 
 if TYPE_CHECKING:
     from megaverl.api.settings import Description
@@ -67,6 +69,22 @@ def init_distributed(config: Description) -> Job:
     seed_generators(resolved.run.seed)
     atexit.register(_leave)
     return _Joined.job
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Around work with the other ranks: where one of them is gone, an error here says so, and not what gloo or NCCL do.
+
+    Raises:
+        TrainingStopped: a rank is lost, with its verdict.
+    """
+    try:
+        yield
+    except Exception as error:
+        job = _Joined.job
+        if job is not None and (verdict := job.liveness.explain(error)):
+            raise TrainingStopped(verdict) from error
+        raise
 
 
 def _leave() -> None:

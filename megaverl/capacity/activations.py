@@ -15,7 +15,7 @@ from typing import Any
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 
-CHUNK_BYTES = 64 * 2**20  # of logits at a time (`megaverl.models.chunked_head`, which needs torch)
+CHUNK_BYTES = 32 * 2**20  # of logits at a time (`megaverl.models.chunked_head`, which needs torch)
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,12 @@ def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool
 
 def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool, trains_weight: bool) -> float:
     """The same where logits are made a chunk at a time (`megaverl.models.chunked_head`): hidden states, in training
-    their gradient and a float32 one of the output layer's weight; and a chunk in float32 three times."""
+    their gradient and a float32 one of the output layer's weight; and a chunk with its
+    gradient, in float32 twice besides."""
     hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)
     weight = 4.0 * padded_vocab * shape.spec.hidden_size / shape.tp if train and trains_weight else 0.0
     chunk = min(CHUNK_BYTES, shape.itemsize * tokens * padded_vocab / shape.tp)
-    return hidden + weight + chunk * (1 + 3 * 4 / shape.itemsize / 8)
+    return hidden + weight + chunk * (2 + 2 * 4 / shape.itemsize)
 
 
 def paper_layer_bytes(sequence: int, batch: int, hidden: int, heads: int, tp: int, *, sequence_parallel: bool) -> float:

@@ -21,7 +21,7 @@ platform.adapt_megatron()
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 
-CHUNK_BYTES = 64 * 2**20  # of logits, at a time
+CHUNK_BYTES = 32 * 2**20  # of logits, at a time
 
 
 class HiddenHead:

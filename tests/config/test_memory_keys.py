@@ -1,4 +1,4 @@
-"""`lora`, `activation_checkpointing`, `gradient_accumulation`, `offload`: what they accept, and what follows from them."""
+"""`lora`, `activation_checkpointing`, `gradient_accumulation`, `offload`: what they accept, and what follows."""
 
 from __future__ import annotations
 

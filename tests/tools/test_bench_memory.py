@@ -8,7 +8,7 @@ from tools.bench_memory import LINES, configure, make_model, parse, planned_byte
 
 
 def test_every_line_is_planned_to_save_memory(tmp_path: Path) -> None:
-    options = parse(["--hidden", "128", "--layers", "3", "--vocab", "4096"])
+    options = parse(["--hidden", "128", "--layers", "3", "--vocab", "65536"])
     model = str(make_model(tmp_path, options))
     planned = {line: planned_bytes(*configure(options, model, settings)) for line, settings in LINES.items()}
     most = planned["everything kept"]
