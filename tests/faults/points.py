@@ -15,7 +15,7 @@ from tests.faults.runs import Remains, arguments, differences, remains
 from tests.faults.server import Ended, Server
 
 ALL_END_WITHIN = 60.0  # seconds after one rank is lost
-SHORT_WAIT = "run.timeout_minutes=0.15"  # a wait that lasts longer is a stall
+SHORT_WAIT = "run.timeout_minutes=0.1"  # a wait that lasts longer is a stall
 
 
 def _kill(rank: int, stage: str, step: int | None, *, byte: int | None = None, delay: float = 0.0) -> Fault:

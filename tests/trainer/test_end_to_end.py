@@ -231,16 +231,16 @@ def test_fine_tune_then_evaluate_then_generate(inputs: Path, tmp_path: Path, run
     assert len(losses) == 30 and losses[-1] < 0.05 < losses[0]
 
     tuned = [f"model.path={tmp_path / 'sft' / 'hf'}", "rollout.sampling.temperature=0"]
-    evaluated = run_command("eval", [*common, *data, *tuned, "run.name=eval", "rollout.tp=2", "reward=exact_match"])
-    assert evaluated.returncode == 0, evaluated.stderr
+    options = [*common, *data, *tuned, "run.name=eval", "rollout.tp=2", "reward=exact_match"]
+    assert run_world(2, "tests.trainer.ranks:attempt", command="eval", arguments=options) == [{}, {}]
     result = json.loads((tmp_path / "eval" / "eval.json").read_text())
     assert result["validation/accuracy"] == 1.0
-    assert "accuracy" in evaluated.stdout
 
     output = tmp_path / "out.jsonl"
-    options = ["--prompt", "reverse 123 =", "--output", str(output)]
-    generated = run_command("generate", [*options, *common, *tuned, "run.name=gen", "rollout.engine=hf"])
-    assert generated.returncode == 0, generated.stderr
+    given = {"prompt": ["reverse 123 ="], "output": str(output)}
+    options = [*common, *tuned, "run.name=gen", "rollout.engine=hf"]
+    target = "tests.trainer.ranks:attempt"
+    assert run_world(2, target, command="generate", arguments=options, options=given) == [{}, {}]
     assert json.loads(output.read_text()) == {
         "prompt": "reverse 123 =",
         "response": "321",
