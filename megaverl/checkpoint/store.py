@@ -146,6 +146,8 @@ class CheckpointStore:
             writing=Writing(lambda: _write(torn, shards, own, more), in_background=in_background),
             best=best,
         )
+        for trainable in roles.values():  # only now: what is not going to be written need not be copied
+            trainable.before_step = shards.held.settle
 
     def finish(self, *, wait: bool = True) -> Path | None:
         """Commit the checkpoint that was started, once every rank has written its part.
@@ -258,15 +260,12 @@ class CheckpointStore:
         moving = [trainable for trainable in roles.values() if trainable.leaves]
         staying = [trainable for trainable in roles.values() if in_background and not trainable.leaves]
         with _present(roles):
-            shards = self._stager.stage(
+            return self._stager.stage(
                 sharded_state(roles),
                 held=trained_storages(staying),
                 copied=trained_storages(moving) | buffer_storages([*moving, *staying]),
                 committer=self.committer,
             )
-        for trainable in staying:
-            trainable.before_step = shards.held.settle
-        return shards
 
     def _of_all_worlds(self, mine: dict[str, Any]) -> dict[str, Any]:
         """What all worlds say of their roles, where there are several."""
