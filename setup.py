@@ -23,6 +23,7 @@ MEGATRON_CORE = "megatron-core>=0.16,<0.20"  # 0.17 and later need Python 3.12
 
 INSTALL_REQUIRES = [
     "huggingface-hub>=1.0",
+    "isal>=1.7",
     "jinja2>=3.1",
     "math-verify>=0.9",
     "matplotlib>=3.8",
@@ -48,7 +49,7 @@ EXTRAS_REQUIRE = {
     "megatron": ["torch>=2.6", MEGATRON_CORE, "transformer-engine[pytorch]>=2.4"],
     # Rollouts on GPUs; it names the torch build that it needs.
     "vllm": ["vllm>=0.24"],
-    "test": ["hypothesis>=6.100", "mypy>=1.15", "pytest>=8", "ruff>=0.9", "types-PyYAML>=6.0"],
+    "test": ["hypothesis>=6.100", "mypy>=1.15", "peft>=0.17", "pytest>=8", "ruff>=0.9", "types-PyYAML>=6.0"],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow>=2.20"],

@@ -48,5 +48,9 @@ class CheckpointError(MegaverlError):
     """A checkpoint that is missing, torn or does not fit the run."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint whose bytes are not those that were written; another one may be whole."""
+
+
 class TrainingStopped(MegaverlError):
     """The run cannot go on: a non-finite loss, a wrong first reshard, a lost rank."""

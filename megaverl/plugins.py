@@ -32,7 +32,10 @@ def load_object(name: str, key: str) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's module does when it is imported
-        raise ConfigError(f"{key}: {place} cannot be imported: {type(error).__name__}: {error}") from error
+        hint = ""
+        if isinstance(error, ModuleNotFoundError):
+            hint = ". Is it installed, or its folder on PYTHONPATH? A file can be named by its path instead"
+        raise ConfigError(f"{key}: {place} cannot be imported: {type(error).__name__}: {error}{hint}.") from error
     if not hasattr(module, attribute):
         there = sorted(one for one in vars(module) if one.isidentifier() and not one.startswith("_"))
         near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)

@@ -118,14 +118,14 @@ def _save_rank(given: argparse.Namespace) -> int:
         command="sft",
     )
     trainer = SFTTrainer(config, Builder(config), console)
-    roles = {"actor": trainer.trainable}
+    roles = trainer.trained
     store = CheckpointStore(given.folder / "saves", retention=Retention(keep_last_k=1))
     taken = 0
 
     def step() -> float:
         nonlocal taken
         start = time.perf_counter()
-        trainer.one_step(taken)
+        trainer.one_step([trainer.data[i] for i in trainer.sampler.indices(taken)], taken)
         dist.barrier()
         taken += 1
         return time.perf_counter() - start
@@ -147,7 +147,7 @@ def _save_rank(given: argparse.Namespace) -> int:
             start = time.perf_counter()
             store.start(taken, roles, {})
             copy = started = time.perf_counter() - start
-            settle = trainer.trainable.before_step
+            settle = trainer.updates.trainable.before_step
 
             def timed_settle(settle: Callable[[], None] = settle) -> None:
                 nonlocal copy
@@ -155,7 +155,7 @@ def _save_rank(given: argparse.Namespace) -> int:
                 settle()
                 copy += time.perf_counter() - start
 
-            trainer.trainable.before_step = timed_settle
+            trainer.updates.trainable.before_step = timed_settle
             during = [step()]
             while store.finish(wait=False) is None:
                 during.append(step())

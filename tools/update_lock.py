@@ -64,7 +64,7 @@ def locks() -> list[Lock]:
     return [
         Lock(
             base,
-            ("cpu", "gguf", "tensorboard", "test"),
+            ("cpu", "datasets", "docs", "gguf", "tensorboard", "test", "wandb"),
             "quickstart and tests on a CPU",
             core=True,
             tools=("setuptools",),

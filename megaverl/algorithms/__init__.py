@@ -7,12 +7,15 @@ options, set from the configuration. To add an algorithm, write one function and
     def mine(log_probs, old_log_probs, advantages, weights, *, strength: float = 1.0) -> LossOutput: ...
 
 or name it `module:function` in the configuration.
+
+Each names its paper and the place in it. "eq. 7" is the number that stands in the paper's text; "unnumbered": it stands
+there without one; "equation number not checked": the text was not at hand, only what others say of it.
 """
 
 from megaverl.algorithms.advantages import Advantages, advantage_estimators, gae, rewards_to_go, whiten
 from megaverl.algorithms.aggregation import Denominators, aggregations, count_denominators
 from megaverl.algorithms.covariance_losses import covariances, token_selectors
-from megaverl.algorithms.distillation import distillation, distillation_losses
+from megaverl.algorithms.distillation import distillation, distillation_loss, divergences
 from megaverl.algorithms.divergence_losses import binary_kl, binary_tv
 from megaverl.algorithms.dynamic_sampling import Kept, keep_groups
 from megaverl.algorithms.entropy import entropy_sum
@@ -72,7 +75,8 @@ __all__ = [
     "count_denominators",
     "covariances",
     "distillation",
-    "distillation_losses",
+    "distillation_loss",
+    "divergences",
     "dr_grpo",
     "entropy_sum",
     "finalize",

@@ -19,7 +19,7 @@ token_selectors: Registry[Tensor] = Registry("token selector")
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """Each token's part in the covariance of log-prob and advantage, arXiv 2505.22617, section 4.2.
+    """Each token's part in the covariance of log-prob and advantage, arXiv 2505.22617, eq. 10.
 
     (log_prob - mean log_prob) (A - mean A), means over all tokens of the mini-batch. The paper takes the log-probs of
     the policy being trained; given those at the start of the update, the first update of a batch sees the same.
@@ -41,7 +41,7 @@ def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) ->
 def largest_covariances(
     log_probs: Tensor, advantages: Tensor, response_mask: Tensor, *, fraction: float = 0.002
 ) -> Tensor:
-    """The tokens with the largest covariance, arXiv 2505.22617, section 4.2 (KL-Cov): `fraction` of all, at least one.
+    """The tokens with the largest covariance, arXiv 2505.22617, eq. 13 (KL-Cov): `fraction` of all, at least one.
 
     Arguments as in `covariances`. Of equal ones the first in the batch are taken.
     """
@@ -64,7 +64,7 @@ def some_large_covariances(
     covariance_low: float = 1.0,
     covariance_high: float = 5.0,
 ) -> Tensor:
-    """Tokens drawn from those with a large covariance, arXiv 2505.22617, section 4.2 (Clip-Cov).
+    """Tokens drawn from those with a large covariance, arXiv 2505.22617, eq. 11 (Clip-Cov).
 
     Arguments as in `covariances`. draws: `[mini-batch, response]` float, uniform random numbers: of the tokens whose
     covariance lies between `covariance_low` and `covariance_high`, those with the smallest are taken, as many as
@@ -89,7 +89,7 @@ def clip_cov(
     clip_low: float = 1.0,
     clip_high: float = 1.0,
 ) -> LossOutput:
-    """Clip-Cov, arXiv 2505.22617, section 4.2: the surrogate r_t A_t, and 0 for the selected tokens.
+    """Clip-Cov, arXiv 2505.22617, eq. 12: the surrogate r_t A_t, and 0 for the selected tokens.
 
     The paper's equation has no clip beside it; the authors' program has PPO's, and so does this one, wide by default.
 
@@ -112,7 +112,7 @@ def kl_cov(
     *,
     penalty: float = 1.0,
 ) -> LossOutput:
-    """KL-Cov, arXiv 2505.22617, section 4.2: the surrogate r_t A_t, with a KL penalty on the selected tokens.
+    """KL-Cov, arXiv 2505.22617, eq. 14: the surrogate r_t A_t, with a KL penalty on the selected tokens.
 
     loss = - sum_t weight_t (r_t A_t - penalty [t selected] |log r_t|). The paper's KL(old || new) is estimated, as in
     the authors' program, by the size of the log-ratio.

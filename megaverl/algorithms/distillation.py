@@ -1,7 +1,10 @@
 """On-policy distillation: the student writes, the teacher judges every token.
 
-Two forms. As an advantage the teacher's log-prob of the sampled token is enough, and the teacher can be a reference
-role. As a loss over whole distributions, both need their log-probs of all of the vocabulary.
+Two forms. As an advantage the teacher's log-prob of the sampled token is enough. As a loss, whole distributions are
+compared, by one of `divergences`: functions of `[..., vocabulary]` log-probs of student and teacher, each normalised
+over the whole vocabulary; they return `[...]`, a sum over the vocabulary of terms of one entry each. So a
+tensor-parallel rank's part of the vocabulary gives its part of the divergence. -inf counts as e^-87. No gradient goes
+to the teacher.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from megaverl.algorithms.loss import LossOutput
 from megaverl.algorithms.metrics import moments
 from megaverl.algorithms.registry import Registry
 
-distillation_losses: Registry[LossOutput] = Registry("distillation loss")
+divergences: Registry[Tensor] = Registry("divergence")
+
+LOWEST = math.log(torch.finfo(torch.float32).tiny)  # e^-87: an impossible token, with a finite log-prob
 
 
 @advantage_estimators.register("distillation")
@@ -36,54 +41,58 @@ def distillation(
     return Advantages(gap.clamp(-limit, limit), None)
 
 
-@distillation_losses.register("forward_kl")
-def forward_kl(student_log_probs: Tensor, teacher_log_probs: Tensor, weights: Tensor) -> LossOutput:
-    """sum_t weight_t KL(teacher || student) at token t: arXiv 2306.13649, section 2.
+@advantage_estimators.register("none")
+def none(response_mask: Tensor) -> Advantages:
+    """No reward trains: all advantages are 0, and the policy learns from its other losses alone, such as a teacher's.
 
-    Args:
-        student_log_probs: `[batch, response, vocabulary]` float, normalised; the gradient flows here.
-        teacher_log_probs: the same shape, no gradient. -inf is allowed where a token is impossible, in either.
-        weights: `[batch, response]` float, from `aggregation`; where 0 the rest may be anything.
+    Args: response_mask: `[batch, response]` bool.
 
-    Metrics: `distillation_kl`, the token mean.
+    Returns: advantages `[batch, response]` float32; no returns.
     """
-    student, teacher, active = _distributions(student_log_probs, teacher_log_probs, weights)
-    return _output(_kl(teacher, student), weights, active)
+    return Advantages(torch.zeros(response_mask.shape, device=response_mask.device), None)
 
 
-@distillation_losses.register("reverse_kl")
-def reverse_kl(student_log_probs: Tensor, teacher_log_probs: Tensor, weights: Tensor) -> LossOutput:
-    """sum_t weight_t KL(student || teacher) at token t: arXiv 2306.08543, section 2. Arguments as `forward_kl`."""
-    student, teacher, active = _distributions(student_log_probs, teacher_log_probs, weights)
-    return _output(_kl(student, teacher), weights, active)
+@divergences.register("forward_kl")
+def forward_kl(student_log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """KL(teacher || student) = sum_v p_T (log p_T - log p_S): arXiv 2306.13649, section 2. See the module."""
+    student, teacher = _bounded(student_log_probs, teacher_log_probs)
+    return _kl(teacher, student)
 
 
-@distillation_losses.register("jensen_shannon")
-def jensen_shannon(
-    student_log_probs: Tensor, teacher_log_probs: Tensor, weights: Tensor, *, beta: float = 0.5
-) -> LossOutput:
+@divergences.register("reverse_kl")
+def reverse_kl(student_log_probs: Tensor, teacher_log_probs: Tensor) -> Tensor:
+    """KL(student || teacher) = sum_v p_S (log p_S - log p_T): arXiv 2306.08543, section 2. See the module."""
+    student, teacher = _bounded(student_log_probs, teacher_log_probs)
+    return _kl(student, teacher)
+
+
+@divergences.register("jensen_shannon")
+def jensen_shannon(student_log_probs: Tensor, teacher_log_probs: Tensor, *, beta: float = 0.5) -> Tensor:
     """Generalised Jensen-Shannon divergence, arXiv 2306.13649, eq. 1.
 
-    beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student. Arguments as
-    `forward_kl`; beta strictly between 0 and 1.
+    beta KL(teacher || m) + (1 - beta) KL(student || m), m = beta teacher + (1 - beta) student. See the module.
+
+    Args: beta: strictly between 0 and 1.
     """
-    student, teacher, active = _distributions(student_log_probs, teacher_log_probs, weights)
+    student, teacher = _bounded(student_log_probs, teacher_log_probs)
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
-    return _output(beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture), weights, active)
+    return beta * _kl(teacher, mixture) + (1.0 - beta) * _kl(student, mixture)
 
 
-def _distributions(student: Tensor, teacher: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def distillation_loss(per_token: Tensor, weights: Tensor) -> LossOutput:
+    """sum_t weight_t D_t, for divergences and weights `[batch, response]`; where a weight is 0, D may be anything.
+
+    Metrics: `distillation_divergence`, the token mean of the divergence, whichever it is.
+    """
     active = weights != 0
-    lowest = math.log(torch.finfo(torch.float32).tiny)  # e^-87: an impossible token, with a finite log-prob
-    there = active.unsqueeze(-1)
-    student = torch.where(there, student, 0.0).clamp(min=lowest)
-    return student, torch.where(there, teacher.detach(), 0.0).clamp(min=lowest), active
+    per_token = torch.where(active, per_token, 0.0)
+    return LossOutput((weights * per_token).sum(), {"distillation_divergence": moments(per_token, active)})
+
+
+def _bounded(student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+    return student.clamp(min=LOWEST), teacher.detach().clamp(min=LOWEST)
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:
     """sum_v p (log p - log q) over the last dimension."""
     return (p.exp() * (p - q)).sum(dim=-1)
-
-
-def _output(per_token: Tensor, weights: Tensor, active: Tensor) -> LossOutput:
-    return LossOutput((weights * per_token).sum(), {"distillation_kl": moments(per_token, active)})

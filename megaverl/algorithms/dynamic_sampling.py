@@ -21,7 +21,9 @@ class Kept(NamedTuple):
     silent: int
 
 
-def keep_groups(scores: Tensor, group_ids: Tensor, *, wanted: int, last_round: bool = False) -> Kept:
+def keep_groups(
+    scores: Tensor, group_ids: Tensor, prompt_ids: Tensor | None = None, *, wanted: int, last_round: bool = False
+) -> Kept:
     """The first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
 
     There a group is kept if 0 < its right answers < its size; with scores of 0 and 1 that is the same as scores that
@@ -34,19 +36,22 @@ def keep_groups(scores: Tensor, group_ids: Tensor, *, wanted: int, last_round: b
     Args:
         scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping.
         group_ids: `[batch]` int64, equal for the responses to one prompt.
-        wanted: groups in a step, `data.prompts_per_step`.
+        prompt_ids: `[batch]` int64, where a prompt has several groups, as each of several agents has one of every
+            episode: they stand and fall together, and one that differs is enough. None: each group is a prompt.
+        wanted: prompts in a step, `data.prompts_per_step`.
     """
     if not len(scores):
         return Kept(torch.zeros(0, dtype=torch.int64), wanted, 0)
     differs = group_stats(scores.double(), group_ids).std > 0
-    telling = _in_order(group_ids[differs])
-    silent = _in_order(group_ids[~differs])
+    units = group_ids if prompt_ids is None else prompt_ids
+    telling = _in_order(units[differs])
+    silent = [unit for unit in _in_order(units) if unit not in set(telling)]
     chosen = telling[:wanted]
     missing = wanted - len(chosen)
     if last_round:
         chosen = chosen + silent[:missing]
         missing = wanted - len(chosen)
-    kept = torch.isin(group_ids, torch.tensor(chosen, dtype=torch.int64, device=group_ids.device))
+    kept = torch.isin(units, torch.tensor(chosen, dtype=torch.int64, device=units.device))
     return Kept(kept.nonzero()[:, 0], missing, len(silent))
 
 

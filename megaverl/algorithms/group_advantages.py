@@ -30,7 +30,7 @@ def grpo(
     normalize_std: bool = True,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group-relative advantages of GRPO's outcome supervision, arXiv 2402.03300, section 4.1.2.
+    """Group-relative advantages of GRPO's outcome supervision, arXiv 2402.03300, section 4.1.2 (in its text).
 
     A_i = (r_i - mean of the group) / (std of the group + eps); std is the sample standard deviation (n - 1). Without
     `normalize_std` the division is left out, see `dr_grpo`. eps: added to the standard deviation.
@@ -43,7 +43,7 @@ def grpo(
 
 @advantage_estimators.register("dr_grpo")
 def dr_grpo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """Dr. GRPO, arXiv 2503.20783, section 3.2: A_i = r_i - mean of the group, not divided by its deviation.
+    """Dr. GRPO, arXiv 2503.20783, section 3.2 (unnumbered): A_i = r_i - mean of the group, not divided by a deviation.
 
     The paper's other half is the aggregation `fixed_length`.
     """
@@ -52,7 +52,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advant
 
 @advantage_estimators.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """REINFORCE leave-one-out, arXiv 2402.14740: A_i = r_i - mean of the group's other rewards.
+    """REINFORCE leave-one-out, arXiv 2402.14740 (unnumbered): A_i = r_i - mean of the group's other rewards.
 
     The same as n / (n - 1) (r_i - mean of the group).
     """
@@ -64,7 +64,8 @@ def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantage
 
 @advantage_estimators.register("opo")
 def opo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """On-policy RL with the optimal reward baseline, arXiv 2505.23585: A_i = r_i - sum_j l_j r_j / sum_j l_j.
+    """On-policy RL with the optimal reward baseline, arXiv 2505.23585 (equation number not checked):
+    A_i = r_i - sum_j l_j r_j / sum_j l_j.
 
     The mean of the group weighs each response by its length l_j: the variance-minimal baseline where the squared
     gradient of a response grows with its length. A group without any token gets 0.
@@ -85,7 +86,8 @@ def gpg(
     normalize_std: bool = False,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group policy gradient, arXiv 2504.02546: A_i = alpha (r_i - mean of the group) / F, alpha = B / (B - M).
+    """Group policy gradient, arXiv 2504.02546 (equation number not checked):
+    A_i = alpha (r_i - mean of the group) / F, alpha = B / (B - M).
 
     M of the batch's B responses are in groups whose rewards are all equal: they have no gradient, and yet count in the
     mean over the batch; alpha makes up for it. F is 1, or with `normalize_std` the group's sample standard deviation
@@ -101,8 +103,8 @@ def gpg(
 
 @advantage_estimators.register("reinforce_plus_plus_baseline")
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """REINFORCE++ with baseline, arXiv 2501.03262: the group's mean is subtracted, then the whole batch
-    is normalised.
+    """REINFORCE++ with baseline, arXiv 2501.03262, appendix A of version 2: the group's mean is subtracted,
+    then the whole batch is normalised.
 
     A_i = r_i - mean of the group, shifted and scaled to mean 0 and variance 1 over all tokens of the batch.
     """
@@ -120,7 +122,8 @@ def gdpo(
     *,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group reward-decoupled normalisation, arXiv 2601.05242: every reward is normalised by itself.
+    """Group reward-decoupled normalisation, arXiv 2601.05242 (equation number not checked): every reward is
+    normalised by itself.
 
     Each reward's GRPO advantages are summed (with its weight), and the sums scaled to mean 0 and deviation 1 over the
     responses of the batch; the deviation is that of a sample (n - 1), + eps.
@@ -145,7 +148,8 @@ def gdpo(
 def pass_at_k_advantages(
     rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, k: int, right_from: float = 1.0
 ) -> Advantages:
-    """Pass@k training, arXiv 2508.10751, in its analytical form: groups of k count as one answer.
+    """Pass@k training, arXiv 2508.10751, in its analytical form (equation number not checked): groups of k
+    count as one answer.
 
     Of a group of n responses, m are wrong. Over all subsets of k, the mean of "one is right" is
     R = 1 - C(m, k) / C(n, k), with deviation s = sqrt(R (1 - R)). A response is credited with the mean, over the
@@ -180,7 +184,8 @@ def _pass_at_k_credit(n: int, m: int, k: int, *, is_wrong: bool) -> float:
 
 @advantage_estimators.register("best_of_group")
 def best_of_group(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
-    """The gain of the group's maximum by each response, arXiv 2503.19595: A_i = max_j r_j - max_{j != i} r_j.
+    """The gain of the group's maximum by each response, arXiv 2503.19595 (equation number not checked):
+    A_i = max_j r_j - max_{j != i} r_j.
 
     So only a single best response is credited, with its lead over the second: the policy gradient of the best of n.
     """

@@ -79,11 +79,12 @@ _DERIVED: dict[str, tuple[tuple[str, ...], Callable[..., float]]] = {
 
 
 def finalize(sums: Mapping[str, Tensor]) -> dict[str, float]:
-    """The mean of every metric, and the metrics derived from several of them."""
+    """The mean of every metric, and the metrics derived from several of them: of those without, and with, a `role/`."""
     result = {name: mean(value) for name, value in sums.items()}
-    for name, (needs, function) in _DERIVED.items():
-        if all(need in sums for need in needs):
-            result[name] = function(*(sums[need] for need in needs))
+    for role in {name[: name.rfind("/") + 1] for name in sums}:
+        for name, (needs, function) in _DERIVED.items():
+            if all(role + need in sums for need in needs):
+                result[role + name] = function(*(sums[role + need] for need in needs))
     return result
 
 

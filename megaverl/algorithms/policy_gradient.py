@@ -79,7 +79,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> LossOutput:
-    """Soft adaptive policy optimization, arXiv 2511.20347: a sigmoid gate in place of the clip.
+    """Soft adaptive policy optimization, arXiv 2511.20347, eq. 5 and 6: a sigmoid gate in place of the clip.
 
     loss = - sum_t weight_t f(r_t) A_t with f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_positive where A_t > 0, else
     tau_negative. The slope of f is 1 at r = 1 and falls off to both sides, faster for a larger tau.

@@ -12,7 +12,7 @@ from megaverl.algorithms.token_rewards import check_finite
 
 @advantage_estimators.register("reinforce_plus_plus")
 def reinforce_plus_plus(token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Advantages:
-    """REINFORCE++, arXiv 2501.03262: rewards-to-go, normalised over the whole batch.
+    """REINFORCE++, arXiv 2501.03262, eq. 8 to 10 of version 2: rewards-to-go, normalised over the whole batch.
 
     A_t = sum_{s >= t} gamma^(s - t) r_s, shifted and scaled to mean 0 and variance 1 over all tokens. It needs no
     groups. The KL penalty belongs into the token rewards (`algorithm.kl.in: reward`).
@@ -27,7 +27,8 @@ def reinforce_plus_plus(token_rewards: Tensor, response_mask: Tensor, *, gamma: 
 
 @advantage_estimators.register("remax")
 def remax(token_rewards: Tensor, greedy_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Advantages:
-    """ReMax, arXiv 2310.10505: the baseline is the reward of the greedy response to the same prompt.
+    """ReMax, arXiv 2310.10505 (equation number not checked): the baseline is the reward of the greedy response to the
+    same prompt.
 
     A_t = sum_{s >= t} gamma^(s - t) r_s - greedy reward.
 
@@ -55,7 +56,8 @@ def optimal_token_baseline(
     gamma: float = 1.0,
     eps: float = 1e-8,
 ) -> Advantages:
-    """The optimal token baseline, arXiv 2602.07078: at each position the variance-minimal baseline of the group.
+    """The optimal token baseline, arXiv 2602.07078 (equation number not checked): at each position the variance-minimal
+    baseline of the group.
 
     A_t = G_t - B_t, B_t = sum_i G_t W_t / (sum_i W_t + eps) over the group's responses that have a token at position t,
     with G_t the reward-to-go and W_t = sum_{s <= t} of the squared norm of the score, which the paper approximates by

@@ -26,7 +26,7 @@ def bradley_terry(
 
     With margins, - log sigmoid(r_w - r_l - m), arXiv 2307.09288, eq. 2: the more a response was preferred, the further
     apart the two should be. The model fixes rewards up to a constant; `center_coef` x (r_w + r_l)^2 keeps them around 0
-    (arXiv 2312.09244).
+    (arXiv 2312.09244, eq. 2).
 
     Args (`[pairs]`):
         chosen_rewards, rejected_rewards: float; the gradient flows here.

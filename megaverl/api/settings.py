@@ -11,6 +11,7 @@ from typing import Any
 
 from megaverl.api.devices import Devices, device_map, parse_devices
 from megaverl.config import Config, load_config
+from megaverl.config.run import named_reward
 from megaverl.errors import ConfigError
 
 Reward = str | Callable[..., Any] | Mapping[str, Any]
@@ -81,7 +82,7 @@ class TrainerConfig:
             if value is None:
                 continue
             try:
-                value = CONVERT[name](value, name) if name in CONVERT else value
+                value = plain(CONVERT[name](value, name) if name in CONVERT else value, name)
             except ConfigError as error:
                 mistakes.append(str(error))
                 continue
@@ -90,7 +91,7 @@ class TrainerConfig:
         if mistakes:
             raise ConfigError("\n".join(mistakes))
         for key, value in self.options.items():
-            put(found, key, value)
+            put(found, key, plain(value, key))
         return found
 
     def to_config(self, *, check_paths: bool = True) -> Config:
@@ -146,7 +147,7 @@ def reward_entry(value: Reward, where: str = "reward_function") -> dict[str, Any
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, str):
-        return {"function": value} if ":" in value else {"name": value}
+        return dict(named_reward(value))
     return {"function": importable_name(value, where)}
 
 
@@ -176,7 +177,27 @@ def _rewards(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _several(value: Any, where: str) -> list[Any]:
-    return [value] if isinstance(value, str) else list(value)
+    return [value] if isinstance(value, str | Path | Mapping) else list(value)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A value as a YAML file has it; paths become text.
+
+    Raises:
+        ConfigError: one that no file could hold, such as a model instead of its folder.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, where) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(
+        f"{where}: found an object of {type(value).__module__}.{type(value).__qualname__}; expected what a configuration "
+        "file can hold, since every rank reads it: text (a folder, org/name), a number, a list or a mapping."
+    )
 
 
 CONVERT: dict[str, Callable[[Any, str], Any]] = {

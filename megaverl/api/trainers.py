@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,11 +18,13 @@ from megaverl.api.world import explained, init_distributed, under_torchrun
 from megaverl.config import Config
 from megaverl.config.errors import did_you_mean
 from megaverl.config.sources import is_hub_name
-from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
+    from megaverl.metrics.tracker import Tracker
     from megaverl.trainer.rl import RLTrainer as Loop
+    from megaverl.trainer.stored_rollouts import StoredRollouts
 
 
 class RLTrainer:
@@ -72,6 +77,7 @@ class RLTrainer:
 
         Raises:
             TrainingStopped: a rank failed; it has told why.
+            SystemExit: with `errors.SAVED_AND_LEFT`: the run was asked to leave, and goes on when it is started again.
         """
         if not under_torchrun() and _num_ranks(self.config) > 1:
             return _train_in_ranks(self.config)
@@ -96,20 +102,32 @@ class RLTrainer:
 class PPOTrainer(RLTrainer):
     """A loop of one's own: `rollout` gives responses, `update` trains on them.
 
-        trainer = PPOTrainer(get_ppo_config(actor_model="models/small", ...))
-        for _ in range(100):
+        trainer = PPOTrainer(get_ppo_config(actor_model="models/small", total_steps=100, ...))
+        while trainer.num_steps < 100:
             rollouts = trainer.rollout()
             print(trainer.update(rollouts)["reward/mean"])
 
-    Every rank takes part in every call. The configuration may name any algorithm; its own default is PPO.
+    Every rank takes part in every call. What a step leaves is what `train` leaves: trackers, samples, validation,
+    checkpoints, and after the last one of `total_steps` the model. The configuration may name any algorithm; its own
+    default is PPO.
     """
 
     _measured: Mapping[str, float] = {}
+    _records: ExitStack | None = None
+    _tracker: Tracker | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are done; at first those of the checkpoint that the run goes on from."""
+        with explained():
+            self._begin()
+        return self.loop.next_step
 
     def rollout(self) -> RolloutBatch:
         """Responses to the next `data.prompts_per_step` prompts; nothing is scored or trained yet."""
-        self._begin()
         with explained():
+            self._begin()
+            self.loop.stages.step = self.loop.next_step + 1
             drawn = self.loop.rollouts(self.loop.next_step)
         self._measured = drawn.metrics
         return drawn.batch
@@ -118,19 +136,42 @@ class PPOTrainer(RLTrainer):
         """Score `rollouts`, train on them, and give the engine the new weights.
 
         Args:
-            rollouts: of `rollout`, as they are or changed: filtered, or with `rewards` of one's own.
+            rollouts: of `rollout`, as they are or changed: fewer of them, or with `rewards` [B] of one's own, which
+                are then not scored.
 
-        Returns: the step's metrics.
+        Returns: the step's metrics; with those of a validation where one is due.
         """
+        with explained():
+            self._begin()
+            loop, trainer = self.loop, self.config.trainer
+            metrics = loop.one_step(loop.next_step, self._tracker, self._given(rollouts))
+            loop.next_step += 1
+            metrics |= loop.after_step(loop.next_step, self._tracker) or {}
+            if loop.next_step == trainer.steps and self.config.checkpoint.export_hf:
+                loop.export()
+        return metrics
+
+    def close(self) -> None:
+        """Finish trackers, and what is still being saved; at the program's end this is done by itself."""
+        records, self._records = self._records, None
+        if records is None:
+            return
+        atexit.unregister(self.close)
+        with records:
+            if getattr(sys, "last_value", None) is None:  # with all other ranks
+                self.loop.saving.settle()
+
+    def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
+        from megaverl.roles.reward import Scores
+        from megaverl.trainer.generate import score_metrics
         from megaverl.trainer.stored_rollouts import StoredRollouts
 
-        self._begin()
-        loop = self.loop
-        given = StoredRollouts(loop.next_step, 0, rollouts, metrics=dict(self._measured))
-        with explained():
-            metrics = loop.one_step(loop.next_step, None, given)
-        loop.next_step += 1
-        return metrics
+        metrics, scores = dict(self._measured), None
+        if "rewards" in rollouts:
+            rewards = rollouts.rewards.float()
+            scores = Scores(rewards, {"given": rewards}, rewards > 0)
+            metrics |= score_metrics(scores, 0.0)
+        return StoredRollouts(self.loop.next_step, 0, rollouts, scores, metrics)
 
     def _begin(self) -> None:
         """Take up a checkpoint, if there is one, and give the engine its first weights."""
@@ -142,6 +183,9 @@ class PPOTrainer(RLTrainer):
                 "which takes any placement."
             )
         self.loop.resume()
+        self._records = ExitStack()
+        self._tracker = self._records.enter_context(self.loop.records())
+        atexit.register(self.close)
 
 
 def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
@@ -184,6 +228,8 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
         file.write_text(config.to_yaml(), encoding="utf-8")
         arguments = ["-m", "megaverl.cli.main", "train", "--config", str(file)]
         code = start_ranks(arguments, count, log_hint=str(config.run_dir / "logs"))
+    if code == SAVED_AND_LEFT:
+        raise SystemExit(code)
     if code:
         raise TrainingStopped(f"training ended with exit code {code}; {config.run_dir / 'logs'} says more.")
     records = read_metrics(config.run_dir / "metrics.jsonl")

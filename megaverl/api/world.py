@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from megaverl.config import Config, smallest_world
-from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
 
 if TYPE_CHECKING:
     from megaverl.api.settings import Description
@@ -77,10 +77,16 @@ def explained() -> Iterator[None]:
 
     Raises:
         TrainingStopped: a rank is lost, with its verdict.
+        SystemExit: with `errors.SAVED_AND_LEFT`: the run was asked to leave, and has saved.
     """
     try:
         yield
     except Exception as error:
+        from megaverl.trainer.signals import Leaving
+
+        if isinstance(error, Leaving):
+            print(error, file=sys.stderr, flush=True)
+            raise SystemExit(SAVED_AND_LEFT) from error
         job = _Joined.job
         if job is not None and (verdict := job.liveness.explain(error)):
             raise TrainingStopped(verdict) from error
@@ -88,13 +94,22 @@ def explained() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """At the program's end: with the others, unless an error ends it, which they shall hear of."""
+    """At the program's end: with the others, unless an error ends it, which they hear of."""
     import torch.distributed as dist
 
-    if _Joined.job is None or getattr(sys, "last_value", None) is not None:
+    job, error = _Joined.job, getattr(sys, "last_value", None)
+    if job is None:
         return
-    dist.barrier(_Joined.job.fabric.control)
-    _Joined.job.liveness.leave()
+    if error is not None:
+        job.liveness.explain(error)
+        return
+    job.liveness.note("the end of its program")
+    try:
+        dist.barrier(job.fabric.control)
+    except RuntimeError as broken:
+        print(f"error: {job.liveness.explain(broken) or broken}", file=sys.stderr, flush=True)
+        os._exit(1)
+    job.liveness.leave()
     dist.destroy_process_group()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from typing import Generic, TypeVar
 
 import torch
@@ -50,8 +50,12 @@ class HeldTensors(Generic[K]):
             self._reading = None
             self._changed.notify_all()
 
-    def settle(self) -> None:
-        """Copy what is still to be written, and wait for the one that is being read: all may then change."""
+    def settle(self, waits: Callable[[], None] = lambda: None) -> None:
+        """Copy what is still to be written, and wait for the one that is being read: all may then change.
+
+        Args:
+            waits: told when it comes to waiting, which a disk that hangs makes long.
+        """
         while True:
             with self._changed:
                 # the last first: the writing thread comes from the other end
@@ -59,6 +63,7 @@ class HeldTensors(Generic[K]):
                 if key is not None:
                     self._copy(key)
                 elif self._waiting:
+                    waits()
                     self._changed.wait()
                 else:
                     return

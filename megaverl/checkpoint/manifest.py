@@ -6,7 +6,9 @@ checkpoints/
         state.json          the trainer's own state
         rollouts.safetensors    responses that were not trained on yet, where a run left in the middle of a step
         random_00000.json   one per rank: its random generators
-        .metadata, *.distcp, common.pt, metadata.json      megatron-core's `torch_dist` format
+        __0_0.distcp        one per rank: its tensors; compared with their checksums as they are loaded
+        __0_1.distcp        its objects, if it has any
+        .metadata, common.pt, metadata.json     the rest of megatron-core's `torch_dist` format
     step_00000020.tmp/      a torn one: ignored, and removed by the next save
     best.json               the best one's name
 """
@@ -15,18 +17,20 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megaverl.errors import CheckpointError
+from megaverl.checkpoint.checksums import crc32, crc32_of
+from megaverl.errors import CheckpointError, DamagedCheckpoint
 
 FORMAT_VERSION = 2
 MANIFEST_FILE = "manifest.json"
 PREFIX = "step_"
+TENSORS_SUFFIX = "_0.distcp"
+OBJECTS_SUFFIX = "_1.distcp"
 TORN_SUFFIX = ".tmp"
 INSIDE_SUFFIX = "_inside"  # of the name of one that was taken in the middle of the next step
 USE_ANOTHER = "Take another checkpoint (checkpoint.resume=FOLDER), or start anew (checkpoint.resume=never)."
@@ -99,12 +103,16 @@ class Manifest:
         if wrong := self.wrong_sizes(folder):
             raise damaged(folder, wrong)
 
-    def wrong_bytes(self, folder: Path, share: int = 0, shares: int = 1) -> list[str]:
+    def wrong_bytes(self, folder: Path, share: int = 0, shares: int = 1, *, tensors: bool = True) -> list[str]:
         """Every file of this share (of so many) whose bytes are not those that were written, in words.
 
         Shares are of about the same number of bytes, so that several ranks read a checkpoint together.
+
+        Args:
+            tensors: those of the tensors too, which are nearly all of it; loading compares what it reads itself.
         """
-        by_size = sorted(self.files, key=lambda name: (-int(self.files[name][0]), name))
+        names = [name for name in self.files if tensors or not name.endswith(TENSORS_SUFFIX)]
+        by_size = sorted(names, key=lambda name: (-int(self.files[name][0]), name))
         wrong = []
         for name in by_size[share::shares]:
             expected = self.files[name][1]
@@ -143,9 +151,9 @@ def _differences(name: str, saved: Any, wanted: Any) -> Iterator[str]:
         yield f"{name} is {saved}, this run has {wanted}"
 
 
-def damaged(folder: Path, wrong: list[str]) -> CheckpointError:
+def damaged(folder: Path, wrong: Sequence[str]) -> DamagedCheckpoint:
     """The error that lists what is wrong with the files of a checkpoint."""
-    return CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {USE_ANOTHER}")
+    return DamagedCheckpoint(f"{folder}: damaged: {'; '.join(wrong)}. {USE_ANOTHER}")
 
 
 def folder_of(root: Path, step: int, *, inside: bool = False) -> Path:
@@ -210,21 +218,8 @@ def newest_whole(root: Path) -> tuple[Path | None, list[str]]:
     return found[0] if found else None, problems
 
 
-def crc32_of(path: Path) -> str:
-    """The CRC-32 of a file, as eight hex digits."""
-    value = 0
-    with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):  # Linux then reads twice as far ahead
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        block = bytearray(1 << 22)
-        view = memoryview(block)
-        while count := file.readinto(block):
-            value = zlib.crc32(view[:count], value)
-    return f"{value:08x}"
-
-
 def _crc32_of_json(content: dict[str, Any]) -> str:
-    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+    return f"{crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -10,24 +10,23 @@ import io
 import json
 import os
 import pickle
-import zlib
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from megaverl.checkpoint.checksums import ChecksummedFile, write_bytes
 from megaverl.checkpoint.commit import Committer
 from megaverl.checkpoint.held import HeldTensors, copy_to_host
-from megaverl.checkpoint.manifest import crc32_of
+from megaverl.checkpoint.items import write_tensor
+from megaverl.checkpoint.manifest import OBJECTS_SUFFIX, TENSORS_SUFFIX
 from megaverl.platform import platform
 
 platform.adapt_megatron()
@@ -47,62 +46,13 @@ CONFIG_FILE = "metadata.json"
 Files = dict[str, list[Any]]  # name -> [bytes, CRC-32]
 
 
-class ChecksummedFile(io.FileIO):
-    """A new file that counts and sums up what is written to it, front to back."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path, "wb")
-        self.num_bytes, self.crc32 = 0, 0
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < len(view):  # the system may take less than it is given
-            done += super().write(view[done:]) or 0
-        self.num_bytes += len(view)
-        self.crc32 = zlib.crc32(view, self.crc32)
-        return len(view)
-
-    @property
-    def record(self) -> list[Any]:
-        """[bytes, CRC-32] of what was written."""
-        return [self.num_bytes, f"{self.crc32:08x}"]
-
-
-def write_bytes(path: Path, data: bytes) -> list[Any]:
-    """Write a file that is on the disk when this returns; its [bytes, CRC-32]."""
-    with ChecksummedFile(path) as file:
-        file.write(data)
-        os.fsync(file.fileno())
-    return file.record
-
-
-def synced_record(path: Path) -> list[Any]:
-    """Put a file that something else wrote on the disk; its [bytes, CRC-32]."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return [path.stat().st_size, crc32_of(path)]
-
-
-class _RecordingFiles(FileSystem):
-    """torch's way to the disk, which here notes what became of every file."""
-
-    def __init__(self) -> None:
-        self.files: Files = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with ChecksummedFile(path) as stream:
-            yield stream
-        self.files[Path(path).name] = stream.record
-
-
 @dataclass
 class StagedShards:
     """This rank's part of a sharded state, and how it is to be written.
 
     Attributes:
-        plan: of torch's checkpointing: which items go into this rank's file.
+        rank: of all that write; it names this rank's files.
+        plan: of torch's checkpointing: which items go into them.
         data: the items' tensors and objects; those of `held` are not among them.
         held: tensors that training will change again, but not yet.
         num_bytes: about how much this rank will write.
@@ -110,6 +60,7 @@ class StagedShards:
         common: on the first rank, what is the same on all.
     """
 
+    rank: int
     plan: SavePlan
     data: Mapping[MetadataIndex, Any]
     held: HeldTensors[MetadataIndex]
@@ -117,35 +68,50 @@ class StagedShards:
     metadata: Metadata | None = None
     common: bytes | None = None
 
-    def resolve_data(self, item: WriteItem) -> Any:
-        """The part of torch's SavePlanner that a writer calls."""
-        return self.data[item.index] if item.index in self.data else self.held.take(item.index)
-
     def write(self, folder: Path) -> tuple[Files, list[Any]]:
         """Write this rank's files; returns their records, and where each item lies, as JSON.
 
         Raises:
             OSError: a full disk, a folder that is gone or cannot be written.
         """
-        # one item at a time: `held` takes an item for written when the next one is asked for
-        writer = FileSystemWriter(folder, thread_count=1, sync_files=True, per_thread_copy_ahead=0)
-        writer.fs = disk = _RecordingFiles()
+        tensors = [item for item in self.plan.items if item.type != WriteItemType.BYTE_IO]
+        objects = [item for item in self.plan.items if item.type == WriteItemType.BYTE_IO]
+        files: Files = {}
+        places: list[list[Any]] = []
         try:
-            results = writer.write_data(self.plan, cast(Any, self)).value()
+            for suffix, items in ((TENSORS_SUFFIX, tensors), (OBJECTS_SUFFIX, objects)):
+                if items:
+                    name = f"__{self.rank}{suffix}"
+                    files[name] = self._write_items(folder / name, items, places)
         finally:
             self.held.close()
         if self.common is not None:
-            disk.files[COMMON_FILE] = write_bytes(folder / COMMON_FILE, self.common)
+            files[COMMON_FILE] = write_bytes(folder / COMMON_FILE, self.common)
             config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
-            disk.files[CONFIG_FILE] = write_bytes(folder / CONFIG_FILE, config.encode())
-        return disk.files, [_result_to_json(result) for result in results]
+            files[CONFIG_FILE] = write_bytes(folder / CONFIG_FILE, config.encode())
+        return files, places
+
+    def _write_items(self, path: Path, items: Sequence[WriteItem], places: list[list[Any]]) -> list[Any]:
+        """One item at a time: `held` takes an item for written when the next one is asked for."""
+        with ChecksummedFile(path) as file:
+            for item in items:
+                start, value = file.num_bytes, self._value(item.index)
+                if isinstance(value, torch.Tensor):
+                    write_tensor(file, value)
+                else:
+                    file.write(value.getbuffer())
+                places.append(_item_to_json(item.index, path.name, start, file.num_bytes - start))
+            os.fsync(file.fileno())
+        return file.record
+
+    def _value(self, index: MetadataIndex) -> Any:
+        return self.data[index] if index in self.data else self.held.take(index)
 
     def index(self, folder: Path, items: list[list[Any]]) -> Files:
         """On the first rank, when all have written: the index of where everything lies."""
         assert self.metadata is not None, "only the rank that planned for all can write the index"
-        writer = FileSystemWriter(folder)
-        storage = {result.index: result.storage_data for rank in items for result in map(_result_from_json, rank)}
-        whole = replace(self.metadata, storage_data=storage, storage_meta=writer.storage_meta())
+        storage = dict(_item_from_json(found) for rank in items for found in rank)
+        whole = replace(self.metadata, storage_data=storage, storage_meta=StorageMeta())
         return {METADATA_FILE: write_bytes(folder / METADATA_FILE, pickle.dumps(whole))}
 
 
@@ -191,7 +157,7 @@ class Stager:
             metadata.append(whole)
             for _, of_world in found:
                 commons.update(of_world)
-            return [replace(plan, storage_data=_StoragePrefix(f"__{rank}_")) for rank, plan in enumerate(plans)]
+            return plans
 
         plan = planner.finish_plan(ranks.reduce_scatter("plan", for_me, for_all))
         items = {item.index: planner.resolve_data(item) for item in plan.items}
@@ -205,6 +171,7 @@ class Stager:
             else:
                 data[index] = copy_to_host(value, self._buffers, index) if place in copied else value
         return StagedShards(
+            committer.rank,
             plan,
             data,
             HeldTensors(lasting, self._buffers),
@@ -225,13 +192,12 @@ def _saved(common: dict[str, Any]) -> bytes:
     return stream.getvalue()
 
 
-def _result_to_json(result: WriteResult) -> list[Any]:
-    index, place = result.index, result.storage_data
+def _item_to_json(index: MetadataIndex, file: str, start: int, length: int) -> list[Any]:
     offset = None if index.offset is None else list(index.offset)
-    return [index.fqn, offset, index.index, place.relative_path, place.offset, place.length]
+    return [index.fqn, offset, index.index, file, start, length]
 
 
-def _result_from_json(found: list[Any]) -> WriteResult:
+def _item_from_json(found: list[Any]) -> tuple[MetadataIndex, _StorageInfo]:
     name, offset, number, path, start, length = found
     index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
-    return WriteResult(index, length, _StorageInfo(path, start, length))
+    return index, _StorageInfo(path, start, length)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.checkpoint.background import Writing
+from megaverl.checkpoint.checksums import synced_record, write_bytes
 from megaverl.checkpoint.commit import Committer, FirstRank, Retention, best_name, commit, job_name, make_room, prune
 from megaverl.checkpoint.dist_files import check_pickles, own_errors, read_shards
 from megaverl.checkpoint.manifest import (
@@ -27,8 +28,8 @@ from megaverl.checkpoint.manifest import (
 )
 from megaverl.checkpoint.megatron_state import apply_state, buffer_storages, sharded_state, trained_storages
 from megaverl.checkpoint.random_state import capture_random_state, restore_random_state
-from megaverl.checkpoint.shards import Files, StagedShards, Stager, synced_record, write_bytes
-from megaverl.errors import CheckpointError
+from megaverl.checkpoint.shards import Files, StagedShards, Stager
+from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.metrics.versions import collect_versions
 from megaverl.models.lora import Adapters
 from megaverl.parallel.collectives import gather_json, together
@@ -51,6 +52,24 @@ class _Pending:
     shards: StagedShards
     writing: Writing
     best: bool
+
+
+@dataclass
+class _Search:
+    """For the newest checkpoint that is whole.
+
+    Attributes:
+        left: those not looked at yet, newest first.
+        problems: what is wrong with the others.
+        fails: whether it is an error that none is whole.
+        told: of so many problems.
+    """
+
+    root: Path
+    left: list[Path]
+    problems: list[str]
+    fails: bool
+    told: int = 0
 
 
 class CheckpointStore:
@@ -76,6 +95,7 @@ class CheckpointStore:
         self.phase = phase
         self._stager = Stager()
         self._pending: _Pending | None = None
+        self._search: _Search | None = None
         self._was_there = False
         self._versions: dict[str, str] = {}
 
@@ -147,7 +167,7 @@ class CheckpointStore:
             best=best,
         )
         for trainable in roles.values():  # only now: what is not going to be written need not be copied
-            trainable.before_step = shards.held.settle
+            trainable.before_step = lambda: shards.held.settle(lambda: self.phase("checkpoint_write"))
 
     def finish(self, *, wait: bool = True) -> Path | None:
         """Commit the checkpoint that was started, once every rank has written its part.
@@ -174,20 +194,45 @@ class CheckpointStore:
         self.committer.decide(lambda: self._commit(pending, reports))
         return pending.folder
 
+    def resume(self, folder: Path, roles: Mapping[str, TrainableModel]) -> tuple[Path, dict[str, Any]]:
+        """`load` what `resolve` has found; where that turns out to be damaged, the newest older one that is whole.
+
+        Returns:
+            The folder that was loaded, and the trainer's state.
+
+        Raises:
+            CheckpointError: on every rank: of another model, or none is whole; or the one that was asked for is not.
+        """
+        search, candidate = self._search, folder
+        while True:
+            try:
+                return candidate, self.load(candidate, roles)
+            except DamagedCheckpoint as error:
+                if search is None:
+                    raise
+                search.problems.append(str(error))
+                older = self._next_whole(search)
+                if older is None:
+                    raise
+                candidate = older
+
     def load(self, folder: str | Path, roles: Mapping[str, TrainableModel]) -> dict[str, Any]:
         """Restore `roles` in place, on any grid, and the random generators; returns the trainer's state.
 
         With another number of ranks the random generators stay as they are.
 
         Raises:
-            CheckpointError: on every rank: damaged, of another model, or it lacks a role.
+            DamagedCheckpoint: on every rank: what was read is not what was written. The roles hold parts of it.
+            CheckpointError: on every rank: of another model, or it lacks a role.
         """
         folder = Path(folder)
         described = self._of_all_worlds(_describe(roles))
         world_size, state = self.committer.decide(lambda: _open(folder, described))
-        if roles:
-            with _present(roles):
-                apply_state(roles, read_shards(sharded_state(roles, loading=True), folder))
+        with together(self.committer.group):  # worlds with roles of their own load them each by itself
+            if roles:
+                with _present(roles):
+                    is_alone = all(role.model.grid.shape.dp == 1 for role in roles.values())
+                    apply_state(roles, read_shards(sharded_state(roles, loading=True), folder, is_alone=is_alone))
         if world_size == self.committer.size:
             with together():
                 restore_random_state(read_json(folder / _random_file(self.committer.rank)))
@@ -204,7 +249,7 @@ class CheckpointStore:
             raise damaged(folder, wrong)
 
     def latest(self, job: str = "") -> Path | None:
-        """The newest whole checkpoint, None where there is none yet; damaged ones are passed over with a warning.
+        """The newest checkpoint all of whose files are there, None where there is none yet; warns of damaged ones.
 
         Args:
             job: only those that this job wrote.
@@ -220,7 +265,9 @@ class CheckpointStore:
         return self.root / name if name else None
 
     def resolve(self, resume: str, *, restarted: bool = False) -> Path | None:
-        """What to resume from, found whole: every byte of it was compared with its checksum.
+        """What to resume from: all of its files are there, and their bytes are those that were written.
+
+        Those of its tensors, nearly all of it, `resume` compares as it reads them.
 
         Args:
             resume: `auto` (the newest here, if any), `latest` (the newest here, which must be there), `never`, or
@@ -230,6 +277,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank: no such folder, or no whole checkpoint in it.
         """
+        self._search = None
         if restarted and resume not in ("auto", "latest"):
             own = self.latest(self.committer.decide(job_name))
             if own is not None:
@@ -247,7 +295,8 @@ class CheckpointStore:
         path = Path(resume)
         kind = self.committer.decide(lambda: _kind_of(path))
         if kind == "checkpoint":
-            self.check(path)
+            if wrong := self._wrong(path, tensors=False):
+                raise damaged(path, wrong)
             return path
         root = path / "checkpoints" if kind == "run" else path
         newest = self._newest(root)
@@ -322,27 +371,33 @@ class CheckpointStore:
 
     def _newest(self, root: Path, job: str = "") -> Path | None:
         found, problems = self.committer.decide(lambda: _as_json(newest_first(root, job)))
-        for name in found:
-            if not (wrong := self._wrong(Path(name))):
-                newest: Path | None = Path(name)
-                break
-            problems.append(str(damaged(Path(name), wrong)))
-        else:
-            newest = None
-        if newest is None and problems and not job:
-            raise CheckpointError("\n".join([f"{root}: no checkpoint is whole.", *problems]))
-        for problem in problems if self.committer.decides else []:
+        self._search = _Search(root, [Path(name) for name in found], problems, fails=not job)
+        return self._next_whole(self._search)
+
+    def _next_whole(self, search: _Search) -> Path | None:
+        """The newest of those that are left; tells of those that were passed over."""
+        newest = None
+        while search.left and newest is None:
+            folder = search.left.pop(0)
+            if wrong := self._wrong(folder, tensors=False):
+                search.problems.append(str(damaged(folder, wrong)))
+            else:
+                newest = folder
+        if newest is None and search.problems and search.fails:
+            raise CheckpointError("\n".join([f"{search.root}: no checkpoint is whole.", *search.problems]))
+        for problem in search.problems[search.told :] if self.committer.decides else []:
             logger.warning("passed over %s", problem)
+        search.told = len(search.problems)
         return newest
 
-    def _wrong(self, folder: Path) -> list[str]:
+    def _wrong(self, folder: Path, *, tensors: bool = True) -> list[str]:
         """What is wrong with the files of a checkpoint; each rank reads a share of them."""
         wrong: list[str] = []
         with together(self.committer.group):
             manifest = Manifest.read(folder)
             wrong = manifest.wrong_sizes(folder)
             if not wrong:
-                wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size)
+                wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size, tensors=tensors)
         return sorted({problem for found in gather_json(wrong, self.committer.group) for problem in found})
 
 

@@ -31,6 +31,9 @@ EXAMPLES = {
 }
 
 
+RESUMED = ("train", "sft", "dpo", "reward")  # commands that write checkpoints, and go on from them
+
+
 def parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser with the arguments that all commands take."""
     result = argparse.ArgumentParser(
@@ -53,6 +56,8 @@ def parser(command: str, description: str) -> argparse.ArgumentParser:
         action="store_true",
         help="with --dry-run: the model folder and the data files need not be here",
     )
+    if command in RESUMED:
+        result.add_argument("--resume", metavar="WHAT", help="auto, latest, never or a folder (checkpoint.resume)")
     return result
 
 
@@ -95,6 +100,8 @@ def _load(command: Command, arguments: argparse.Namespace) -> Config:
     overrides = list(arguments.overrides)
     if arguments.nproc is not None:
         overrides.append(f"run.nproc={arguments.nproc}")
+    if getattr(arguments, "resume", None) is not None:
+        overrides.append(f"checkpoint.resume={arguments.resume}")
     return load_config(arguments.config, overrides, command=command, check_paths=not arguments.no_file_checks)
 
 

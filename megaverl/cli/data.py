@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megaverl.config import load_config
+from megaverl.config import Config, load_config
 from megaverl.config.data_sources import SourceConfig
+from megaverl.config.loader import Command
 from megaverl.config.run import DataConfig
 from megaverl.errors import ConfigError, MegaverlError
 
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Read every row of a data set, and say what is wrong with which rows: missing columns, wrong types, lengths, prompts that
 stand twice, held-out prompts that stand among the training ones. With a tokenizer prompts are rendered and counted in
-tokens, as a run would.
+tokens, as a run would. Rows without an answer may have a chosen and a rejected response, or a completion and its label.
 
   megaverl data check train.jsonl
   megaverl data check 'data/*.parquet' --prompt-key question --answer-key solution --tokenizer models/small
-  megaverl data check --config run.yaml                    data.train and data.validation of a run, its own settings
+  megaverl data check --config run.yaml                    the data and preference files of a run, its own settings
   megaverl data check org/name --json > found.json         a data set on the hub
 
 Exit code: 0 where every row can be used, 1 where some cannot, 2 for a mistake in the command.
@@ -91,10 +92,11 @@ def _of_a_run(arguments: argparse.Namespace) -> dict[str, Examined]:
     """The training and the held-out data of a configuration."""
     from megaverl.data.columns import Columns, load_tools
     from megaverl.data.examine import examine, overlap
+    from megaverl.data.preferences import PreferenceColumns
     from megaverl.data.rows import RowChain
-    from megaverl.data.sources import open_source
+    from megaverl.data.sources import as_source, open_source
 
-    config = load_config(arguments.config, arguments.sources, check_paths=False)
+    config = _load(arguments)
     data, model = config.data, config.model
     too_long = "drop" if data.too_long == "error" else data.too_long
     encoder = _encoder(
@@ -104,13 +106,37 @@ def _of_a_run(arguments: argparse.Namespace) -> dict[str, Examined]:
     )
     tools = load_tools(data.tools) if data.tools else None
     columns = Columns(data.prompt_key, data.answer_key, data.tools_key, tools)
-    found = {}
-    for name, sources in (("data.train", data.train), ("data.validation", data.validation)):
-        if sources:
-            found[name] = examine(RowChain([open_source(source) for source in sources]), encoder, columns)
-    if len(found) == 2:
-        found["data.validation"].problems += overlap(found["data.train"], found["data.validation"])
+    preference, found = config.preference, {}
+    judged = PreferenceColumns(
+        preference.chosen_key,
+        preference.rejected_key,
+        preference.completion_key,
+        preference.label_key,
+        preference.margin_key,
+    )
+    for section in ("data", "preference"):
+        both: list[Examined] = []
+        for part in ("train", "validation"):
+            sources = [as_source(each) for each in getattr(getattr(config, section), part)]
+            if sources:
+                rows = RowChain([open_source(source) for source in sources])
+                both.append(examine(rows, encoder, columns, judged if section == "preference" else None))
+                found[f"{section}.{part}"] = both[-1]
+        if len(both) == 2:
+            both[1].problems += overlap(*both)
     return found
+
+
+def _load(arguments: argparse.Namespace) -> Config:
+    """The configuration, of whichever command it is one."""
+    commands: tuple[Command, ...] = ("train", "sft", "dpo", "reward")
+    refusals: list[ConfigError] = []
+    for command in commands:
+        try:
+            return load_config(arguments.config, arguments.sources, command=command, check_paths=False)
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def _encoder(tokenizer: str, data: DataConfig, *, trust_remote_code: bool) -> PromptEncoder:
@@ -134,6 +160,10 @@ def as_text(name: str, found: Examined, all_problems: bool = False) -> str:
     lines = [f"{name}: {found.num_rows} rows, {found.num_usable} can be used"]
     if found.num_long or found.num_short:
         lines.append(f"  too long: {found.num_long}   too short: {found.num_short}")
+    if found.num_pairs:
+        lines.append(f"  pairs of responses: {found.num_pairs}")
+    if found.num_desirable + found.num_undesirable:
+        lines.append(f"  single responses: {found.num_desirable} desirable, {found.num_undesirable} undesirable")
     for what, values in (("prompt tokens", found.lengths), ("answer characters", found.answer_lengths)):
         if values:
             numbers = "   ".join(f"{word} {value}" for word, value in quantiles(values).items())

@@ -21,7 +21,6 @@ EXIT_CODES = (
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     described = parser("train", "Reinforcement learning: PPO or GRPO.")
-    described.add_argument("--resume", metavar="WHAT", help="auto, latest, never or a folder (checkpoint.resume)")
     described.add_argument("--rollout-only", action="store_true", help="generate, score and store; train nothing")
     described.add_argument("--replay-rollouts", metavar="PATH", help="train on stored rollouts, without an engine")
     described.add_argument(
@@ -45,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ValueError as error:
             described.error(f"--role: {error}")
         os.environ[CLAIMS] = arguments.role
-    if arguments.resume is not None:
-        arguments.overrides.append(f"checkpoint.resume={arguments.resume}")
     if arguments.rollout_only:
         arguments.overrides.append("trainer.rollout_only=true")
     if arguments.replay_rollouts is not None:

@@ -66,6 +66,21 @@ class DynamicSamplingConfig(Section):
     )
 
 
+class DistillationConfig(Section):
+    """`algorithm.distillation`: the actor learns a teacher's whole distributions on its own responses.
+
+    The teacher is the frozen `reference` (`reference.path`).
+    """
+
+    divergence: str | None = Field(
+        default=None,
+        description="How far the actor is from the teacher, token by token over the whole vocabulary: forward_kl, "
+        "reverse_kl, jensen_shannon, or module:function. null: that of name, which has one for gkd alone.",
+    )
+    options: Passthrough = Field(default_factory=dict, description="Options of the divergence, such as beta.")
+    coef: PositiveFloat = Field(default=1.0, description="Factor on it in the policy's loss.")
+
+
 class AlgorithmConfig(Section):
     """`algorithm`."""
 
@@ -114,6 +129,9 @@ class AlgorithmConfig(Section):
     value_loss_coef: PositiveFloat = Field(default=1.0, description="Factor on the value loss (ppo).")
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the policy loss.")
     kl: KLConfig = Field(default_factory=KLConfig, description="Penalty on leaving the reference model.")
+    distillation: DistillationConfig = Field(
+        default_factory=DistillationConfig, description="A teacher over the whole vocabulary (arXiv 2306.13649)."
+    )
     num_epochs: Positive = Field(default=1, description="Passes over the samples of one step.")
     num_mini_batches: Positive = Field(
         default=1, description="Optimizer steps in one epoch; divides the samples of a step."
@@ -146,6 +164,11 @@ class AlgorithmConfig(Section):
     def preset_loss_options(self) -> Mapping[str, float]:
         """Options that `name` gives its own policy loss."""
         return PRESETS[self.name].loss_options if self.policy_loss is None else {}
+
+    @property
+    def divergence_name(self) -> str | None:
+        """The divergence from the teacher, registered or of the user's own; None: there is no teacher."""
+        return self.distillation.divergence or PRESETS[self.name].divergence
 
     @property
     def aggregation_name(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.annotations import fits
 from megaverl.config.errors import Mistake, did_you_mean, divisors, found, listed
+from megaverl.config.option_ranges import out_of_order, out_of_range
 from megaverl.config.registered import Registered, of_the_users_own, registered
 from megaverl.config.schema import Config
 
@@ -38,6 +39,8 @@ LOSS_INPUTS = (
     "selected",
 )
 
+DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
+
 
 def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
     """Every mistake in `algorithm`, and between it and the other sections."""
@@ -56,6 +59,7 @@ def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
         yield from _loss(algorithm, loss)
     yield from _correction(algorithm, loss)
     yield from _dynamic_sampling(config)
+    yield from _distillation(config)
     if algorithm.aggregation_name == "fixed_length" and algorithm.loss_length is None:
         yield Mistake(
             "algorithm.loss_length",
@@ -136,12 +140,20 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
             f"found {algorithm.group_size}; {name} compares the responses of a group and needs at least 2.",
             involves=("algorithm.name", key),
         )
-    k = algorithm.advantage_options.get("k")
-    if name == "pass_at_k" and isinstance(k, int) and k > algorithm.group_size:
+    for option, what in (("k", "pass@k needs k responses"), ("keep", "so many responses of a group are kept")):
+        count = algorithm.advantage_options.get(option)
+        if option in estimator.options and isinstance(count, int) and count > algorithm.group_size > 1:
+            yield Mistake(
+                f"algorithm.advantage_options.{option}",
+                f"found {count}; {what}, and algorithm.group_size={algorithm.group_size}.",
+                involves=("algorithm.group_size",),
+            )
+    if name == "none" and not _learns_otherwise(config):
         yield Mistake(
-            "algorithm.advantage_options.k",
-            f"found {k}; pass@k needs k responses, and algorithm.group_size={algorithm.group_size}.",
-            involves=("algorithm.group_size",),
+            key,
+            "found 'none', and nothing else trains: no algorithm.distillation, no algorithm.kl in: loss, no "
+            "algorithm.entropy_coef, no mix. Name an estimator, or one of these.",
+            involves=("algorithm.name",),
         )
     if "values" not in inputs:
         yield from _without_critic(algorithm)
@@ -166,6 +178,13 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
             involves=("algorithm.name", key),
         )
     yield from _options("algorithm.advantage_options", name, algorithm.advantage_options, estimator.options, estimator)
+
+
+def _learns_otherwise(config: Config) -> bool:
+    """Whether the actor has a loss besides that of advantages."""
+    algorithm = config.algorithm
+    other = algorithm.divergence_name is not None or algorithm.kl.place == "loss" or algorithm.entropy_coef > 0
+    return other or any(entry.update != "reward_model" for entry in config.mix)
 
 
 def _without_critic(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
@@ -219,6 +238,9 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
     signature, mistakes = _function("correction.kind", "corrections", correction.kind)
     yield from mistakes
     if signature is not None:
+        if wrong := out_of_order(correction.model_dump()):
+            limits = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
+            yield Mistake("algorithm.correction.low", limits, involves=("algorithm.correction.high",))
         for key in ("low", "high"):
             if getattr(correction, key) is not None and key not in signature.options:
                 yield Mistake(f"algorithm.correction.{key}", f"is set, but {correction.kind} has no such limit.")
@@ -257,18 +279,58 @@ def _dynamic_sampling(config: Config) -> Iterator[Mistake]:
                 f"fewer than data.prompts_per_step={config.data.prompts_per_step}.",
                 involves=(f"{key}.max_rounds", "data.prompts_per_step"),
             )
-    if config.placement.is_given:
-        yield Mistake(
-            f"{key}.metric",
-            f"found {found(dynamic.metric)}, for which every rank must know every score, and placement gives roles "
-            "ranks of their own. Use one of the two.",
-            involves=("placement",),
-        )
     if config.trainer.replay_rollouts is not None:
         yield Mistake(
             f"{key}.metric",
             f"found {found(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. Leave it out.",
             involves=("trainer.replay_rollouts",),
+        )
+
+
+def _distillation(config: Config) -> Iterator[Mistake]:
+    algorithm, key = config.algorithm, "algorithm.distillation"
+    given, name = algorithm.distillation, algorithm.divergence_name
+    if name is None:
+        for option, field in type(given).model_fields.items():
+            if getattr(given, option) != field.get_default(call_default_factory=True):
+                yield Mistake(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
+        return
+    function, mistakes = _function("distillation.divergence", "divergences", name)
+    yield from mistakes
+    if function is not None:
+        yield from _options(f"{key}.options", name, given.options, function.options, function)
+        if unknown := [each for each in function.inputs if each not in DIVERGENCE_INPUTS]:
+            text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(DIVERGENCE_INPUTS)}."
+            yield Mistake(f"{key}.divergence", text)
+    beta = given.options.get("beta")
+    if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
+        yield Mistake(
+            f"{key}.options.beta",
+            f"found {beta}; expected above 0 and below 1. At 0 it is forward_kl, at 1 reverse_kl: name these.",
+        )
+    if config.reference.path in (None, config.model.path):
+        yield Mistake(
+            "reference.path",
+            f"is {'not set' if config.reference.path is None else 'model.path'}; {name} compares the actor with a "
+            "teacher, and this one would teach it to stay as it is. Name the teacher's folder; to stay near where "
+            "training starts, use algorithm.kl.",
+            involves=("algorithm.name", f"{key}.divergence"),
+        )
+    for grid in ("tp", "pp", "cp", "vpp"):
+        mine, teachers = getattr(config.actor, grid), getattr(config.reference, grid)
+        if mine != teachers:
+            yield Mistake(
+                f"reference.{grid}",
+                f"found {teachers}, and actor.{grid} is {mine}: {name} compares them rank by rank, vocabulary part by "
+                "vocabulary part. Leave it out.",
+                involves=(f"actor.{grid}", f"{key}.divergence"),
+            )
+    if config.placement.is_given:
+        yield Mistake(
+            f"{key}.divergence",
+            f"found {found(name)}, for which the teacher must be on the actor's ranks, and placement gives roles ranks "
+            "of their own. Use one of the two; algorithm.name: distillation needs log-probs alone.",
+            involves=("placement", "algorithm.name"),
         )
 
 
@@ -281,6 +343,11 @@ def _options(
             yield Mistake(f"{key}.{option}", f"{name} has no such option.{did_you_mean(option, options) or known}")
         elif not fits(value, options[option]):
             yield Mistake(f"{key}.{option}", f"found {found(value)}; expected {options[option].type_text}.")
+        elif expected := out_of_range(option, value):
+            yield Mistake(f"{key}.{option}", f"found {found(value)}; expected {expected}.")
+    if wrong := out_of_order(given):
+        low, high = wrong
+        yield Mistake(f"{key}.{low}", f"found {found(given[low])}; expected below {high}, {found(given[high])}.")
     for option in function.required:
         if option not in given:
             yield Mistake(f"{key}.{option}", f"is not set, and {name} needs it.", involves=("algorithm.name",))

@@ -13,9 +13,11 @@ from megaverl.config.algorithm_checks import algorithm_mistakes
 from megaverl.config.environment import environment_mistakes
 from megaverl.config.errors import Mistake, did_you_mean, found, listed
 from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
+from megaverl.config.rollout_checks import sampling_mistakes
 from megaverl.config.run import RewardConfig
 from megaverl.config.schedule import scheduler_mistakes
 from megaverl.config.schema import Config
+from megaverl.config.shared_critic import shared_critic_mistakes
 from megaverl.config.sources import is_hub_name
 from megaverl.config.stages import mix_mistakes, preference_mistakes
 from megaverl.errors import ModelError, RewardError
@@ -35,7 +37,8 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     mistakes += grid_mistakes(config, command, spec, world_size)
     if command in REINFORCING:
         mistakes += [*environment_mistakes(config), *algorithm_mistakes(config), *mix_mistakes(config)]
-        mistakes += [*_optimizers(config), *_stored_rollouts(config)]
+        mistakes += shared_critic_mistakes(config)
+        mistakes += [*_optimizers(config), *_stored_rollouts(config), *sampling_mistakes(config)]
     if command in ("dpo", "reward"):
         mistakes += preference_mistakes(config, command, check_paths)
     if command in (*REINFORCING, "eval"):
@@ -166,10 +169,16 @@ def _validation(config: Config) -> Iterator[Mistake]:
 def _rewards(config: Config) -> Iterator[Mistake]:
     if not config.reward and config.environment.name is None:
         yield Mistake("reward", "is empty. Name a built-in reward or a function of your own: reward=exact_match.")
+    labels = [entry.label for entry in config.reward]
     for index, entry in enumerate(config.reward):
         key = f"reward.{index}"
+        if entry.path is not None and entry.label in labels[:index]:
+            first = labels.index(entry.label)
+            yield Mistake(
+                f"{key}.name", f"is {entry.label!r}, and so is reward.{first}'s. Give each a name of its own."
+            )
         if entry.path is not None:
-            yield from _learned(key, entry, config)
+            yield from _learned(key, entry)
         elif entry.name is None and entry.function is None:
             yield Mistake(key, f"has neither name nor function, and no path. Built in: {listed(reward_names())}.")
         elif entry.function is None and entry.name is not None:
@@ -181,10 +190,8 @@ def _rewards(config: Config) -> Iterator[Mistake]:
             )
 
 
-def _learned(key: str, entry: RewardConfig, config: Config) -> Iterator[Mistake]:
+def _learned(key: str, entry: RewardConfig) -> Iterator[Mistake]:
     """A reward model."""
-    if config.placement.is_given:
-        yield Mistake(f"{key}.path", "is set, and so is placement; a reward model needs all ranks. Use one of the two.")
     for other in ("function", "batched", "accuracy", "options"):
         if getattr(entry, other) != RewardConfig.model_fields[other].get_default(call_default_factory=True):
             yield Mistake(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")

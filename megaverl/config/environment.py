@@ -65,14 +65,6 @@ def environment_mistakes(config: Config) -> Iterator[Mistake]:
             if getattr(environment, key) != field.get_default(call_default_factory=True):
                 yield Mistake(f"environment.{key}", "is set, but environment.name is null. Name an environment.")
         return
-    built_in = environment.name in environment_names()
-    if built_in and len(agents_of(environment.name)) > 1 and config.algorithm.dynamic_sampling.metric is not None:
-        yield Mistake(
-            "algorithm.dynamic_sampling.metric",
-            f"is set, but {environment.name} has several agents, each with groups of its own, and a step is filled by "
-            "one count. Leave it out.",
-            involves=("environment.name",),
-        )
     total = config.rollout.sampling["max_tokens"]
     turn = environment.max_turn_tokens
     if turn is not None and isinstance(total, int) and turn > total:

@@ -28,11 +28,6 @@ class Flat(NamedTuple):
     convert: Callable[[Any], Any] = lambda value: value
 
 
-def _reward(value: Any) -> Any:
-    """A built-in reward by its name, or a function as module:function or file.py:function."""
-    return [{"function": value} if isinstance(value, str) and ":" in value else {"name": value}]
-
-
 def _engine(value: Any) -> Any:
     if value not in ENGINES:
         raise ValueError(f"found {found(value)}; allowed: {listed(ENGINES)} (who generates; training is megatron's).")
@@ -44,7 +39,7 @@ FLAT: dict[str, Flat] = {
     "model.tokenizer_path": Flat("model.tokenizer"),
     "model.critic_model_path": Flat("critic.path"),
     "model.reference_model_path": Flat("reference.path"),
-    "model.reward_function": Flat("reward", _reward),
+    "model.reward_function": Flat("reward"),
     "data.train_path": Flat("data.train"),
     "data.validation_path": Flat("data.validation"),
     "data.batch_size_per_gpu": Flat("data.prompts_per_step"),  # times engine.num_gpus

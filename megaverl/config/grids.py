@@ -103,21 +103,10 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
 
 def _not_apart(config: Config) -> Iterator[Mistake]:
     """What a run cannot have whose roles have ranks of their own."""
-    wanted, _ = config.placement.wanted()
-    apart = wanted.get("reward") is not None and wanted["reward"] != wanted.get("rollout")
-    apart = apart and wanted["reward"].role != "rollout" and any(entry.path for entry in config.reward)
-    if apart and (config.trainer.validate_every or config.estimator_reads("greedy_rewards")):
-        yield Mistake(
-            "placement.reward",
-            "gives reward models ranks of their own, and validation scores where responses are made. Leave it out, or "
-            "set trainer.validate_every=0.",
-            involves=("trainer.validate_every",),
-        )
     for key, used in (
         ("mix", bool(config.mix)),
         ("reward_model", config.trains_reward_model),
         ("environment.agents", config.environment.agents == "own"),
-        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None),
     ):
         if used:
             message = "is set, and so is placement; it needs all roles on the same ranks. Leave one of the two out."

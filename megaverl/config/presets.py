@@ -30,6 +30,7 @@ AlgorithmName = Literal[
     "best_of_group",
     "optimal_token_baseline",
     "distillation",
+    "gkd",
     "turn_ppo",
     "turn_grpo",
     "prime",
@@ -41,12 +42,14 @@ class Preset(NamedTuple):
     """Registered names: of the advantage estimator, the policy loss and the loss aggregation.
 
     loss_options: options of the policy loss, where they are not the function's own defaults.
+    divergence: from a teacher, over the whole vocabulary.
     """
 
     advantage: str
     policy_loss: str = "ppo_clip"
     aggregation: str = "token_mean"
     loss_options: Mapping[str, float] = MappingProxyType({})
+    divergence: str | None = None
 
 
 PRESETS: dict[AlgorithmName, Preset] = {
@@ -73,6 +76,7 @@ PRESETS: dict[AlgorithmName, Preset] = {
     "best_of_group": Preset("best_of_group"),
     "optimal_token_baseline": Preset("optimal_token_baseline"),
     "distillation": Preset("distillation", "policy_gradient"),
+    "gkd": Preset("none", "policy_gradient", divergence="jensen_shannon"),
     "turn_ppo": Preset("turn_gae"),
     "turn_grpo": Preset("turn_grpo"),
     "prime": Preset("prime"),

@@ -139,6 +139,11 @@ class CriticConfig(TrainedConfig):
     """
 
     path: str | None = Field(default=None, description="Hugging Face folder of the backbone. null: model.path.")
+    share_backbone: bool = Field(
+        default=False,
+        description="A value head on the actor's own backbone: one forward pass gives logits and values, one optimizer "
+        "(actor.optimizer) steps on the policy loss + algorithm.value_loss_coef x the value loss.",
+    )
     optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = Field(
         default_factory=lambda: dict(CRITIC_OPTIMIZER),
         description="Fields of megatron-core's OptimizerConfig.",

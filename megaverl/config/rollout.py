@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from megaverl.config.section import NonNegative, Passthrough, Positive, PositiveFloat, Section, over
+from megaverl.config.section import NonNegative, NonNegativeFloat, Passthrough, Positive, PositiveFloat, Section, over
 
 ENGINES = ("vllm", "hf")
 
@@ -20,6 +20,34 @@ def _known_engine(value: str) -> str:
 
 
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
+
+
+class SamplingRule(Section):
+    """An entry of `rollout.sampling_rules`."""
+
+    under: Positive | None = Field(default=None, description="For prompts of fewer tokens than this.")
+    over: NonNegative | None = Field(default=None, description="For prompts of more tokens than this.")
+    temperature: NonNegativeFloat | None = Field(
+        default=None, description="Instead of rollout.sampling.temperature. 0: greedy."
+    )
+    top_k: NonNegative | None = Field(
+        default=None, description="Instead of rollout.sampling.top_k: draw from the k likeliest tokens. 0: all."
+    )
+
+    def holds(self, length: int) -> bool:
+        """Whether it is for prompts of so many tokens."""
+        return (self.under is None or length < self.under) and (self.over is None or length > self.over)
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Sampling fields that are other than `rollout.sampling` has them."""
+        changed = {"temperature": self.temperature, "top_k": self.top_k}
+        return {name: value for name, value in changed.items() if value is not None}
+
+
+def short_greedy_long_narrow() -> list[SamplingRule]:
+    """The default rules."""
+    return [SamplingRule(under=64, temperature=0), SamplingRule(over=512, temperature=0.7, top_k=50)]
 
 
 class RolloutConfig(Section):
@@ -36,6 +64,15 @@ class RolloutConfig(Section):
     sampling: Annotated[Passthrough, over(SAMPLING)] = Field(
         default_factory=lambda: dict(SAMPLING),
         description="Fields of vLLM's SamplingParams, under their own names.",
+    )
+    adaptive_sampling: bool = Field(
+        default=False,
+        description="Draw the responses that train by the length of their prompt, as sampling_rules say; log-probs are "
+        "then of each sample's own distribution, the trainer's as well.",
+    )
+    sampling_rules: list[SamplingRule] = Field(
+        default_factory=short_greedy_long_narrow,
+        description="With adaptive_sampling: the first rule that holds for a prompt; without one, rollout.sampling.",
     )
     function: str | None = Field(
         default=None,

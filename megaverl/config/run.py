@@ -133,7 +133,7 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """One entry of `reward`; the reward is the weighted sum of all entries."""
 
-    name: str | None = Field(default=None, description="A built-in reward, or a label for a function.")
+    name: str | None = Field(default=None, description="A built-in reward, or a label for a function or a model.")
     function: str | None = Field(default=None, description="Your own: module:function, or path/to/file.py:function.")
     path: str | None = Field(
         default=None,
@@ -156,6 +156,11 @@ class RewardConfig(Section):
 
 
 def rewards_as_list(value: Any) -> Any:
-    """One reward may stand alone: by its name, or as one mapping."""
+    """One reward may stand alone; as a mapping, or as text."""
     entries = value if isinstance(value, list) else [value]
-    return [{"name": entry} if isinstance(entry, str) else entry for entry in entries]
+    return [named_reward(entry) if isinstance(entry, str) else entry for entry in entries]
+
+
+def named_reward(name: str) -> dict[str, str]:
+    """The entry for a built-in reward, or, with a colon, for a function: module:function, file.py:function."""
+    return {"function": name} if ":" in name else {"name": name}

@@ -94,10 +94,22 @@ class Config(Section):
 
     @property
     def uses_critic(self) -> bool:
-        return self.estimator_reads("values")
+        """Whether there is a critic with a model of its own."""
+        return self.estimator_reads("values") and not self.critic.share_backbone
+
+    @property
+    def shares_backbone(self) -> bool:
+        """Whether the actor is its own critic."""
+        return self.estimator_reads("values") and self.critic.share_backbone
 
     @property
     def uses_reference(self) -> bool:
+        """Whether there is a frozen model: what KL is measured against, or a teacher."""
+        return self.uses_ref_log_probs or self.algorithm.divergence_name is not None
+
+    @property
+    def uses_ref_log_probs(self) -> bool:
+        """Whether a step asks the reference for log-probs of its responses."""
         frozen = ("ref_log_probs", "implicit_rewards")
         return (
             self.algorithm.kl.place != "none"
@@ -124,6 +136,8 @@ class Config(Section):
     def reference_is_actor(self) -> bool:
         """The actor without its adapters is the reference: the same model in the same layout on the same ranks."""
         actor, reference, place = self.actor, self.reference, self.placement
+        if self.algorithm.divergence_name is not None:  # of a teacher hidden states are read, of an actor logits
+            return False
         alike = all(getattr(actor, name) == getattr(reference, name) for name in LAID_OUT_BY)
         here = place.reference in (None, "actor", place.actor)
         here = here and place.reference_devices in (None, place.actor_devices)

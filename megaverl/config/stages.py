@@ -10,6 +10,7 @@ from pydantic import Field
 
 from megaverl.config.annotations import fits
 from megaverl.config.errors import Mistake, did_you_mean, found, listed
+from megaverl.config.option_ranges import out_of_range
 from megaverl.config.registered import Registered, of_the_users_own, registered
 from megaverl.config.roles import CRITIC_OPTIMIZER, TrainedConfig
 from megaverl.config.section import NonNegative, Passthrough, Paths, Positive, PositiveFloat, Section, over
@@ -24,10 +25,17 @@ FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs")
 class PreferenceConfig(Section):
     """`preference`: pairs of a better and a worse response, of `megaverl dpo` and `megaverl reward`."""
 
-    train: Paths = Field(default_factory=list, description="Files of rows with a prompt and two responses.")
-    validation: Paths = Field(default_factory=list, description="Files of held-out pairs.")
+    train: Paths = Field(
+        default_factory=list,
+        description="Files of rows with a prompt and two responses; for loss: kto also with one and its label.",
+    )
+    validation: Paths = Field(default_factory=list, description="Files of held-out rows.")
     chosen_key: str = Field(default="chosen", description="Column of the better response: text, or chat messages.")
     rejected_key: str = Field(default="rejected", description="Column of the worse one.")
+    completion_key: str = Field(
+        default="completion", description="With loss: kto, in rows that have no pair: column of a single response."
+    )
+    label_key: str = Field(default="label", description="Column of whether that one is desirable: true or false.")
     margin_key: str | None = Field(
         default=None,
         description="Column of how much better it is, of `megaverl reward` (arXiv 2307.09288).",
@@ -37,7 +45,7 @@ class PreferenceConfig(Section):
     )
     options: Passthrough = Field(default_factory=dict, description="Options of the loss, such as beta.")
     steps: Positive = Field(default=100, description="Optimizer steps.")
-    batch_size: Positive = Field(default=32, description="Pairs in one step, over all ranks.")
+    batch_size: Positive = Field(default=32, description="Rows in one step, over all ranks.")
     lr: PositiveFloat = Field(default=1e-6, description="Highest learning rate.")
     lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
         default="cosine", description="How the learning rate falls to 0 after warm-up."
@@ -96,6 +104,12 @@ def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iter
         )
     if preference.validate_every and not preference.validation:
         yield Mistake("preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs.")
+    if command == "dpo" and preference.loss == "kto" and preference.batch_size < 2:
+        yield Mistake(
+            "preference.batch_size",
+            "found 1; kto compares every prompt with another row's response, and needs at least 2 rows.",
+            involves=("preference.loss",),
+        )
     if command == "dpo":
         if preference.margin_key is not None:
             yield Mistake("preference.margin_key", "is of `megaverl reward`; no preference loss reads a margin.")
@@ -181,6 +195,8 @@ def loss_mistakes(section: str, registry: str, name: str, options: dict[str, Any
         elif not fits(value, signature.options[option]):
             expected = signature.options[option].type_text
             yield Mistake(f"{section}.options.{option}", f"found {found(value)}; expected {expected}.")
+        elif allowed := out_of_range(option, value):
+            yield Mistake(f"{section}.options.{option}", f"found {found(value)}; expected {allowed}.")
 
 
 def loss_inputs(registry: str, name: str) -> tuple[str, ...]:

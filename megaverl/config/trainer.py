@@ -28,6 +28,11 @@ class TrainerConfig(Section):
     pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = Field(
         default_factory=lambda: [1], description="The k of each pass@k; none above validation_samples."
     )
+    operators: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = Field(
+        default_factory=list,
+        description="Functions of your own, as module:function, that add operators to the step's flow, to watch or to "
+        "change what flows: each is called with the DataFlow (megaverl flow show).",
+    )
     best_metric: Literal["accuracy", "reward"] = Field(
         default="accuracy", description="Validation metric by which the best checkpoint is remembered."
     )

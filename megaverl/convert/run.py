@@ -25,6 +25,7 @@ from megaverl.errors import CheckpointError, ConfigError
 from megaverl.models.options import padded_vocab_size
 from megaverl.parallel.collectives import on_first_rank, raise_together, together
 from megaverl.parallel.grid import GridShape
+from megaverl.reshard.checkpoints import BESIDE_KEY
 from megaverl.reshard.export import SHARD_BYTES
 from megaverl.reshard.safetensors_writer import cannot_write
 from megaverl.reshard.stored import Reader
@@ -145,6 +146,10 @@ def _target(source: Source, request: Request) -> Target:
 
 def _say_what_is_left(source: Source, shown: bool) -> None:
     names = [name for name in source.left_out if source.kind == "hugging_face" or "optimizer." not in name]
+    if any(name.endswith(BESIDE_KEY) for name in names):
+        names = [name for name in names if not name.endswith(BESIDE_KEY)]
+        if shown:
+            print("left out: the critic's value head; --role critic takes it, with its backbone", file=sys.stderr)
     if shown and names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         print(f"left out, for they are no weights: {', '.join(names[:3])}{more}", file=sys.stderr)

@@ -37,7 +37,7 @@ class Rules:
         skip_above: role -> gradient norm above which an update is left out.
         on_nonfinite: what a NaN or inf does. An overflow under loss scaling always skips.
         max_skips: skipped updates in a row after which the run stops.
-        max_staleness: versions that the oldest sample may be behind; None: any.
+        max_staleness: versions of the engines' weights that the oldest sample may be behind; None: any.
     """
 
     max_norm: Mapping[str, float] = field(default_factory=dict)
@@ -146,8 +146,7 @@ def _judge(
         elif not report.is_finite or report.squared_norm < 0:
             bad = Verdict.STOP if rules.on_nonfinite == "stop" else Verdict.SKIP
             found.append((bad, Reason.NOT_FINITE, number))
-        oldest = report.version if report.oldest is None else report.oldest
-        if rules.max_staleness is not None and report.version - oldest > rules.max_staleness:
+        if rules.max_staleness is not None and report.newest - report.oldest > rules.max_staleness:
             found.append((Verdict.SKIP, Reason.STALE, number))
     for role in dict.fromkeys(seats[number].role for number in reports):
         found += _judge_role(role, {n: r for n, r in reports.items() if seats[n].role == role}, rules)

@@ -56,6 +56,7 @@ class Judge:
     Attributes:
         partners: roles whose update of this moment is decided on together with this one's.
         share: of the tokens of an update, those that this island trains on.
+        oldest, newest: of the samples that are trained on; see `GradientReport`.
     """
 
     def __init__(self, coordinator: Decides, role: str, progress: Progress) -> None:
@@ -63,6 +64,7 @@ class Judge:
         self._step, self._version = progress.steps.get(role, 0), progress.versions.get(role, 0)
         self.partners: tuple[str, ...] = ()
         self.share = 1.0
+        self.oldest, self.newest = 0, 0
 
     def __call__(self, sums: Mapping[str, Tensor], norm: float, tokens: float, *, overflow: bool) -> Decision:
         """What to do with a gradient.
@@ -86,6 +88,8 @@ class Judge:
             tokens=tokens * self.share,
             squared_norm=0.0 if overflow else norm * norm,
             divided_by=tokens,
+            oldest=self.oldest,
+            newest=self.newest,
             flags=Flag.OVERFLOW if overflow else Flag(0),
             statistics=statistics,
         )

@@ -43,7 +43,7 @@ class GradientReport:
         tokens: that the loss was taken over.
         divided_by: what the loss was divided by so far; 1 for a sum over tokens, `tokens` for a mean over its own.
         squared_norm: of the gradient as it stands.
-        oldest: weight version of the oldest sample in it.
+        oldest, newest: versions of the engines' weights: that generated its oldest sample; that they have now.
         flags: see `Flag`.
         partners: bits of the seats that decide together with this one.
         statistics: name -> count, sum, sum of squares.
@@ -54,7 +54,8 @@ class GradientReport:
     tokens: float
     squared_norm: float
     divided_by: float = 1.0
-    oldest: int | None = None
+    oldest: int = 0
+    newest: int = 0
     flags: Flag = Flag(0)
     partners: int = 0
     statistics: Mapping[str, Moments] = field(default_factory=dict)
@@ -67,7 +68,6 @@ class GradientReport:
 
     def pack(self) -> Tensor:
         """[REPORT_SIZE] float64."""
-        oldest = self.version if self.oldest is None else self.oldest
         head = [
             _MAGIC,
             self.step,
@@ -75,10 +75,10 @@ class GradientReport:
             self.tokens,
             self.divided_by,
             self.squared_norm,
-            oldest,
+            self.oldest,
             int(self.flags),
         ]
-        head += [self.partners, 0.0, 0.0, 0.0]
+        head += [self.partners, self.newest, 0.0, 0.0]
         unknown = sorted(set(self.statistics) - set(STATISTICS))
         if unknown:
             raise ValueError(f"statistics {unknown} are none of {STATISTICS}")
@@ -95,7 +95,7 @@ class GradientReport:
         numbers = data.tolist()
         if len(numbers) != REPORT_SIZE or numbers[0] != _MAGIC:
             raise TrainingStopped(f"a message of {len(numbers)} numbers came where a gradient report was expected")
-        _, step, version, tokens, divided_by, squared_norm, oldest, flags, partners = numbers[:9]
+        _, step, version, tokens, divided_by, squared_norm, oldest, flags, partners, newest = numbers[:10]
         rest = numbers[_HEAD:]
         moments = {name: (rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i, name in enumerate(STATISTICS)}
         given = {name: found for name, found in moments.items() if found != NONE}
@@ -106,6 +106,7 @@ class GradientReport:
             squared_norm,
             divided_by,
             int(oldest),
+            int(newest),
             Flag(int(flags)),
             int(partners),
             given,

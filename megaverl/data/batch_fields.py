@@ -30,6 +30,8 @@ FIELDS: dict[str, Field] = {
     "response_mask": Field(torch.bool, "R", False, "the tokens that train: those that the policy generated"),
     "rollout_log_probs": Field(torch.float32, "R", 0.0, "log-probs that the engine reported"),
     "weight_versions": Field(torch.int64, "R", -1, "version of the weights that each token was generated with"),
+    "temperatures": Field(torch.float32, "", 1.0, "temperature at which a sample was drawn; greedy ones count as 1"),
+    "top_ks": Field(torch.int64, "", 0, "how many of the likeliest tokens each of its tokens was drawn from; 0: all"),
     "old_log_probs": Field(torch.float32, "R", 0.0, "log-probs of the actor at the start of the update"),
     "ref_log_probs": Field(torch.float32, "R", 0.0, "log-probs of the reference"),
     "entropies": Field(torch.float32, "R", 0.0, "entropy of the actor's distribution, nats"),
@@ -42,6 +44,7 @@ FIELDS: dict[str, Field] = {
     "turn_rewards": Field(torch.float32, "R", 0.0, "an environment's reward of a turn, at its last token"),
     "rewards": Field(torch.float32, "", 0.0, "score of each response"),
     "margins": Field(torch.float32, "", 0.0, "how much better the better response of a sample's pair is"),
+    "desirable": Field(torch.bool, "", False, "whether more of such responses is wanted (KTO)"),
     "agent_ids": Field(torch.int64, "", 0, "number of the agent whose sample it is, in a game of several"),
     "group_ids": Field(torch.int64, "", -1, "index of the prompt; its responses share it"),
 }

@@ -89,14 +89,19 @@ def load_tools(path: str | Path) -> Tools:
     return check_tools(text, f"data.tools: {path}")
 
 
+def value_at(row: Mapping[str, Any], key: str) -> Any:
+    """The value of `key`, or of the path `a.b`; None where there is none."""
+    if key in row:
+        return row[key]
+    value: Any = row
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def _column(row: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
     """The value of `key` (or of the path `a.b`), which must be there and not null."""
-    value: Any = row
-    if key in row:
-        value = row[key]
-    else:
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+    value = value_at(row, key)
     if value is None:
         raise DataError(
             f"{where}: no {key!r} in this row; its keys: {', '.join(map(repr, row)) or 'none'}. "

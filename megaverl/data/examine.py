@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaverl.data.columns import Columns, RowColumns
+from megaverl.data.columns import Columns, RowColumns, value_at
+from megaverl.data.preferences import Judged, PreferenceColumns
 from megaverl.data.prompts import PromptEncoder
 from megaverl.data.rows import RowSource
 from megaverl.errors import DataError
@@ -44,6 +45,7 @@ class Examined:
         lengths: tokens of every usable prompt.
         answer_lengths: characters of every answer that is text.
         keys: columns, and in how many rows each stands.
+        num_pairs: rows with a better and a worse response. num_desirable, num_undesirable: with a single one.
         prompts: digest of every usable prompt's text -> where it stands first.
     """
 
@@ -55,6 +57,9 @@ class Examined:
     lengths: list[int] = field(default_factory=list)
     answer_lengths: list[int] = field(default_factory=list)
     keys: Counter[str] = field(default_factory=Counter)
+    num_pairs: int = 0
+    num_desirable: int = 0
+    num_undesirable: int = 0
     prompts: dict[bytes, str] = field(default_factory=dict)
     example: str = ""
 
@@ -72,15 +77,21 @@ class Examined:
             "prompt_tokens": quantiles(self.lengths),
             "answer_characters": quantiles(self.answer_lengths),
             "columns": dict(self.keys),
+            "pairs": self.num_pairs,
+            "single_responses": {"desirable": self.num_desirable, "undesirable": self.num_undesirable},
             "problems": [vars(problem) for problem in self.problems],
         }
 
 
-def examine(rows: RowSource, encoder: PromptEncoder | None, columns: Columns) -> Examined:
+def examine(
+    rows: RowSource, encoder: PromptEncoder | None, columns: Columns, preferences: PreferenceColumns | None = None
+) -> Examined:
     """Look at every row; nothing stops at the first mistake.
 
     Args:
         encoder: None: prompts are not rendered or counted in tokens, only looked at.
+        preferences: every row has judged responses in place of an answer. None: those rows that have no answer, and
+            columns of such responses under their usual names.
     """
     found = Examined(num_rows=len(rows))
     for number in range(len(rows)):
@@ -88,12 +99,32 @@ def examine(rows: RowSource, encoder: PromptEncoder | None, columns: Columns) ->
         try:
             row = rows[number]
             found.keys.update(row.keys())
-            read = columns.read(row, where)
-            _usable(found, read, encoder, where)
+            judged = preferences or _usual(row, columns)
+            read = (replace(columns, answer=None) if judged else columns).read(row, where)
+            responses = judged.read(row, where) if judged else []
+            if _usable(found, read, encoder, where, repeats=judged is not None):
+                _judged(found, responses, where)
         except DataError as error:
             found.problems.append(Problem(where, "error", str(error).removeprefix(f"{where}: ")))
     found.problems += _about_the_whole(found, encoder)
     return found
+
+
+def _usual(row: Mapping[str, Any], columns: Columns) -> PreferenceColumns | None:
+    usual = PreferenceColumns()
+    has_answer = columns.answer is None or value_at(row, columns.answer) is not None
+    return usual if not has_answer and usual.fit(row) else None
+
+
+def _judged(found: Examined, responses: Sequence[Judged], where: str) -> None:
+    """Count the responses of a row that has such."""
+    found.answer_lengths += [len(each.value) for each in responses]
+    found.num_pairs += len(responses) == 2
+    found.num_desirable += [each.desirable for each in responses] == [True]
+    found.num_undesirable += [each.desirable for each in responses] == [False]
+    if len(responses) == 2 and responses[0].value == responses[1].value:
+        what = "the better and the worse response are the same: it teaches nothing."
+        found.problems.append(Problem(where, "warning", what))
 
 
 def overlap(training: Examined, held_out: Examined) -> list[Problem]:
@@ -118,16 +149,20 @@ def quantiles(values: Sequence[int]) -> dict[str, int]:
     }
 
 
-def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, where: str) -> None:
-    """Count one row, or raise what is wrong with it."""
+def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, where: str, *, repeats: bool) -> bool:
+    """Count one row, or raise what is wrong with it; whether it is neither too long nor too short.
+
+    Args:
+        repeats: a prompt may stand in several rows.
+    """
     if encoder is not None:
         if encoder.is_short(read.prompt, where, read.tools):
             found.num_short += 1
-            return
+            return False
         encoded = encoder.encode(read.prompt, where, read.tools)
         if encoded is None:
             found.num_long += 1
-            return
+            return False
         found.num_long += encoded.num_truncated > 0
         found.lengths.append(len(encoded.token_ids))
         found.example = found.example or encoded.text
@@ -138,19 +173,26 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
             found.problems.append(Problem(where, "warning", "the answer is empty."))
     text = json.dumps(read.prompt, sort_keys=True, ensure_ascii=False)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    if digest in found.prompts:
+    if digest in found.prompts and not repeats:
         found.problems.append(Problem(where, "warning", f"the same prompt as {found.prompts[digest]}."))
-    else:
-        found.prompts[digest] = where
+    found.prompts.setdefault(digest, where)
     if "\N{REPLACEMENT CHARACTER}" in text:
         found.problems.append(Problem(where, "warning", "the prompt holds � (a wrong encoding, somewhere before)."))
+    return True
 
 
 def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator[Problem]:
     if not found.num_usable:
         yield Problem("", "error", "no row can be used.")
         return
+    if found.num_pairs + found.num_desirable + found.num_undesirable not in (0, found.num_usable):
+        yield Problem("", "warning", "some rows have judged responses, and others an answer.")
+    elif not found.num_pairs and bool(found.num_desirable) != bool(found.num_undesirable):
+        which = "desirable" if found.num_desirable else "undesirable"
+        yield Problem("", "warning", f"every single response is {which}: kto needs both to tell them apart.")
     odd = [key for key, count in found.keys.items() if count < found.num_rows]
+    if found.num_pairs and found.num_desirable + found.num_undesirable:
+        odd = []  # rows of two kinds
     if odd:
         yield Problem("", "warning", f"columns that only some rows have: {', '.join(sorted(odd)[:8])}.")
     if found.num_long > 0.1 * found.num_rows:

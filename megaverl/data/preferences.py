@@ -1,80 +1,177 @@
-"""Pairs of a better and a worse response to the same prompt, as token ids."""
+"""Responses that somebody has judged, as token ids: pairs of a better and a worse one, and single ones with a label."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.datasets import PromptRecord
+from megaverl.data.columns import value_at
+from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.prompts import PromptEncoder
 from megaverl.errors import DataError
 
 
-class PairReader:
-    """Reads pairs out of prompt records whose reference is the better response.
+class Judged(NamedTuple):
+    """A response. which: what messages call it."""
 
-    Args:
-        rejected_key: column of the worse response. margin_key: of how much better the other is; None: not read.
-        max_tokens: of a response, its end of sequence included.
+    which: str
+    value: Any
+    desirable: bool
+
+
+@dataclass(frozen=True)
+class PreferenceColumns:
+    """Names of columns: of a pair's two responses, or of a single response and whether it is desirable.
+
+    margin: of how much better a pair's better response is; None: not read.
     """
 
-    def __init__(self, encoder: PromptEncoder, *, rejected_key: str, margin_key: str | None, max_tokens: int) -> None:
-        self.encoder, self.max_tokens = encoder, max_tokens
-        self.rejected_key, self.margin_key = rejected_key, margin_key
+    chosen: str = "chosen"
+    rejected: str = "rejected"
+    completion: str = "completion"
+    label: str = "label"
+    margin: str | None = None
 
-    def batch(self, records: Sequence[PromptRecord]) -> RolloutBatch:
-        """[2 x pairs]: better and worse responses in turn; `margins` [2 x pairs] of each pair, if they are read.
+    def fit(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has any of them."""
+        return any(value_at(row, name) is not None for name in (self.chosen, self.rejected, self.completion))
+
+    def read(self, row: Mapping[str, Any], where: str) -> list[Judged]:
+        """The row's pair, the better response first, or its single response.
 
         Raises:
-            DataError: a row without a response, or with one that is too long; names the row.
+            DataError: it has neither, or both; or something that is no response, or no label.
         """
-        responses = []
-        for record in records:
-            if self.rejected_key not in record.extra:
+        single = value_at(row, self.completion)
+        pair = {name: value_at(row, name) for name in (self.chosen, self.rejected)}
+        if single is not None and any(value is not None for value in pair.values()):
+            raise DataError(
+                f"{where}: it has {self.completion!r}, of a single response, and a pair as well. Leave one out."
+            )
+        if single is not None:
+            return [self._text(Judged("single", single, self._label(row, where)), where)]
+        for name, setting in ((self.chosen, "chosen_key"), (self.rejected, "rejected_key")):
+            if pair[name] is None:
                 raise DataError(
-                    f"{record.where}: no {self.rejected_key!r} in this row; name the column of the worse response with "
-                    "preference.rejected_key."
+                    f"{where}: no {name!r} in this row; its keys: {', '.join(map(repr, row)) or 'none'}. A row has a "
+                    f"pair, {self.chosen!r} and {self.rejected!r}, or a single response, {self.completion!r} and "
+                    f"{self.label!r}. Name the right column with preference.{setting}."
                 )
-            pair = (("chosen", record.reference), ("rejected", record.extra[self.rejected_key]))
-            responses += [self._encoded(value, which, record.where) for which, value in pair]
-        prompts = [record.token_ids for record in records for _ in range(2)]
-        batch = pairs_of(prompts, responses)
-        if self.margin_key is None:
-            return batch
-        margins = torch.tensor([self._margin(record) for record in records for _ in range(2)])
-        return batch.with_(margins=margins)
+        better, worse = pair.values()
+        return [self._text(each, where) for each in (Judged("chosen", better, True), Judged("rejected", worse, False))]
 
-    def _encoded(self, value: Any, which: str, where: str) -> list[int]:
+    def read_margin(self, row: Mapping[str, Any], where: str) -> float:
+        """How much better a pair's better response is.
+
+        Raises:
+            DataError: it is no number of at least 0.
+        """
+        value = value_at(row, str(self.margin))
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise DataError(
+                f"{where}: {self.margin!r} is {value!r}; a margin is a number of at least 0. Mend the row, or leave "
+                "preference.margin_key out."
+            )
+        return float(value)
+
+    def _label(self, row: Mapping[str, Any], where: str) -> bool:
+        value = value_at(row, self.label)
+        if not isinstance(value, bool | int) or value not in (0, 1):
+            raise DataError(
+                f"{where}: {self.label!r} is {value!r}; it says whether a single response is desirable: true or false "
+                "(or 1 or 0). Mend the row, or name the right column with preference.label_key."
+            )
+        return bool(value)
+
+    def _text(self, response: Judged, where: str) -> Judged:
+        value = response.value
         if isinstance(value, list) and value and isinstance(value[-1], dict):
             value = value[-1].get("content")  # a conversation: its last message is the response
         if not isinstance(value, str):
             raise DataError(
-                f"{where}: the {which} response is {type(value).__name__}; it must be text, or chat messages that end "
-                "with it. Name the right column with preference.chosen_key and preference.rejected_key."
+                f"{where}: the {response.which} response is {type(value).__name__}; it must be text, or chat messages "
+                "that end with it. Name the right column with preference.chosen_key, rejected_key or completion_key."
             )
-        tokens = self.encoder.encode_answer(value)
-        if len(tokens) > self.max_tokens:
-            raise DataError(
-                f"{where}: the {which} response is {len(tokens)} tokens long, and at most {self.max_tokens} are "
-                "allowed. Raise preference.max_response_tokens, or shorten the row."
-            )
-        return tokens
+        return response._replace(value=value)
 
-    def _margin(self, record: PromptRecord) -> float:
-        value = record.extra.get(str(self.margin_key))
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+
+class PreferenceReader:
+    """Reads judged responses out of prompt records, whose further columns hold them.
+
+    Args:
+        max_tokens: of a response, its end of sequence included.
+        pairs_only: for losses that compare; a single response is then an error.
+    """
+
+    def __init__(
+        self, encoder: PromptEncoder, columns: PreferenceColumns, *, max_tokens: int, pairs_only: bool = True
+    ) -> None:
+        self.encoder, self.columns, self.max_tokens, self.pairs_only = encoder, columns, max_tokens, pairs_only
+
+    def check(self, dataset: PromptDataset) -> None:
+        """Read every row, so that a bad one ends a run before it starts.
+
+        Raises:
+            DataError: see `batch`.
+        """
+        for number in range(len(dataset)):
+            self._read(dataset[number])
+
+    def batch(self, records: Sequence[PromptRecord]) -> RolloutBatch:
+        """The responses of these rows, a pair's better one first: `desirable` [responses] says which are wanted.
+
+        Where margins are read `margins` [2 x pairs] is each pair's. Rows are named by `group_ids`.
+
+        Raises:
+            DataError: a row without a response, or with one that is too long; names the row.
+        """
+        read = [self._read(record) for record in records]
+        prompts = [record.token_ids for record, found in zip(records, read, strict=True) for _ in found]
+        batch = responses_of(
+            prompts,
+            [tokens for found in read for tokens, _ in found],
+            [row for row, found in enumerate(read) for _ in found],
+        ).with_(desirable=torch.tensor([desirable for found in read for _, desirable in found], dtype=torch.bool))
+        if self.columns.margin is None:
+            return batch
+        margins = [self.columns.read_margin(record.extra, record.where) for record in records for _ in range(2)]
+        return batch.with_(margins=torch.tensor(margins))
+
+    def _read(self, record: PromptRecord) -> list[tuple[list[int], bool]]:
+        """(tokens, whether it is desirable) of the row's responses."""
+        judged = self.columns.read(record.extra, record.where)
+        if self.pairs_only and len(judged) == 1:
             raise DataError(
-                f"{record.where}: {self.margin_key!r} is {value!r}; a margin is a number of at least 0. Mend the row, "
-                "or leave preference.margin_key out."
+                f"{record.where}: it has a single response ({self.columns.completion!r}), and this loss compares two. "
+                "Use preference.loss=kto, or rows with a chosen and a rejected response."
             )
-        return float(value)
+        if self.columns.margin is not None:
+            self.columns.read_margin(record.extra, record.where)
+        found = []
+        for which, value, desirable in judged:
+            tokens = self.encoder.encode_answer(value)
+            if len(tokens) > self.max_tokens:
+                raise DataError(
+                    f"{record.where}: the {which} response is {len(tokens)} tokens long, and at most "
+                    f"{self.max_tokens} are allowed. Raise preference.max_response_tokens, or shorten the row."
+                )
+            found.append((tokens, desirable))
+        return found
 
 
 def pairs_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> RolloutBatch:
     """A batch of responses that nobody generated here; neighbours with the same prompt are a pair."""
+    return responses_of(prompts, responses, [number // 2 for number in range(len(responses))])
+
+
+def responses_of(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], group_ids: Sequence[int]
+) -> RolloutBatch:
+    """A batch of responses that nobody generated here."""
     lengths = torch.tensor([len(response) for response in responses])
     ids = torch.zeros(len(responses), int(lengths.max()) if len(responses) else 0, dtype=torch.int64)
     inputs = torch.zeros(len(prompts), max((len(prompt) for prompt in prompts), default=0), dtype=torch.int64)
@@ -88,7 +185,7 @@ def pairs_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]
             "generated_ids": ids,
             "response_lengths": lengths,
             "response_mask": torch.arange(ids.shape[1]) < lengths.unsqueeze(1),
-            "group_ids": torch.arange(len(responses)) // 2,
+            "group_ids": torch.tensor(list(group_ids), dtype=torch.int64),
         }
     )
 

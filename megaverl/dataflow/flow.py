@@ -124,7 +124,8 @@ class DataFlow:
 
         Args:
             span: opened around every operator with its name, for a timeline; and with "wait" around what comes late.
-            done: values that were made before, in a run that was cut off; what makes nothing else is left out.
+            done: values that were made before, in a run that was cut off, on all ranks of their makers; what makes
+                nothing else is left out, and sends them.
             after: called after every operator that ran, with its name and all values so far.
             mover: carries values between ranks; needed where the flow was compiled for places.
             leave_out: operators that are not run now.
@@ -167,8 +168,10 @@ class _Run:
     ) -> Result:
         timeline = []
         for operator in self.plan.operators:
-            made = operator.gives and all(name in self.done for name in operator.gives)
-            if made or operator.name in leave_out or not self._is_mine(operator.name):
+            if operator.name in leave_out or not self._is_mine(operator.name):
+                continue
+            if operator.gives and all(name in self.done for name in operator.gives):
+                self._send(operator.name)
                 continue
             late = self._missing(operator)
             for edge in late:

@@ -59,6 +59,8 @@ class Courier:
         """
         self._sent.forget_done()
         head: dict[str, Any]
+        if isinstance(value, RolloutBatch) and base is not None and not _is_over(value, base):
+            base = None
         batch = value if isinstance(value, RolloutBatch) else base
         if isinstance(value, RolloutBatch):
             fresh = _fresh(value, base)
@@ -117,7 +119,7 @@ class Courier:
             fields = {key: _spread_like(key, tensor, rows, base) for key, tensor in tensors_here.items()}
             return base.with_(**fields)
         batch = RolloutBatch(tensors_here, table.columns)
-        return batch if rows == list(range(count)) else _spread_batch(batch, rows, head["lengths"])
+        return batch if rows == list(range(count)) else spread_batch(batch, rows, head["lengths"])
 
     def settle(self) -> None:
         """Until all that was sent has left.
@@ -159,6 +161,11 @@ def sender_of(rank: int, source: Sequence[int], dest: Sequence[int], node_of: Ca
     return near[list(dest).index(rank) % len(near)]
 
 
+def _is_over(batch: RolloutBatch, base: RolloutBatch) -> bool:
+    """Whether a batch is of the base's own samples, with more to each."""
+    return batch.tensors["input_ids"] is base.tensors["input_ids"]
+
+
 def _fresh(batch: RolloutBatch, base: RolloutBatch | None) -> dict[str, Tensor]:
     """The tensors that are not the base's own."""
     if base is None:
@@ -166,7 +173,7 @@ def _fresh(batch: RolloutBatch, base: RolloutBatch | None) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch.tensors.items() if base.tensors.get(name) is not tensor}
 
 
-def _spread_batch(part: RolloutBatch, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> RolloutBatch:
+def spread_batch(part: RolloutBatch, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> RolloutBatch:
     """A batch of all rows whose other rows have their lengths and nothing else, so that all ranks plan alike."""
     count, index = len(lengths[0]), torch.tensor(list(rows), dtype=torch.int64)
     wide = part.pad_to(prompt=max(lengths[0], default=0), response=max(lengths[1], default=0))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megaverl.models.attention import CausalAttention, is_plain
-from megaverl.models.heads import ValueHead
+from megaverl.models.heads import ValueHead, ValuesBesideLogits
 from megaverl.models.latent import LatentAttention
 from megaverl.models.norm import RMSNorm
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
@@ -21,6 +21,12 @@ platform.adapt_megatron()
 
 from megatron.core.models.gpt import GPTModel  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.tensor_parallel.layers import (  # noqa: E402
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import (  # noqa: E402
@@ -79,11 +85,14 @@ class _Scale:
         return output * torch.tensor(self.factor, dtype=output.dtype, device=output.device)
 
 
-def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: int, seed: int) -> list[Any]:
+def build_model(
+    spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: int, seed: int, beside_logits: bool = False
+) -> list[Any]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on the platform's device.
 
     Args:
         value_head: a critic: the output layer gives so many values per position, and embeddings are not tied.
+        beside_logits: of an actor that is its own critic: `model.value_head` stands beside the output layer.
         seed: of megatron-core's random state for initialisation and dropout, the same on every rank.
     """
     coords = grid.coords
@@ -107,17 +116,33 @@ def build_model(spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value
             pre_process=grid.is_first_stage and index == 0,
             post_process=is_last,
             parallel_output=True,
-            share_embeddings_and_output_weights=spec.tie_embeddings and not value_head,
+            share_embeddings_and_output_weights=spec.tie_embeddings and (beside_logits or not value_head),
             pg_collection=grid.pg_collection,
             vp_stage=vp_stage,
             **rope_options(spec),
         )
-        if value_head and is_last:
+        if beside_logits and is_last:
+            model.value_head = ValuesBesideLogits(config, grid.tp_group, model.output_layer, int(value_head))
+        elif value_head and is_last:
             model.output_layer = ValueHead(config, grid.tp_group, int(value_head))
         if spec.scale_embeddings and model.pre_process:
             model.embedding.register_forward_hook(_Scale(spec.hidden_size))
+        _mark_cut_weights(model)
         chunks.append(model.to(platform.device))
     return chunks
+
+
+def _mark_cut_weights(model: torch.nn.Module) -> None:
+    """Say of every weight that tensor parallelism cuts that it is cut, so that the gradient's norm counts all parts.
+
+    megatron-core (0.16 to 0.19) says so where it draws the weight, and so not with `perform_initialization: false`.
+    """
+    for module in model.modules():
+        if isinstance(module, RowParallelLinear | ColumnParallelLinear | VocabParallelEmbedding):
+            weight = module.weight
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                dim = 1 if isinstance(module, RowParallelLinear) else 0
+                set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
 
 
 def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:

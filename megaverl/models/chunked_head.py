@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.models.drawn import Drawn
 from megaverl.models.regions import sum_gradients
-from megaverl.models.vocab_parallel import Shard, logit_gradient, logit_sums
+from megaverl.models.vocab_parallel import LOWEST, Shard, logit_gradient, logit_sums, with_floor
 from megaverl.platform import platform
 
 platform.adapt_megatron()
@@ -70,25 +71,27 @@ class _HeadLogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         index: torch.Tensor,
         shard: Shard,
-        temperature: float,
+        drawn: Drawn,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         flat = hidden.reshape(-1, hidden.shape[-1])
-        log_total, at_target, mean = torch.zeros(3, len(targets), device=hidden.device)
+        log_total, at_target, mean, floor = torch.zeros(4, len(targets), device=hidden.device)
         for part in _parts(len(targets), weight):
             logits = flat.index_select(0, index[part]) @ weight.t()
-            sums = logit_sums(logits, None, targets[part], shard, temperature, with_mean=with_entropy)
+            some = with_floor(logits, None, shard, drawn.of(part))
+            sums = logit_sums(logits, None, targets[part], shard, some, with_mean=with_entropy)
+            floor[part] = LOWEST if some.floor is None else some.floor
             log_total[part], at_target[part], mean[part] = sums.log_total, sums.at_target, sums.mean
         entropy = log_total - mean if with_entropy else mean
         ctx.save_for_backward(hidden, weight, targets, index, log_total, entropy)
-        ctx.options = shard, temperature, with_entropy
+        ctx.options = shard, drawn if drawn.top_k is None else drawn._replace(floor=floor), with_entropy
         return at_target - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad_log_probs, grad_entropy = grads
         hidden, weight, targets, index, log_total, entropy = ctx.saved_tensors
-        shard, temperature, with_entropy = ctx.options
+        shard, drawn, with_entropy = ctx.options
         flat = hidden.reshape(-1, hidden.shape[-1])
         valid = weight[: shard.valid]
         grad_hidden = torch.zeros_like(flat)
@@ -102,7 +105,8 @@ class _HeadLogProbs(torch.autograd.Function):
             by = grad_log_probs[part, None], grad_entropy[part, None] if with_entropy else None
             sums = log_total[part, None], entropy[part, None]
             logits = rows @ valid.t()
-            grad = logit_gradient(logits, local[part, None], here[part, None], by, sums, temperature).to(rows.dtype)
+            some = drawn.of(part)
+            grad = logit_gradient(logits, local[part, None], here[part, None], by, sums, some).to(rows.dtype)
             del logits
             grad_hidden.index_copy_(0, index[part], grad @ valid)
             if grad_weight is not None:
@@ -118,7 +122,8 @@ def head_log_probs(
     *,
     index: torch.Tensor,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: torch.Tensor | None = None,
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -133,7 +138,7 @@ def head_log_probs(
         (log_probs [n], entropy [n]), float32. The gradient of `hidden` is this rank's part of it: see `HiddenHead`.
     """
     shard = Shard.of(weight.shape[0], vocab_size, group)
-    return _HeadLogProbs.apply(hidden, weight, targets, index, shard, temperature, with_entropy)
+    return _HeadLogProbs.apply(hidden, weight, targets, index, shard, Drawn(temperature, top_k), with_entropy)
 
 
 @torch.no_grad()
@@ -144,7 +149,8 @@ def head_squared_probs(
     *,
     index: torch.Tensor,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_probs [n], sum over the vocabulary of p^2 [n]), float32, without a gradient; see above."""
@@ -153,6 +159,7 @@ def head_squared_probs(
     log_probs, squares = torch.zeros(2, len(targets), device=hidden.device)
     for part in _parts(len(targets), weight):
         logits = flat.index_select(0, index[part]) @ weight.t()
-        sums = logit_sums(logits, None, targets[part], shard, temperature, with_squares=True)
+        drawn = with_floor(logits, None, shard, Drawn(temperature, top_k).of(part))
+        sums = logit_sums(logits, None, targets[part], shard, drawn, with_squares=True)
         log_probs[part], squares[part] = sums.at_target - sums.log_total, sums.squares
     return log_probs, squares

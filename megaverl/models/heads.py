@@ -1,4 +1,4 @@
-"""The value head, which stands on top of the critic's backbone."""
+"""The value head, which stands on top of the critic's backbone, or beside the output layer of the actor's."""
 
 from __future__ import annotations
 
@@ -34,3 +34,29 @@ class ValueHead(nn.Module):
                 values, tensor_parallel_output_grad=False, group=self.tp_group
             )
         return values, None
+
+
+class ValuesBesideLogits(ValueHead):
+    """A value head that sees the hidden states of a model's output layer, which stays as it is.
+
+    One forward pass of the model then gives logits, and `take` the values to them.
+    """
+
+    def __init__(self, config: Any, tp_group: dist.ProcessGroup, output_layer: nn.Module, num_values: int = 1) -> None:
+        super().__init__(config, tp_group, num_values)
+        self._seen: torch.Tensor | None = None
+        output_layer.register_forward_pre_hook(self._look)
+
+    def _look(self, layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        self._seen = args[0]
+
+    @property
+    def waits(self) -> bool:
+        """Whether the values of the last forward pass were not taken."""
+        return self._seen is not None
+
+    def take(self) -> torch.Tensor:
+        """[b, s, num_values] float32: the values of the last forward pass, once."""
+        assert self._seen is not None, "there was no forward pass, or its values were taken"
+        hidden, self._seen = self._seen, None
+        return self(hidden)[0].transpose(0, 1)

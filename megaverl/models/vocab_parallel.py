@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megaverl.models.drawn import Drawn
+
 # Elements of the logits that are worked on at once: a 128th of them, within these bounds. Each intermediate result is
 # then 1 to 16 MiB of float32, and three of them are a twentieth of 16-bit logits.
 SMALLEST_CHUNK, LARGEST_CHUNK = 1 << 18, 1 << 22
@@ -37,6 +39,14 @@ class Shard(NamedTuple):
             dist.all_reduce(values, op=op, group=self.group)
         return values
 
+    def all_gather(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, k] -> [n, k * ranks]; the same on every rank."""
+        if self.group is None:
+            return values
+        parts = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, values.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
+
 
 def _chunks(flat: torch.Tensor, index: torch.Tensor | None, valid: int) -> Iterator[tuple[slice, torch.Tensor]]:
     """(which of the n tokens, their logits [m, valid] in the dtype of `flat`), over all n tokens."""
@@ -49,11 +59,6 @@ def _chunks(flat: torch.Tensor, index: torch.Tensor | None, valid: int) -> Itera
         yield part, rows[:, :valid]
 
 
-def _scaled(rows: torch.Tensor, temperature: float) -> torch.Tensor:
-    """A float32 copy of the rows, over the temperature."""
-    return rows.to(torch.float32, copy=True).div_(temperature)
-
-
 class _Sums(NamedTuple):
     """[n] each, over the whole vocabulary, of z = logits / temperature and p = softmax(z)."""
 
@@ -63,12 +68,26 @@ class _Sums(NamedTuple):
     squares: torch.Tensor  # sum p^2, 0 unless asked for
 
 
+def with_floor(flat: torch.Tensor, index: torch.Tensor | None, shard: Shard, drawn: Drawn) -> Drawn:
+    """`drawn` with its floor, where it cuts any token's distribution; every rank of the group takes part."""
+    if drawn.top_k is None or not bool(drawn.top_k.any()):
+        return drawn
+    most = int(drawn.top_k.max())
+    highest = torch.full((len(drawn.top_k), most), LOWEST, device=flat.device)
+    for part, rows in _chunks(flat, index, shard.valid) if shard.valid else ():
+        found = drawn.of(part).scaled(rows).topk(min(most, rows.shape[1])).values
+        highest[part, : found.shape[1]] = found
+    highest = shard.all_gather(highest).topk(most).values
+    floor = highest.gather(1, (drawn.top_k - 1).clamp_(min=0)[:, None])[:, 0]
+    return drawn._replace(floor=floor.masked_fill(drawn.top_k == 0, LOWEST))
+
+
 def logit_sums(
     flat: torch.Tensor,
     index: torch.Tensor | None,
     targets: torch.Tensor,
     shard: Shard,
-    temperature: float,
+    drawn: Drawn,
     *,
     with_mean: bool = False,
     with_squares: bool = False,
@@ -82,7 +101,8 @@ def logit_sums(
     if shard.valid:
         local = local.clamp(0, shard.valid - 1)
         for part, rows in _chunks(flat, index, shard.valid):
-            z = _scaled(rows, temperature)
+            some = drawn.of(part)
+            z = some.cut(some.scaled(rows), local[part, None], here[part, None], LOWEST)
             sums[3, part] = z.gather(1, local[part, None])[:, 0].masked_fill_(~here[part], 0.0)
             top[part] = z.amax(dim=-1).clamp_(min=LOWEST)
             e = z.sub_(top[part, None]).clamp_(min=NEGLIGIBLE).exp()
@@ -112,21 +132,22 @@ class _LogProbs(torch.autograd.Function):
         targets: torch.Tensor,
         index: torch.Tensor | None,
         shard: Shard,
-        temperature: float,
+        drawn: Drawn,
         with_entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         flat = logits.reshape(-1, logits.shape[-1])
-        sums = logit_sums(flat, index, targets, shard, temperature, with_mean=with_entropy)
+        drawn = with_floor(flat, index, shard, drawn)
+        sums = logit_sums(flat, index, targets, shard, drawn, with_mean=with_entropy)
         entropy = sums.log_total - sums.mean if with_entropy else sums.mean
         ctx.save_for_backward(logits, targets, index, sums.log_total, entropy)
-        ctx.options = shard, temperature, with_entropy
+        ctx.options = shard, drawn, with_entropy
         return sums.at_target - sums.log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         grad_log_probs, grad_entropy = grads
         logits, targets, index, log_total, entropy = ctx.saved_tensors
-        shard, temperature, with_entropy = ctx.options
+        shard, drawn, with_entropy = ctx.options
         result = torch.zeros_like(logits, memory_format=torch.contiguous_format)
         flat, out = logits.reshape(-1, logits.shape[-1]), result.view(-1, logits.shape[-1])[:, : shard.valid]
         local = targets - shard.first
@@ -135,7 +156,7 @@ class _LogProbs(torch.autograd.Function):
         for part, rows in _chunks(flat, index, shard.valid) if shard.valid else ():
             by = grad_log_probs[part, None], grad_entropy[part, None] if with_entropy else None
             sums = log_total[part, None], entropy[part, None]
-            grad = logit_gradient(rows, local[part, None], here[part, None], by, sums, temperature).to(out.dtype)
+            grad = logit_gradient(rows, local[part, None], here[part, None], by, sums, drawn.of(part)).to(out.dtype)
             if index is None:
                 out[part] = grad
             else:
@@ -149,7 +170,7 @@ def logit_gradient(
     here: torch.Tensor,
     grads: tuple[torch.Tensor, torch.Tensor | None],
     sums: tuple[torch.Tensor, torch.Tensor],
-    temperature: float,
+    drawn: Drawn,
 ) -> torch.Tensor:
     """[m, valid] float32: the gradient of these tokens' logits.
 
@@ -158,16 +179,17 @@ def logit_gradient(
         local, here: [m, 1], the target's column in this shard, and whether it is in it.
         grads: [m, 1], of the log-probs and, if it is asked for, of the entropy.
         sums: [m, 1], log sum e^z and the entropy.
+        drawn: of these tokens, with its floor.
     """
     by_log_prob, by_entropy = grads
     log_total, entropy = sums
-    log_p = _scaled(rows, temperature).sub_(log_total).clamp_(min=NEGLIGIBLE)
+    log_p = drawn.cut(drawn.scaled(rows), local, here, LOWEST).sub_(log_total).clamp_(min=NEGLIGIBLE)
     p = log_p.exp()
     if by_entropy is not None:
         grad = log_p.add_(entropy).mul_(-by_entropy).sub_(by_log_prob).mul_(p)
     else:
         grad = p.mul_(-by_log_prob)
-    return grad.scatter_add_(1, local, by_log_prob * here).div_(temperature)
+    return grad.scatter_add_(1, local, by_log_prob * here).div_(drawn.divisor)
 
 
 def vocab_parallel_log_probs(
@@ -175,7 +197,8 @@ def vocab_parallel_log_probs(
     targets: torch.Tensor,
     *,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: torch.Tensor | None = None,
     with_entropy: bool = False,
     group: dist.ProcessGroup | None = None,
     index: torch.Tensor | None = None,
@@ -186,7 +209,8 @@ def vocab_parallel_log_probs(
         logits: [..., padded_vocab / tp], this rank's part of the vocabulary, any floating dtype.
         targets: [n] token ids in the whole vocabulary.
         vocab_size: columns beyond it are padding and get probability zero.
-        temperature: logits are divided by it, as the sampler's were.
+        temperature: logits are divided by it, as the sampler's were; [n] where tokens differ.
+        top_k: [n] int64, how many of the likeliest tokens the sampler drew from, 0: from all. None: from all.
         with_entropy: else the second result is zeros.
         group: the ranks that share the vocabulary, in order.
         index: [n] int64, no two the same: which rows of `logits.reshape(-1, ...)` predict the targets. None: all.
@@ -195,7 +219,7 @@ def vocab_parallel_log_probs(
         (log_probs [n], entropy [n]), equal on every rank of the group.
     """
     shard = Shard.of(logits.shape[-1], vocab_size, group)
-    return _LogProbs.apply(logits, targets, index, shard, temperature, with_entropy)
+    return _LogProbs.apply(logits, targets, index, shard, Drawn(temperature, top_k), with_entropy)
 
 
 @torch.no_grad()
@@ -204,12 +228,14 @@ def vocab_parallel_squared_probs(
     targets: torch.Tensor,
     *,
     vocab_size: int,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: torch.Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     index: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(log_probs [n], sum over the vocabulary of p^2 [n]), float32, without a gradient; see above."""
     shard = Shard.of(logits.shape[-1], vocab_size, group)
     flat = logits.reshape(-1, logits.shape[-1])
-    sums = logit_sums(flat, index, targets, shard, temperature, with_squares=True)
+    drawn = with_floor(flat, index, shard, Drawn(temperature, top_k))
+    sums = logit_sums(flat, index, targets, shard, drawn, with_squares=True)
     return sums.at_target - sums.log_total, sums.squares

@@ -18,18 +18,27 @@ from megaverl.reshard.torch_dist import IndexedArray, locate, read_index
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 HEAD_KEY = "output_layer.weight"
+BESIDE_KEY = "value_head.weight"  # of a critic on the actor's backbone
 
 
 @dataclass(frozen=True, eq=False)
 class OpenedCheckpoint:
-    """The index of a checkpoint, and what stands in front of the keys of the wanted model."""
+    """The index of a checkpoint, and what stands in front of the keys of the wanted model.
+
+    Attributes:
+        as_critic: of an actor that is its own critic, its backbone with the value head is wanted.
+    """
 
     folder: Path
     index: Mapping[str, IndexedArray]
     prefix: str
+    as_critic: bool = False
 
     @property
     def has_value_head(self) -> bool:
+        """Whether the wanted model is a critic, with one value a position."""
+        if self.as_critic:
+            return self.index[self.prefix + BESIDE_KEY].shape[0] == 1
         head = self.index.get(self.prefix + HEAD_KEY)
         return head is not None and head.shape[0] == 1 < self.index[self.prefix + EMBEDDING_KEY].shape[0]
 
@@ -39,6 +48,8 @@ class OpenedCheckpoint:
         Raises:
             CheckpointError: arrays that are missing, of another shape, or no weights of this model: names them all.
         """
+        if self.as_critic:
+            weights = [w._replace(megatron=BESIDE_KEY) if w.megatron == HEAD_KEY else w for w in weights]
         found = checkpoint_layout(
             weights,
             spec,
@@ -94,6 +105,8 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
         )
     if not found:
         raise CheckpointError(f"{folder}: holds no GPT model: none of its {len(index)} arrays is an {EMBEDDING_KEY}.")
+    if role == "critic" and "critic." not in found and f"actor.{BESIDE_KEY}" in index:
+        return OpenedCheckpoint(folder, index, "actor.", as_critic=True)
     return OpenedCheckpoint(folder, index, _choose(folder, found, role))
 
 
@@ -114,8 +127,5 @@ def _choose(folder: Path, prefixes: Sequence[str], role: str | None) -> str:
 
 def without_head(weights: Sequence[Weight], opened: OpenedCheckpoint, optional: Collection[str]) -> list[str]:
     """The optional weights (a critic's head) that the checkpoint has no array for."""
-    return [
-        weight.name
-        for weight in weights
-        if weight.name in optional and weight.megatron == HEAD_KEY and not opened.has_value_head
-    ]
+    absent = {HEAD_KEY: not opened.has_value_head, BESIDE_KEY: opened.prefix + BESIDE_KEY not in opened.index}
+    return [weight.name for weight in weights if weight.name in optional and absent.get(weight.megatron, False)]

@@ -1,16 +1,12 @@
-"""Reward functions by name: the built-in ones, and those that a configuration names in a module or a file."""
+"""Reward functions by name: the built-in ones, and those that are registered beside them."""
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megaverl.errors import RewardError
@@ -112,60 +108,3 @@ def find_reward(name: str) -> RewardFunction:
 def _load_built_in() -> None:
     for module in ("matching", "length", "math"):
         importlib.import_module(f"megaverl.rewards.{module}")
-
-
-def import_function(target: str) -> Callable[..., Any]:
-    """The function that `module:function` or `path/to/file.py:function` names.
-
-    Raises:
-        RewardError: badly written, not found, not importable, or not a function.
-    """
-    place, _, name = target.rpartition(":")
-    if not place or not name.isidentifier():
-        raise RewardError(
-            f"reward function {target!r}: write module:function, such as my_rewards:score, or "
-            "path/to/file.py:function, such as rewards/score.py:score."
-        )
-    try:
-        module = _import_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except RewardError:
-        raise
-    except Exception as error:  # whatever the user's module does when it is imported
-        hint = ""
-        if isinstance(error, ModuleNotFoundError):
-            hint = " Is it installed, or its folder on PYTHONPATH? A file can be named by its path instead."
-        raise RewardError(
-            f"reward function {target!r}: importing {place} failed with {type(error).__name__}: {error}.{hint}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        what = "has no function" if function is None else "has something that is not a function, named"
-        functions = [
-            key
-            for key, value in vars(module).items()
-            if inspect.isfunction(value) and value.__module__ == module.__name__ and key[0] != "_"
-        ]
-        raise RewardError(
-            f"reward function {target!r}: {place} {what} {name!r}; its functions: {', '.join(functions) or 'none'}."
-        )
-    return function
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise RewardError(f"reward file {path}: not found (looked in {Path.cwd()}). Mend the path.")
-    path = path.resolve()
-    name = f"megaverl_reward_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise RewardError(f"reward file {path}: not a Python file.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling in the file look their module up
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megaverl.errors import RewardError
-from megaverl.rewards.registry import RewardFunction, find_reward, import_function
+from megaverl.errors import ConfigError, RewardError
+from megaverl.plugins import load_object
+from megaverl.rewards.registry import RewardFunction, find_reward
 from megaverl.rewards.sample import RewardOutput, RewardSample
 
 SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy")
@@ -182,7 +183,7 @@ def _build_component(entry: Mapping[str, Any]) -> Component:
     name, target = entry.get("name"), entry.get("function")
     if target:
         label = name or target.rpartition(":")[2]
-        function = RewardFunction(label, import_function(target), batched)
+        function = RewardFunction(label, _own_function(target), batched)
     elif name:
         label = name
         function = find_reward(name)
@@ -193,6 +194,16 @@ def _build_component(entry: Mapping[str, Any]) -> Component:
         raise RewardError(f"reward {label!r}: weight is {weight!r}; it must be a finite number.")
     function.check_options(options)
     return Component(label, function, float(weight), options, accuracy)
+
+
+def _own_function(target: str) -> Callable[..., Any]:
+    try:
+        function: Callable[..., Any] = load_object(target, "reward.function")
+    except ConfigError as error:
+        raise RewardError(str(error)) from error
+    if not callable(function):
+        raise RewardError(f"reward.function: {target} is {type(function).__name__}; expected a function.")
+    return function
 
 
 def _excerpt(text: str) -> str:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megaverl.reshard.reshard import ReshardStats
 from megaverl.roles.rollout import Rollout
-from megaverl.rollout.engine import Engine, Generation, SamplingOptions
+from megaverl.rollout.engine import Engine, Generation, Sampling, of_some
 
 
 class AgentRollouts:
@@ -68,7 +68,7 @@ class AgentRollouts:
         self,
         agents: Sequence[str],
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingOptions,
+        sampling: Sampling,
         seeds: Sequence[int],
         conversations: Sequence[int],
     ) -> list[Generation]:
@@ -79,6 +79,6 @@ class AgentRollouts:
             mine = [number for number, other in enumerate(agents) if other == agent]
             prompts_of, seeds_of = [prompts[n] for n in mine], [seeds[n] for n in mine]
             kept_at = [conversations[n] for n in mine]
-            written = self.of(agent).generate(prompts_of, sampling, seeds_of, conversations=kept_at)
+            written = self.of(agent).generate(prompts_of, of_some(sampling, mine), seeds_of, conversations=kept_at)
             found |= dict(zip(mine, written, strict=True))
         return [found[number] for number in range(len(prompts))]

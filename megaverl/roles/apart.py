@@ -20,7 +20,7 @@ from megaverl.models.build import layers_per_stage, uses_transformer_engine
 from megaverl.models.options import padded_vocab_size, transformer_config
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
-from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.rollout.engine import Generation, Sampling, Told
 from megaverl.rollout.in_flight import InFlight
 
 LayoutOf = Callable[[int], Layout]
@@ -114,6 +114,7 @@ class EngineElsewhere:
     may_rebind = True
     max_model_len = 0
     in_flight: InFlight | None = None
+    told: Told | None = None
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         return {}
@@ -121,9 +122,7 @@ class EngineElsewhere:
     def layouts(self, weights: Sequence[Any], spec: ModelSpec) -> LayoutOf:
         return lambda rank: EMPTY
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         raise RolloutError("the engines are on other ranks (placement.rollout)")
 
     def reset_prefix_cache(self) -> None:

@@ -9,7 +9,7 @@ import torch
 from megaverl.algorithms import value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.roles.megatron_model import MicroBatch
+from megaverl.roles.megatron_model import MegatronModel, MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.trainable import TrainableModel
 from megaverl.roles.updates import Weighting, run_updates, share
@@ -27,7 +27,7 @@ class Critic:
 
     def values(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32: the value before each response token, the same on every rank."""
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, self._heads(batch))
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, heads_of(batch, self.model))
         return self.model.score(micro, self.model.values, batch.response_shape)
 
     def update(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
@@ -38,15 +38,11 @@ class Critic:
             self._loss,
             algorithm=self.algorithm,
             weighting=Weighting("token_mean"),
-            fields={"old_values": batch.values, "returns": batch.returns, **self._heads(batch)},
+            fields={"old_values": batch.values, "returns": batch.returns, **heads_of(batch, self.model)},
             micro_batch_tokens=self.micro_batch_tokens,
             seed=self.seed,
             step=step,
         )
-
-    def _heads(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
-        """Where each agent has a head of its own: which one is a sample's, [B, 1]."""
-        return {"heads": batch.agent_ids.unsqueeze(1)} if self.model.value_head > 1 else {}
 
     def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         result = self._value_loss(
@@ -54,3 +50,8 @@ class Critic:
         )
         loss = self.algorithm.value_loss_coef * result.loss
         return loss, {**result.metrics, "loss": share(loss)}
+
+
+def heads_of(batch: RolloutBatch, model: MegatronModel) -> dict[str, torch.Tensor]:
+    """Where each agent has a value head of its own: which one is a sample's, [B, 1]."""
+    return {"heads": batch.agent_ids.unsqueeze(1)} if model.value_head > 1 else {}

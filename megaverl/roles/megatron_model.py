@@ -5,21 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megaverl.config.roles import LoraConfig
+from megaverl.layout.layout import Layout
 from megaverl.layout.megatron import megatron_layouts
+from megaverl.layout.weights import Weight
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, layers_per_stage, named_parameters, uses_transformer_engine
 from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
+from megaverl.models.heads import ValuesBesideLogits
 from megaverl.models.lora import Adapters
 from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
 from megaverl.models.spec import ModelSpec
+from megaverl.models.vocab_divergence import Distributions
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.parallel.collectives import together
 from megaverl.parallel.groups import Grid
@@ -45,6 +48,7 @@ class MicroBatch:
         tokens: [b, s] int64. Padding on the right needs no mask: causal attention never sees it.
         prompt_lengths, response_lengths: [b] int64.
         fields: what a loss needs, by name, each [b, r] for responses of at most r tokens.
+        taught: [n response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
     """
 
     rows: torch.Tensor
@@ -52,6 +56,7 @@ class MicroBatch:
     prompt_lengths: torch.Tensor
     response_lengths: torch.Tensor
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    taught: torch.Tensor | None = None
 
     @property
     def num_response_columns(self) -> int:
@@ -68,6 +73,12 @@ class MicroBatch:
         row, column = self.response_mask.nonzero(as_tuple=True)
         return row, self.prompt_lengths[row] - 1 + column
 
+    def drawing(self, row: torch.Tensor, temperature: float) -> dict[str, Any]:
+        """How the tokens of these rows [n] were drawn: as their samples say, or at `temperature` where they do not."""
+        if "temperatures" not in self.fields or not self.fields["temperatures"].shape[1]:
+            return {"temperature": temperature}
+        return {"temperature": self.fields["temperatures"][row, 0], "top_k": self.fields["top_ks"][row, 0]}
+
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
         if self.tokens.device == device:
@@ -78,6 +89,7 @@ class MicroBatch:
             self.prompt_lengths.to(device),
             self.response_lengths.to(device),
             {name: tensor.to(device) for name, tensor in self.fields.items()},
+            None if self.taught is None else self.taught.to(device),
         )
 
 
@@ -85,6 +97,7 @@ class MicroBatch:
 Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 # ... -> (this micro-batch's share of the global loss, sums to be added over micro-batches and ranks)
 Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+Taken = TypeVar("Taken")
 
 
 class MegatronModel:
@@ -93,13 +106,16 @@ class MegatronModel:
     Args:
         overrides: the user's TransformerConfig fields.
         value_head: a critic: one value per position instead of logits, or one for each of several agents.
+        beside_logits: an actor that is its own critic: logits, and beside them such values.
         lora: train adapters, and a critic's head, and nothing else.
         activation_checkpointing: none, selective or full; `overrides` go before it.
         chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
         initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
 
     Attributes:
-        parameters: the model's own on this rank, by local name.
+        parameters: the model's own on this rank, by local name, that `layout_of` tells of.
+        weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
+            besides, if it is beside logits.
         adapters: what is trained instead of these, if `lora` says so.
         resident: whoever reads or writes the weights does so inside; outside they may be away (`roles/offload.py`).
     """
@@ -113,6 +129,7 @@ class MegatronModel:
         seed: int,
         overrides: Mapping[str, Any] | None = None,
         value_head: int = 0,
+        beside_logits: bool = False,
         role: str = "actor",
         lora: LoraConfig | None = None,
         activation_checkpointing: str = "none",
@@ -125,37 +142,51 @@ class MegatronModel:
         options |= {} if initialize else {"perform_initialization": False}
         self.config = transformer_config(spec, grid.shape, dtype, options)
         self._router_losses = {name: getattr(self.config, name) for name in ROUTER_LOSSES if getattr(self.config, name)}
-        self.chunks = build_model(spec, self.config, grid, value_head=value_head, seed=seed)
-        self.parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
-        self.weights = weights_of(spec, value_head=value_head)
-        self.layout_of = megatron_layouts(
-            self.weights,
-            spec,
-            grid.shape,
-            padded_vocab_size=padded_vocab_size(spec.vocab_size, grid.shape.tp),
-            transformer_engine=uses_transformer_engine(),
-            layer_split=layers_per_stage(self.config, grid.shape),
+        self.beside_logits = beside_logits
+        self.chunks = build_model(
+            spec, self.config, grid, value_head=value_head, seed=seed, beside_logits=beside_logits
         )
+        self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
+        self.held_weights = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
+        self.weights = weights_of(spec) if beside_logits else self.held_weights
+        self.held_layout_of = self._layouts(self.held_weights)
+        self.layout_of = self._layouts(self.weights) if beside_logits else self.held_layout_of
+        named = self.layout_of(grid.rank).local_shapes if beside_logits else self.held_parameters
+        self.parameters = {name: self.held_parameters[name] for name in named}
         self.adapters: Adapters | None = None
         if lora is not None:
             self.adapters = Adapters(
                 self.chunks,
-                self.weights,
-                self.layout_of,
+                self.held_weights,
+                self.held_layout_of,
                 lora,
                 self.config,
                 grid,
-                parameters=self.parameters,
+                parameters=self.held_parameters,
                 trained=("score.weight",) if value_head else (),
                 role=role,
                 seed=seed,
             )
         self._head: HiddenHead | None = None
-        if chunked_logits and not value_head and grid.is_last_stage:
+        if chunked_logits and (beside_logits or not value_head) and grid.is_last_stage:
             self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
+        self._values_beside: ValuesBesideLogits | None = None
+        if beside_logits and grid.is_last_stage:
+            self._values_beside = self.chunks[-1].value_head
         self.resident: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
+
+    def _layouts(self, weights: Sequence[Weight]) -> Callable[[int], Layout]:
+        spec, shape = self.spec, self.grid.shape
+        return megatron_layouts(
+            weights,
+            spec,
+            shape,
+            padded_vocab_size=padded_vocab_size(spec.vocab_size, shape.tp),
+            transformer_engine=uses_transformer_engine(),
+            layer_split=layers_per_stage(self.config, shape),
+        )
 
     @property
     def reports(self) -> bool:
@@ -176,13 +207,13 @@ class MegatronModel:
             ModelError, CheckpointError: a missing or damaged file, or tensors that do not fit the model.
         """
         absent: list[str] = []
-        layout, optional = self.layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
+        layout, optional = self.held_layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
         if arriving is None:
             with together(self.grid.world):
-                absent = load_folder(folder, layout, self.parameters, weights=self.weights, optional=optional)
+                absent = load_folder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
             return absent
         with together(self.grid.world):
-            reader = ArrivingFolder(folder, layout, self.parameters, weights=self.weights, optional=optional)
+            reader = ArrivingFolder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
         for file in arriving:
             with together(self.grid.world):
                 reader.read(file)
@@ -213,25 +244,15 @@ class MegatronModel:
         """Whether the weights are away at times: nothing else can live in their storage."""
         return isinstance(self.resident, Offload)
 
-    def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, int]) -> torch.Tensor:
+    def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
         """Per-response-token values of the whole batch, on every rank.
 
         Every rank of the grid takes part; each data-parallel rank holds the micro-batches of its samples.
 
         Returns:
-            [B, R] float32 of `shape`, zero where there is no response token.
+            [B, R] float32 of `shape`, zero where there is no response token; [B, R, n] where `score` gives n values.
         """
-
-        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-            batch = next(batches).to(platform.device)
-            return self._forward(model, batch), partial(self._detached, score, batch)
-
-        for chunk in self.chunks:
-            chunk.eval()
-        with torch.no_grad(), self.resident:
-            outputs = self._run(self.chunks, micro_batches, forward_step, forward_only=True)
-        for chunk in self.chunks:
-            chunk.train()
+        outputs = self.outputs(micro_batches, lambda output, batch: (batch.rows, score(output, batch)))
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:
             for rows, values in outputs:
@@ -239,6 +260,24 @@ class MegatronModel:
         # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
         dist.all_reduce(result, group=self.grid.world)
         return result.cpu()
+
+    def outputs(
+        self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
+    ) -> list[Taken]:
+        """What `take` makes of the model's output for each micro-batch, without a gradient; nothing before the last
+        stage."""
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(batches).to(platform.device)
+            return self._forward(model, batch), lambda output, non_loss_data=True: take(output, batch)
+
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad(), self.resident:
+            taken: list[Taken] = self._run(self.chunks, micro_batches, forward_step, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return taken
 
     def forward_backward(
         self, chunks: list[Any], micro_batches: Sequence[MicroBatch], loss: Loss
@@ -251,6 +290,9 @@ class MegatronModel:
 
             def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
                 value, sums = loss(output, batch)
+                if self._values_beside is not None and self._values_beside.waits:
+                    # a loss of logits alone: megatron-core waits for the gradient of every parameter
+                    value = value + 0.0 * self._values_beside.take().sum()
                 return value, torch.ones((), dtype=torch.int, device=output.device), sums
 
             return self._forward(model, batch), loss_func
@@ -296,12 +338,6 @@ class MegatronModel:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return model(tokens, positions, None)
 
-    @staticmethod
-    def _detached(
-        score: Score, batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return batch.rows, score(output, batch)
-
     def log_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -309,6 +345,7 @@ class MegatronModel:
 
         Args:
             logits: [b, s, padded_vocab / tp], this rank's shard; with `chunked_logits` hidden states [b, s, hidden].
+            temperature: of the distribution, where a sample does not say how it was drawn (`temperatures`, `top_ks`).
 
         Returns:
             (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
@@ -317,7 +354,7 @@ class MegatronModel:
         given: dict[str, Any] = {
             "index": row * logits.shape[1] + position,
             "vocab_size": self.spec.vocab_size,
-            "temperature": temperature,
+            **batch.drawing(row, temperature),
             "with_entropy": with_entropy,
             "group": self.grid.tp_group,
         }
@@ -326,7 +363,7 @@ class MegatronModel:
             log_probs, entropy = vocab_parallel_log_probs(logits, targets, **given)
         else:
             log_probs, entropy = head_log_probs(logits, self._head.weight, targets, **given)
-        return _spread(log_probs, batch), _spread(entropy, batch)
+        return spread(log_probs, batch), spread(entropy, batch)
 
     def squared_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
@@ -336,7 +373,7 @@ class MegatronModel:
         given: dict[str, Any] = {
             "index": row * logits.shape[1] + position,
             "vocab_size": self.spec.vocab_size,
-            "temperature": temperature,
+            **batch.drawing(row, temperature),
             "group": self.grid.tp_group,
         }
         targets = batch.tokens[row, position + 1]
@@ -344,21 +381,35 @@ class MegatronModel:
             log_probs, squares = vocab_parallel_squared_probs(logits, targets, **given)
         else:
             log_probs, squares = head_squared_probs(logits, self._head.weight, targets, **given)
-        return _spread(log_probs, batch), _spread(squares, batch)
+        return spread(log_probs, batch), spread(squares, batch)
 
-    @staticmethod
-    def values(output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[padded_vocab / tp, hidden] of the output layer, as of the last forward pass; with `chunked_logits`."""
+        assert self._head is not None, "logits are whole"
+        return self._head.weight.detach()
+
+    def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
+        """Those that the response tokens were drawn from, as this model has them: logits, or with `chunked_logits`
+        hidden states and the output layer's weight."""
+        row, position = batch.predicting_positions()
+        weight = None if self._head is None else self._head.weight
+        return Distributions(output, row * output.shape[1] + position, weight)
+
+    def values(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         """[b, s, heads] -> values [b, r]: the value before each response token is taken.
 
-        With several heads the field `heads` [b, 1] says which one is a sample's.
+        With several heads the field `heads` [b, 1] says which one is a sample's. Where values are beside logits, those
+        of the forward pass that gave the `output`.
         """
+        output = output if self._values_beside is None else self._values_beside.take()
         row, position = batch.predicting_positions()
         heads = batch.fields.get("heads")
         head = torch.zeros_like(row) if heads is None or not heads.shape[1] else heads[:, 0][row].long()
-        return _spread(output[row, position, head].float(), batch)
+        return spread(output[row, position, head].float(), batch)
 
 
-def _spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
     """[n response tokens] -> [b, r], zero in the padding."""
     mask = batch.response_mask
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

@@ -10,6 +10,8 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import plan_micro_batches
 from megaverl.roles.megatron_model import MegatronModel, MicroBatch
 
+DRAWING = ("temperatures", "top_ks")
+
 
 def micro_batches_for(
     model: MegatronModel,
@@ -59,9 +61,11 @@ def micro_batches_for(
             for name in ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
         }
     )
+    # how each sample was drawn: its log-probs are of that distribution
+    given = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
     place = part[0] * shape.dp + model.grid.coords.dp
     mine = [[number * unit + i for number in units for i in range(unit)] for units in plan[place]]
-    return [_micro_batch(bare, rows, fields or {}, multiple_of, unit) for rows in mine]
+    return [_micro_batch(bare, rows, given, multiple_of, unit) for rows in mine]
 
 
 def _micro_batch(

@@ -1,13 +1,13 @@
-"""Updates on pairs of responses: the policy by a preference loss, a reward model by how it ranks them.
+"""Updates on judged responses: the policy by a preference loss, a reward model by how it ranks them.
 
-The rows of a batch are better and worse responses in turn. A pair is never split over micro-batches, so that one
-forward pass gives both sides of its loss; weights are over the pairs of the whole batch, so that neither the split
-nor the grid shows in the result.
+The rows of a batch are better and worse responses in turn; for KTO any responses, `desirable` or not. A pair is never
+split over micro-batches, so that one forward pass gives both sides of its loss; weights are over the pairs (for KTO the
+responses) of the whole batch, so that neither the split nor the grid shows in the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,16 +42,18 @@ class PairUpdates:
         self.trainable, self.model = trainable, trainable.model
         self.micro_batch_tokens = micro_batch_tokens
 
-    def run(self, batch: RolloutBatch, fields: Mapping[str, torch.Tensor], loss: Loss, *, num: int) -> dict[str, float]:
-        """One optimizer step on the pairs (or samples) of `batch`; every rank takes part.
+    def run(
+        self, batch: RolloutBatch, fields: Mapping[str, torch.Tensor], loss: Loss, *, unit: int = 2
+    ) -> dict[str, float]:
+        """One optimizer step on the pairs (or responses) of `batch`; every rank takes part.
 
         Args:
-            fields: of each row, [2 x pairs]. num: what weights are one over.
+            fields: of each response, [2 x pairs]. unit: responses that make a term of the loss.
         """
-        weights = torch.full((len(batch),), 1.0 / max(num, 1))
+        weights = torch.full((len(batch),), 1.0 / max(len(batch) // unit, 1))
         given = {name: values.unsqueeze(1).float() for name, values in {**fields, "weights": weights}.items()}
         given["own"] = batch.response_mask
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, given, unit=2)
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, given, unit=unit)
         return as_metrics(self.trainable.update(micro, loss))
 
 
@@ -88,12 +90,8 @@ class PreferenceUpdates(PairUpdates):
         self.entry: Entry[LossOutput] = preference_losses.get(name)
         self.options, self.weight = dict(options), weight
         self.entry.check_options(self.options)
+        self._single = of_single_responses(name)
         self._plain = Policy(policy.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens)
-
-    @property
-    def of_single_responses(self) -> bool:
-        """KTO: every response counts by itself, as desirable or not."""
-        return "desirable" in self.entry.inputs
 
     def update(self, batch: RolloutBatch, reference: Policy | None) -> dict[str, float]:
         """One optimizer step. Returns the loss's metrics."""
@@ -103,22 +101,29 @@ class PreferenceUpdates(PairUpdates):
         if "reference_kl" in self.entry.inputs:
             assert reference is not None
             fields["kl"] = self._mismatched_kl(batch, reference).expand(len(batch))
-        num = len(batch) if self.of_single_responses else len(batch) // 2
-        return self.run(batch, fields, self._loss, num=num)
+        if not self._single:
+            return self.run(batch, fields, self._loss)
+        return self.run(batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1)
 
     def evaluate(self, batch: RolloutBatch, reference: Policy | None) -> dict[str, float]:
-        """`accuracy`: how often the better response is the likelier one, next to the reference if there is one."""
+        """`accuracy`: how often the better response is the likelier one, next to the reference if there is one.
+
+        Of single responses: how often one is likelier than the reference finds it, if it is desirable, and less likely
+        if it is not; next to what KTO compares with.
+        """
         sums, lengths = response_log_probs(self._plain.log_probs(batch), batch.response_mask)
         if reference is not None:
             sums = sums - response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
         else:
             sums = sums / lengths.clamp(min=1)
+        if self._single:
+            bar = self._mismatched_kl(batch, reference).clamp(min=0.0) if reference is not None else 0.0
+            return {"accuracy": float(((sums > bar) == batch.desirable).float().mean())}
         return {"accuracy": float((sums[0::2] > sums[1::2]).float().mean())}
 
     def _mismatched_kl(self, batch: RolloutBatch, reference: Policy) -> torch.Tensor:
-        """KTO's reference point: each prompt with the response to the next one."""
-        order = [(row + 2) % len(batch) for row in range(len(batch))]
-        others = batch.select(order)
+        """KTO's reference point: each prompt with a response to the next one."""
+        others = batch.select(of_the_next(batch.group_ids.tolist()))
         crossed = RolloutBatch(
             {
                 "input_ids": batch.input_ids,
@@ -139,8 +144,8 @@ class PreferenceUpdates(PairUpdates):
         sums, lengths = response_log_probs(log_probs, micro.fields["own"])
         weights = column(micro, "weights")
         inputs: dict[str, torch.Tensor] = {}
-        if self.of_single_responses:
-            desirable = torch.arange(len(sums), device=sums.device) % 2 == 0
+        if self._single:
+            desirable = column(micro, "desirable") > 0
             kl = column(micro, "kl")[:1].sum()
             inputs = {"log_probs": sums, "desirable": desirable, "reference_kl": kl, "weights": weights}
             inputs["ref_log_probs"] = column(micro, "ref")
@@ -153,6 +158,24 @@ class PreferenceUpdates(PairUpdates):
         result = self.entry(inputs, **self.options)
         loss = self.weight * result.loss
         return loss, {**result.metrics, "loss": share(loss)}
+
+
+def of_single_responses(name: str) -> bool:
+    """Whether every response counts by itself in a preference loss, as desirable or not (KTO)."""
+    return "desirable" in preference_losses.get(name).inputs
+
+
+def of_the_next(group_ids: Sequence[int]) -> list[int]:
+    """For every row one of the next group, at the same place in it as far as it reaches; the last has the first."""
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(row)
+    order = list(groups)
+    following = {group: groups[order[(i + 1) % len(order)]] for i, group in enumerate(order)}
+    places = [groups[group].index(row) for row, group in enumerate(group_ids)]
+    return [
+        following[group][min(place, len(following[group]) - 1)] for group, place in zip(group_ids, places, strict=True)
+    ]
 
 
 class RewardModel:
@@ -192,7 +215,7 @@ class RewardModelUpdates(PairUpdates):
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """One optimizer step; `margins` of the batch are used if it has them."""
         fields = {"margins": batch.margins} if "margins" in batch else {}
-        return self.run(batch, fields, self._loss, num=len(batch) // 2)
+        return self.run(batch, fields, self._loss)
 
     def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
         """`accuracy`: how often the better response scores higher; `margin`: by how much, in the mean."""

@@ -16,6 +16,7 @@ from megaverl.algorithms import (
     LossOutput,
     combine,
     corrections,
+    distillation_loss,
     entropy_sum,
     kl_loss,
     moments,
@@ -28,8 +29,9 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.platform import platform
 from megaverl.roles.megatron_model import MegatronModel, MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.teacher import Teacher
 from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import Weighting, run_updates, share
+from megaverl.roles.updates import Selection, Weighting, run_updates, share
 from megaverl.rollout.seeds import sample_seed
 
 
@@ -70,7 +72,11 @@ class Policy:
 
 
 class Actor(Policy):
-    """The policy that is trained."""
+    """The policy that is trained.
+
+    Attributes:
+        teacher: whose distributions it learns as well, if `algorithm.distillation` says so.
+    """
 
     def __init__(
         self,
@@ -88,6 +94,7 @@ class Actor(Policy):
         self._selector = token_selectors.get(algorithm.policy_loss_name) if selects else None
         self._weighting = Weighting(algorithm.aggregation_name, max_tokens=algorithm.loss_length)
         self._correction = rollout_correction(algorithm)
+        self.teacher: Teacher | None = None
         self._kl_coef = 0.0
         self._largest_difference = 0.0
 
@@ -109,25 +116,35 @@ class Actor(Policy):
             Megatron's) among them.
         """
         self._kl_coef, self._largest_difference = kl_coef, 0.0
-        names = ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
-        metrics = run_updates(
-            self.trainable,
-            batch,
-            self._loss,
-            algorithm=self.algorithm,
-            weighting=self._weighting,
-            fields={name: batch[name] for name in names if name in batch},
-            micro_batch_tokens=self.micro_batch_tokens,
-            seed=self.seed,
-            step=step,
-            select=partial(self._select, batch) if self._selector else None,
-        )
+        with self.teacher.model.resident if self.teacher else nullcontext():
+            metrics = run_updates(
+                self.trainable,
+                batch,
+                self._loss,
+                algorithm=self.algorithm,
+                weighting=self._weighting,
+                fields=self._fields(batch),
+                micro_batch_tokens=self.micro_batch_tokens,
+                seed=self.seed,
+                step=step,
+                select=self._selection(batch),
+                prepare=self.teacher.attend if self.teacher else None,
+            )
         if "old_log_probs" not in batch:
             # Only last stages have seen log-probs, each those of its samples.
             largest = torch.tensor(self._largest_difference, device=platform.device)
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.model.grid.world)
             metrics["logprob_diff_max"] = float(largest)
         return metrics
+
+    def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+        """What the loss needs of a sample."""
+        names = ("advantages", "rollout_log_probs", "old_log_probs", "ref_log_probs")
+        return {name: batch[name] for name in names if name in batch}
+
+    def _selection(self, batch: RolloutBatch) -> Selection | None:
+        """What the loss needs of a whole mini-batch."""
+        return partial(self._select, batch) if self._selector else None
 
     def _select(
         self, batch: RolloutBatch, mask: torch.Tensor, which: tuple[int, int, int]
@@ -167,6 +184,9 @@ class Actor(Policy):
             terms.append((self._kl_coef, penalty))
         if with_entropy:
             terms.append((-algorithm.entropy_coef, entropy_sum(entropies, weights)))
+        if self.teacher is not None:
+            apart = self.teacher.divergence(self.model, logits, micro)
+            terms.append((algorithm.distillation.coef, distillation_loss(apart, weights)))
         total = combine(*terms)
         metrics = {**total.metrics, **corrected, "loss": share(total.loss)}
         if "old_log_probs" not in fields:

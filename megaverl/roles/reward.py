@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.tokenizers import Tokenizer
+from megaverl.errors import RewardError
 from megaverl.parallel.collectives import gather_rows, together
 from megaverl.platform import platform
 from megaverl.rewards import Reward, RewardSample
@@ -74,6 +75,40 @@ class RewardRole:
         learned: Sequence[LearnedReward] = (),
     ) -> None:
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
+        self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
+        self._failed: RewardError | None = None
+
+    def score_some(self, part: RolloutBatch, rows: Sequence[int], num_samples: int) -> None:
+        """Score samples of a batch that is not whole yet, those of them that are this rank's, ahead of `score`.
+
+        An error is kept until all ranks hear of it there.
+
+        Args:
+            rows: their numbers among the `num_samples` of the batch.
+        """
+        mine = rows_of_rank(num_samples, dist.get_rank(self.world), dist.get_world_size(self.world))
+        places = [place for place, row in enumerate(rows) if row in mine]
+        if places and self._failed is None:
+            try:
+                scored = self._columns(part, places)
+            except RewardError as error:
+                self._failed = error
+                return
+            self._scored |= {rows[place]: row for place, row in zip(places, scored, strict=True)}
+
+    def _columns(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[float]]:
+        """Of each of these samples: total, correct, components."""
+        output = self.reward.score(self.samples(batch, rows))
+        found: list[Sequence[float]] = [output.total, output.correct]
+        found += [output.components[each.name] for each in self.reward.components]
+        return [[float(column[number]) for column in found] for number in range(len(rows))]
+
+    def _take_scored(self, rows: Sequence[int]) -> list[list[float]] | None:
+        """What was scored early, if it was all of these."""
+        scored, failed, self._scored, self._failed = self._scored, self._failed, {}, None
+        if failed is not None:
+            raise failed
+        return [scored[row] for row in rows] if scored and scored.keys() >= set(rows) else None
 
     def score(self, batch: RolloutBatch) -> Scores:
         """Scores of all samples, on every rank. The batch has the columns `prompt`, `reference` and `extra`.
@@ -87,9 +122,8 @@ class RewardRole:
         names = [component.name for component in self.reward.components]
         from_environment = "turn_rewards" in batch
         with together(self.world):
-            output = self.reward.score(self.samples(batch, rows))
-            columns = [output.total, output.correct, *(output.components[name] for name in names)]
-            scored = torch.tensor(columns, dtype=torch.float32).T
+            columns = self._take_scored(rows) or self._columns(batch, rows)
+            scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(names))
         table = gather_rows(scored.to(platform.device), self.world).cpu()
         components = {name: table[:, 2 + i] for i, name in enumerate(names)}
         total, correct = table[:, 0], table[:, 1].bool()

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +23,11 @@ from megaverl.reshard.movers.alias import adopt
 from megaverl.reshard.plan import make_plan
 from megaverl.reshard.reshard import Resharder, ReshardStats
 from megaverl.roles.megatron_model import MegatronModel
-from megaverl.rollout.engine import Engine, Generation, OnLoad, SamplingOptions
+from megaverl.rollout.engine import Engine, Generation, OnLoad, Sampling, of_some
 from megaverl.rollout.replicas import split_prompts
+
+# Called with a prompt's number and its response.
+Finished = Callable[[int, Generation], None]
 
 FINISH_REASONS = ("stop", "length")
 
@@ -173,19 +175,23 @@ class Rollout:
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
-        sampling: SamplingOptions,
+        sampling: Sampling,
         seeds: Sequence[int],
         *,
         group_size: int = 1,
         conversations: Sequence[int] | None = None,
+        finished: Finished | None = None,
     ) -> list[Generation]:
         """One response per prompt, in order, the same list on every rank.
 
         Args:
             prompts: token ids; a prompt that is to be answered several times stands there several times.
+            sampling: for all prompts, or one for each.
             seeds: one per prompt; what is generated depends on the prompt and its seed, not on its place.
             group_size: how often a prompt stands in a row; its responses are made where its prefix is cached.
             conversations: see `split_prompts`.
+            finished: called, on the first rank of each engine, with the prompt's number and the response, as soon as
+                that is there; once for each response of that engine.
 
         Raises:
             ReshardError: the engine holds parts of two versions of the weights.
@@ -194,17 +200,46 @@ class Rollout:
         engine.wake_up()
         lengths = [len(prompt) for prompt in prompts]
         mine = split_prompts(lengths, engine.num_replicas, group_size, conversations)[engine.replica]
+        speaks = engine.tp_rank == 0  # the ranks of a replica hold the same responses: its first one speaks for it
         found: list[Generation] = []
-        with together(self.world):
+        with together(self.world), _telling(engine, mine, finished if speaks else None) as rest:
             if self._resharder is not None:
                 self._resharder.check_whole()
-            found = engine.generate([list(prompts[i]) for i in mine], sampling, [seeds[i] for i in mine])
+            given = [list(prompts[i]) for i in mine]
+            found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine])
+            rest(found)
         if not self._stays_awake:
             engine.sleep()
-        # The ranks of a replica hold the same responses: its first one speaks for it.
-        speaks = engine.tp_rank == 0
         packed = pack_generations(mine, found) if speaks else torch.empty(0, dtype=torch.int32)
         return unpack_generations(gather_rows(packed.to(platform.device), self.world).cpu(), len(prompts))
+
+
+@contextmanager
+def _telling(
+    engine: Engine, numbers: Sequence[int], finished: Finished | None
+) -> Iterator[Callable[[Sequence[Generation]], None]]:
+    """Inside, `finished` hears of the engine's responses; what is yielded tells it of those that it has not heard of.
+
+    Args:
+        numbers: of the engine's prompts.
+    """
+    heard: set[int] = set()
+
+    def tell(place: int, generation: Generation) -> None:
+        heard.add(place)
+        if finished is not None:
+            finished(numbers[place], generation)
+
+    def rest(found: Sequence[Generation]) -> None:
+        for place, generation in enumerate(found):
+            if place not in heard:
+                tell(place, generation)
+
+    engine.told = tell if finished is not None else None
+    try:
+        yield rest
+    finally:
+        engine.told = None
 
 
 def adopting(
@@ -253,8 +288,3 @@ def unpack_generations(packed: torch.Tensor, count: int) -> list[Generation]:
         found[index] = Generation(tokens.tolist(), log_probs.tolist(), FINISH_REASONS[reason])
         place += 3 + 2 * length
     return [found[i] for i in range(count)]
-
-
-def sampling_options(given: Mapping[str, Any], **changes: Any) -> SamplingOptions:
-    """The configuration's sampling fields, with changes, as the engine takes them."""
-    return SamplingOptions(**{**given, **changes})

@@ -56,7 +56,14 @@ class Ruling(Protocol):
 
 
 class Judge(Protocol):
-    """Who decides over updates: `megaverl.coordinator.Judge`."""
+    """Who decides over updates: `megaverl.coordinator.Judge`.
+
+    Attributes:
+        oldest, newest: versions of the engines' weights: that of the oldest sample, and that which they have now.
+    """
+
+    oldest: int
+    newest: int
 
     def __call__(self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool) -> Ruling: ...
 

@@ -10,12 +10,14 @@ from megaverl.algorithms import Entry, MetricSums, add_metrics, aggregations, co
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches
-from megaverl.roles.megatron_model import Loss
+from megaverl.roles.megatron_model import Loss, MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.trainable import TrainableModel, UpdateReport
 
 # (mask of a mini-batch [B, R], (step, epoch, number of the mini-batch)) -> further fields of its loss
 Selection = Callable[[torch.Tensor, tuple[int, int, int]], Mapping[str, torch.Tensor]]
+# the micro-batches of a mini-batch, before they are trained on
+Preparation = Callable[[list[MicroBatch]], list[MicroBatch]]
 
 
 def run_updates(
@@ -30,14 +32,16 @@ def run_updates(
     seed: int,
     step: int,
     select: Selection | None = None,
+    prepare: Preparation | None = None,
 ) -> dict[str, float]:
     """Update on every mini-batch of every epoch; every rank takes part.
 
     Args:
         loss: gets `fields` and `weights` of its micro-batch, and returns its share of the global loss. A metric
-            called `loss` is a share too.
+            called `loss`, or `.../loss`, is a share too.
         weighting: of every token in the loss of its mini-batch.
         select: makes fields that depend on the whole mini-batch.
+        prepare: adds what another model has to say of the micro-batches.
 
     Returns:
         Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`.
@@ -55,12 +59,13 @@ def run_updates(
                 micro = micro_batches_for(
                     trainable.model, batch, micro_batch_tokens, given, samples, least=least, part=trainable.part
                 )
+                micro = prepare(micro) if prepare else micro
                 reports.append(trainable.update(micro, loss, float(mask.sum())))
                 sums = add_metrics(sums, reports[-1].sums)
-    shares = sums.pop("loss")
+    shares = {name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"}
     return {
         **finalize(sums),
-        "loss": float(shares[1]) / len(reports),
+        **{name: float(value[1]) / len(reports) for name, value in shares.items()},
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
         "lr": reports[-1].learning_rate,
         "num_updates": float(len(reports)),

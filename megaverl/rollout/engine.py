@@ -79,6 +79,23 @@ class SamplingOptions:
         return sorted({*self.stop_token_ids, *(() if self.ignore_eos else of_engine)})
 
 
+# One way to draw for all prompts, or each prompt's own (`rollout.adaptive_sampling`).
+Sampling = SamplingOptions | Sequence[SamplingOptions]
+
+
+def of_each(sampling: Sampling, count: int) -> Sequence[SamplingOptions]:
+    """How the responses to each of `count` prompts are drawn."""
+    return [sampling] * count if isinstance(sampling, SamplingOptions) else sampling
+
+
+def of_some(sampling: Sampling, rows: Sequence[int]) -> Sampling:
+    """The same for some of the prompts."""
+    return sampling if isinstance(sampling, SamplingOptions) else [sampling[row] for row in rows]
+
+
+# Called with the number of a prompt in the request, and its response, as soon as that is finished.
+Told = Callable[[int, Generation], None]
+
 # Called with an engine's parameters once they are there, before anything has captured their addresses; and with
 # what `Engine.layouts` is.
 OnLoad = Callable[[Mapping[str, "Tensor"], Callable[..., Callable[[int], "Layout"]]], None]
@@ -89,13 +106,19 @@ class Engine(Protocol):
 
     `num_replicas` engines of `tp_size` neighbouring ranks each share the world; this rank is number `tp_rank`
     of engine `replica`. Every rank of a replica calls each method alike.
+
+    Attributes:
+        in_flight: bounds on the number of sequences; None: as many as the engine likes.
+        told: hears of every response of `generate` that is finished while others are not; an engine that does not call
+            it is heard at the end. None: nobody wants to know.
     """
 
     tp_size: int
     tp_rank: int
     replica: int
     num_replicas: int
-    in_flight: InFlight | None  # None: as many as the engine likes
+    in_flight: InFlight | None
+    told: Told | None
 
     @property
     def may_rebind(self) -> bool:
@@ -107,15 +130,14 @@ class Engine(Protocol):
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
         """Rank -> where the elements of `weights` stand in that rank's `named_parameters()`."""
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         """One response per prompt, in order.
 
         What is drawn for a prompt depends on the prompt, its seed and the weights, not on the other prompts.
 
         Args:
             prompts: token ids.
+            sampling: for all of them; with `rollout.adaptive_sampling` one for each.
             seeds: one per prompt (see `megaverl.rollout.seeds`).
 
         Raises:
@@ -140,7 +162,7 @@ EngineKind = Literal["vllm", "hf"]
 
 def check_request(
     prompts: Sequence[Sequence[int]],
-    sampling: SamplingOptions,
+    sampling: Sampling,
     seeds: Sequence[int],
     *,
     max_model_len: int,
@@ -153,14 +175,19 @@ def check_request(
     """
     if len(seeds) != len(prompts):
         raise RolloutError(f"{len(prompts)} prompts came with {len(seeds)} seeds. Give one seed per prompt.")
-    if sampling.max_tokens < 1:
-        raise RolloutError(f"rollout.sampling.max_tokens is {sampling.max_tokens}. At least 1 is needed.")
-    for index, prompt in enumerate(prompts):
+    ways = of_each(sampling, len(prompts))
+    if len(ways) != len(prompts):
+        raise RolloutError(f"{len(prompts)} prompts came with {len(ways)} sampling options. Give one, or one each.")
+    if isinstance(sampling, SamplingOptions):
+        ways = [*ways, sampling]  # refused though there be no prompt
+    for max_tokens in {way.max_tokens for way in ways if way.max_tokens < 1}:
+        raise RolloutError(f"rollout.sampling.max_tokens is {max_tokens}. At least 1 is needed.")
+    for index, (prompt, way) in enumerate(zip(prompts, ways, strict=False)):
         if not prompt:
             raise RolloutError(f"prompt {index} is empty. A prompt needs at least one token.")
-        if len(prompt) + sampling.max_tokens > max_model_len:
+        if len(prompt) + way.max_tokens > max_model_len:
             raise RolloutError(
-                f"prompt {index} has {len(prompt)} tokens; with rollout.sampling.max_tokens={sampling.max_tokens} "
+                f"prompt {index} has {len(prompt)} tokens; with rollout.sampling.max_tokens={way.max_tokens} "
                 f"that is more than the engine's max_model_len of {max_model_len}. Lower max_tokens, shorten or "
                 "drop the prompt (data.max_prompt_tokens), or make the engine with a larger max_model_len."
             )

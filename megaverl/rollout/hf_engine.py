@@ -12,7 +12,15 @@ import torch.distributed as dist
 from megaverl.errors import RolloutError
 from megaverl.layout.layout import Layout, whole_layout
 from megaverl.platform import platform
-from megaverl.rollout.engine import Generation, SamplingOptions, check_generations, check_request
+from megaverl.rollout.engine import (
+    Generation,
+    Sampling,
+    SamplingOptions,
+    Told,
+    check_generations,
+    check_request,
+    of_each,
+)
 from megaverl.rollout.in_flight import InFlight
 
 if TYPE_CHECKING:
@@ -48,6 +56,7 @@ class HFEngine:
         self.replica = dist.get_rank() if started else 0
         self.num_replicas = dist.get_world_size() if started else 1
         self.in_flight: InFlight | None = None
+        self.told: Told | None = None
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         model = AutoModelForCausalLM.from_pretrained(
@@ -65,27 +74,27 @@ class HFEngine:
         return lambda rank: layout
 
     @torch.no_grad()
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         """One response per prompt, all in one batch, padded on the left."""
         vocab_size = self.model.config.vocab_size
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=vocab_size)
-        if sampling.extra:
+        ways = of_each(sampling, len(prompts))
+        if extra := {name: None for way in ways for name in way.extra}:
             raise RolloutError(
-                f"rollout.sampling: {', '.join(sampling.extra)} cannot be used with rollout.engine=hf. Leave them "
+                f"rollout.sampling: {', '.join(extra)} cannot be used with rollout.engine=hf. Leave them "
                 "out, or use rollout.engine=vllm."
             )
         if not prompts:
             return []
-        stop_tokens = set(sampling.stop_tokens(self._stop_token_ids))
         step = len(prompts)
         if self.in_flight is not None:
-            longest = max(map(len, prompts)) + sampling.max_tokens
+            longest = max(map(len, prompts)) + max(way.max_tokens for way in ways)
             step = self.in_flight.choose(self.in_flight.budget // self._bytes_per_token, longest)
         starts = range(0, len(prompts), step)
-        waves = [self._wave(prompts[i : i + step], sampling, seeds[i : i + step], stop_tokens) for i in starts]
-        return [generation for wave in waves for generation in wave]
+        found: list[Generation] = []
+        for i in starts:
+            found += self._wave(prompts[i : i + step], ways[i : i + step], seeds[i : i + step], i)
+        return found
 
     @property
     def _bytes_per_token(self) -> int:
@@ -96,9 +105,10 @@ class HFEngine:
         return int(2 * config.num_hidden_layers * heads * size * self.model.dtype.itemsize)
 
     def _wave(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int], stop_tokens: set[int]
+        self, prompts: Sequence[Sequence[int]], ways: Sequence[SamplingOptions], seeds: Sequence[int], first: int
     ) -> list[Generation]:
-        """Responses to so many prompts at once."""
+        """Responses to so many prompts at once, the first of which has this number in the request."""
+        stop_tokens = [set(way.stop_tokens(self._stop_token_ids)) for way in ways]
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         longest = max(map(len, prompts))
         tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
@@ -106,7 +116,7 @@ class HFEngine:
         generations = [Generation([], [], "length") for _ in prompts]
         running = set(range(len(prompts)))
         cache = None
-        for _ in range(sampling.max_tokens):
+        for _ in range(max(way.max_tokens for way in ways)):
             output = self.model(
                 input_ids=tokens.to(platform.device),
                 attention_mask=mask.to(platform.device),
@@ -116,16 +126,19 @@ class HFEngine:
                 logits_to_keep=1,
             )
             cache = output.past_key_values
-            log_probs = sampled_distribution(output.logits[:, -1].float().cpu(), sampling)
-            tokens = draw(log_probs, sampling, draws)[:, None]
+            log_probs, tokens = _next_tokens(output.logits[:, -1].float().cpu(), ways, draws)
             mask = torch.cat([mask, torch.ones_like(tokens)], dim=1)
             for row in sorted(running):
                 token = int(tokens[row])
                 generations[row].token_ids.append(token)
                 generations[row].log_probs.append(float(log_probs[row, token]))
-                if token in stop_tokens:
+                if token in stop_tokens[row]:
                     generations[row] = Generation(generations[row].token_ids, generations[row].log_probs, "stop")
-                    running.remove(row)
+                elif len(generations[row].token_ids) < ways[row].max_tokens:
+                    continue
+                running.remove(row)
+                if self.told is not None:
+                    self.told(first + row, generations[row])
             if not running:
                 break
         check_generations(generations, len(prompts))
@@ -143,6 +156,21 @@ class HFEngine:
     def close(self) -> None:
         """Free the model."""
         del self.model
+
+
+def _next_tokens(
+    logits: torch.Tensor, ways: Sequence[SamplingOptions], draws: Sequence[torch.Generator]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([batch, vocab] log-probs, [batch, 1] tokens), each row drawn in its own way."""
+    if all(way is ways[0] for way in ways):
+        log_probs = sampled_distribution(logits, ways[0])
+        return log_probs, draw(log_probs, ways[0], draws)[:, None]
+    log_probs, tokens = torch.empty_like(logits), torch.empty((len(ways), 1), dtype=torch.int64)
+    for way in dict.fromkeys(ways):
+        rows = [row for row, other in enumerate(ways) if other is way]
+        log_probs[rows] = sampled_distribution(logits[rows], way)
+        tokens[rows, 0] = draw(log_probs[rows], way, [draws[row] for row in rows])
+    return log_probs, tokens
 
 
 def sampled_distribution(logits: torch.Tensor, sampling: SamplingOptions) -> torch.Tensor:

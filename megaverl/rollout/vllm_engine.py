@@ -20,7 +20,16 @@ from megaverl.errors import RolloutError
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.spec import ModelSpec
 from megaverl.platform import platform
-from megaverl.rollout.engine import Generation, OnLoad, SamplingOptions, check_generations, check_request
+from megaverl.rollout.engine import (
+    Generation,
+    OnLoad,
+    Sampling,
+    SamplingOptions,
+    Told,
+    check_generations,
+    check_request,
+    of_each,
+)
 from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.process_state import (
     keep_default_group,
@@ -126,6 +135,7 @@ class VLLMEngine:
                 "weights have no place in a quantised engine. Leave it out."
             )
         self.in_flight: InFlight | None = None
+        self.told: Told | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
         self._experts: dict[str, Any] = {
             "expert_parallel": bool(arguments.get("enable_expert_parallel")),
@@ -182,20 +192,19 @@ class VLLMEngine:
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
         return vllm_layouts(weights, spec, self.tp_size, **self._experts)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingOptions, seeds: Sequence[int]
-    ) -> list[Generation]:
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         if not self._has_weights:
             raise RolloutError("the engine has no weights yet: reshard before the first generate().")
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
         self._check_ranks_agree(prompts, sampling, seeds)
         if not prompts:
             return []
+        ways = of_each(sampling, len(prompts))
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         if self.in_flight is not None:
-            self._limit(self.in_flight, max(map(len, prompts)) + sampling.max_tokens)
-        with random_state_kept(), _eager():
-            outputs = self.llm.generate(requests, self._parameters(sampling, seeds), use_tqdm=False)
+            self._limit(self.in_flight, max(map(len, prompts)) + max(way.max_tokens for way in ways))
+        with random_state_kept(), _eager(), _telling(self.llm, self.told):
+            outputs = self.llm.generate(requests, self._parameters(ways, seeds), use_tqdm=False)
         generations = [_generation(output) for output in outputs]
         check_generations(generations, len(prompts))
         return generations
@@ -205,29 +214,34 @@ class VLLMEngine:
         client: Any = self.llm.llm_engine.engine_core  # in this process, as VLLM_ENABLE_V1_MULTIPROCESSING=0 has it
         scheduler = client.engine_core.scheduler
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
-        slots = scheduler.max_num_running_reqs
-        scheduler.max_num_active_reqs = min(in_flight.choose(free, longest), slots)
+        slots = scheduler.scheduler_config.max_num_seqs
+        # older versions have but the number of slots to say it with
+        limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
+        setattr(scheduler, limit, min(in_flight.choose(free, longest), slots))
 
-    def _parameters(self, sampling: SamplingOptions, seeds: Sequence[int]) -> list[SamplingParams]:
+    def _parameters(self, ways: Sequence[SamplingOptions], seeds: Sequence[int]) -> list[SamplingParams]:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
 
-        fields = {
-            **sampling.extra,
-            "max_tokens": sampling.max_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "stop_token_ids": sampling.stop_tokens(self._stop_token_ids),
-            "ignore_eos": sampling.ignore_eos,  # else config.json's end of sequence stops it as well
-            "logprobs": 0,  # none but the drawn token's
-            "flat_logprobs": True,
-            "detokenize": False,
-        }
-        try:
-            return [SamplingParams(seed=seed, **fields) for seed in seeds]
-        except (TypeError, ValueError, VLLMValidationError) as error:
-            raise RolloutError(f"rollout.sampling: vLLM refuses {sampling}: {error}") from error
+        found = []
+        for way, seed in zip(ways, seeds, strict=True):
+            fields = {
+                **way.extra,
+                "max_tokens": way.max_tokens,
+                "temperature": way.temperature,
+                "top_p": way.top_p,
+                "top_k": way.top_k,
+                "stop_token_ids": way.stop_tokens(self._stop_token_ids),
+                "ignore_eos": way.ignore_eos,  # else config.json's end of sequence stops it as well
+                "logprobs": 0,  # none but the drawn token's
+                "flat_logprobs": True,
+                "detokenize": False,
+            }
+            try:
+                found.append(SamplingParams(seed=seed, **fields))
+            except (TypeError, ValueError, VLLMValidationError) as error:
+                raise RolloutError(f"rollout.sampling: vLLM refuses {way}: {error}") from error
+        return found
 
     def _check_ranks_agree(self, *request: Any) -> None:
         """All ranks of the replica hold the same request: otherwise their schedulers drift apart and hang."""
@@ -344,6 +358,30 @@ def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:
             return LLM(model=model_folder, **arguments)
         except (TypeError, ValueError) as error:
             raise RolloutError(f"vLLM refuses to start on {model_folder}: {error}") from error
+
+
+@contextmanager
+def _telling(llm: LLM, told: Told | None) -> Iterator[None]:
+    """Inside, hear of responses in the very step of vLLM's loop that finishes them."""
+    if told is None:
+        yield
+        return
+    engine: Any = llm.llm_engine
+    # requests are numbered one after the other, over all calls
+    first, step = llm.request_counter.counter, engine.step
+
+    def step_and_tell() -> Any:
+        outputs = step()
+        for output in outputs:
+            if output.finished:
+                told(int(output.request_id) - first, _generation(output))
+        return outputs
+
+    engine.step = step_and_tell
+    try:
+        yield
+    finally:
+        del engine.step
 
 
 @contextmanager

@@ -54,6 +54,7 @@ class AgentsTrainer(RLTrainer):
         rollouts: dict[str, Rollout] = {}
         for agent in player.agents:
             actor = builder.actor()
+            builder.teach(actor, reference)
             engine = next(iter(rollouts.values())).engine if rollouts else None
             rollouts[agent] = builder.rollout(actor.model, engine)
             roles = Roles(
@@ -119,7 +120,7 @@ def agents_flow(step: RLStep, agents: Sequence[str], train: Callable[..., None])
     for agent in agents:
         inputs = ("rollouts", "scores", "step")
         flow.add_operator(Operator(f"agent_{agent}", partial(train, agent), inputs, (), role="actor"))
-    return flow.compile(given=("prompts", "step"))
+    return step.compiled(flow)
 
 
 def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:

@@ -33,6 +33,7 @@ from megaverl.parallel.grid import GridShape
 from megaverl.parallel.groups import Grid, ProcessGroupManager, default_group
 from megaverl.platform import platform
 from megaverl.rewards import build_reward
+from megaverl.roles.actor_critic import ActorCritic
 from megaverl.roles.adapters import load_adapter_folder
 from megaverl.roles.apart import Between, Elsewhere, EngineElsewhere, SeenFrom, actor_seen_from
 from megaverl.roles.critic import Critic
@@ -44,6 +45,7 @@ from megaverl.roles.player import Player
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import LearnedReward, RewardRole
 from megaverl.roles.rollout import Rollout, adopting
+from megaverl.roles.teacher import Teacher
 from megaverl.roles.trainable import TrainableModel
 from megaverl.rollout import engine_layouts
 from megaverl.rollout.engine import Engine, OnLoad
@@ -117,7 +119,14 @@ class Builder:
         return self.groups.grid(GridShape.fit(dist.get_world_size(), **grid_sizes(config), role=role))
 
     def model(
-        self, config: GridConfig, role: str, *, path: str | None = None, value_head: int = 0, trained: bool = False
+        self,
+        config: GridConfig,
+        role: str,
+        *,
+        path: str | None = None,
+        value_head: int = 0,
+        beside_logits: bool = False,
+        trained: bool = False,
     ) -> MegatronModel:
         """A Megatron-core model with the weights of `path` (or of `model.path`).
 
@@ -127,12 +136,13 @@ class Builder:
         files = self.files(path)
         from_files = self.config.model.init == "weights"
         model = MegatronModel(
-            read_model(files.folder)[1] if value_head else ModelSpec.from_folder(files.folder),
+            read_model(files.folder)[1] if value_head and not beside_logits else ModelSpec.from_folder(files.folder),
             self.grid(config, role),
             dtype=self.dtype,
             seed=self.config.run.seed,
             overrides=config.megatron,
             value_head=value_head,
+            beside_logits=beside_logits,
             role=role,
             initialize=not from_files,
             chunked_logits=config.chunked_logits,
@@ -165,10 +175,17 @@ class Builder:
     def total_updates(self) -> int:
         return self.config.total_updates
 
-    def actor(self) -> Actor:
-        config = self.config
-        model = self.model(config.actor, "actor", trained=config.actor.lora is None)
-        return Actor(
+    def actor(self, heads: int = 1) -> Actor:
+        """The actor; where it is its own critic, with so many value heads."""
+        config, shares = self.config, self.config.shares_backbone
+        model = self.model(
+            config.actor,
+            "actor",
+            value_head=heads if shares else 0,
+            beside_logits=shares,
+            trained=config.actor.lora is None,
+        )
+        return (ActorCritic if shares else Actor)(
             self.trainable(model, config.actor, config.actor.optimizer, self.total_updates),
             config.algorithm,
             temperature=self.temperature,
@@ -199,11 +216,24 @@ class Builder:
                 micro_batch_tokens=config.micro_batch_tokens,
                 with_adapters=False,
             )
+        if self.config.algorithm.divergence_name is not None:  # its logits are made where they are compared
+            config = config.model_copy(update={"chunked_logits": True})
         model = self.model(config, "reference", path=config.path)
         place = place_for(None)
         if config.offload and place is not None:  # on a CPU the weights already are where they would go
             model.keep_away(place)
         return Policy(model, temperature=self.temperature, micro_batch_tokens=config.micro_batch_tokens)
+
+    def teach(self, actor: Actor, reference: Policy | None) -> None:
+        """Give the actor its teacher, if `algorithm.distillation` wants one."""
+        algorithm = self.config.algorithm
+        if algorithm.divergence_name is None:
+            return
+        assert reference is not None
+        options = algorithm.distillation.options
+        teacher = Teacher(reference.model, algorithm.divergence_name, options, temperature=self.temperature)
+        teacher.check_student(actor.model)
+        actor.teacher = teacher
 
     def rollout(self, actor: MegatronModel | None, engine: Engine | None = None) -> Rollout:
         """The engine, or a further actor's use of one; with an actor its weights come from there, else from the

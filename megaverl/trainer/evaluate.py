@@ -12,7 +12,8 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.roles.player import Player
 from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.rollout import Rollout, sampling_options
+from megaverl.roles.rollout import Rollout
+from megaverl.rollout.sampling_rules import sampling_options
 from megaverl.trainer.generate import Draws, responses
 from megaverl.trainer.samples import sample_records
 

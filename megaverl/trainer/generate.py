@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
@@ -14,12 +16,15 @@ from megaverl.roles.agent_rollouts import AgentRollouts
 from megaverl.roles.own_functions import generate_by
 from megaverl.roles.player import Player
 from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.rollout import Rollout, sampling_options
-from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.roles.rollout import Rollout
+from megaverl.rollout.engine import Generation, Sampling, SamplingOptions, of_each, of_some
+from megaverl.rollout.sampling_rules import drawing, sampling_of, sampling_options
 from megaverl.rollout.seeds import sample_seed, turn_seed
 from megaverl.trainer.samples import episodes_batch, rollout_batch
 
 Metrics = dict[str, float]
+# Called with a sample's number in the step, and a batch of it alone.
+Finished = Callable[[int, RolloutBatch], None]
 
 
 def generate(
@@ -30,6 +35,7 @@ def generate(
     *,
     first_group: int = 0,
     player: Player | None = None,
+    finished: Finished | None = None,
 ) -> tuple[RolloutBatch, Metrics]:
     """`group_size` responses to every prompt, or episodes from it; every rank takes part.
 
@@ -37,11 +43,22 @@ def generate(
         first_group: number of the first prompt among all that the step generates for: groups are named, and
             samples drawn, by it.
         player: of a run with an environment.
+        finished: called, on the first rank of each engine, with a sample's number and with it, as soon as it is there;
+            not of episodes, nor where a function generates.
     """
     start = time.perf_counter()
     draws = Draws(config.run.seed, step, config.algorithm.group_size, first_group)
-    sampling = sampling_options(config.rollout.sampling)
-    batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function)
+    sampling = sampling_of(config.rollout, [len(prompt.token_ids) for prompt in prompts])
+    if not isinstance(sampling, SamplingOptions):
+        sampling = [way for way in sampling for _ in range(draws.group_size)]
+
+    def told(number: int, sample: RolloutBatch) -> None:
+        assert finished is not None
+        finished(number, sample.with_(**drawing(of_some(sampling, [number]), 1)))
+
+    hears = told if finished is not None else None
+    batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, hears)
+    batch = batch.with_(**drawing(sampling, len(batch)))
     return batch, rollout_metrics(batch, time.perf_counter() - start, rollout.weight_version)
 
 
@@ -66,15 +83,18 @@ class Draws:
 def responses(
     rollout: Rollout,
     prompts: Sequence[PromptRecord],
-    sampling: SamplingOptions,
+    sampling: Sampling,
     draws: Draws,
     player: Player | None = None,
     function: str | None = None,
+    finished: Finished | None = None,
 ) -> RolloutBatch:
     """A batch of `draws.group_size` responses, or episodes, for every prompt.
 
     Args:
+        sampling: for all responses, or one for each.
         function: `rollout.function`, which generates instead of the engine alone.
+        finished: see `generate`.
     """
     size = draws.group_size
     repeated = [prompt for prompt in prompts for _ in range(size)]
@@ -85,16 +105,23 @@ def responses(
     token_ids = [prompt.token_ids for prompt in repeated]
     seeds = [draws.seed(sample) for sample in range(len(repeated))]
     if function is not None:
+        assert isinstance(sampling, SamplingOptions), "the configuration allows one of the two"
         generations = generate_by(function, rollout.generate, token_ids, sampling, seeds)
     else:
-        generations = rollout.generate(token_ids, sampling, seeds, group_size=size)
+
+        def told(number: int, generation: Generation) -> None:
+            assert finished is not None
+            finished(number, rollout_batch([repeated[number]], [generation], [group_ids[number]]))
+
+        hears = told if finished is not None else None
+        generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears)
     return rollout_batch(repeated, generations, group_ids)
 
 
 def episodes(
     rollout: Rollout | AgentRollouts,
     prompts: Sequence[PromptRecord],
-    sampling: SamplingOptions,
+    sampling: Sampling,
     draws: Draws,
     player: Player,
 ) -> list[Views]:
@@ -103,15 +130,17 @@ def episodes(
         Start(prompt.token_ids, prompt.text, prompt.reference, prompt.extra, draws.environment_seed(number))
         for number, prompt in enumerate(prompts)
     ]
-    a_turn = sampling.with_max_tokens(player.limits.turn_tokens)
+    a_turn = {way: way.with_max_tokens(player.limits.turn_tokens) for way in of_each(sampling, len(prompts))}
+    turn_sampling = a_turn[sampling] if isinstance(sampling, SamplingOptions) else [a_turn[way] for way in sampling]
 
     def write(requests: Sequence[Request]) -> Sequence[Generation]:
         seeds = [draws.seed(r.episode, r.turn, "" if r.agent == ALONE else r.agent) for r in requests]
         groups = [r.episode // draws.group_size for r in requests]  # one group's episodes begin alike
         prompts = [r.token_ids for r in requests]
+        turns = of_some(turn_sampling, [r.episode for r in requests])
         if isinstance(rollout, AgentRollouts):
-            return rollout.generate_as([r.agent for r in requests], prompts, a_turn, seeds, groups)
-        return rollout.generate(prompts, a_turn, seeds, conversations=groups)
+            return rollout.generate_as([r.agent for r in requests], prompts, turns, seeds, groups)
+        return rollout.generate(prompts, turns, seeds, conversations=groups)
 
     with rollout.awake():
         return player.play(starts, write)
@@ -145,23 +174,32 @@ def _turn_metrics(batch: RolloutBatch) -> Metrics:
     }
 
 
-def greedy_scores(config: Config, rollout: Rollout, reward: RewardRole, rollouts: RolloutBatch, step: int) -> Scores:
-    """[B]: scores of the likeliest response to each sample's prompt, generated once a group; every rank takes part."""
-    groups = list(dict.fromkeys(rollouts.group_ids.tolist()))
-    place = {group: number for number, group in enumerate(groups)}
-    of_sample = [place[group] for group in rollouts.group_ids.tolist()]
-    firsts = rollouts.select([of_sample.index(number) for number in range(len(groups))])
+def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, step: int) -> RolloutBatch:
+    """[groups]: the likeliest response to the prompt of each group of `rollouts`; every rank takes part."""
+    of_sample, groups = places_of_groups(rollouts)
+    firsts = rollouts.select([of_sample.index(number) for number in range(groups)])
     prompts = [
         row[:length].tolist() for row, length in zip(firsts.input_ids, firsts.prompt_lengths.tolist(), strict=True)
     ]
     generations = rollout.generate(
         prompts,
         sampling_options(config.rollout.sampling, temperature=0.0),
-        [sample_seed(config.run.seed, step, number, "greedy") for number in range(len(groups))],
+        [sample_seed(config.run.seed, step, number, "greedy") for number in range(groups)],
     )
     columns = {name: firsts.columns[name] for name in ("prompt", "reference", "extra")}
-    batch = RolloutBatch.from_generations(prompts, generations, columns=columns)
-    return reward.score(batch).select(of_sample)
+    return RolloutBatch.from_generations(prompts, generations, columns=columns)
+
+
+def of_each_sample(of_groups: torch.Tensor, rollouts: RolloutBatch) -> torch.Tensor:
+    """[groups] -> [B]: of the group that a sample is in."""
+    return of_groups[places_of_groups(rollouts)[0]]
+
+
+def places_of_groups(rollouts: RolloutBatch) -> tuple[list[int], int]:
+    """Of each sample, which group it is in, in the order in which they come; and how many there are."""
+    place: dict[int, int] = {}
+    of_sample = [place.setdefault(group, len(place)) for group in rollouts.group_ids.tolist()]
+    return of_sample, len(place)
 
 
 def score(reward: RewardRole, rollouts: RolloutBatch) -> tuple[Scores, Metrics]:

@@ -43,7 +43,7 @@ class Island:
         self._member = IslandMember(fabric, compress=config.islands_compress == "bfloat16")
         self._outer: OuterOptimizer | None = None
         if self._every > 1:
-            parameters = {name: parameter.data for name, parameter in trainable.model.parameters.items()}
+            parameters = {name: parameter.data for name, parameter in trainable.model.held_parameters.items()}
             self._outer = OuterOptimizer(
                 parameters, every=self._every, lr=config.outer_lr, momentum=config.outer_momentum
             )

@@ -12,19 +12,31 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import FirstRank
 from megaverl.config import Config
-from megaverl.data.columns import Columns
 from megaverl.data.datasets import PromptDataset, PromptRecord
+from megaverl.errors import MegaverlError
 from megaverl.metrics.console import Console
+from megaverl.metrics.memory import memory_metrics
 from megaverl.metrics.timeline import Timeline
 from megaverl.metrics.tracker import Tracker
-from megaverl.parallel.collectives import together
 from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
-from megaverl.trainer.rl import tokenizer_digest
-from megaverl.trainer.saving import Saving, checkpoint_store, settle_file
+from megaverl.trainer.rl import kept_objects
+from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.trainer.signals import LeaveRequest, Leaving
 from megaverl.trainer.stages import Stages
+
+
+def with_longest(config: Config, longest: int | None) -> Config:
+    """The configuration as a `Builder` sees it, for whom the longest response is a generated one.
+
+    Args:
+        longest: tokens of a response out of the rows; None: as many as of a generated one.
+    """
+    if longest is None:
+        return config
+    sampling = {**config.rollout.sampling, "max_tokens": longest}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
 
 
 class OfflineTrainer(ABC):
@@ -42,10 +54,13 @@ class OfflineTrainer(ABC):
         self.config, self.builder, self.console = config, builder, console
         self.steps, self.is_first = steps, dist.get_rank() == 0
         self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else lambda what: None)
-        self.data = self.dataset(self.train_paths)
+        self.data = self.dataset(self.train_sources)
         self.sampler = self.data.sampler(batch_size, config.run.seed, shuffle=config.data.shuffle)
         store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, FirstRank())
         self.saving = Saving(config.checkpoint, store, console)
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)
+        builder.resumes = self.resumed_from is not None
         self.leave = LeaveRequest()
         self.next_step = 0
 
@@ -58,12 +73,12 @@ class OfflineTrainer(ABC):
 
     @property
     @abstractmethod
-    def train_paths(self) -> list[str]:
-        """Files of rows."""
+    def train_sources(self) -> list[Any]:
+        """Where rows come from: paths, or entries of `data.train`."""
 
     @abstractmethod
-    def dataset(self, paths: list[str]) -> PromptDataset:
-        """The rows of files, checked."""
+    def dataset(self, sources: list[Any]) -> PromptDataset:
+        """The rows of sources, checked."""
 
     @abstractmethod
     def one_step(self, records: list[PromptRecord], step: int) -> dict[str, float]:
@@ -90,7 +105,7 @@ class OfflineTrainer(ABC):
         Raises:
             Leaving: the run was asked to leave, has saved, and is to be started again.
         """
-        with self.leave.listening():
+        with self.leave.listening(), kept_objects():
             return self._train()
 
     def _train(self) -> dict[str, float]:
@@ -106,15 +121,27 @@ class OfflineTrainer(ABC):
                 self.next_step = step + 1
                 metrics = {f"{self.name}/{name}": value for name, value in found.items()}
                 metrics[f"{self.name}/step_time_ms"] = (time.perf_counter() - start) * 1e3
+                metrics |= memory_metrics("actor")
                 result = self._after(step + 1, metrics, tracker)
+        except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
+            self.saving.commit_written()
+            raise
         finally:
             if tracker is not None:
                 tracker.close()
+                self._write_timeline()
         if self.config.checkpoint.export_hf:
             self.stages.note("export")
             self.export(self.builder.run_dir / "hf")
             self.console.print(f"model written to {self.builder.run_dir / 'hf'}")
         return result
+
+    def _write_timeline(self) -> None:
+        """Nothing depends on it: where it cannot be written, that is told."""
+        try:
+            self.stages.timeline.export(self.builder.run_dir / "timeline.json")
+        except OSError as error:
+            self.console.warn(f"{error}; the run goes on without this file")
 
     def _after(self, done: int, metrics: dict[str, float], tracker: Tracker | None) -> dict[str, float]:
         last = done == self.steps
@@ -148,11 +175,17 @@ class OfflineTrainer(ABC):
             self.saving.save(done, self.trained, state, wait=wait, best=False, inside=False, files={})
 
     def _resume(self) -> None:
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        path = self.saving.store.resolve(self.config.checkpoint.resume, restarted=restarted)
+        """Take up a checkpoint, if there is one.
+
+        Raises:
+            CheckpointError, DataError: it is of another command, or was made with other data, or another tokenizer.
+        """
+        path = self.resumed_from
         if path is None:
             return
-        state = self.saving.store.load(path, self.trained)
+        self.stages.note("resume")
+        path, state = self.saving.store.resume(path, self.trained)
+        check_origin(path, state, self.name, self.builder.tokenizer)
         self.sampler.check_state(state["sampler"])
         self.next_step = int(state["next_step"])
         self.saving.note_resumed(self.next_step, inside=False)
@@ -171,12 +204,3 @@ class OfflineTrainer(ABC):
             config=self.config.to_dict(),
             warn=self.console.warn,
         )
-
-
-def pair_dataset(builder: Builder, paths: list[str], answer_key: str) -> PromptDataset:
-    """Rows with a prompt and two responses; the better one is the reference."""
-    encoder, data = builder.encoder(), builder.config.data
-    dataset: Any = None
-    with together():
-        dataset = PromptDataset.load(list(paths), encoder, Columns(data.prompt_key, answer_key, data.tools_key))
-    return dataset

@@ -9,41 +9,41 @@ from pathlib import Path
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
-from megaverl.data.preferences import PairReader
+from megaverl.data.preferences import PreferenceColumns, PreferenceReader
 from megaverl.metrics.console import Console
 from megaverl.models.classifier import classifier_config
-from megaverl.parallel.collectives import on_first_rank
+from megaverl.parallel.collectives import on_first_rank, together
 from megaverl.reshard.export import save_folder
 from megaverl.roles.adapters import merged_model
-from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates
+from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses
 from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
-from megaverl.trainer.offline import OfflineTrainer, pair_dataset
+from megaverl.trainer.offline import OfflineTrainer
 
 VALIDATION_PAIRS = 256  # in one batch
-
-
-def of_pairs(config: Config) -> Config:
-    """The configuration as a `Builder` sees it, for whom the longest response is a generated one."""
-    longest = config.preference.max_response_tokens
-    if longest is None:
-        return config
-    sampling = {**config.rollout.sampling, "max_tokens": longest}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
 
 
 class _PairTrainer(OfflineTrainer):
     """What both stages share: the data."""
 
+    pairs_only = True
+
     def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
         preference = config.preference
-        self.reader = PairReader(
+        columns = PreferenceColumns(
+            preference.chosen_key,
+            preference.rejected_key,
+            preference.completion_key,
+            preference.label_key,
+            preference.margin_key,
+        )
+        self.reader = PreferenceReader(
             builder.encoder(),
-            rejected_key=preference.rejected_key,
-            margin_key=preference.margin_key,
+            columns,
             max_tokens=preference.max_response_tokens or int(config.rollout.sampling["max_tokens"]),
+            pairs_only=self.pairs_only,
         )
         super().__init__(config, builder, console, job, steps=preference.steps, batch_size=preference.batch_size)
         self.held_out: PromptDataset | None = None
@@ -51,11 +51,14 @@ class _PairTrainer(OfflineTrainer):
             self.held_out = self.dataset(preference.validation)
 
     @property
-    def train_paths(self) -> list[str]:
+    def train_sources(self) -> list[str]:
         return self.config.preference.train
 
-    def dataset(self, paths: list[str]) -> PromptDataset:
-        return pair_dataset(self.builder, paths, self.config.preference.chosen_key)
+    def dataset(self, sources: list[str]) -> PromptDataset:
+        dataset = self.builder.dataset(sources, needs_answer=False)
+        with together():
+            self.reader.check(dataset)
+        return dataset
 
     @property
     def validate_every(self) -> int:
@@ -87,9 +90,10 @@ class PreferenceTrainer(_PairTrainer):
     name = "dpo"
 
     def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
+        self.pairs_only = not of_single_responses(config.preference.loss)
         super().__init__(config, builder, console, job)
         preference, actor = config.preference, config.actor
-        self.model = builder.model(actor, "actor")
+        self.model = builder.model(actor, "actor", trained=actor.lora is None)
         self.trainable = TrainableModel(
             self.model,
             optimizer={**actor.optimizer, "lr": preference.lr},
@@ -129,7 +133,8 @@ class RewardModelTrainer(_PairTrainer):
     def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
         super().__init__(config, builder, console, job)
         preference, section = config.preference, config.reward_model
-        self.model = builder.model(section, "reward_model", path=section.path, value_head=1)
+        fresh = section.lora is None
+        self.model = builder.model(section, "reward_model", path=section.path, value_head=1, trained=fresh)
         self.trainable = TrainableModel(
             self.model,
             optimizer={**section.optimizer, "lr": preference.lr},

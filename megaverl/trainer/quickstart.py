@@ -24,7 +24,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.rl import RLTrainer
-from megaverl.trainer.sft import SFTTrainer
+from megaverl.trainer.sft import warm_up
 
 TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}
 # Qwen3 with heads of 32 dimensions, the smallest that vLLM's CPU attention has.
@@ -79,11 +79,8 @@ def _prepare_data(config: Config, folder: Path) -> Path:
 def quickstart(config: Config, console: Console, job: Job | None = None) -> None:
     """Warm-up, then PPO, then what a person wants to see: before, after, the curve and where things are."""
     builder = Builder(config)
-    warm_up = SFTTrainer(config, builder, console)
-    warm_up.train()
     warm = builder.run_dir / "inputs" / "warm"
-    export_model(warm_up.model, builder, warm)
-    del warm_up
+    export_model(warm_up(config, builder, console), builder, warm)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(warm)})})
     trainer = trainer_of(config)(config, console, Builder(config, builder.groups), job)
     trainer.train()
@@ -101,3 +98,4 @@ def _report(trainer: RLTrainer, console: Console) -> None:
         f"{held_out[-1][0]} steps of PPO"
     )
     console.print(f"curve: {picture}\nmodel: {trainer.run_dir / 'hf'} (Hugging Face folder)")
+    console.print(f"everything else: megaverl report {trainer.run_dir}")

@@ -24,6 +24,14 @@ def readers_of(config: Config, placement: ResolvedPlacement) -> dict[str, Reader
     return found
 
 
+def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]:
+    """The ranks that send samples as they are finished, one for each engine; none where a step's are made together."""
+    in_rounds = config.algorithm.dynamic_sampling.metric is not None or config.trainer.replay_rollouts is not None
+    if config.environment.name is not None or config.rollout.function is not None or in_rounds:
+        return ()
+    return tuple(placement.ranks["rollout"][:: config.rollout.tp])
+
+
 def _of_reward(ranks: Sequence[int]) -> Readers:
     def rows(prompts: Sequence[int], responses: Sequence[int]) -> dict[int, Sequence[int]]:
         return {rank: rows_of_rank(len(prompts), number, len(ranks)) for number, rank in enumerate(ranks)}

@@ -11,7 +11,7 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.stream import Prompts
-from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.errors import TrainingStopped
 from megaverl.roles.reward import Scores
 from megaverl.trainer.generate import Metrics, rollout_metrics, score_metrics
 
@@ -35,11 +35,6 @@ def refill(config: Config, stream: Prompts, one_round: Round, step: int) -> tupl
     while True:
         number += 1
         parts.append(one_round(stream.take(count), generated))
-        if "agent_ids" in parts[-1][0]:
-            raise ConfigError(
-                "algorithm.dynamic_sampling.metric: is set, but the environment has several agents, each with groups "
-                "of its own, and a step is filled by one count. Leave it out."
-            )
         generated += count
         batch = RolloutBatch.concat([part[0] for part in parts])
         scores = Scores.concat([part[1] for part in parts])
@@ -47,6 +42,7 @@ def refill(config: Config, stream: Prompts, one_round: Round, step: int) -> tupl
         kept = keep_groups(
             scores.metric(dynamic.metric),
             batch.group_ids,
+            prompts_of(batch),
             wanted=wanted,
             last_round=last and dynamic.if_short == "fill",
         )
@@ -64,6 +60,14 @@ def refill(config: Config, stream: Prompts, one_round: Round, step: int) -> tupl
     return chosen, scores.select(rows), _metrics(batch, scores, parts, rounds=number, silent=kept.silent)
 
 
+def prompts_of(batch: RolloutBatch) -> torch.Tensor | None:
+    """[B]: the number of each sample's prompt, where several agents have a group each of every prompt's episodes; else
+    nothing."""
+    if "agent_ids" not in batch:
+        return None
+    return batch.group_ids // len(set(batch.columns["agent"]))  # as `episodes_batch` numbers them
+
+
 def _metrics(
     batch: RolloutBatch,
     scores: Scores,
@@ -72,12 +76,14 @@ def _metrics(
     rounds: int,
     silent: int,
 ) -> Metrics:
-    groups = len(torch.unique(batch.group_ids))
-    total = {name: sum(part[2][name] for part in parts) for name in ("rollout/seconds", "reward/latency_ms")}
-    return {
-        **rollout_metrics(batch, total["rollout/seconds"], int(parts[-1][2]["rollout/weight_version"])),
-        **score_metrics(scores, total["reward/latency_ms"] / 1e3),
-        "rollout/rounds": float(rounds),
-        "rollout/generated_groups": float(groups),
-        "rollout/kept_share": (groups - silent) / groups,
-    }
+    """What this rank has a part in: where roles are apart, one that only scores has measured no generation."""
+    prompts, last, found = prompts_of(batch), parts[-1][2], Metrics()
+    groups = len(torch.unique(batch.group_ids if prompts is None else prompts))
+    if "rollout/seconds" in last:
+        seconds = sum(part[2]["rollout/seconds"] for part in parts)
+        found |= rollout_metrics(batch, seconds, int(last["rollout/weight_version"]))
+        found |= {"rollout/rounds": float(rounds), "rollout/generated_groups": float(groups)}
+        found["rollout/kept_share"] = (groups - silent) / groups
+    if "reward/latency_ms" in last:
+        found |= score_metrics(scores, sum(part[2]["reward/latency_ms"] for part in parts) / 1e3)
+    return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -19,7 +17,6 @@ from megaverl.checkpoint.commit import Committer, FirstRank
 from megaverl.config import Config
 from megaverl.coordinator import Alone, Judge, Progress, Rules
 from megaverl.data.datasets import PromptDataset
-from megaverl.data.tokenizers import Tokenizer
 from megaverl.dataflow import DataFlow
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.metrics.console import Console
@@ -29,12 +26,13 @@ from megaverl.metrics.tracker import Tracker
 from megaverl.parallel.collectives import on_first_rank, together
 from megaverl.roles.rollout import Rollout
 from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.ahead import read_ahead
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation, evaluate
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.samples import append_samples, forget_samples, sample_records
-from megaverl.trainer.saving import Saving, checkpoint_store, settle_file
+from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.trainer.signals import LeaveRequest, Leaving
 from megaverl.trainer.stages import Stages
 from megaverl.trainer.step import RLStep, Roles
@@ -107,12 +105,16 @@ class RLTrainer:
     def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
         """This rank's part of every role."""
         config = self.config
-        actor, player = builder.actor(), builder.player()
+        player = builder.player()
+        heads = len(player.agents) if player else 1
+        actor = builder.actor(heads)
+        reference = builder.reference(actor.model) if config.uses_reference else None
+        builder.teach(actor, reference)
         learned = builder.learned_reward() if any(each.update == "reward_model" for each in config.mix) else None
         return Roles(
             actor=actor,
-            critic=builder.critic(len(player.agents) if player else 1) if config.uses_critic else None,
-            reference=builder.reference(actor.model) if config.uses_reference else None,
+            critic=builder.critic(heads) if config.uses_critic else None,
+            reference=reference,
             reward=builder.reward(learned),
             learned=learned,
             implicit=builder.implicit_reward() if config.estimator_reads("implicit_rewards") else None,
@@ -140,6 +142,11 @@ class RLTrainer:
     def engines(self) -> Rollout | None:
         """The engines, or this rank's part in filling them; None: it has none."""
         return self.roles.rollout
+
+    @property
+    def makes_samples(self) -> bool:
+        """Whether this rank takes part in making a step's samples: it generates or scores."""
+        return True
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
@@ -177,22 +184,36 @@ class RLTrainer:
         if self.step.replayed is not None:
             with together():
                 self.step.replayed.check(self.next_step, config.trainer.steps, config.samples_per_step)
+        with self.records() as tracker:
+            result = self._steps(tracker)
+        if config.checkpoint.export_hf:
+            self.stages.note("export")
+            self.export()
+        return result
+
+    def _steps(self, tracker: Tracker | None) -> dict[str, float]:
+        result: dict[str, float] = {}
+        if self.next_step == 0 and self.config.trainer.validate_at_start:
+            result = self._validate(tracker, 0) or result
+        self._safe_point()
+        for step in range(self.next_step, self.config.trainer.steps):
+            self.stages.step = step + 1
+            result = self.one_step(step, tracker) or result
+            self.next_step = step + 1
+            result = self.after_step(step + 1, tracker) or result
+            self._safe_point()
+        return result
+
+    @contextmanager
+    def records(self) -> Iterator[Tracker | None]:
+        """Around the steps: the trackers, which go on from where the run stands, and the timeline at the end."""
         tracker = self._tracker()
         if self.keeps_records:
             forget_samples(self.run_dir / "samples.jsonl", self.next_step)
             if self.stored is not None:
                 self.stored.forget(self.next_step)
-        result: dict[str, float] = {}
         try:
-            if self.next_step == 0 and config.trainer.validate_at_start:
-                result = self._validate(tracker, 0) or result
-            self._safe_point()
-            for step in range(self.next_step, config.trainer.steps):
-                self.stages.step = step + 1
-                result = self.one_step(step, tracker) or result
-                self.next_step = step + 1
-                result = self._after(step + 1, tracker) or result
-                self._safe_point()
+            yield tracker
         except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
             self.saving.commit_written()
             raise
@@ -200,10 +221,6 @@ class RLTrainer:
             if tracker is not None:
                 tracker.close()
                 self._write_aside(lambda: self.timeline.export(self.run_dir / "timeline.json"))
-        if config.checkpoint.export_hf:
-            self.stages.note("export")
-            self.export()
-        return result
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder."""
@@ -236,6 +253,7 @@ class RLTrainer:
             **self.step.metrics,
             **self.timeline.step_metrics(),
             **memory_metrics("actor"),
+            "rollout/staleness": 0.0,  # of one's own weights; where roles run apart it may be more
             "train/step_time_ms": seconds * 1e3,
             "train/epoch": self.prompts.epoch,
             "train/tokens_per_sec": float(batch.sequence_lengths.sum()) / seconds,
@@ -251,7 +269,7 @@ class RLTrainer:
         self.history.append((step + 1, metrics))
         return metrics
 
-    def _after(self, done: int, tracker: Tracker | None) -> dict[str, float] | None:
+    def after_step(self, done: int, tracker: Tracker | None) -> dict[str, float] | None:
         """Validate and save where the configuration says so; `done` steps are behind us."""
         trainer = self.config.trainer
         last = done == trainer.steps
@@ -378,6 +396,7 @@ class RLTrainer:
             "best": {"step": self.best.step, "value": self.best.value},
             "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
             "cut_off": cut_off.facts() if cut_off else None,
+            "ahead": [],
             "coordinator": self.progress.to_dict(),
         }
 
@@ -389,12 +408,14 @@ class RLTrainer:
         if path is not None:
             if rollout is not None:
                 rollout.source_changes()
-            state = self.saving.store.load(path, self.trained)
+            path, state = self.saving.store.resume(path, self.trained)
+            self.resumed_from = path
             self._take_up(path, state)
         if rollout is not None:
             rollout.reshard()
             if state is not None:
                 rollout.weight_version = int(state["weight_version"]) or rollout.weight_version
+        self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
         self.appoint(Progress.from_dict(state["coordinator"]) if state and "coordinator" in state else Progress())
         if path is not None:
             inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
@@ -407,13 +428,8 @@ class RLTrainer:
         Raises:
             CheckpointError, DataError: it was made with other data, or another tokenizer.
         """
+        check_origin(path, state, "train", self.builder.tokenizer)
         self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
-        mine = tokenizer_digest(self.builder.tokenizer)
-        if state["tokenizer"] != mine:
-            raise CheckpointError(
-                f"{path}: it was made with another tokenizer ({state['tokenizer']}; this run's, of "
-                f"{self.builder.tokenizer.source}, is {mine}). Name the right one with model.tokenizer."
-            )
         self.roles.kl.load_state_dict(state["kl"])
         self.next_step = int(state["next_step"])
         self.best = Best(int(state["best"]["step"]), float(state["best"]["value"]))
@@ -421,6 +437,9 @@ class RLTrainer:
         if state["cut_off"] is not None and self.step.replayed is None:
             with together():
                 self.cut_off = StoredRollouts.read(path / ROLLOUT_FILE, state["cut_off"])
+        if self.makes_samples and self.step.replayed is None:
+            with together():
+                self.step.waiting = read_ahead(path, state.get("ahead", ()))
         written = self.run_dir / "metrics.jsonl"
         if self.keeps_records and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
             self.console.warn(
@@ -431,8 +450,13 @@ class RLTrainer:
 
 def rules_of(config: Config) -> Rules:
     """What is applied, skipped, or the end, as `coordinator` says."""
-    given = config.coordinator
-    return Rules(skip_above=given.skip_above, on_nonfinite=given.on_nonfinite, max_skips=given.max_skips)
+    given, rollout = config.coordinator, config.rollout
+    return Rules(
+        skip_above=given.skip_above,
+        on_nonfinite=given.on_nonfinite,
+        max_skips=given.max_skips,
+        max_staleness=rollout.max_staleness if rollout.async_rollout else None,
+    )
 
 
 @contextmanager
@@ -446,9 +470,3 @@ def kept_objects() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def tokenizer_digest(tokenizer: Tokenizer) -> str:
-    """The same for tokenizers that give the same ids to the same tokens, and end responses alike."""
-    facts = [sorted(tokenizer.backend.get_vocab().items()), tokenizer.stop_token_ids, tokenizer.chat_template]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()

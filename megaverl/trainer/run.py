@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -15,16 +14,16 @@ from megaverl.checkpoint.random_state import seed_generators
 from megaverl.config import Config
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStopped
 from megaverl.metrics.console import Console, redirect_output
-from megaverl.metrics.tracker import Tracker
 from megaverl.metrics.versions import write_versions
 from megaverl.parallel.collectives import on_first_rank
 from megaverl.platform import platform
-from megaverl.roles.rollout import sampling_options
+from megaverl.rollout.sampling_rules import sampling_options
 from megaverl.rollout.seeds import sample_seed
 from megaverl.trainer.job import Job, join_job
 from megaverl.trainer.signals import Leaving
 
 if TYPE_CHECKING:
+    from megaverl.trainer.build import Builder
     from megaverl.trainer.rl import RLTrainer
 
 
@@ -98,48 +97,30 @@ def make_trainer(config: Config, console: Console, job: Job | None) -> RLTrainer
 
 
 def _sft(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.build import Builder
-    from megaverl.trainer.export import export_model
     from megaverl.trainer.sft import SFTTrainer
 
-    builder = Builder(config)
-    trainer = SFTTrainer(config, builder, console)
-    is_first = dist.get_rank() == 0
-    tracker = (
-        Tracker(
-            builder.run_dir,
-            config.run.log_with,
-            only=config.run.track_metrics,
-            name=config.run.name,
-            config=config.to_dict(),
-            warn=console.warn,
-        )
-        if is_first
-        else None
-    )
-
-    def on_step(done: int, metrics: dict[str, float]) -> None:
-        if tracker is not None:
-            tracker.log(done, metrics)
-
-    with tracker or contextlib.nullcontext():
-        trainer.train(on_step)
-    export_model(trainer.model, builder, builder.run_dir / "hf")
-    console.print(f"model written to {builder.run_dir / 'hf'}")
+    SFTTrainer(config, _offline_builder(config, config.sft.max_answer_tokens), console, job).train()
 
 
 def _dpo(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.build import Builder
-    from megaverl.trainer.preference import PreferenceTrainer, of_pairs
+    from megaverl.trainer.preference import PreferenceTrainer
 
-    PreferenceTrainer(config, Builder(of_pairs(config)), console, job).train()
+    builder = _offline_builder(config, config.preference.max_response_tokens)
+    PreferenceTrainer(config, builder, console, job).train()
 
 
 def _reward(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
-    from megaverl.trainer.build import Builder
-    from megaverl.trainer.preference import RewardModelTrainer, of_pairs
+    from megaverl.trainer.preference import RewardModelTrainer
 
-    RewardModelTrainer(config, Builder(of_pairs(config)), console, job).train()
+    builder = _offline_builder(config, config.preference.max_response_tokens)
+    RewardModelTrainer(config, builder, console, job).train()
+
+
+def _offline_builder(config: Config, longest: int | None) -> Builder:
+    from megaverl.trainer.build import Builder
+    from megaverl.trainer.offline import with_longest
+
+    return Builder(with_longest(config, longest))
 
 
 def _eval(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:

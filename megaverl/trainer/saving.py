@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 from megaverl.checkpoint.commit import Committer, Retention
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config.trainer import CheckpointConfig
+from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import CheckpointError
 from megaverl.metrics.console import Console
 from megaverl.roles.trainable import TrainableModel
@@ -110,3 +113,34 @@ def settle_file(path: Path) -> int:
             return path.stat().st_size
     except OSError:  # a tracker that cannot write has said so
         return 0
+
+
+def check_origin(path: Path, state: Mapping[str, Any], stage: str, tokenizer: Tokenizer) -> None:
+    """That a checkpoint was written by the command that reads it, with the same tokenizer.
+
+    Args:
+        state: the trainer's, out of the checkpoint. stage: train, sft, dpo or reward_model.
+
+    Raises:
+        CheckpointError: it was not.
+    """
+    found = state.get("stage", "train")
+    if found != stage:
+        commands = {"reward_model": "reward"}
+        raise CheckpointError(
+            f"{path}: it was written by `megaverl {commands.get(found, found)}`, and this is `megaverl "
+            f"{commands.get(stage, stage)}`. Give this run a name of its own (run.name); to start from the other's "
+            "model, set model.path to its folder hf."
+        )
+    mine = tokenizer_digest(tokenizer)
+    if state["tokenizer"] != mine:
+        raise CheckpointError(
+            f"{path}: it was made with another tokenizer ({state['tokenizer']}; this run's, of {tokenizer.source}, is "
+            f"{mine}). Name the right one with model.tokenizer."
+        )
+
+
+def tokenizer_digest(tokenizer: Tokenizer) -> str:
+    """The same for tokenizers that give the same ids to the same tokens, and end responses alike."""
+    facts = [sorted(tokenizer.backend.get_vocab().items()), tokenizer.stop_token_ids, tokenizer.chat_template]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()

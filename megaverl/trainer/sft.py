@@ -1,9 +1,10 @@
-"""Supervised fine-tuning on prompt/answer pairs, with the actor's engine: the warm-up before RL."""
+"""Supervised fine-tuning on prompt/answer pairs, with the actor's engine: a stage of its own, or RL's warm-up."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,53 +12,43 @@ from megaverl.config import Config
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
+from megaverl.data.prompts import PromptEncoder
 from megaverl.errors import DataError
 from megaverl.metrics.console import Console
-from megaverl.roles.megatron_model import MicroBatch
+from megaverl.parallel.collectives import together
+from megaverl.roles.megatron_model import MegatronModel, MicroBatch
 from megaverl.roles.trainable import TrainableModel
 from megaverl.roles.updates import Weighting, run_updates, share
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
+from megaverl.trainer.export import export_model
+from megaverl.trainer.job import Job
+from megaverl.trainer.offline import OfflineTrainer
 from megaverl.trainer.samples import rollout_batch
 
 
-class SFTTrainer:
-    """Cross-entropy on the answers' tokens, given the prompts. Every rank makes one."""
+class AnswerUpdates:
+    """Cross-entropy on the answers' tokens, given the prompts: the actor's model, and its optimizer steps."""
 
-    def __init__(self, config: Config, builder: Builder, console: Console) -> None:
-        self.config, self.builder, self.console = config, builder, console
-        sft = config.sft
-        self.data: PromptDataset = builder.dataset(sft.train or config.data.train)
-        self.sampler = self.data.sampler(sft.batch_size, config.run.seed, shuffle=config.data.shuffle)
-        self.encoder = builder.encoder()
-        self.model = builder.model(config.actor, "actor")
-        scheduler = {"lr_decay_style": sft.lr_decay_style, "lr_warmup_steps": sft.lr_warmup_steps}
+    def __init__(self, config: Config, builder: Builder) -> None:
+        sft, actor = config.sft, config.actor
+        self.config, self.encoder = config, builder.encoder()
+        self.model = builder.model(actor, "actor", trained=actor.lora is None)
         self.trainable = TrainableModel(
             self.model,
-            optimizer={**config.actor.optimizer, "lr": sft.lr},
-            scheduler=scheduler,
-            ddp=config.actor.ddp,
+            optimizer={**actor.optimizer, "lr": sft.lr},
+            scheduler={"lr_decay_style": sft.lr_decay_style, "lr_warmup_steps": sft.lr_warmup_steps},
+            ddp=actor.ddp,
             total_updates=sft.steps,
-            gradient_accumulation=config.actor.gradient_accumulation,
-            offload=config.actor.offload,
+            gradient_accumulation=actor.gradient_accumulation,
+            offload=actor.offload,
         )
 
-    def train(self, on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None) -> None:
-        """All steps; `on_step(done, metrics)` after each."""
-        with self.console.progress("supervised warm-up", self.config.sft.steps) as advance:
-            for step in range(self.config.sft.steps):
-                start = time.perf_counter()
-                metrics = self.one_step(step)
-                metrics["sft/step_time_ms"] = (time.perf_counter() - start) * 1e3
-                advance(1)
-                on_step(step + 1, metrics)
-
-    def one_step(self, step: int) -> dict[str, float]:
-        """One optimizer step on the pairs of `step`."""
-        batch = self.batch([self.data[i] for i in self.sampler.indices(step)])
-        metrics = run_updates(
+    def update(self, records: Sequence[PromptRecord], step: int) -> dict[str, float]:
+        """One optimizer step on these pairs; every rank takes part."""
+        return run_updates(
             self.trainable,
-            batch,
+            answers_batch(self.config, self.encoder, records),
             self._loss,
             algorithm=AlgorithmConfig(),
             weighting=Weighting("token_mean"),
@@ -66,32 +57,89 @@ class SFTTrainer:
             seed=self.config.run.seed,
             step=step,
         )
-        return {f"sft/{name}": value for name, value in metrics.items()}
-
-    def batch(self, records: Sequence[PromptRecord]) -> RolloutBatch:
-        """Pairs as a batch whose responses are the reference answers.
-
-        Raises:
-            DataError: an answer that is not text, or longer than allowed; names the row.
-        """
-        limit = self.config.sft.max_answer_tokens or int(self.config.rollout.sampling["max_tokens"])
-        answers = []
-        for record in records:
-            if not isinstance(record.reference, str):
-                raise DataError(
-                    f"{record.where}: the answer is {type(record.reference).__name__}, and fine-tuning needs text. "
-                    "Name the right column with data.answer_key."
-                )
-            tokens = self.encoder.encode_answer(record.reference)
-            if len(tokens) > limit:
-                raise DataError(
-                    f"{record.where}: the answer is {len(tokens)} tokens long, and at most {limit} are allowed. "
-                    "Raise sft.max_answer_tokens, or shorten the row."
-                )
-            answers.append(Generation(tokens, [0.0] * len(tokens), "stop"))
-        return rollout_batch(records, answers, list(range(len(records))))
 
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         log_probs, _ = self.model.log_probs(logits, micro)
         loss = -(micro.fields["weights"] * log_probs).sum()
         return loss, {"loss": share(loss)}
+
+
+class SFTTrainer(OfflineTrainer):
+    """`megaverl sft`. Every rank makes one and calls `train`."""
+
+    name = "sft"
+
+    def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
+        super().__init__(config, builder, console, job, steps=config.sft.steps, batch_size=config.sft.batch_size)
+        self.updates = AnswerUpdates(config, builder)
+
+    @property
+    def trained(self) -> dict[str, TrainableModel]:
+        return {"actor": self.updates.trainable}
+
+    @property
+    def train_sources(self) -> list[Any]:
+        return answer_sources(self.config)
+
+    def dataset(self, sources: list[Any]) -> PromptDataset:
+        dataset, encoder = self.builder.dataset(sources), self.builder.encoder()
+        with together():  # a bad answer ends the run before it starts
+            for number in range(len(dataset)):
+                answer_tokens(self.config, encoder, dataset[number])
+        return dataset
+
+    def one_step(self, records: list[PromptRecord], step: int) -> dict[str, float]:
+        return self.updates.update(records, step)
+
+    def export(self, folder: Path) -> None:
+        export_model(self.updates.model, self.builder, folder)
+
+
+def warm_up(config: Config, builder: Builder, console: Console) -> MegatronModel:
+    """All steps of `sft` at once, with nothing saved or written down: what RL then starts from."""
+    sft = config.sft
+    data = builder.dataset(answer_sources(config))
+    sampler = data.sampler(sft.batch_size, config.run.seed, shuffle=config.data.shuffle)
+    updates = AnswerUpdates(config, builder)
+    with console.progress("supervised warm-up", sft.steps) as advance:
+        for step in range(sft.steps):
+            updates.update([data[i] for i in sampler.indices(step)], step)
+            advance(1)
+    return updates.model
+
+
+def answer_sources(config: Config) -> list[Any]:
+    """Where prompts with answers come from."""
+    return config.sft.train or config.data.train
+
+
+def answers_batch(config: Config, encoder: PromptEncoder, records: Sequence[PromptRecord]) -> RolloutBatch:
+    """Pairs as a batch whose responses are the reference answers.
+
+    Raises:
+        DataError: an answer that is not text, or longer than allowed; names the row.
+    """
+    answers = [answer_tokens(config, encoder, record) for record in records]
+    generations = [Generation(tokens, [0.0] * len(tokens), "stop") for tokens in answers]
+    return rollout_batch(records, generations, list(range(len(records))))
+
+
+def answer_tokens(config: Config, encoder: PromptEncoder, record: PromptRecord) -> list[int]:
+    """A row's answer, with its end of sequence.
+
+    Raises:
+        DataError: see `answers_batch`.
+    """
+    limit = config.sft.max_answer_tokens or int(config.rollout.sampling["max_tokens"])
+    if not isinstance(record.reference, str):
+        raise DataError(
+            f"{record.where}: the answer is {type(record.reference).__name__}, and fine-tuning needs text. "
+            "Name the right column with data.answer_key."
+        )
+    tokens = encoder.encode_answer(record.reference)
+    if len(tokens) > limit:
+        raise DataError(
+            f"{record.where}: the answer is {len(tokens)} tokens long, and at most {limit} are allowed. "
+            "Raise sft.max_answer_tokens, or shorten the row."
+        )
+    return tokens

@@ -9,49 +9,42 @@ how many is settled before the run, so that two runs are the same to the bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
-from megaverl.coordinator import Coordinator, CoordinatorCommits, Judge, Progress, Seat
+from megaverl.coordinator import Coordinator, CoordinatorCommits, Judge, Progress
 from megaverl.coordinator.island_exchange import serve_join
+from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow
-from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
+from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.errors import MegaverlError
-from megaverl.fabric.post import Sent, broadcast_json, receive_json, send_json
+from megaverl.fabric.post import broadcast_json
 from megaverl.metrics.console import Console
-from megaverl.metrics.memory import memory_metrics
-from megaverl.metrics.timeline import merge_traces
 from megaverl.metrics.tracker import Tracker
 from megaverl.parallel.collectives import together
-from megaverl.placement import World
-from megaverl.roles.apart import Elsewhere, FilledByOthers
 from megaverl.roles.reward import Scores
 from megaverl.roles.rollout import Rollout
 from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.ahead import Ahead
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation
 from megaverl.trainer.export import export_model
 from megaverl.trainer.islands import Island, meetings, serve_update
 from megaverl.trainer.job import Job, reporter
-from megaverl.trainer.readers import readers_of
+from megaverl.trainer.placed_roles import island_file, island_name, roles_here, seats_of
+from megaverl.trainer.readers import readers_of, speakers_of
+from megaverl.trainer.reports import Reports
 from megaverl.trainer.rl import RLTrainer, rules_of
 from megaverl.trainer.samples import append_samples, forget_samples, sample_records
+from megaverl.trainer.schedule import Schedule
+from megaverl.trainer.scored_elsewhere import models_are_apart, serve_scores
 from megaverl.trainer.step import Roles
-
-# What may run ahead of training, and how many hands its work goes through from the rollout on. The critic may value the
-# samples of a step while the actor is still at the one before; for its own update it waits.
-AHEAD = {"rollout": 0, "reward": 1, "reference": 1}
-
-
-# What a rank measures of itself: the reporter's own is shown.
-OF_A_RANK = ("time/wait_ms", "time/step_ms", "time/other_ms")
 
 
 class SplitTrainer(RLTrainer):
@@ -61,19 +54,25 @@ class SplitTrainer(RLTrainer):
         self.fabric = job.fabric
         self.placement = job.fabric.placement
         self.reporter = reporter(self.placement)
-        self.carrier = Carrier(job.fabric, known=(Scores,), readers=readers_of(config, self.placement))
+        self.carrier = StreamingCarrier(
+            job.fabric,
+            known=(Scores,),
+            readers=readers_of(config, self.placement),
+            speakers=speakers_of(config, self.placement),
+            samples_per_step=config.samples_per_step,
+        )
         super().__init__(config, console, Builder(config, fabric=job.fabric), job)
         self.keeps_records = self.fabric.rank == self.reporter
         self.timeline.rank = self.fabric.rank
-        self.lag = self._lag(self.fabric.rank)
+        self.schedule = Schedule.of(config, self.placement)
+        self.lag = self.schedule.lag(self.fabric.rank)
+        self.ahead = Ahead(config, self.fabric)
         if self.island and config.coordinator.islands_every > 1:
             self.step.trust_engine()  # it has the first island's weights, from which this one's may have gone
-        self.last = config.trainer.steps  # where the run ends; sooner if it is asked to leave
-        self.leaving = ""
+        self.last = config.trainer.steps
         self._measured: dict[int, dict[str, float]] = {}
         self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
-        self._told = Sent()
-        self._met_at = time.perf_counter()
+        self.reports = Reports(self.fabric, self.reporter)
         self._met = 0  # steps before the last meeting
         self._tracking: Tracker | None = None
 
@@ -83,38 +82,23 @@ class SplitTrainer(RLTrainer):
         return CoordinatorCommits(self.fabric)
 
     def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
-        config, has = self.config, self.fabric.has
-
-        def here(role: str, make: Any) -> Any:
-            return make() if has(role) else Elsewhere(role)
-
-        actor, player = here("actor", builder.actor), builder.player()
-        heads = len(player.agents) if player else 1
-        model = actor.model if has("actor") else None
-        rollout: Any = Elsewhere("rollout")
-        if generates and self.placement.colocated("actor", "rollout"):
-            rollout = here("rollout", lambda: builder.rollout(model))
-        elif generates and (self.fabric.rank in self.placement.islands[0] or has("rollout")):
-            rollout = builder.rollout_apart(model)
-        elif has("actor"):
-            rollout = FilledByOthers("rollout")
-        return Roles(
-            actor=actor,
-            critic=here("critic", lambda: builder.critic(heads)) if config.uses_critic else None,
-            reference=here("reference", lambda: builder.reference(model)) if config.uses_reference else None,
-            reward=builder.reward(),
-            kl=builder.kl_controller(),
-            player=player,
-            rollout=rollout if generates else None,
-        )
+        return roles_here(builder, self.fabric, generates=generates)
 
     def make_flow(self) -> DataFlow:
-        return self.step.flow(self.placement.ranks)
+        flow = self.step.flow(self.placement.ranks)
+        self.carrier.follow(flow.plan.edges)
+        if self.carrier.speakers:
+            self.step.outlet = self.carrier
+        return flow
 
     @property
     def engines(self) -> Rollout | None:
         fills = self.fabric.rank in self.placement.islands[0]
         return self.roles.rollout if fills or self.fabric.has("rollout") else None
+
+    @property
+    def makes_samples(self) -> bool:
+        return self.fabric.has("rollout") or self.fabric.has("reward")
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
@@ -132,24 +116,10 @@ class SplitTrainer(RLTrainer):
         """Islands that take every step together are the same: one of them is saved."""
         return {} if self.island and self.config.coordinator.islands_every == 1 else self.trained
 
-    def _lag(self, rank: int) -> int:
-        """How many steps a rank's world may be ahead of training."""
-        rollout, roles = self.config.rollout, set(self.placement.roles_of(rank)) - {"coordinator"}
-        if not rollout.async_rollout or not roles or not roles <= {*AHEAD, "critic"}:
-            return 0
-        if "critic" in roles:
-            return min(1, rollout.max_staleness)
-        return max(0, rollout.max_staleness - min(AHEAD[role] for role in roles))
-
     def appoint(self, progress: Progress) -> None:
         placement, config = self.placement, self.config
         alone = config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
-        roles = ["actor", *(["critic"] if config.uses_critic else [])]
-        seats = [
-            Seat(island_name(role, number) if alone else role, world.ranks[0], number)
-            for role in roles
-            for number, world in enumerate(world for world in placement.worlds if role in world.roles)
-        ]
+        roles, seats = seats_of(config, placement)
         rules, liveness = rules_of(config), self.job.liveness if self.job else None
         self.coordinator = Coordinator(self.fabric, seats, rules, progress=progress, liveness=liveness)
         self.judges = {}
@@ -176,6 +146,9 @@ class SplitTrainer(RLTrainer):
 
     def _train(self) -> dict[str, float]:
         self.resume()
+        if self.step.replayed is not None:
+            with together(self.fabric.control):
+                self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
         if self.keeps_records:
             forget_samples(self.run_dir / "samples.jsonl", self.next_step)
             if self.stored is not None:
@@ -189,8 +162,8 @@ class SplitTrainer(RLTrainer):
         finally:
             if tracker is not None:
                 tracker.close()
-            self._write_aside(self._export_timeline)
-        self._write_aside(self._join_timelines)
+            self._write_aside(lambda: self.reports.write_timeline(self.timeline, self.run_dir))
+        self._write_aside(lambda: self.reports.join_timelines(self.run_dir))
         if self.config.checkpoint.export_hf and self.fabric.rank in self.placement.islands[0]:
             self.stages.note("export")
             export_model(self.roles.actor.model, self.builder, self.run_dir / "hf")
@@ -204,9 +177,8 @@ class SplitTrainer(RLTrainer):
         result = self._meet(self._met, starts=True)
         turn = self._met
         while turn < self.last:
-            result = self._meet_until(max(turn - self.lag, self._last_barrier(turn))) or result
-            if turn < self.last:
-                self._turn(turn)
+            result = self._meet_until(self.schedule.begins_after(turn, self.lag)) or result
+            self._turn(turn)
             turn += 1
         result = self._meet_until(self.last) or result
         self.carrier.settle()
@@ -224,16 +196,14 @@ class SplitTrainer(RLTrainer):
     def _before_wait(self, step: int, edge: Edge) -> None:
         """What comes from a world that is less ahead comes after the meetings that it is at."""
         held, doing = self.step.metrics, self.stages.step
-        self._meet_until(step - min(self._lag(rank) for rank in edge.source))
+        self._meet_until(step - min(self.schedule.lag(rank) for rank in edge.source))
         self.step.metrics, self.stages.step = held, doing
+        if self.carrier.streams(edge):
+            self.carrier.arrive(edge, self.stages, self._score_some if "reward" in edge.takers else keep)
 
-    def _last_barrier(self, turn: int) -> int:
-        """The last meeting before `turn` that nobody may run ahead of: there the run saves, or validates."""
-        return max((done for done in range(max(0, turn - self.lag), turn + 1) if self._is_barrier(done)), default=0)
-
-    def _is_barrier(self, done: int) -> bool:
-        save, validate = self.config.checkpoint.save_interval, self.config.trainer.validate_every
-        return bool(save and done % save == 0) or bool(validate and done % validate == 0)
+    def _score_some(self, rows: Sequence[int], part: RolloutBatch) -> None:
+        with self.stages("reward"):
+            self.step.score_some(rows, part)
 
     def _turn(self, step: int) -> None:
         """This rank's operators of a step."""
@@ -243,30 +213,40 @@ class SplitTrainer(RLTrainer):
         for role, judge in self.judges.items():  # who updates at the same time is decided on together
             both = apart and step >= self.config.algorithm.critic_warmup_steps
             judge.partners = tuple({"actor", "critic"} - {role}) if both else ()
-        prompts = self.prompts.take(self.config.data.prompts_per_step)
         if self.fabric.rank == self.placement.coordinator and len(self.placement.islands) > 1:
             self._serve_islands(step)
+        if self.ahead.is_here:
+            self.ahead.begin(step, self.prompts.state_dict())
+        moving: dict[str, Any] = {"mover": self.carrier, "before_wait": partial(self._before_wait, step)}
         with self.timeline.step(step):
+            done = self._gathered(step, moving)
+            fills = self.config.algorithm.dynamic_sampling.metric is not None and self.step.replayed is None
+            prompts = [] if fills else self.prompts.take(self.config.data.prompts_per_step)
             values = self.flow.run(
                 self.stages,
-                mover=self.carrier,
+                done,
                 leave_out=("reshard",),
-                before_wait=partial(self._before_wait, step),
+                **moving,
                 prompts=prompts,
                 step=step,
             )
-        metrics = {**self.step.metrics, **self.timeline.step_metrics()}
-        for name in [name for name in metrics if name.startswith("busy/")]:
-            share = metrics.pop(name)
-            if self.fabric.has(name.removeprefix("busy/")):  # in seconds, until the whole step's are known
-                metrics[name] = share * metrics["time/step_ms"] / 1e3
+        metrics = self.reports.of_this_rank(self.step.metrics | self.timeline.step_metrics())
         if self.keeps_records:
-            metrics |= memory_metrics("actor")
             self._values = values
         if self.fabric.has("rollout"):
             metrics["train/epoch"] = self.prompts.epoch
-            metrics["rollout/staleness"] = float(step - self.next_step)
+            metrics |= self.ahead.metrics(step - self.next_step, metrics)
         self._measured[step] = metrics
+        if self.ahead.is_here and self.lag and self.step.replayed is None:
+            assert self.roles.rollout is not None
+            self.ahead.keep(step, self.roles.rollout.weight_version, values, metrics)
+
+    def _gathered(self, step: int, moving: dict[str, Any]) -> dict[str, Any]:
+        """With dynamic sampling what the rounds of a step have given, on the ranks that take part in them."""
+        ranks = self.placement.ranks
+        if self.fabric.rank not in (*ranks["rollout"], *ranks["reward"]):
+            return {}
+        return self.step.gathered(self.stages, self.prompts, step, ranks, **moving)
 
     def _serve_islands(self, step: int) -> None:
         """On the coordinator: everything in which the islands meet in this step, in the order of their updates."""
@@ -312,48 +292,36 @@ class SplitTrainer(RLTrainer):
         return result
 
     def _perhaps_leave(self, done: int) -> None:
-        """All hear of a signal that any rank has got; what is under way by then is trained on first.
+        """All hear of a signal that any rank has got; samples that wait for training are saved with the rest.
 
         Raises:
             Leaving: the run was asked to leave, and has saved.
         """
-        if not self.leaving and (signal := self.leave.agreed(self.fabric.control)):
-            self.leaving = signal
-            ahead = max(self._lag(rank) for rank in range(self.placement.size))
-            self.last = min(self.last, done + ahead)
-        if self.leaving and done == self.last:
-            self._leave(self.leaving, None)
+        if signal := self.leave.agreed(self.fabric.control):
+            self._leave(signal, None)
 
     def _sync_weights(self, done: int) -> None:
         """The engines get the weights that `done` steps have made."""
+        if done > self.config.algorithm.critic_warmup_steps:
+            self.step.newest_version += 1
+        self.ahead.forget(done)
+        self.ahead.wait_for_weights(done, self.stages)
         if self.engines is not None:
             self.step.metrics = {}
+            start = time.perf_counter()
             with self.stages("reshard"):
                 self.step.reshard(done - 1 >= self.config.algorithm.critic_warmup_steps)
-            self._measured[done - 1] |= self.step.metrics
+            if self.fabric.has("rollout"):  # what is received is measured where it arrives
+                self._measured[done - 1] |= self.step.metrics
+                self._measured[done - 1]["time/reshard_ms"] = (time.perf_counter() - start) * 1e3
 
     def _report(self, done: int, tracker: Tracker | None) -> dict[str, float]:
         """Every world's first rank tells the reporter what it measured in the step that is over."""
-        fabric, firsts = self.fabric, [world.ranks[0] for world in self.placement.worlds]
-        mine = self._measured.pop(done - 1)
+        metrics = self.reports.of_all(self._measured.pop(done - 1))
         if not self.keeps_records:
-            if fabric.rank in firsts:
-                self._told.forget_done()
-                self._told.add(send_json(fabric, "metrics", self.reporter, mine))
             return {}
-        metrics: dict[str, float] = {}
-        for rank in firsts:
-            if rank != self.reporter:
-                theirs = receive_json(fabric, "metrics", rank)
-                metrics |= {name: value for name, value in theirs.items() if name not in OF_A_RANK}
-        seconds, now = time.perf_counter() - self._met_at, time.perf_counter()
-        self._met_at = now
-        metrics |= mine
-        metrics["train/step_time_ms"] = seconds * 1e3
         batch, scores = self._values["rollouts"], self._values["scores"]
-        metrics["train/tokens_per_sec"] = float(batch.sequence_lengths.sum()) / seconds
-        for name in [name for name in metrics if name.startswith("busy/")]:
-            metrics[name] = min(1.0, metrics[name] / seconds)
+        metrics["train/tokens_per_sec"] = float(batch.sequence_lengths.sum()) / metrics["train/step_time_ms"] * 1e3
         if tracker is not None:
             tracker.log(done, metrics)
             records = sample_records(batch, scores, self.roles.reward, self.config.trainer.save_samples)
@@ -376,6 +344,8 @@ class SplitTrainer(RLTrainer):
                 with together():
                     self.roles.rollout.engine.reset_prefix_cache()
                 found = [evaluation.metrics, evaluation.samples]
+            elif self.fabric.has("reward") and models_are_apart(self.config, self.fabric):
+                serve_scores(self.roles.reward, self.fabric)
         metrics, samples = broadcast_json(self.fabric, self.placement.ranks["rollout"][0], found)
         self._note_validation(tracker, done, Evaluation(metrics, samples))
         return dict(metrics)
@@ -390,19 +360,21 @@ class SplitTrainer(RLTrainer):
         if self.keeps_records:
             mine = {name: whole[name] for name in ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")}
         if self.fabric.rank == self.placement.ranks["rollout"][0]:
-            mine |= {name: whole[name] for name in ("sampler", "weight_version")}
+            mine |= {"weight_version": whole["weight_version"], "ahead": self.ahead.facts}
+            mine["sampler"] = self.ahead.sampler(self.next_step) or whole["sampler"]
         if self.fabric.rank == self.placement.coordinator:
             mine["coordinator"] = whole["coordinator"]
         parts = self.saving.store.committer.collect(mine)
         return {name: value for part in parts for name, value in part.items()}
 
     def own_files(self) -> dict[str, bytes]:
-        """What the islands of this rank must find again."""
-        return {
+        """What the islands of this rank must find again; and samples that wait for training."""
+        of_islands = {
             island_file(role, self.fabric.rank): trainable.islands.state()
             for role, trainable in self.trained.items()
             if isinstance(trainable.islands, Island)
         }
+        return of_islands | self.ahead.files
 
     def _load_islands(self) -> None:
         for role, trainable in self.trained.items():
@@ -411,25 +383,6 @@ class SplitTrainer(RLTrainer):
                 if path.exists():  # saved with as many islands, on the same ranks
                     trainable.islands.load_state(path.read_bytes())
 
-    def _export_timeline(self) -> None:
-        if self.fabric.rank == self.fabric.world.ranks[0]:
-            self.timeline.export(self._timeline_of(self.fabric.world))
 
-    def _join_timelines(self) -> None:
-        """Those of all worlds, side by side in one trace."""
-        dist.barrier(self.fabric.control)
-        if self.keeps_records:
-            traces = [self._timeline_of(world) for world in self.placement.worlds]
-            merge_traces(traces, self.run_dir / "timeline.json")
-
-    def _timeline_of(self, world: World) -> Path:
-        return self.run_dir / "timelines" / f"{world.name}.json"
-
-
-def island_name(role: str, number: int) -> str:
-    """What an island's part of a role is called, where it is not that of all."""
-    return f"{role}.{number}" if number else role
-
-
-def island_file(role: str, rank: int) -> str:
-    return f"island_{role}_{rank}.safetensors"
+def keep(rows: Sequence[int], part: RolloutBatch) -> None:
+    """What is done with samples that come early: they wait for the others."""

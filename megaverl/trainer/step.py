@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +19,8 @@ from megaverl.data.stream import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.errors import TrainingStopped
+from megaverl.plugins import load_object
+from megaverl.roles.actor_critic import VALUES, ActorCritic
 from megaverl.roles.credit import Credit
 from megaverl.roles.critic import Critic
 from megaverl.roles.implicit_reward import ImplicitRewardModel
@@ -27,7 +30,7 @@ from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import RewardRole, Scores
 from megaverl.roles.rollout import Rollout
 from megaverl.roles.trainable import TrainableModel
-from megaverl.trainer.generate import Metrics, generate, greedy_scores, score
+from megaverl.trainer.generate import Metrics, generate, greedy_responses, of_each_sample, score
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
@@ -48,6 +51,16 @@ class Roles:
     learned: TrainableModel | None = None  # the reward model that `mix` trains
 
 
+class Outlet(Protocol):
+    """Where samples go as they are finished: `megaverl.dataflow.streaming.StreamingCarrier`."""
+
+    def begin(self) -> None:
+        """A step's samples follow."""
+
+    def give(self, rows: Sequence[int], part: RolloutBatch) -> None:
+        """These are finished."""
+
+
 @dataclass
 class RLStep:
     """The operators of a step. `metrics` holds what the running step has measured so far.
@@ -55,6 +68,9 @@ class RLStep:
     Attributes:
         replayed: stored rollouts, which take the engine's place.
         stored: those of the running step.
+        newest_version: of the weights that the engines have, wherever they are.
+        outlet: takes samples as they are finished; None: they are wanted all at once.
+        waiting: by step, samples that were generated before an interruption.
     """
 
     config: Config
@@ -62,8 +78,12 @@ class RLStep:
     replayed: RolloutFolder | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     stored: StoredRollouts | None = None
+    newest_version: int = 0
+    outlet: Outlet | None = None
+    waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     credit: Credit = field(init=False)
     _has_compared: bool = False
+    _early_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.credit = Credit(self.config.algorithm)
@@ -76,18 +96,24 @@ class RLStep:
         """
         flow = DataFlow()
         source = self.generate if self.replayed is None else self.replay
-        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role="rollout"))
-        flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
-        flow.add_operator(Operator("old_log_probs", self.old_log_probs, ("rollouts", "step"), role="actor"))
-        inputs = ["rollouts", "scores", "old_log_probs"]
-        if self.config.uses_reference:
+        # what comes out of rounds, or of a folder, is known to the ranks of both
+        both = self.replayed is not None or self.config.algorithm.dynamic_sampling.metric is not None
+        of_rollout, of_reward = (("reward", "rollout"), ("rollout", "reward")) if both else ("rollout", "reward")
+        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout))
+        flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role=of_reward))
+        scored = ("old_log_probs", "values") if self.config.shares_backbone else ("old_log_probs",)
+        score = self.log_probs_and_values if self.config.shares_backbone else self.old_log_probs
+        flow.add_operator(Operator("old_log_probs", score, ("rollouts", "step"), scored, role="actor"))
+        inputs = ["rollouts", "scores", *scored]
+        if self.config.uses_ref_log_probs:
             flow.add_operator(Operator("ref_log_probs", self.ref_log_probs, ("rollouts",), role="reference"))
             inputs.append("ref_log_probs")
         if self.config.uses_critic:
             flow.add_operator(Operator("values", self.values, ("rollouts",), role="critic"))
             inputs.append("values")
         if self.config.estimator_reads("greedy_rewards"):
-            flow.add_operator(Operator("greedy_rewards", self.greedy_rewards, ("rollouts", "step"), role="rollout"))
+            flow.add_operator(Operator("greedy", self.greedy, ("rollouts", "step"), role="rollout"))
+            flow.add_operator(Operator("greedy_rewards", self.greedy_rewards, ("greedy",), role="reward"))
             inputs.append("greedy_rewards")
         if self.config.estimator_reads("score_norms"):
             flow.add_operator(Operator("score_norms", self.score_norms, ("rollouts",), role="actor"))
@@ -107,22 +133,51 @@ class RLStep:
         if self.config.mix:
             before = ("reshard",) if self.replayed is None else ()
             Mix(self.config, lambda: self.roles, self._record).add_to(flow, before=before)
+        return self.compiled(flow, places)
+
+    def compiled(self, flow: DataFlow, places: Places | None = None) -> DataFlow:
+        """Ready to run, with the operators that `trainer.operators` adds.
+
+        Raises:
+            ConfigError: there is no such function, or the flow cannot be with what it added.
+        """
+        for name in self.config.trainer.operators:
+            load_object(name, "trainer.operators")(flow)
         return flow.compile(given=("prompts", "step"), places=places)
 
     def gathered(
-        self, span: Callable[[str], AbstractContextManager[Any]], stream: Prompts, step: int
+        self,
+        span: Callable[[str], AbstractContextManager[Any]],
+        stream: Prompts,
+        step: int,
+        places: Places | None = None,
+        **moving: Any,
     ) -> dict[str, Any]:
-        """With dynamic sampling a step's `rollouts` and `scores`, from as many rounds as it takes; else nothing."""
+        """With dynamic sampling a step's `rollouts` and `scores`, from as many rounds as it takes; else nothing.
+
+        Args:
+            places: where roles are on ranks of their own: all of the engines' and the rewards' ranks take part, hear
+                of all samples and scores, and so come to the same decision.
+            moving: how `DataFlow.run` moves values between them.
+        """
         if self.config.algorithm.dynamic_sampling.metric is None or self.replayed is not None:
             return {}
+        if step in self.waiting:
+            stored = self.waiting.pop(step)
+            stream.take(int(stored.metrics["rollout/generated_groups"]))  # as its rounds have
+            self.metrics |= stored.metrics
+            return stored.values
         rounds = DataFlow()
         given = ("prompts", "step", "first_group")
         rounds.add_operator(Operator("rollout", self.generate, given, ("rollouts",), role="rollout"))
         rounds.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
-        rounds.compile(given)
+        if places is not None:
+            both = Operator("round", lambda **known: True, ("rollouts", "scores"), role=("rollout", "reward"))
+            rounds.add_operator(both)
+        rounds.compile(given, places=places)
 
         def one_round(prompts: Sequence[PromptRecord], first_group: int) -> tuple[RolloutBatch, Scores, Metrics]:
-            values = rounds.run(span, prompts=prompts, step=step, first_group=first_group)
+            values = rounds.run(span, prompts=prompts, step=step, first_group=first_group, **moving)
             return values["rollouts"], values["scores"], dict(self.metrics)
 
         batch, scores, metrics = refill(self.config, stream, one_round, step)
@@ -133,16 +188,41 @@ class RLStep:
         """`group_size` responses to every prompt."""
         roles = self.roles
         assert roles.rollout is not None, "a replay generates nothing"
+        if step in self.waiting:
+            return self._waited(self.waiting.pop(step))
+        if self.outlet is not None:
+            self.outlet.begin()
         batch, metrics = generate(
-            self.config, roles.rollout, prompts, step, first_group=first_group, player=roles.player
+            self.config,
+            roles.rollout,
+            prompts,
+            step,
+            first_group=first_group,
+            player=roles.player,
+            finished=self._finished if self.outlet is not None else None,
         )
         self.metrics |= metrics
         if roles.rollout.engine.in_flight is not None:
             self.metrics["rollout/sequences_in_flight"] = float(roles.rollout.engine.in_flight.number)
-        if self.config.rollout.async_rollout:  # how old each token is when it is trained on
-            versions = torch.full_like(batch.generated_ids, roles.rollout.weight_version)
-            batch = batch.with_(weight_versions=versions.where(batch.response_mask, -1))
-        return batch
+        return self._dated(batch)
+
+    def _finished(self, number: int, sample: RolloutBatch) -> None:
+        """A sample goes on its way while others are still being written."""
+        assert self.outlet is not None
+        self.outlet.give([number], self._dated(sample))
+
+    def _dated(self, batch: RolloutBatch) -> RolloutBatch:
+        """How old each token is when it is trained on."""
+        if not self.config.rollout.async_rollout:
+            return batch
+        assert self.roles.rollout is not None
+        versions = torch.full_like(batch.generated_ids, self.roles.rollout.weight_version)
+        return batch.with_(weight_versions=versions.where(batch.response_mask, -1))
+
+    def _waited(self, stored: StoredRollouts) -> RolloutBatch:
+        """Samples that were made before the run was interrupted, and not trained on."""
+        self.metrics |= stored.metrics
+        return stored.batch
 
     def replay(self, prompts: Sequence[PromptRecord], step: int) -> RolloutBatch:
         """Responses that another run generated for this step."""
@@ -157,7 +237,15 @@ class RLStep:
             return self.stored.scores
         scores, metrics = score(self.roles.reward, rollouts)
         self.metrics |= metrics
+        self.metrics["reward/latency_ms"] += self._early_seconds * 1e3
+        self._early_seconds = 0.0
         return scores
+
+    def score_some(self, rows: Sequence[int], part: RolloutBatch) -> None:
+        """Rewards of samples, by their numbers, while others are still being written; `score` has them then."""
+        start = time.perf_counter()
+        self.roles.reward.score_some(part, rows, self.config.samples_per_step)
+        self._early_seconds += time.perf_counter() - start
 
     def old_log_probs(self, rollouts: RolloutBatch, step: int) -> torch.Tensor | None:
         """The actor's log-probs at the start of the update; None where its own forward pass gives the same.
@@ -165,15 +253,34 @@ class RLStep:
         Also taken by the first step after a start, where they show whether the first reshard was right. A resumed
         run does not train on these, as a run that was never interrupted would not have had them.
         """
-        actor, kl = self.roles.actor, self.config.algorithm.kl
-        needed = not actor.is_on_policy or kl.place == "reward" or step == 0
-        if not needed and self._has_compared:
+        if not self._wants_log_probs(step):
             return None
-        log_probs = actor.log_probs(rollouts)
+        return self._compared(rollouts, self.roles.actor.log_probs(rollouts), step)
+
+    def log_probs_and_values(self, rollouts: RolloutBatch, step: int) -> dict[str, torch.Tensor | None]:
+        """`old_log_probs`, and the values of the same backbone, out of one forward pass."""
+        actor = self.roles.actor
+        assert isinstance(actor, ActorCritic)
+        if not self._wants_log_probs(step):
+            return {"old_log_probs": None, "values": actor.values(rollouts)}
+        log_probs, values = actor.log_probs_and_values(rollouts)
+        return {"old_log_probs": self._compared(rollouts, log_probs, step), "values": values}
+
+    def _needs_log_probs(self, step: int) -> bool:
+        """Whether the step trains on old log-probs: its own forward pass does not give the same."""
+        return not self.roles.actor.is_on_policy or self.config.algorithm.kl.place == "reward" or step == 0
+
+    def _wants_log_probs(self, step: int) -> bool:
+        return self._needs_log_probs(step) or not self._has_compared
+
+    def _compared(self, rollouts: RolloutBatch, log_probs: torch.Tensor, step: int) -> torch.Tensor | None:
+        """Against the engine's, which the first step after a start does for itself; `old_log_probs` of the step."""
+        if oldest_version(rollouts, self.newest_version) < self.newest_version:
+            self.trust_engine()  # samples of older weights, after an interruption, say nothing of this reshard
         difference = (log_probs - rollouts.rollout_log_probs).abs().masked_fill(~rollouts.response_mask, 0.0)
         self._record_difference(masked_mean(difference, rollouts.response_mask), float(difference.max()))
         self._has_compared = True
-        return log_probs if needed else None
+        return log_probs if self._needs_log_probs(step) else None
 
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The reference's log-probs."""
@@ -185,10 +292,14 @@ class RLStep:
         assert self.roles.critic is not None
         return self.roles.critic.values(rollouts)
 
-    def greedy_rewards(self, rollouts: RolloutBatch, step: int) -> torch.Tensor:
-        """[B]: the reward of the greedy response to each sample's prompt."""
+    def greedy(self, rollouts: RolloutBatch, step: int) -> RolloutBatch:
+        """The greedy response to each group's prompt."""
         assert self.roles.rollout is not None, "a replay generates nothing"
-        scores = greedy_scores(self.config, self.roles.rollout, self.roles.reward, rollouts, step)
+        return greedy_responses(self.config, self.roles.rollout, rollouts, step)
+
+    def greedy_rewards(self, greedy: RolloutBatch) -> torch.Tensor:
+        """[groups]: the reward of each."""
+        scores = self.roles.reward.score(greedy)
         self.metrics["reward/greedy_mean"] = float(scores.total.mean())
         return scores.total
 
@@ -225,7 +336,7 @@ class RLStep:
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
         weights = self.roles.reward.weights(scores)
         extra = {
-            "greedy_rewards": greedy_rewards,
+            "greedy_rewards": None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts),
             "score_norms": score_norms,
             "implicit_rewards": implicit_rewards,
             "component_rewards": torch.stack(list(scores.components.values()), dim=1),
@@ -242,6 +353,7 @@ class RLStep:
     def update_critic(self, experience: RolloutBatch, step: int) -> None:
         """The critic's updates."""
         assert self.roles.critic is not None
+        self._date(self.roles.critic.trainable, experience)
         self._record("critic", self.roles.critic.update(experience, step=step))
 
     def update_actor(self, experience: RolloutBatch, step: int) -> bool:
@@ -250,11 +362,18 @@ class RLStep:
             return False
         if self.roles.rollout is not None:
             self.roles.rollout.source_changes()
+        self._date(self.roles.actor.trainable, experience)
         metrics = self.roles.actor.update(experience, step=step, kl_coef=self.roles.kl.coef)
         if "logprob_diff_mean" in metrics:
             self._record_difference(metrics.pop("logprob_diff_mean"), metrics.pop("logprob_diff_max"))
-        self._record("actor", metrics)
+        self.metrics |= {name if name.startswith(VALUES) else f"actor/{name}": v for name, v in metrics.items()}
         return True
+
+    def _date(self, trainable: TrainableModel, experience: RolloutBatch) -> None:
+        """Tell the coordinator, with the gradients that follow, how old the samples are."""
+        if "weight_versions" in experience and trainable.judge is not None:
+            trainable.judge.oldest = oldest_version(experience, self.newest_version)
+            trainable.judge.newest = self.newest_version
 
     def reshard(self, updated: bool) -> None:
         """The engine gets the new weights."""
@@ -284,9 +403,16 @@ class RLStep:
             raise TrainingStopped(
                 f"the first reshard is wrong: the log-probs that {self.config.rollout.engine} reports and those that "
                 f"Megatron computes for the same tokens differ by up to {largest:.3g} (mean {mean:.3g}); allowed are "
-                f"{limit:.3g} (mean {mean_limit:.3g}). Sampling fields such as top_k or penalties that only the engine "
+                f"{limit:.3g} (mean {mean_limit:.3g}). Sampling fields such as top_p or penalties that only the engine "
                 "applies do this as well. If the difference is only rounding, raise rollout.logprob_tolerance."
             )
+
+
+def oldest_version(batch: RolloutBatch, newest: int) -> int:
+    """Of the weights that generated a batch's tokens; where they do not say, or there are none, the newest."""
+    if "weight_versions" not in batch or not bool(batch.response_mask.any()):
+        return newest
+    return int(batch.weight_versions[batch.response_mask].min())
 
 
 def logprob_limits(config: Config, dtype: torch.dtype) -> tuple[float, float]:

@@ -21,6 +21,15 @@ def test_by_hand():
     assert keep_groups(scores.bool(), groups, wanted=3).rows.tolist() == [0, 2, 6, 7]
 
 
+def test_groups_of_one_prompt_stand_and_fall_together():
+    """Two agents: prompt 0 differs for one of them, prompt 1 for none, prompt 2 for both."""
+    groups, prompts = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]), torch.tensor([0] * 4 + [1] * 4 + [2] * 4)
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 1.0])
+    kept = keep_groups(scores, groups, prompts, wanted=2)
+    assert kept.rows.tolist() == [0, 1, 2, 3, 8, 9, 10, 11] and (kept.missing, kept.silent) == (0, 1)
+    assert len(keep_groups(scores, groups, prompts, wanted=3, last_round=True).rows) == 12
+
+
 def test_nothing_and_single_samples():
     nothing = torch.zeros(0)
     assert keep_groups(nothing, nothing.long(), wanted=2).missing == 2

@@ -87,7 +87,10 @@ def train(estimator: str, loss: str, mode: str = "token_mean", steps: int = 40) 
 @pytest.mark.parametrize("estimator", advantage_estimators)
 def test_every_estimator_learns(estimator: str):
     before, after = train(estimator, "ppo_clip")
-    assert after > before + 0.3
+    if estimator == "none":  # no reward trains
+        assert after == pytest.approx(before)
+    else:
+        assert after > before + 0.3
 
 
 @pytest.mark.parametrize("loss", policy_losses)

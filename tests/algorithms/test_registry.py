@@ -1,11 +1,23 @@
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 import torch
 
-from megaverl.algorithms import Registry
+from megaverl.algorithms import (
+    Registry,
+    advantage_estimators,
+    aggregations,
+    corrections,
+    divergences,
+    policy_losses,
+    preference_losses,
+    reward_model_losses,
+    token_selectors,
+    value_losses,
+)
 from megaverl.errors import ConfigError, DataError
 
 
@@ -71,3 +83,28 @@ def test_a_function_of_the_users_own(registry, tmp_path, monkeypatch):
             registry.get("no_such_module_for_test:mine")
     finally:
         sys.modules.pop("my_losses_for_test", None)
+
+
+SOURCED = (
+    advantage_estimators,
+    policy_losses,
+    preference_losses,
+    reward_model_losses,
+    value_losses,
+    divergences,
+    aggregations,
+    corrections,
+    token_selectors,
+)
+PLACE = r"eq\. \d|section \d|algorithm \d|appendix|theorem|listing|number not checked|unnumbered|Source: "
+OUR_OWN = {"none", "token_sum"}  # what needs no paper
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(each.kind, name) for each in SOURCED for name in each if name not in OUR_OWN]
+)
+def test_every_function_names_its_paper_and_the_place_in_it(kind: str, name: str):
+    [registry] = [each for each in SOURCED if each.kind == kind]
+    text = " ".join((registry.get(name).function.__doc__ or "").split())
+    assert re.search(r"arXiv \d{4}\.\d{4,5}|Source: |[Aa]s `\w+`", text), "no source"
+    assert re.search(PLACE, text) or re.search(r"[Aa]s `\w+`", text), "where in it?"

@@ -1,13 +1,18 @@
-"""A program as a user writes it, run by test_own_loop.py: `python own_loop.py FOLDER`."""
+"""A program as a user writes it, run by test_own_loop.py: `python own_loop.py FOLDER [how rank 1 ends]`."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megaverl import RolloutBatch, TrainerConfig
+import torch
+
+from megaverl import DataFlow, Operator, RolloutBatch, TrainerConfig
 from megaverl.trainer import PPOTrainer, RLTrainer, init_distributed
 from megaverl.utils.config import get_ppo_config
 
@@ -24,6 +29,37 @@ def all_but_the_first(batch: RolloutBatch, scores: Any) -> list[bool]:
     return [False] + [True] * (len(batch) - 1)
 
 
+def add_operators(flow: DataFlow) -> None:
+    """Into the built-in step: one that changes what flows from there on, and one that looks at it."""
+    flow.add_operator(Operator("double", lambda scores: replace(scores, total=2 * scores.total), outputs=("scores",)))
+    flow.add_operator(Operator("look", look, outputs=()), after="double")
+
+
+def look(scores: Any, step: int) -> None:
+    print(f"step {step}: {float(scores.total.mean()):.4f}")
+
+
+def lengths(rollout: RolloutBatch) -> torch.Tensor:
+    return rollout.response_lengths.float()
+
+
+def own_flow(trainer: PPOTrainer) -> DataFlow:
+    """A whole step as operators of one's own, and one put in between."""
+
+    def update_policy(rollout: RolloutBatch, rewards: torch.Tensor) -> dict[str, float]:
+        return trainer.update(rollout.with_(rewards=rewards))
+
+    def generate_responses() -> RolloutBatch:
+        return trainer.rollout()
+
+    flow = DataFlow()
+    flow.add_operator(Operator(name="rollout", func=generate_responses))
+    flow.add_operator(Operator(name="rewards", func=lengths))
+    flow.add_operator(Operator(name="update", func=update_policy))
+    flow.add_operator(Operator("fewer", lambda rollout: rollout[:2], outputs=("rollout",)), before="rewards")
+    return flow.compile()
+
+
 def settings(folder: Path) -> TrainerConfig:
     return get_ppo_config(
         actor_model=str(folder / "model"),
@@ -38,10 +74,27 @@ def settings(folder: Path) -> TrainerConfig:
         output_dir=str(folder / "runs"),
         options={
             "checkpoint.export_hf": False,
+            "trainer.operators": [f"{__file__}:add_operators"],
             "rollout.function": f"{__file__}:once",
             "algorithm.rollout_filter": f"{__file__}:all_but_the_first",
         },
     )
+
+
+def two_ranks(folder: Path, end: str) -> None:
+    """Two steps on two ranks, between which the second one ends."""
+    config = settings(folder)
+    config.tensor_parallel_size, config.run_name = 2, end
+    config.options = {**config.options, "run.timeout_minutes": 0.05}
+    trainer = PPOTrainer(config)
+    trainer.update(trainer.rollout())
+    if os.environ["RANK"] == "1":
+        if end == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if end == "failed":
+            raise ValueError("a mistake of the user's")
+        sys.exit(0)
+    trainer.update(trainer.rollout())
 
 
 def main(folder: Path) -> None:
@@ -54,9 +107,13 @@ def main(folder: Path) -> None:
         assert isinstance(rollouts, RolloutBatch)
         metrics = trainer.update(rollouts)
         seen.append({"reward": metrics["reward/mean"], "version": metrics["rollout/weight_version"]})
+    done = own_flow(trainer).run()
+    own = done["update"] | {"lengths": done["rewards"].tolist(), "timeline": [span.operator for span in done.timeline]}
+    assert trainer.num_steps == 3
+    trainer.close()
     whole = RLTrainer(config, run_name="whole").train()
-    print(json.dumps({"steps": seen, "whole": whole}))
+    print(json.dumps({"steps": seen, "own": own, "whole": whole}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    two_ranks(Path(sys.argv[1]), sys.argv[2]) if sys.argv[2:] else main(Path(sys.argv[1]))

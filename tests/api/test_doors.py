@@ -94,6 +94,14 @@ def test_settings_are_the_configuration() -> None:
     assert config.to_dict() == load_config(native, check_paths=False).to_dict()
 
 
+def test_paths_are_text_and_objects_are_refused(no_files: None) -> None:
+    paths = {"actor_model": Path("org/small"), "train_data": Path("train.jsonl"), "output_dir": Path("runs")}
+    assert RLTrainer(**{**MODEL, **paths}).config == RLTrainer(**MODEL).config
+    assert TrainerConfig(**{**MODEL, "train_data": [Path("train.jsonl")]}).values()["data"]["train"] == ["train.jsonl"]
+    with pytest.raises(ConfigError, match=r"actor_model: found an object of torch.*Linear; .* a folder, org/name"):
+        RLTrainer(**{**MODEL, "actor_model": torch.nn.Linear(1, 1)})
+
+
 def test_the_same_run_in_every_form(tmp_path: Path, no_files: None) -> None:
     config = TrainerConfig(**MODEL).to_config(check_paths=False)
     file = tmp_path / "run.yaml"

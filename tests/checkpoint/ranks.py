@@ -13,8 +13,8 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
 
+from megaverl.checkpoint import shards
 from megaverl.checkpoint import store as store_module
 from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
@@ -170,7 +170,7 @@ def resume_run(folder: str, root: str, grids: dict[str, dict[str, int]], resume:
         if path is None:
             return {"path": None}
         roles = build(folder, grids, seed=9)
-        state = store.load(path, roles)
+        path, state = store.resume(path, roles)
     except MegaverlError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"path": str(path), "state": state, "losses": train(roles, 2)}
@@ -197,7 +197,7 @@ def failing_save(
         raise OSError(28, "No space left on device")
 
     if fault == "write" and dist.get_rank() == 1:
-        replaced.append((filesystem, "_write_item", filesystem._write_item))
+        replaced.append((shards, "write_tensor", shards.write_tensor))
     if fault == "random state" and dist.get_rank() == 1:
         replaced.append((store_module, "write_bytes", store_module.write_bytes))
     if fault == "commit" and dist.get_rank() == 0:

@@ -70,3 +70,38 @@ def test_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[s
         main(["check"])
     assert main(["check", str(tmp_path / "none.jsonl")]) == 1
     assert "none.jsonl: not found" in capsys.readouterr().err
+
+
+JUDGED = [
+    '{"prompt": "a", "completion": "b", "label": true}',
+    '{"prompt": "a", "completion": "c", "label": 0}',
+    '{"prompt": "a", "chosen": "b", "rejected": "b"}',
+    '{"prompt": "a", "completion": "c", "label": "no"}',
+    '{"prompt": "a", "completion": "c", "chosen": "d"}',
+    '{"prompt": "a", "chosen": "d"}',
+]
+
+
+def test_pairs_and_single_responses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "judged.jsonl"
+    path.write_text("\n".join(JUDGED))
+    assert main(["check", str(path)]) == 1
+    text = capsys.readouterr().out
+    assert "6 rows, 3 can be used\n  pairs of responses: 1\n  single responses: 1 desirable, 1 undesirable" in text
+    for line, said in (
+        (3, "the better and the worse response are the same"),
+        (4, "'label' is 'no'; it says whether"),
+        (5, "it has 'completion', of a single response, and a pair as well"),
+        (6, "no 'rejected' in this row"),
+    ):
+        assert f"{path}, line {line}: {said}" in text
+    assert "the same prompt" not in text, "of judged responses there are several to a prompt"
+
+
+def test_the_preferences_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = make_inputs(tmp_path)
+    (tmp_path / "judged.jsonl").write_text("\n".join(JUDGED[:1]))
+    arguments = ["check", f"--config={inputs / 'run.yaml'}", f"model.path={inputs / 'model'}", "preference.loss=kto"]
+    assert main([*arguments, f"preference.train={tmp_path / 'judged.jsonl'}"]) == 0
+    text = capsys.readouterr().out
+    assert "preference.train: 1 rows" in text and "every single response is desirable: kto needs both" in text

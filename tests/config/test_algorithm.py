@@ -22,6 +22,7 @@ REGISTRIES = (
     "token_selectors",
     "kl_estimators",
     "preference_losses",
+    "divergences",
 )
 
 
@@ -48,6 +49,7 @@ def test_presets_are_names_that_exist():
         assert preset.advantage in registered("advantage_estimators")
         assert preset.policy_loss in registered("policy_losses")
         assert preset.aggregation in registered("aggregations")
+        assert preset.divergence is None or preset.divergence in registered("divergences")
         assert set(preset.loss_options) <= set(registered("policy_losses")[preset.policy_loss].options)
 
 
@@ -63,11 +65,13 @@ def test_a_preset_needs_nothing_but_what_is_said(load, mistakes, name):
     needs = {
         "dr_grpo": ["algorithm.loss_length=256"],
         "pass_at_k": ["algorithm.advantage_options.k=2"],
+        "gkd": ["reference.path=org/teacher"],
     }
     in_turns = ["environment.name=guess"] if name.startswith("turn_") else []
     config = load(f"algorithm={{name: {name}, group_size: 4}}", *needs.get(name, []), *in_turns)
     assert config.uses_critic == (name in ("ppo", "turn_ppo"))
-    assert config.uses_reference == (name in ("distillation", "prime"))
+    assert config.uses_reference == (name in ("distillation", "gkd", "prime"))
+    assert config.uses_ref_log_probs == (name in ("distillation", "prime"))
     assert config.trains_reward_model == (name == "prime")
     if name in needs:
         assert set(mistakes(f"algorithm={{name: {name}, group_size: 4}}")) == {needs[name][0].split("=")[0]}
@@ -83,7 +87,7 @@ def test_parts_are_set_one_by_one(load):
     assert load("algorithm={name: grpo, group_size: 2, advantage: gae}").uses_critic
 
 
-G = "algorithm.group_size=4"
+G, T = "algorithm.group_size=4", "reference.path=org/teacher"
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,52 @@ G = "algorithm.group_size=4"
             ["algorithm.name=pass_at_k", G, "algorithm.advantage_options.k=8"],
             "algorithm.advantage_options.k",
             "algorithm.group_size=4",
+        ),
+        (["algorithm.distillation.divergence=reverse_lk", T], "algorithm.distillation.divergence", "`reverse_kl`?"),
+        (["algorithm.distillation.coef=2.0"], "algorithm.distillation.coef", "divergence is null"),
+        (["algorithm.name=gkd"], "reference.path", "is not set; jensen_shannon compares the actor with a teacher"),
+        (["algorithm.name=gkd", T, "reference.pp=2"], "reference.pp", "found 2, and actor.pp is 1"),
+        (
+            ["algorithm.name=gkd", T, "run.nproc=4", "placement={actor: 0-1, rollout: 2-3}"],
+            "algorithm.distillation.divergence",
+            "teacher must be on the actor's",
+        ),
+        (
+            ["algorithm.name=gkd", T, "algorithm.distillation.options.beta=1.0"],
+            "algorithm.distillation.options.beta",
+            "above 0 and below 1",
+        ),
+        (
+            ["algorithm.name=gkd", T, "algorithm.distillation.options.bata=0.5"],
+            "algorithm.distillation.options.bata",
+            "Did you mean `beta`?",
+        ),
+        (["algorithm.advantage=none"], "algorithm.advantage", "nothing else trains"),
+        (
+            ["algorithm.name=raft", G, "algorithm.advantage_options.keep=9"],
+            "algorithm.advantage_options.keep",
+            "algorithm.group_size=4",
+        ),
+        (["algorithm.name=raft", G, "algorithm.advantage_options.keep=0"], "algorithm.advantage_options.keep", "at le"),
+        (
+            ["algorithm.name=sapo", G, "algorithm.policy_loss_options.tau_positive=0"],
+            "algorithm.policy_loss_options.tau_positive",
+            "found 0; expected above 0",
+        ),
+        (
+            ["algorithm.name=clip_cov", G, "algorithm.policy_loss_options={covariance_low: 2, covariance_high: 1}"],
+            "algorithm.policy_loss_options.covariance_low",
+            "found 2; expected below covariance_high, 1",
+        ),
+        (
+            ["algorithm.correction={kind: token_mask, low: 2.0, high: 1.0}"],
+            "algorithm.correction.low",
+            "found 2.0; expected below high, 1.0",
+        ),
+        (
+            ["algorithm.name=dppo_tv", G, "algorithm.policy_loss_options.threshold=.nan"],
+            "algorithm.policy_loss_options.threshold",
+            "expected above 0",
         ),
         (["algorithm.loss_aggregation=fixed_length"], "algorithm.loss_length", "loss_length: 256"),
         (["algorithm.correction.high=2.0"], "algorithm.correction.high", "kind is none"),
@@ -194,11 +244,6 @@ G = "algorithm.group_size=4"
             ["environment={name: guess}", G, "algorithm={name: dapo, dynamic_sampling: {metric: acc}}"],
             "algorithm.dynamic_sampling.metric",
             "there are: accuracy, reward, exact_match",
-        ),
-        (
-            ["environment={name: signals}", G, "algorithm={name: dapo, dynamic_sampling: {metric: reward}}"],
-            "algorithm.dynamic_sampling.metric",
-            "several agents, each with groups of its own",
         ),
         (["environment.name=guess", "algorithm.name=remax"], "environment.name", "there is none of an episode"),
         (["algorithm.kl.straight_through=true"], "algorithm.kl.straight_through", "has none"),

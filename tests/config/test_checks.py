@@ -6,6 +6,8 @@ import pytest
 
 from megaverl.config import smallest_world
 
+ADAPTIVE = "rollout.adaptive_sampling=true"
+
 
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
@@ -33,6 +35,25 @@ from megaverl.config import smallest_world
         (["reward={name: gsm8k, options: {method: magic}}"], "reward.0.options", "strict or flexible"),
         (["reward={name: gsm8k, options: {mthod: strict}}"], "reward.0.options", "mthod"),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "the loss divides logits by it"),
+        (["rollout.sampling_rules=[{over: 9, top_k: 5}]"], "rollout.sampling_rules", "adaptive_sampling is false"),
+        ([ADAPTIVE, "rollout.sampling_rules=[]"], "rollout.sampling_rules", "is empty"),
+        ([ADAPTIVE, "rollout.function=a:b"], "rollout.adaptive_sampling", "draws in its own way"),
+        ([ADAPTIVE, "rollout.sampling_rules=[{under: 9}]"], "rollout.sampling_rules.0", "changes nothing"),
+        (
+            [ADAPTIVE, "rollout.sampling_rules=[{under: 9, over: 8, top_k: 1}]"],
+            "rollout.sampling_rules.0",
+            "holds for no prompt",
+        ),
+        (
+            [ADAPTIVE, "rollout.sampling_rules=[{top_k: 1}, {over: 8, top_k: 2}]"],
+            "rollout.sampling_rules.0",
+            "Put it last",
+        ),
+        (
+            [ADAPTIVE, "algorithm={name: grpo, group_size: 4}"],
+            "rollout.sampling_rules.0.temperature",
+            "all responses of a greedy prompt are the same",
+        ),
         (["rollout.sampling.max_tokens=null"], "rollout.sampling.max_tokens", "an integer of at least 1"),
         (["data.max_prompt_tokens=1000"], "data.max_prompt_tokens", "= 1256 exceeds the model's context of 1024"),
         (["actor.micro_batch_tokens=767"], "actor.micro_batch_tokens", "found 767"),

@@ -19,7 +19,7 @@ from megaverl.config.describe import described_keys
 ROOT = Path(__file__).parents[2]
 COUNT = 200
 # recipes of other commands than train
-NOT_TRAIN = ("quickstart", "sft", "dpo", "reward_model")
+NOT_TRAIN = ("quickstart", "sft", "dpo", "kto", "reward_model")
 GOOD = sorted(path for path in (ROOT / "configs").glob("*.yaml") if not path.stem.startswith(NOT_TRAIN))
 WRONG_TYPES: dict[str, list[Any]] = {
     "int": ["many", 1.5, True, [1], {"a": 1}],
@@ -74,7 +74,7 @@ def spoil(draw: random.Random, values: dict[str, Any]) -> Change:
         put(values, key, draw.choice([-1, -7]))
         return key, kind
     if kind == "section":
-        key = draw.choice(sorted(Config.model_fields.keys() - {"reward"}))
+        key = draw.choice(sorted(Config.model_fields.keys() - {"reward", "model"}))  # model: NAME is allowed
         values[key] = draw.choice([3, "text", [1]])
         return key, kind
     if kind == "list":

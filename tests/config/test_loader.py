@@ -68,6 +68,14 @@ def test_a_list_entry_can_be_overridden(load):
     assert [entry.weight for entry in config.reward] == [1.0, 0.5]
 
 
+def test_a_reward_as_text_is_built_in_or_a_function(load):
+    config = load("reward=[exact_match, 'my_rewards.py:score']")
+    assert [(entry.name, entry.function) for entry in config.reward] == [
+        ("exact_match", None),
+        (None, "my_rewards.py:score"),
+    ]
+
+
 def test_the_resolved_configuration_loads_again(load, tmp_path):
     config = load("actor.tp=2", "critic.tp=1", "algorithm.kl={in: reward, coef: 0.1}", "actor.optimizer.lr=1e-6")
     path = tmp_path / "resolved.yaml"

@@ -34,15 +34,31 @@ def test_grids_are_judged_on_their_own_ranks() -> None:
         (["placement={rollout: 0-1, actor: 1-2}"], "placement.rollout", "share all of their ranks or none"),
         (["rollout.async_rollout=true"], "rollout.async_rollout", "Give them ranks of their own"),
         (["placement={actor_islands: 2, coordinator: 2}"], "placement.rollout", "which has 2 islands"),
-        (["placement={rollout: 0}", "trainer.replay_rollouts=x"], "trainer.replay_rollouts", "all roles on the same"),
+        (["placement={rollout: 0}", "environment.agents=own"], "environment.agents", "all roles on the same"),
         (["placement={rollout: gen-1}"], "placement.rollout", "A node is named as {nodes: gen-1}"),
         (["placement={rolout: 0}"], "placement.rolout", "unknown key"),
+        (["critic.share_backbone=true", "algorithm={name: grpo, group_size: 2}"], "critic.share_backbone", "no critic"),
+        (["critic={share_backbone: true, path: x}"], "critic.path", "the backbone is the actor's"),
+        (["critic={share_backbone: true, tp: 3}"], "critic.tp", "whose actor.tp is 1. Leave it out"),
+        (["critic={share_backbone: true, optimizer: {lr: 1}}"], "critic.optimizer", "set actor.optimizer"),
+        (
+            ["critic.share_backbone=true", "placement={critic: 0, actor: rest}"],
+            "placement.critic",
+            "on the actor's ranks",
+        ),
+        (["critic.share_backbone=true", "algorithm.critic_warmup_steps=1"], "critic_warmup_steps", "move the policy"),
     ],
 )
 def test_what_is_wrong_is_told_with_its_key(overrides: list[str], key: str, said: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         load(*overrides, world=3)
     assert any(key in line and said in line for line in str(caught.value).splitlines()), caught.value
+
+
+def test_an_actor_may_be_its_own_critic() -> None:
+    shares = load("critic.share_backbone=true", "actor={tp: 2, lora: {rank: 4}, optimizer: {lr: 1.0e-4}}", world=2)
+    assert shares.shares_backbone and not shares.uses_critic and smallest_world(shares) == 2
+    assert load().uses_critic and not load().shares_backbone
 
 
 def test_other_commands_have_all_roles_everywhere() -> None:

@@ -30,7 +30,7 @@ MADE_ON_THE_SPOT = ("quickstart", "guessing_game", "calculator_tool", "signallin
 
 
 def command_of(path: Path) -> Command:
-    stages: dict[str, Command] = {"dpo": "dpo", "reward_model": "reward", "sft_gsm8k": "sft"}
+    stages: dict[str, Command] = {"dpo": "dpo", "kto": "dpo", "reward_model": "reward", "sft_gsm8k": "sft"}
     return stages.get(path.stem, "quickstart" if path.stem in MADE_ON_THE_SPOT else "train")
 
 

@@ -1,4 +1,4 @@
-"""A hub on 127.0.0.1: the endpoints that `huggingface_hub` asks, for models that lie in a folder."""
+"""A hub on 127.0.0.1: the endpoints that `huggingface_hub` asks, for models and data sets that lie in folders."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -22,7 +23,7 @@ class FakeHub:
     """The hub's state, which tests change.
 
     Attributes:
-        models: `org/name` -> the folder with its files.
+        models: `org/name` -> the folder with its files; of a data set `datasets/org/name`.
         refused: `org/name` -> (status, code of the error): every request is answered so.
         hidden: files that are listed, but answered by 404.
         broken: file -> after how many bytes the connection is cut, once.
@@ -54,11 +55,16 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
         def do_HEAD(self) -> None:
             self._answer(body=False)
 
+        def do_POST(self) -> None:
+            self.asked_paths = self.rfile.read(int(self.headers["Content-Length"])).decode()
+            self._answer(body=True)
+
         def _answer(self, body: bool) -> None:
-            path = self.path.partition("?")[0].strip("/")
-            api = path.startswith("api/models/")
-            parts = path.removeprefix("api/models/").split("/")
-            name, rest = "/".join(parts[:2]), parts[2:]
+            path = unquote(self.path.partition("?")[0].strip("/"))
+            api = path.startswith("api/")
+            parts = path.removeprefix("api/").removeprefix("models/").split("/")
+            length = 3 if parts[0] == "datasets" else 2
+            name, rest = "/".join(parts[:length]), parts[length:]
             if name in hub.refused:
                 status, code = hub.refused[name]
                 return self._send(status, b"{}", {"X-Error-Code": code, "X-Error-Message": code}, body)
@@ -77,9 +83,11 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
 
         def _list(self, folder: Path, name: str, rest: list[str], body: bool) -> None:
             hub.log.append(f"list {name}")
-            names = sorted(file.name for file in folder.iterdir())
+            names = sorted(file.name for file in folder.iterdir() if file.is_file())
             content: Any = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": each} for each in names]}
-            if rest[:1] == ["tree"]:
+            if rest[:1] == ["paths-info"]:
+                names = [each for each in names if each in parse_qs(self.asked_paths).get("paths", [])]
+            if rest[:1] in (["tree"], ["paths-info"]):
                 content = [
                     {"type": "file", "path": each, "size": (folder / each).stat().st_size, "oid": _etag(folder / each)}
                     for each in names

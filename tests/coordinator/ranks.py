@@ -52,7 +52,7 @@ def rounds(num: int) -> dict[str, Any]:
     committed = commit_things(fabric)
     if role:
         together = coordinator.decide(role, good(0), [other])
-        apart = coordinator.decide(role, replace(good(1), oldest=-1 if role == "critic" else None))
+        apart = coordinator.decide(role, replace(good(1), newest=2 if role == "critic" else 0))
         for decision in (together, apart):
             seen.append([decision.verdict, decision.reason, decision.version, decision.clip, decision.learning_rate])
         begin = coordinator.bytes_sent + coordinator.bytes_received

@@ -58,8 +58,9 @@ def test_a_good_update_is_applied_as_it_stands() -> None:
         ({"squared_norm": 26.0}, {"skip_above": {"critic": 5.0}}, Verdict.SKIP, Reason.SPIKE),
         ({"step": 1}, {}, Verdict.STOP, Reason.OUT_OF_STEP),
         ({"version": 2}, {}, Verdict.STOP, Reason.OTHER_VERSION),
-        ({"oldest": -2}, {"max_staleness": 1}, Verdict.SKIP, Reason.STALE),
-        ({"oldest": -1}, {"max_staleness": 1}, Verdict.APPLY, Reason.FINE),
+        ({"oldest": 3, "newest": 5}, {"max_staleness": 1}, Verdict.SKIP, Reason.STALE),
+        ({"oldest": 4, "newest": 5}, {"max_staleness": 1}, Verdict.APPLY, Reason.FINE),
+        ({"oldest": 3, "newest": 5}, {}, Verdict.APPLY, Reason.FINE),
     ],
 )
 def test_one_role_at_fault_decides_for_all(change: Any, rules: Any, verdict: Verdict, reason: Reason) -> None:
@@ -137,7 +138,8 @@ def test_messages_come_back_and_are_small() -> None:
         GOOD,
         flags=Flag.LEAVE | Flag.DONE,
         partners=5,
-        oldest=-3,
+        oldest=3,
+        newest=7,
         statistics={name: (1.0, 2.0, 3.0) for name in STATISTICS},
     )
     assert report.pack().shape == (REPORT_SIZE,) and REPORT_SIZE * 8 <= 512

@@ -11,37 +11,69 @@ import torch
 
 from megaverl.data.columns import Columns
 from megaverl.data.datasets import PromptDataset
-from megaverl.data.preferences import PairReader, best_and_worst, best_of_each
+from megaverl.data.preferences import PreferenceColumns, PreferenceReader, best_and_worst, best_of_each
 from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
+from megaverl.roles.pairs import of_the_next
 
 
-def read(tmp_path: Path, tokenizer: Tokenizer, *rows: dict[str, Any], margin: str | None = None, most: int = 99) -> Any:
+def read(
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    *rows: dict[str, Any],
+    margin: str | None = None,
+    most: int = 99,
+    pairs_only: bool = True,
+) -> Any:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps({"prompt": "What?", **row}) + "\n" for row in rows))
     encoder = PromptEncoder(tokenizer, PromptFormat())
-    dataset = PromptDataset.load(path, encoder, Columns(answer="chosen"))
-    reader = PairReader(encoder, rejected_key="rejected", margin_key=margin, max_tokens=most)
+    dataset = PromptDataset.load(path, encoder, Columns(answer=None))
+    columns = PreferenceColumns(margin=margin)
+    reader = PreferenceReader(encoder, columns, max_tokens=most, pairs_only=pairs_only)
+    reader.check(dataset)
     return reader.batch([dataset[i] for i in range(len(dataset))])
+
+
+def texts(tokenizer: Tokenizer, batch: Any) -> list[str]:
+    rows = zip(batch.generated_ids, batch.response_lengths, strict=True)
+    return [tokenizer.decode(ids[:n].tolist()).strip() for ids, n in rows]
 
 
 def test_better_and_worse_in_turn(tmp_path: Path, tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "no"}]
     rows = [{"chosen": "yes, yes", "rejected": messages, "m": 2}, {"chosen": "1", "rejected": "22", "m": 0.5}]
     batch = read(tmp_path, tokenizer, *rows, margin="m")
-    texts = [
-        tokenizer.decode(ids[:n].tolist()) for ids, n in zip(batch.generated_ids, batch.response_lengths, strict=True)
-    ]
-    assert [text.strip() for text in texts] == ["yes, yes", "no", "1", "22"]
+    assert texts(tokenizer, batch) == ["yes, yes", "no", "1", "22"]
+    assert batch.desirable.tolist() == [True, False] * 2
     assert batch.margins.tolist() == [2.0, 2.0, 0.5, 0.5] and batch.group_ids.tolist() == [0, 0, 1, 1]
     ends = batch.generated_ids[torch.arange(4), batch.response_lengths - 1]
     assert (ends == tokenizer.eos_token_id).all(), "each with its end of sequence"
 
 
+def test_single_responses_beside_pairs(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "assistant", "content": "no"}]
+    rows = [
+        {"completion": "yes", "label": True},
+        {"chosen": "1", "rejected": "22"},
+        {"completion": messages, "label": 0},
+    ]
+    batch = read(tmp_path, tokenizer, *rows, pairs_only=False)
+    assert texts(tokenizer, batch) == ["yes", "1", "22", "no"]
+    assert batch.desirable.tolist() == [True, True, False, False] and batch.group_ids.tolist() == [0, 1, 1, 2]
+    assert of_the_next(batch.group_ids.tolist()) == [1, 3, 3, 0]
+    assert of_the_next([0, 0, 1, 1, 2, 2]) == [2, 3, 4, 5, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("row", "options", "said"),
     [
+        ({"completion": "a", "label": True}, {}, "line 1: it has a single response .* Use preference.loss=kto"),
+        ({"completion": "a"}, {"pairs_only": False}, "'label' is None; it says whether .* preference.label_key"),
+        ({"completion": "a", "label": 2}, {"pairs_only": False}, "'label' is 2"),
+        ({"completion": "a", "label": True, "chosen": "b"}, {"pairs_only": False}, "and a pair as well"),
+        ({"completion": 3, "label": True}, {"pairs_only": False}, "the single response is int"),
         ({"chosen": "a"}, {}, "line 1: no 'rejected' in this row.*preference.rejected_key"),
         ({"chosen": "a", "rejected": 3}, {}, "the rejected response is int"),
         ({"chosen": "a " * 50, "rejected": "b"}, {"most": 9}, "the chosen response is .* at most 9 are allowed"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ from megaverl.data.stream import PromptStream
 from megaverl.data.streaming import StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
+from tests.convert.hub_server import FakeHub, serving
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 
@@ -96,6 +100,61 @@ def test_data_sets_of_the_hubs_library(tmp_path: Path) -> None:
     assert (len(found), found[1]) == (2, rows("v", 2)[1])
     with pytest.raises(DataError, match="it has train, test"):
         open_source(SourceConfig(path=path, split="validation"))
+
+
+ON_THE_HUB = """
+import json, sys
+from megaverl.cli.data import main
+from megaverl.config.data_sources import SourceConfig
+from megaverl.data.columns import Columns
+from megaverl.data.prompts import PromptEncoder, PromptFormat
+from megaverl.data.sources import open_source
+from megaverl.data.streaming import StreamedPrompts
+from megaverl.data.tokenizers import load_tokenizer
+from megaverl.errors import DataError
+
+encoder = PromptEncoder(load_tokenizer(sys.argv[1]), PromptFormat(chat_template="none"))
+def stream():
+    return StreamedPrompts([SourceConfig(path="org/sums")], encoder, Columns(), seed=0, shuffle_buffer=7)
+test = open_source(SourceConfig(path="org/sums", split="test"))
+whole, first, second = stream(), stream(), stream()
+first.take(4)
+second.load_state_dict(json.loads(json.dumps(first.state_dict())), 0)
+said = []
+for source in (SourceConfig(path="org/none"), SourceConfig(path="org/sums", split="validation")):
+    try:
+        open_source(source)
+    except DataError as error:
+        said.append(str(error))
+code = main(["check", "org/sums", "--split", "test"])
+print(json.dumps({
+    "test": [test[i] for i in range(len(test))], "said": said, "code": code,
+    "whole": [record.prompt for record in whole.take(14)], "rest": [record.prompt for record in second.take(10)],
+}))
+"""
+
+
+def test_names_on_the_hub(tmp_path: Path, sentencepiece_path: Path) -> None:
+    """The library itself, asking a server that speaks the hub's endpoints: loaded whole, and streamed."""
+    pytest.importorskip("datasets", reason="pip install 'megaverl[datasets]'")
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    jsonl(folder / "train.jsonl", rows("t", 7))
+    jsonl(folder / "test.jsonl", rows("v", 3))
+    with serving(FakeHub({"datasets/org/sums": folder})) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", ON_THE_HUB, str(sentencepiece_path)],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"},
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["test"] == rows("v", 3) and found["code"] == 0
+    assert "org/sums: 3 rows, 3 can be used" in done.stdout
+    assert sorted(found["whole"][:7]) == [f"t {i}" for i in range(7)] and found["rest"] == found["whole"][4:]
+    assert found["said"][0].startswith("org/none: datasets cannot load it") and "validation" in found["said"][1]
 
 
 OWN = """

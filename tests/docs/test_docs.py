@@ -53,6 +53,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.move(folder / "model", folder / "models" / "small")
     for name in ("a", "quickstart", "mine", "before", "after", "b"):
         make_run(folder / "runs" / name, 12)
+    (folder / "runs" / "quickstart" / "hf").symlink_to(folder / "models" / "small")
     for name in ("configs", "tools", "launch"):
         (folder / name).symlink_to(ROOT / name)
     config = folder / "models" / "small" / "config.json"  # a context as real models have it

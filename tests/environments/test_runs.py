@@ -75,13 +75,16 @@ def paid(folder: Path) -> str:
 
 
 def test_two_players(server: Server, tmp_path: Path) -> None:
-    """Each with an actor and a critic of its own; the same on one rank, and after it was killed and started again."""
+    """Each with an actor and a critic of its own, on prompts that tell at least one of them something; and the same
+    after it was killed and started again."""
     more = [
+        "algorithm={group_size: 2, dynamic_sampling: {metric: letters, max_rounds: 2}}",
         "checkpoint={save_interval: 1, export_hf: true, resume: auto, async_save: false}",
         "actor.tp=1",
         paid(tmp_path),
     ]
     whole = train(server, "signalling_game", tmp_path / "whole", *more)
+    assert [record["rollout/generated_groups"] for record in metrics(whole) if "rollout/rounds" in record][0] >= 4
     for agent in ("speaker", "listener"):
         assert (whole / "hf" / agent / "config.json").exists()
         last = metrics(whole)[-2]

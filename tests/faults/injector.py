@@ -106,7 +106,7 @@ class _Patches:
         self.written = 0
 
     def apply(self) -> None:
-        from megaverl.checkpoint.shards import ChecksummedFile
+        from megaverl.checkpoint.checksums import ChecksummedFile
         from megaverl.trainer.stages import Stages
 
         note, write = Stages.note, ChecksummedFile.write
@@ -119,7 +119,7 @@ class _Patches:
                 else:
                     self.armed, self.written = True, 0
 
-        def write_with_fault(file: ChecksummedFile, data: Any) -> int:
+        def write_with_fault(file: ChecksummedFile, data: Any, known_crc32: int | None = None) -> int:
             view = memoryview(data).cast("B")
             size, byte, before = len(view), self.fault.byte, 0
             if self.armed and byte is not None and self.written + size > byte:

@@ -6,7 +6,10 @@ with Server() as server:
 
 from __future__ import annotations
 
+import atexit
 import os
+import runpy
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +71,7 @@ class Server(ForkServer):
         """Run `megaverl ARGUMENTS` on so many ranks until all have ended.
 
         Args:
+            arguments: where the first is a .py file, that program is run with the others.
             environment: of all ranks, over what torchrun would give them.
             on_rank, more: what some ranks have besides: variables, arguments.
         """
@@ -80,9 +84,26 @@ class Server(ForkServer):
 def command(job: Job, rank: int) -> int:
     """Run megaverl's command as a rank."""
     os.environ.update(job["environment"] | job["on_rank"].get(str(rank), {}))
+    arguments = job["arguments"] + job["more"].get(str(rank), [])
+    if arguments[0].endswith(".py"):
+        return _program(arguments)
     from tests.faults.rank import main
 
-    return main(job["arguments"] + job["more"].get(str(rank), []))
+    return main(arguments)
+
+
+def _program(arguments: list[str]) -> int:
+    """As `python ARGUMENTS`, to what an interpreter does at its end."""
+    sys.argv, code = arguments, 0
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException as error:
+        sys.last_value, code = error, 1
+        sys.excepthook(type(error), error, error.__traceback__)
+    atexit._run_exitfuncs()
+    return code
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ def test_failed_and_stalled(server: Server, inputs: Path, expected: Remains, tmp
 
 
 def test_a_writer_that_stalls(server: Server, inputs: Path, expected: Remains, tmp_path: Path) -> None:
-    """A hung file system: the other rank waits for it at the commit."""
+    """A hung file system: the update waits for the weights that are being written, and the other rank for that."""
     stalled = hit(server, inputs, tmp_path, Fault("stall", 1, "checkpoint_write", 2, byte=5_000), SHORT_WAIT)
     assert stalled.wrong == [] and stalled.ended.codes == [1, 1]
-    assert "rank 1 stalls: it was in step 3: checkpoint_commit" in stalled.ended.text
+    assert "rank 1 was in step 3: checkpoint_write" in stalled.ended.text
     ended, wrong = finish(server, inputs, tmp_path, expected)
     assert wrong == [], ended

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -13,15 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megaverl.trainer.ahead import file_of
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not
-from tests.faults.runs import Remains, differences, metrics, remains
+from tests.faults.runs import differences, metrics, remains
 from tests.faults.server import Ended, Server
 from tests.trainer.conftest import ROOT, command_arguments, environment
 
 STEPS = 5
 PPO = [
     "rollout.engine=hf",
+    # of what is drawn in two ways, every role must know which
+    "rollout={adaptive_sampling: true, sampling_rules: [{under: 6, temperature: 0}, {temperature: 0.7, top_k: 9}]}",
     "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01, target: 0.01}}",
     "actor={tp: 1, optimizer: {lr: 1.0e-3}, scheduler: {lr_decay_style: cosine, lr_warmup_steps: 1}}",
     "critic={optimizer: {lr: 1.0e-3}}",
@@ -30,15 +34,20 @@ PPO = [
     "run={name: run, log_with: jsonl, timeout_minutes: 0.4}",
 ]
 FIVE = "placement={rollout: 0, reward: 1, critic: 2, actor: 3, reference: actor, coordinator: 4}"
-ASYNC = "rollout={engine: hf, async_rollout: true, max_staleness: 2}"
+ASYNC = ["rollout={async_rollout: true, max_staleness: 2}", "trainer.validate_every=0", "checkpoint.save_interval=3"]
 # What only a run of several worlds has, or what depends on the way that weights take.
-OWN = ("busy/", "reshard/bytes", "rollout/staleness")
+OWN = ("busy/", "reshard/bytes", "rollout/staleness", "queue/")
 
 
 def run(server: Server, inputs: Path, runs: Path, ranks: int, *more: str, fault: Fault | None = None) -> Ended:
-    arguments = [*command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO, *more]
+    arguments = [*command_arguments(inputs, runs), *data(inputs), *PPO, *more]
     given = fault.environment() if fault else {}
     return server.run(["train", *arguments], logs=runs / "output", ranks=ranks, environment=given)
+
+
+def data(inputs: Path) -> list[str]:
+    """Prompts of two lengths to train on."""
+    return [f"data.train={inputs / 'lengths.jsonl'}", f"data.validation={inputs / 'held_out.jsonl'}"]
 
 
 def measured(runs: Path) -> list[dict[str, float]]:
@@ -70,7 +79,7 @@ def five(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory)
 def ahead(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """... and of one whose engines work ahead of the actor."""
     runs = tmp_path_factory.mktemp("ahead")
-    ended = run(server, inputs, runs, 5, FIVE, ASYNC)
+    ended = run(server, inputs, runs, 5, FIVE, *ASYNC)
     assert ended.codes == [0] * 5, ended.text
     return runs
 
@@ -78,10 +87,20 @@ def ahead(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory
 def test_the_numbers_are_those_of_shared_ranks(shared: Path, five: Path) -> None:
     expected, found = measured(shared), measured(five)
     assert len(found) == len(expected) == STEPS + 3
+    assert max(record.get("rollout/logprob_diff_max", 0.0) for record in expected) < 1e-4
     for before, after in zip(expected, found, strict=True):
         assert after.keys() == before.keys()
         assert after == pytest.approx(before, abs=1e-6, rel=1e-6)
     assert remains(five / "run")["samples"] == remains(shared / "run")["samples"]
+
+
+def test_every_world_says_what_it_costs(five: Path) -> None:
+    """Memory and busy time of each role, the wait for others, and what came with the weights: where it happened."""
+    *_, record = (json.loads(line) for line in (five / "run" / "metrics.jsonl").read_text().splitlines()[:-1])
+    for role in ("rollout", "reward", "critic", "actor", "reference"):
+        assert record[f"memory/{role}_gpu_mem_mb"] > 1 and 0 < record[f"busy/{role}"] <= 1
+    assert record["reshard/bytes_received"] > 10_000 and record["time/reshard_ms"] > 0
+    assert {"rollout/staleness", "train/tokens_per_sec", "time/wait_ms", "memory/process_rss_mb"} <= record.keys()
 
 
 def test_grids_of_their_own(server: Server, inputs: Path, tmp_path: Path) -> None:
@@ -102,19 +121,28 @@ def test_rollouts_ahead(server: Server, inputs: Path, five: Path, ahead: Path, t
     assert measured(tmp_path) == measured(five)
     assert [part for part in ("weights", "state", "samples") if found[part] != expected[part]] == []
     staleness = [record["rollout/staleness"] for record in metrics(ahead / "run") if "rollout/staleness" in record]
-    # after steps 2, 3 and 4 the run saves or validates, and nobody is ahead
-    assert staleness == [0.0, 1.0, 0.0, 0.0, 0.0]
-    assert remains(ahead / "run")["weights"] != expected["weights"]
+    # after step 3 the run saves, and nobody is ahead
+    assert staleness == [0.0, 1.0, 2.0, 0.0, 1.0]
+    depth = [record["queue/depth"] for record in metrics(ahead / "run") if "queue/depth" in record]
+    assert depth == [8 * (steps + 1) for steps in staleness]
+    events = json.loads((ahead / "run" / "timeline.json").read_text())["traceEvents"]
+    scored = [event for event in events if event["name"] == "reward" and event["args"]["step"] == 1]
+    assert len(scored) == 8 + 1  # sample by sample, and what makes one of them
+    assert {"pause", "rollout"} <= {event["name"] for event in events if event["pid"] == 0}
+    late = remains(ahead / "run")
+    assert late["weights"] != expected["weights"]
+    # the coordinator, which knows the limit as well, found nothing too old: every update was applied
+    assert late["trainer"]["coordinator"]["versions"] == late["trainer"]["coordinator"]["steps"] != {}
 
 
 def test_a_lost_rank_is_named_and_the_run_goes_on(server: Server, inputs: Path, ahead: Path, tmp_path: Path) -> None:
     """... to the bit what an undisturbed run ends with, though samples were under way."""
     fault = Fault("kill", 3, "actor_update", 4)
-    ended = run(server, inputs, tmp_path, 5, FIVE, ASYNC, fault=fault)
+    ended = run(server, inputs, tmp_path, 5, FIVE, *ASYNC, fault=fault)
     survivors = [code for rank, code in enumerate(ended.codes) if rank != fault.rank]
     assert survivors == [1] * 4, ended.text
     assert "rank 3 (actor+reference, " in ended.text and "it was in step 4: actor_update" in ended.text
-    assert run(server, inputs, tmp_path, 5, FIVE, ASYNC).codes == [0] * 5
+    assert run(server, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == []
 
 
@@ -147,15 +175,15 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted((folder / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-def test_asked_to_leave(server: Server, inputs: Path, five: Path, tmp_path: Path) -> None:
-    """One rank hears SIGTERM: all finish the step, save, and leave with the same code."""
-    ended = run(server, inputs, tmp_path, 5, FIVE, fault=Fault("term", 1, "reward", 3))
+def test_asked_to_leave(server: Server, inputs: Path, ahead: Path, tmp_path: Path) -> None:
+    """One rank hears SIGTERM: all leave with the same code, and save what waits for training: it ends the same."""
+    ended = run(server, inputs, tmp_path, 5, FIVE, *ASYNC, fault=Fault("term", 1, "reward", 2))
     assert ended.codes == [75] * 5, ended.text
-    assert "SIGTERM: saved after 3 of 5 steps" in ended.text
-    assert run(server, inputs, tmp_path, 5, FIVE).codes == [0] * 5
-    expected: Remains = remains(five / "run")
-    found = remains(tmp_path / "run")
-    assert found["weights"] == expected["weights"] and found["metrics"] == expected["metrics"]
+    assert "SIGTERM: saved after 1 of 5 steps" in ended.text
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert [path.name for path in sorted(saved.glob("ahead_*"))] == [file_of(1), file_of(2)]
+    assert run(server, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
+    assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == ["kept"]
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +197,7 @@ def test_a_cable_that_is_cut(
     five_networks: None, server: Server, inputs: Path, shared: Path, five: Path, tmp_path: Path
 ) -> None:
     """Five nodes with networks of their own. One loses its link: all end, and name it and its role; then they go on."""
-    arguments = [*command_arguments(inputs, tmp_path), f"data.validation={inputs / 'held_out.jsonl'}", *PPO, FIVE]
+    arguments = [*command_arguments(inputs, tmp_path), *data(inputs), *PPO, FIVE]
     arguments.append("run.timeout_minutes=0.1")
     with networks(5) as nodes:
         written = tmp_path / "run" / "metrics.jsonl"
@@ -202,7 +230,8 @@ def test_ten_steps_over_torchrun_and_five_networks(
     more = ["trainer={steps: 10, validate_every: 0}", "run.timeout_minutes=2"]
     alone = run(server, inputs, tmp_path / "alone", 1, *more)
     assert alone.codes == [0], alone.text
-    arguments = [*command_arguments(inputs, tmp_path / "cluster"), *PPO, *more, "checkpoint.export_hf=false"]
+    arguments = [*command_arguments(inputs, tmp_path / "cluster"), *data(inputs), *PPO, *more]
+    arguments.append("checkpoint.export_hf=false")
     done = subprocess.run(
         [ROOT / "tools" / "netns_cluster.sh", *arguments],
         env=environment(MEGAVERL_PYTHON=sys.executable, LOGS=str(tmp_path / "logs"), OMP_NUM_THREADS="1"),

@@ -15,6 +15,7 @@ def log_probs(
 ) -> dict[str, list[Any]]:
     """Values, and the gradient of their weighted sum in this rank's shard of the padded `logits`."""
     shard = torch.tensor(logits).chunk(dist.get_world_size(), dim=1)[dist.get_rank()].clone().requires_grad_()
+    options = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in options.items()}
     values = vocab_parallel_log_probs(
         shard, torch.tensor(targets), vocab_size=vocab_size, group=dist.group.WORLD, **options
     )

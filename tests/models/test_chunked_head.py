@@ -34,7 +34,8 @@ def example(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_what_whole_logits_give(small_chunks: None, with_entropy: bool) -> None:
     hidden, weight, index, targets = example(60)
-    options: dict[str, Any] = {"index": index, "vocab_size": VOCAB, "temperature": 0.7}
+    drawn = {"temperature": torch.linspace(0.5, 1.5, len(index)), "top_k": torch.arange(len(index)) % 7}
+    options: dict[str, Any] = {"index": index, "vocab_size": VOCAB, **drawn}
     found = []
     for function in (
         lambda h, w: vocab_parallel_log_probs(h @ w.t(), targets, with_entropy=with_entropy, **options),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,28 @@ PADDED = 24
 
 
 def reference(
-    logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, weights: torch.Tensor, temperature: float = 1.0
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    weights: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: Sequence[int] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log-probs, entropies, gradient of their weighted sum) in float64, by the book."""
+    """(log-probs, entropies, gradient of their weighted sum) in float64, by the book.
+
+    Args:
+        top_k: of each row, so many of its likeliest tokens, and its target; 0: all.
+    """
     logits = logits.double().detach().requires_grad_()
-    distribution = torch.log_softmax(logits[:, :vocab_size] / temperature, dim=-1)
+    divisor = temperature[:, None].double() if isinstance(temperature, torch.Tensor) else temperature
+    scaled = logits[:, :vocab_size] / divisor
+    out = torch.zeros_like(scaled, dtype=torch.bool)
+    for row, count in enumerate(top_k):
+        if count:
+            out[row] = True
+            out[row, scaled[row].topk(min(count, vocab_size)).indices] = False
+            out[row, targets[row]] = False
+    distribution = torch.log_softmax(scaled.masked_fill(out, -torch.inf), dim=-1)
     log_probs = distribution.gather(1, targets[:, None])[:, 0]
     # a token of probability zero adds nothing to the entropy
     entropy = -(distribution.exp() * distribution.clamp(min=-1e300)).sum(dim=-1)
@@ -60,8 +78,8 @@ def test_values_and_gradients_are_torchs_own(
     )
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
     expected = reference(logits, targets, vocab_size, weights, temperature)
-    # at this scale a log-prob is near -100 and float32 keeps 7 digits of it
-    scale_of = max(1.0, float(expected[0].abs().max()))
+    # at this scale a logit is near 100 and float32 keeps 7 digits of it
+    scale_of = max(1.0, float(logits.abs().max()) / temperature)
     for found, wanted in zip((log_probs, entropy, given_logits.grad), expected, strict=True):
         assert found is not None
         assert_close(found / scale_of, wanted / scale_of)
@@ -115,9 +133,11 @@ def test_no_rows_at_all(with_entropy: bool) -> None:
 
 @pytest.mark.parametrize("vocab_size", [24, 20, 12, 7])  # whole, cut in the second shard, just before it, in the first
 def test_two_shards_give_what_one_gives(vocab_size: int) -> None:
+    """... each row drawn in its own way; targets are among those that could be drawn, or were so once."""
     logits, targets, weights = example(6, vocab_size, seed=4)
     targets[0], targets[1] = 0, vocab_size - 1
-    expected = reference(logits, targets, vocab_size, weights, temperature=0.7)
+    temperature, top_k = torch.tensor([0.7, 1.0, 0.3, 2.0, 1.0, 0.7]), [0, 3, 2, 1, 50, 8]
+    expected = reference(logits, targets, vocab_size, weights, temperature, top_k)
     results = run_world(
         2,
         "tests.models.head_ranks:log_probs",
@@ -125,7 +145,8 @@ def test_two_shards_give_what_one_gives(vocab_size: int) -> None:
         targets=targets.tolist(),
         vocab_size=vocab_size,
         weights=weights.tolist(),
-        temperature=0.7,
+        temperature=temperature.tolist(),
+        top_k=top_k,
         with_entropy=True,
     )
     for found in results:

@@ -24,12 +24,13 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8])
 def test_chunks_give_what_the_whole_gives(small_chunks: None, rows: int) -> None:
     logits, targets, weights = example(rows, 20, seed=5)
-    given = logits.clone().requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(given, targets, vocab_size=20, temperature=0.7, with_entropy=True)
+    given, top_k = logits.clone().requires_grad_(), torch.tensor([4, 0, 1, 30, 2, 0, 7, 3])[:rows]
+    log_probs, entropy = vocab_parallel_log_probs(
+        given, targets, vocab_size=20, temperature=0.7, top_k=top_k, with_entropy=True
+    )
     (weights[0] * log_probs + weights[1] * entropy).sum().backward()
-    for found, wanted in zip(
-        (log_probs, entropy, given.grad), reference(logits, targets, 20, weights, 0.7), strict=True
-    ):
+    expected = reference(logits, targets, 20, weights, 0.7, top_k.tolist())
+    for found, wanted in zip((log_probs, entropy, given.grad), expected, strict=True):
         assert found is not None
         assert_close(found, wanted)
 

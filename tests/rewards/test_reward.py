@@ -209,11 +209,11 @@ def test_a_long_prompt_is_shown_as_an_excerpt() -> None:
         ([{"name": "exact_match", "weight": "much"}], "weight is 'much'"),
         ([{"name": "exact_match", "weight": math.nan}], "weight is nan"),
         ([{"name": "exact_match", "stripp": True}], "unexpected keyword argument 'stripp'"),
-        ({"function": "no_colon"}, "write module:function"),
-        ({"function": "a:b c"}, "write module:function"),
+        ({"function": "no_colon"}, "expected module:object or path/to/file.py:object"),
+        ({"function": "a:b c"}, "expected module:object or path/to/file.py:object"),
         ({"function": "no_such_module_here:f"}, "ModuleNotFoundError.*PYTHONPATH"),
-        ({"function": "no/such/file.py:f"}, "no/such/file.py: not found"),
-        ({"function": "math:no_such"}, "has no function 'no_such'"),
+        ({"function": "no/such/file.py:f"}, "no/such/file.py is not there"),
+        ({"function": "math:no_such"}, "math has no 'no_such'; it has"),
     ],
 )
 def test_a_reward_that_cannot_be_built_says_why(spec: Any, said: str) -> None:
@@ -222,18 +222,18 @@ def test_a_reward_that_cannot_be_built_says_why(spec: Any, said: str) -> None:
 
 
 def test_a_file_that_cannot_be_used_says_why(my_rewards: Path, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match="has no function 'missing'; its functions: by_level, lengths"):
+    with pytest.raises(RewardError, match="has no 'missing'; it has .*by_level.*lengths"):
         build_reward({"function": f"{my_rewards}:missing"})
-    with pytest.raises(RewardError, match="not a function, named 'answer'"):
+    with pytest.raises(RewardError, match=":answer is .*; expected a function"):
         build_reward({"function": f"{my_rewards}:answer"})
     with pytest.raises(RewardError, match="too many positional arguments.*batched: true"):
         build_reward({"function": f"{my_rewards}:all_short"})
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_library_here\n")
-    with pytest.raises(RewardError, match=r"importing .*broken.py failed with ModuleNotFoundError"):
+    with pytest.raises(RewardError, match=r"broken.py cannot be imported: ModuleNotFoundError"):
         build_reward({"function": f"{broken}:f"})
     broken.write_text("def f(:\n")
-    with pytest.raises(RewardError, match="failed with SyntaxError"):
+    with pytest.raises(RewardError, match="cannot be imported: SyntaxError"):
         build_reward({"function": f"{broken}:f"})
 
 

@@ -12,8 +12,10 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.reshard.export import save_folder
+from megaverl.roles.actor_critic import ActorCritic
 from megaverl.roles.critic import Critic
 from megaverl.roles.megatron_model import MegatronModel
+from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.policy import Actor
 from megaverl.roles.trainable import TrainableModel
 from tests.models.ranks import manager
@@ -51,21 +53,28 @@ def update(
     output: str,
     *,
     critic: bool = False,
+    shared: bool = False,
     micro_batch_tokens: int = 64,
     megatron: dict[str, Any] | None = None,
     chunked_logits: bool = False,
     **algorithm: Any,
 ) -> dict[str, float]:
-    """Update a model of `folder` on a grid that fills the world; its weights go to `output`."""
+    """Update a model of `folder` on a grid that fills the world; its weights go to `output`.
+
+    Args:
+        shared: an actor that is its own critic.
+    """
     grid_shape = GridShape(**shape)
     model = MegatronModel(
         ModelSpec.from_folder(folder),
         manager().grid(grid_shape),
         dtype=torch.float32,
         seed=0,
-        value_head=critic,
+        value_head=critic or shared,
+        beside_logits=shared,
         overrides=megatron,
         role="critic" if critic else "actor",
+        initialize=False,  # as in a run: what is drawn is cut, and marked so, in another way than what is read
         chunked_logits=chunked_logits,
     )
     model.load(folder)
@@ -76,14 +85,15 @@ def update(
     if critic:
         metrics = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0).update(experience(), step=0)
     else:
-        actor = Actor(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
+        role = ActorCritic if shared else Actor
+        actor = role(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
         metrics = actor.update(experience(), step=0, kl_coef=0.1)
     save_folder(
         output,
         source_folder=folder,
-        weights=model.weights,
-        layouts=model.layout_of,
-        tensors=model.parameters,
+        weights=model.held_weights,
+        layouts=model.held_layout_of,
+        tensors=model.held_parameters,
         group=model.grid.world,
     )
     return metrics
@@ -110,3 +120,32 @@ def update_that_is_not_finite(folder: str) -> list[bool]:
         assert "actor.optimizer.lr" in str(error)
         return [torch.equal(before[name], parameter) for name, parameter in model.parameters.items()]
     return [False]
+
+
+def one_pass(folder: str) -> dict[str, Any]:
+    """Of an actor that is its own critic: both results of one forward pass, and of a pass for each."""
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape.fit(dist.get_world_size(), pp=2)),
+        dtype=torch.float32,
+        seed=0,
+        value_head=2,
+        beside_logits=True,
+    )
+    model.load(folder)
+    for name, parameter in model.held_parameters.items():
+        if name == "value_head.weight":
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    actor = ActorCritic(trainable, AlgorithmConfig(), temperature=0.8, micro_batch_tokens=64, seed=0)
+    batch = experience().with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0]))
+    passes = []
+    model.chunks[-1].register_forward_hook(lambda *seen: passes.append(1))
+    both = actor.log_probs_and_values(batch)
+    number = len(passes)
+    of_others = actor.values(batch.with_(agent_ids=1 - batch.agent_ids))
+    return {
+        "passes": [number, len(micro_batches_for(model, batch, 64))],
+        "same": [torch.equal(both[0], actor.log_probs(batch)), torch.equal(both[1], actor.values(batch))],
+        "heads": bool((both[1] != of_others).any(dim=1).all()),
+    }

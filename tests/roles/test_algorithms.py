@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megaverl.algorithms import policy_losses
+from megaverl.errors import ConfigError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.parallel.grid import GridShape
+from megaverl.roles.teacher import Teacher
 from tests.worlds import run_world
 
 # The second mini-batch starts from what the first has learned: a wrong gradient shows in its loss.
@@ -24,8 +28,14 @@ PARTS: dict[str, dict[str, Any]] = {
     "clip_cov": {"policy_loss_options": {"fraction": 0.3, "covariance_low": -1.0}},
     "kl_cov": {"policy_loss_options": {"fraction": 0.3}, "kl": STRAIGHT_THROUGH},
 }
-ALGORITHMS = {name: {**COMMON, "policy_loss": name, **part} for name, part in PARTS.items()}
-
+OTHERS = {name: {} for name in policy_losses if name not in PARTS}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    name: {**COMMON, "policy_loss": name, **part} for name, part in {**PARTS, **OTHERS}.items()
+}
+# A teacher over the whole vocabulary: alone, and beside a policy loss, with logits that are never whole.
+TAUGHT = {"divergence": "reverse_kl", "coef": 2.0}
+ALGORITHMS["gkd"] = {"name": "gkd", "num_mini_batches": 2, "distillation": {"options": {"beta": 0.3}}}
+ALGORITHMS["taught"] = {**COMMON, "name": "grpo", "distillation": TAUGHT, "chunked": True}
 
 LOSSES: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.5, "label_smoothing": 0.1},
@@ -38,7 +48,9 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 def updates(folder: Path, shape: dict[str, int], tokens: int, what: str = "updates") -> dict[str, Any]:
     size = GridShape(**shape).world_size
-    given = {"algorithms": ALGORITHMS} if what == "updates" else {"losses": LOSSES}
+    given: dict[str, Any] = {"losses": LOSSES}
+    if what == "updates":
+        given = {"algorithms": ALGORITHMS, "teacher": folder.parent / "teacher"}
     options = {"folder": folder, "shape": shape, "micro_batch_tokens": tokens, **given}
     results = run_world(size, f"tests.roles.algorithm_ranks:{what}", **options)
     assert all(result == results[0] for result in results[1:]), "every rank says the same"
@@ -46,7 +58,8 @@ def updates(folder: Path, shape: dict[str, int], tokens: int, what: str = "updat
 
 
 def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path) -> None:
-    folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
+    folder = make_tiny_folder(tmp_path / "model", "Qwen3ForCausalLM")
+    make_tiny_folder(tmp_path / "teacher", "LlamaForCausalLM", seed=1)
     expected = updates(folder, {}, 1000)
     found = updates(folder, {"tp": 2, "pp": 2}, 14)
     norms = torch.tensor(expected.pop("score_norms"))
@@ -57,6 +70,7 @@ def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path
         assert 0.0 < expected[name]["selected_fraction"] < 0.5
     for name in ("gspo", "gmpo", "cispo"):
         assert 0.0 < expected[name]["correction_fraction"] < 1.0
+    assert expected["gkd"]["distillation_divergence"] > 0 and expected["gkd"]["grad_norm"] > 0
 
 
 def test_pairs_too(tmp_path: Path) -> None:
@@ -72,8 +86,18 @@ def test_pairs_too(tmp_path: Path) -> None:
                 report.pop(which, None), wanted.pop(which, None)
             assert report == pytest.approx(wanted, abs=3e-5, rel=3e-5), name
     assert expected["dpo"][0]["margin"] == pytest.approx(0.0, abs=1e-5), "policy and reference count the same tokens"
-    for name in LOSSES:
+    for name in (*LOSSES, "single"):
         assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
     assert expected["implicit"][1]["loss"] < expected["implicit"][0]["loss"]
     assert expected["two_heads"][1]["loss"] < expected["two_heads"][0]["loss"]
     assert expected["reward_model"][2]["loss"] < expected["reward_model"][1]["loss"]
+
+
+def test_a_teacher_with_another_vocabulary_is_refused() -> None:
+    def of(size: int) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size))
+
+    teacher = Teacher(of(7), "reverse_kl", {}, temperature=1.0)
+    teacher.check_student(of(7))
+    with pytest.raises(ConfigError, match="reference.path: the teacher has a vocabulary of 7 tokens.*one of 8"):
+        teacher.check_student(of(8))

@@ -30,6 +30,8 @@ ACTOR = {
     "num_epochs": 2,
 }
 CRITIC = {"critic": True, "num_mini_batches": 2}
+# An actor that is its own critic. Without a clip of values: at first all are zero, and as close to it on either side.
+SHARED = {**ACTOR, "shared": True, "value_loss_coef": 0.5, "value_clip_range": None}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -52,7 +54,7 @@ def assert_same(found: tuple[dict[str, float], dict], expected: tuple[dict[str, 
         torch.testing.assert_close(found[1][name], weight, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("options", [ACTOR, CRITIC], ids=["actor", "critic"])
+@pytest.mark.parametrize("options", [SHARED, CRITIC], ids=["shared", "critic"])
 def test_same_update_on_every_grid(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     expected = updated(folder, tmp_path / "one", {}, **options)
     before = load_file(folder / "model.safetensors")
@@ -71,14 +73,14 @@ def test_same_update_for_every_micro_batch_size(folder: Path, tmp_path: Path, ag
 
 
 def test_log_probs_from_hidden_states_give_the_same(folder: Path, tmp_path: Path) -> None:
-    expected = updated(folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **ACTOR)
+    expected = updated(folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **SHARED)
     for name, options in {"chunks": {}, "sequence parallel": {"megatron": {"sequence_parallel": True}}}.items():
-        chunked = {**ACTOR, "chunked_logits": True, **options}
+        chunked = {**SHARED, "chunked_logits": True, **options}
         assert_same(updated(folder, tmp_path / name, {"tp": 2, "pp": 2}, **chunked), expected)
 
 
 def test_sequence_parallel_gives_the_same(folder: Path, tmp_path: Path) -> None:
-    for options in (ACTOR, CRITIC):
+    for options in (SHARED, CRITIC):
         expected = updated(folder, tmp_path / f"one{len(options)}", {}, **options)
         parallel = {"megatron": {"sequence_parallel": True}, **options}
         assert_same(updated(folder, tmp_path / f"sp{len(options)}", {"tp": 2, "pp": 2}, **parallel), expected)
@@ -88,3 +90,24 @@ def test_an_update_that_is_not_finite_changes_nothing(folder: Path) -> None:
     for unchanged in run_world(4, "tests.roles.ranks:update_that_is_not_finite", folder=folder):
         assert unchanged
         assert all(unchanged)
+
+
+def test_a_shared_backbone_takes_the_step_of_both_losses(folder: Path, tmp_path: Path) -> None:
+    """As long as the value head is zero, the backbone's gradient is the policy's, and the head's that of a critic."""
+    losses = {"loss_aggregation": "token_mean", "value_loss_coef": 0.5}
+    metrics, weights = updated(folder, tmp_path / "shared", {}, shared=True, **losses)
+    alone = [updated(folder, tmp_path / str(critic), {}, critic=critic, **losses) for critic in (False, True)]
+    head = weights.pop("score.weight")
+    norms = [found["grad_norm"] for found, _ in alone]
+    assert metrics["grad_norm"] == pytest.approx((norms[0] ** 2 + norms[1] ** 2) ** 0.5, rel=1e-5)
+    assert metrics["loss"] == pytest.approx(alone[0][0]["loss"], rel=1e-5)
+    assert metrics["critic/loss"] == pytest.approx(alone[1][0]["loss"], rel=1e-5)
+    before = load_file(folder / "model.safetensors")
+    assert weights.keys() == alone[0][1].keys() == before.keys()
+    clipped = [1 / max(1.0, norm) for norm in (metrics["grad_norm"], *norms)]
+    for name, weight in weights.items():
+        ours, theirs = (after - before[name] for after in (weight, alone[0][1][name]))
+        torch.testing.assert_close(ours / clipped[0], theirs / clipped[1], atol=1e-3, rtol=0.05)
+    torch.testing.assert_close(head / clipped[0], alone[1][1]["score.weight"] / clipped[2], atol=1e-3, rtol=0.05)
+    for found in run_world(2, "tests.roles.ranks:one_pass", folder=folder):
+        assert found["passes"][0] == found["passes"][1] and found["same"] == [True, True] and found["heads"]

@@ -17,7 +17,7 @@ from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ModelSpec
 from megaverl.reshard.files import load_folder
-from megaverl.rollout.engine import SamplingOptions
+from megaverl.rollout.engine import Sampling, SamplingOptions
 from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.vllm_engine import VLLMEngine
 
@@ -51,9 +51,12 @@ def close() -> None:
 
 
 def answers(
-    engine: VLLMEngine, prompts: list[list[int]], seeds: list[int], sampling: dict[str, Any]
+    engine: VLLMEngine, prompts: list[list[int]], seeds: list[int], sampling: dict[str, Any] | list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    return [asdict(found) for found in engine.generate(prompts, SamplingOptions(**sampling), seeds)]
+    ways: Sampling = (
+        [SamplingOptions(**way) for way in sampling] if isinstance(sampling, list) else SamplingOptions(**sampling)
+    )
+    return [asdict(found) for found in engine.generate(prompts, ways, seeds)]
 
 
 def generate(folder: str, tp: int, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

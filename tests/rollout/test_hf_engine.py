@@ -31,8 +31,11 @@ def engine(folder: Path) -> HFEngine:
 
 
 def test_log_probs_are_of_the_drawn_tokens(engine: HFEngine) -> None:
-    sampling = SamplingOptions(max_tokens=12, temperature=0.7, top_k=30, top_p=0.9)
-    for prompt, found in zip(PROMPTS, engine.generate(PROMPTS, sampling, SEEDS), strict=True):
+    """... each prompt's own, where they are drawn in different ways: as when it is drawn alone."""
+    ways = [SamplingOptions(12, 0.7, top_k=30, top_p=0.9), SamplingOptions(12, 0.0), SamplingOptions(9, 1.3)]
+    ways.append(ways[0])
+    for prompt, seed, sampling, found in zip(PROMPTS, SEEDS, ways, engine.generate(PROMPTS, ways, SEEDS), strict=True):
+        assert engine.generate([prompt], sampling, [seed])[0].token_ids == found.token_ids
         with torch.no_grad():
             logits = engine.model(torch.tensor([prompt + found.token_ids])).logits[0, len(prompt) - 1 : -1]
         expected = sampled_distribution(logits, sampling).gather(1, torch.tensor(found.token_ids)[:, None])[:, 0]

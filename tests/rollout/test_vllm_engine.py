@@ -34,15 +34,17 @@ def other_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_tiny_folder(tmp_path_factory.mktemp("models") / "second", seed=1, **SIZES))
 
 
-def log_prob_error(folder: str, answers: list[dict[str, Any]], sampling: dict[str, Any]) -> float:
+def log_prob_error(
+    folder: str, answers: list[dict[str, Any]], sampling: dict[str, Any] | list[dict[str, Any]]
+) -> float:
     """Largest difference between the answers' log-probs and those of plain transformers in float32."""
     model = HFEngine(folder, dtype=torch.float32, max_model_len=128).model
-    worst = 0.0
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+    worst, ways = 0.0, sampling if isinstance(sampling, list) else [sampling] * len(PROMPTS)
+    for prompt, answer, way in zip(PROMPTS, answers, ways, strict=True):
         tokens = answer["token_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        expected = sampled_distribution(logits, SamplingOptions(**sampling))
+        expected = sampled_distribution(logits, SamplingOptions(**way))
         expected = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         worst = max(worst, float((expected - torch.tensor(answer["log_probs"])).abs().max()))
     return worst
@@ -127,10 +129,16 @@ def test_refused_requests(world: Run, folder: str, request_: dict[str, Any], mes
 
 
 def test_log_probs_are_those_of_transformers(world: Run, folder: str, tp: int) -> None:
-    narrow = SAMPLING | {"top_k": 20, "top_p": 0.9}
-    ranks = world(2, f"{RANKS}:generate", folder=folder, tp=tp, requests=[REQUEST, REQUEST | {"sampling": narrow}])
+    narrow, greedy = SAMPLING | {"top_k": 20, "top_p": 0.9}, SAMPLING | {"temperature": 0.0}
+    mixed = [narrow if number % 3 == 0 else greedy if number % 3 == 1 else SAMPLING for number in range(len(PROMPTS))]
+    requests = [REQUEST | {"sampling": sampling} for sampling in (SAMPLING, narrow, mixed)]
+    ranks = world(2, f"{RANKS}:generate", folder=folder, tp=tp, requests=requests)
     assert ranks[0] == ranks[1]  # TP2: every rank has the replica's answer; TP1: same request, same answer
-    plain, filtered = ranks[0]
+    plain, filtered, each = ranks[0]
+    assert log_prob_error(folder, each, mixed) < 1e-4
+    for number, answer in enumerate(each):  # what is drawn does not depend on how the others are
+        if number % 3 != 1:
+            assert answer["token_ids"] == (filtered if number % 3 == 0 else plain)[number]["token_ids"]
     assert log_prob_error(folder, plain, SAMPLING) < 1e-4
     assert log_prob_error(folder, filtered, narrow) < 1e-4
     assert plain != filtered

@@ -17,7 +17,7 @@ RESULTS = [
 def test_every_preset_that_needs_no_teacher_and_no_turns_is_tried() -> None:
     from megaverl.config.presets import PRESETS
 
-    assert set(ALGORITHMS) == set(PRESETS) - {"distillation", "turn_ppo", "turn_grpo"}
+    assert set(ALGORITHMS) == set(PRESETS) - {"distillation", "gkd", "turn_ppo", "turn_grpo"}
 
 
 def test_the_table_hides_nothing() -> None:

@@ -58,6 +58,9 @@ def make_inputs(folder: Path) -> Path:
     special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
     make_tiny_folder(folder / "model", "Qwen3ForCausalLM", shard_bytes=100_000, **MODEL, **special)
     tokenizer.save(folder / "model")
+    short = [{"prompt": f"reverse {number} =", "answer": str(number)} for number in range(8)]
+    mixed = [*short, *map(json.loads, (folder / "train.jsonl").read_text().splitlines()[:24])]
+    (folder / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
     (folder / "run.yaml").write_text(SETTINGS)
     (folder / "reward.py").write_text(REWARD)
     return folder

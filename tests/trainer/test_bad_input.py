@@ -272,7 +272,9 @@ def test_a_reward_that_only_one_machine_has(arguments: list[str], tmp_path: Path
     (tmp_path / "mine.py").write_text(REWARDS)
     here, nowhere = (f'reward={{"function": "{tmp_path / name}:nan"}}' for name in ("mine.py", "other.py"))
     heard = attempt([*arguments, here], on_rank={"1": [nowhere]})
-    assert_all_hear(heard, "RewardError", f"rank 1: reward file {tmp_path / 'other.py'}: not found", "Mend the path")
+    assert_all_hear(
+        heard, "RewardError", f"rank 1: reward.function: {tmp_path / 'other.py'}", "is not there (looked in"
+    )
 
 
 # --- The real command and its exit status.

@@ -52,6 +52,11 @@ PROMISED = {
     "actor/clip_fraction",
     "reshard/seconds",
     "reshard/bytes_received",
+    "rollout/staleness",
+    "busy/actor",
+    "busy/rollout",
+    "busy/reward",
+    "memory/process_rss_mb",
 }
 PROMISED_OF_A_CRITIC = {"critic/loss", "critic/grad_norm", "critic/explained_variance", "train/advantage_mean"}
 VALIDATION = {"validation/reward", "validation/accuracy", "validation/pass@1", "validation/pass@2"}
@@ -176,7 +181,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     assert trained == [1, 2, 3, 4], "no step stands there twice"
     assert after[2] == before[2]
     for name in PROMISED | PROMISED_OF_A_CRITIC:
-        if not name.endswith(("_ms", "_sec", "seconds", "_mb")):
+        if not name.endswith(("_ms", "_sec", "seconds", "_mb")) and not name.startswith("busy/"):
             assert after[3][name] == pytest.approx(before[3][name], rel=1e-4, abs=1e-6), name
     assert after[4]["rollout/logprob_diff_max"] < LOGPROB_LIMIT
     assert (killed / "hf" / "config.json").exists()
@@ -195,7 +200,7 @@ def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, run_command: C
         for name, value in found.items():
             if not any(part in name for part in others):
                 assert after[step][name] == pytest.approx(value, rel=1e-4, abs=1e-4), (step, name)
-    assert after[3]["reshard/bytes_received"] == 0, "the actor receives nothing"
+    assert after[3]["reshard/bytes_received"] > 0, "the engine's rank gets the weights from the others"
     assert {"busy/actor", "busy/critic", "busy/reward", "busy/rollout"} <= after[3].keys()
     lines = done.stdout.splitlines()
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
@@ -220,26 +225,26 @@ def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
     assert metrics[2]["train/kl"] > 1e-5, "and the actor leaves it"
 
 
-def test_fine_tune_then_evaluate_then_generate(inputs: Path, tmp_path: Path, run_command: Command) -> None:
+def test_fine_tune_then_evaluate_then_generate(inputs: Path, tmp_path: Path) -> None:
     """Each command on what the one before has left."""
+    target = "tests.trainer.ranks:attempt"
     (tmp_path / "one.jsonl").write_text('{"prompt": "reverse 123 =", "answer": "321"}\n' * 4)
     common = [*command_arguments(inputs, tmp_path), "actor={tp: 1, pp: 2}"]
     data = [f"data.train={tmp_path / 'one.jsonl'}", f"data.validation={tmp_path / 'one.jsonl'}"]
-    sft = run_command("sft", [*common, *data, "run.name=sft", "sft={steps: 30, batch_size: 4, lr: 1.0e-2}"])
-    assert sft.returncode == 0, sft.stderr
+    options = [*common, *data, "run.name=sft", "sft={steps: 30, batch_size: 4, lr: 1.0e-2}"]
+    assert run_world(2, target, command="sft", arguments=options) == [{}, {}]
     losses = [found["sft/loss"] for found in metrics_of(tmp_path / "sft").values()]
     assert len(losses) == 30 and losses[-1] < 0.05 < losses[0]
 
     tuned = [f"model.path={tmp_path / 'sft' / 'hf'}", "rollout.sampling.temperature=0"]
     options = [*common, *data, *tuned, "run.name=eval", "rollout.tp=2", "reward=exact_match"]
-    assert run_world(2, "tests.trainer.ranks:attempt", command="eval", arguments=options) == [{}, {}]
+    assert run_world(2, target, command="eval", arguments=options) == [{}, {}]
     result = json.loads((tmp_path / "eval" / "eval.json").read_text())
     assert result["validation/accuracy"] == 1.0
 
     output = tmp_path / "out.jsonl"
     given = {"prompt": ["reverse 123 ="], "output": str(output)}
     options = [*common, *tuned, "run.name=gen", "rollout.engine=hf"]
-    target = "tests.trainer.ranks:attempt"
     assert run_world(2, target, command="generate", arguments=options, options=given) == [{}, {}]
     assert json.loads(output.read_text()) == {
         "prompt": "reverse 123 =",
@@ -256,7 +261,7 @@ def test_a_wrong_first_reshard_stops_the_run(arguments: list[str], tmp_path: Pat
     heard: list[dict[str, Any]] = run_world(2, target, arguments=given, wrong_rank=wrong_rank)
     assert heard[0] == heard[1]
     assert heard[0]["class"] == "TrainingStopped"
-    for text in ("the first reshard is wrong", "allowed are 0.001", "rollout.logprob_tolerance", "top_k"):
+    for text in ("the first reshard is wrong", "allowed are 0.001", "rollout.logprob_tolerance", "top_p"):
         assert text in heard[0]["text"]
     assert not (tmp_path / "runs" / "run" / "hf").exists()
     assert not (tmp_path / "runs" / "run" / "checkpoints").exists()

@@ -119,3 +119,22 @@ def test_a_run_that_is_killed_and_told_to_leave_takes_the_same_prompts(server: S
     assert "inside step 3" in found.ended.text
     ended, wrong = finish(server, inputs, tmp_path / "hit", expected, *GRPO)
     assert wrong == [], ended
+    on_split_ranks(server, inputs, tmp_path)
+
+
+def on_split_ranks(server: Server, inputs: Path, tmp_path: Path) -> None:
+    """Engines, rewards and actor apart: the rounds are those of shared ranks; and so is a replay of what they gave."""
+    apart = ["run.nproc=4", "placement={rollout: 0, reward: 1, actor: 2-3}"]
+    numbers = metrics(tmp_path / "whole" / "run")
+    stored = tmp_path / "split" / "run" / "rollouts"
+    replay = [*GRPO, *apart, "algorithm.dynamic_sampling.metric=null", "algorithm.dynamic_sampling.max_rounds=4"]
+    for name, more in (
+        ("split", [*GRPO, *apart, "trainer.store_rollouts=true"]),
+        ("replay", [*replay, "--replay-rollouts", str(stored)]),
+    ):
+        ended = server.run(arguments(inputs, tmp_path / name, *more), logs=tmp_path / "logs", ranks=4)
+        assert ended.codes == [0] * 4, ended.output
+        for before, after in zip(numbers, metrics(tmp_path / name / "run"), strict=True):
+            others = ("reshard/", "train/epoch")  # a replay takes no prompts for rounds
+            same = {key: value for key, value in before.items() if not key.startswith(others)}
+            assert {key: after.get(key) for key in same} == pytest.approx(same, abs=1e-5, rel=1e-5), name

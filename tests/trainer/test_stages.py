@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megaverl.models.tiny import make_tiny_folder
 from tests.faults.injector import Fault
 from tests.faults.runs import arguments, metrics
 from tests.faults.server import Ended, Server
-from tests.trainer.conftest import make_inputs
+from tests.trainer.conftest import MODEL, make_inputs
 
 RANKS = 2
 SHORT = [
@@ -89,6 +91,49 @@ def test_preferences_are_learned_and_a_killed_run_ends_with_the_same_bits(
     assert all(torch.equal(expected[name], tensor) for name, tensor in exported(hit).items())
 
 
+def test_fine_tuning_goes_on_like_any_run(server: Server, inputs: Path, tmp_path: Path) -> None:
+    """Killed after its first checkpoint and started again."""
+
+    def sft(runs: Path, *more: str) -> list[str]:
+        paths = [f"model.path={inputs / 'model'}", f"data.train={inputs / 'train.jsonl'}", f"run.dir={runs}"]
+        return ["sft", *paths, *PAIRS, "sft={steps: 5, batch_size: 8, lr: 1.0e-2, max_answer_tokens: 8}", *more]
+
+    whole, hit = tmp_path / "whole", tmp_path / "hit"
+    ended = run(server, sft(whole), tmp_path / "logs")
+    assert ended.codes == [0] * RANKS, ended.text
+    found = metrics(whole / "run")
+    assert [record["step"] for record in found] == [1, 2, 3, 4, 5] and found[-1]["sft/loss"] < found[0]["sft/loss"]
+    spans = json.loads((whole / "run" / "timeline.json").read_text())["traceEvents"]
+    assert sum(span["name"] == "sft" for span in spans) == 5
+    last = json.loads((whole / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["memory/actor_gpu_mem_mb"] > 1
+    run(server, sft(hit), tmp_path / "logs", Fault("kill", RANKS - 1, "sft", 4, mark=str(tmp_path / "mark")))
+    ended = run(server, sft(hit, "--resume=latest"), tmp_path / "logs")
+    assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS and "2 of 5 steps are done" in ended.text
+    assert metrics(hit / "run") == found
+    expected = exported(whole)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in exported(hit).items())
+
+
+def test_single_responses_beside_pairs(server: Server, inputs: Path, tmp_path: Path) -> None:
+    """KTO on rows of both kinds; a loss that compares refuses them before the first step."""
+    rows = [json.loads(line) for line in (inputs / "train_pairs.jsonl").read_text().splitlines()]
+    for number, row in enumerate(rows):
+        if number % 3:  # one of the two, at times the better one
+            response = row.pop("chosen"), row.pop("rejected")
+            row |= {"completion": response[number % 2], "label": number % 2 == 0}
+    (tmp_path / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [f"preference.{part}={tmp_path / 'judged.jsonl'}" for part in ("train", "validation")]
+    ended = run(server, on_pairs(inputs, tmp_path, "dpo", *files, "preference.loss=kto"), tmp_path / "logs")
+    assert ended.codes == [0] * RANKS, ended.text
+    found = metrics(tmp_path / "run")
+    assert found[-1]["dpo/loss"] < found[0]["dpo/loss"] == pytest.approx(0.5, abs=1e-3)
+    assert found[-1]["dpo/desirable_reward"] > found[-1]["dpo/undesirable_reward"]
+    assert found[-1]["validation/accuracy"] > 0.8
+    ended = run(server, on_pairs(inputs, tmp_path, "dpo", *files, "run.name=not"), tmp_path / "logs")
+    assert ended.codes == [1] * RANKS and "judged.jsonl, line 2: it has a single response" in ended.text
+
+
 def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     server: Server, inputs: Path, tmp_path: Path
 ) -> None:
@@ -103,34 +148,54 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     folder = tmp_path / "run" / "hf"
     model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    learned = [f"reward=[{{name: learned, path: '{folder}'}}, {{name: exact_match}}]", "trainer.save_samples=16"]
-    ended = run(server, rewarded(inputs, tmp_path / "rl", *SHORT, *learned), tmp_path / "logs")
-    assert ended.codes == [0] * RANKS, ended.text
+    # twice, with a weight, on a rank of its own: what a validation generates goes there and back as well
+    both = f"{{name: learned, path: '{folder}'}}, {{name: half, weight: 0.5, path: '{folder}'}}"
+    apart = ["run.nproc=3", "placement={rollout: 0, reward: 1, actor: 2}", "critic.pp=1", "trainer.save_samples=16"]
+    apart += ["trainer.validate_every=1", f"data.validation={inputs / 'held_out.jsonl'}"]
+    command = rewarded(inputs, tmp_path / "rl", *SHORT, *apart, f"reward=[{both}, {{name: exact_match}}]")
+    ended = server.run(command, logs=tmp_path / "logs", ranks=3)
+    assert ended.codes == [0] * 3, ended.text
     lines = (tmp_path / "rl" / "run" / "samples.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["finish_reason"] == "stop"]
     text = [tokenizer.encode(r["prompt"]) + tokenizer.encode(r["response"]) for r in records]
     ends = [tokenizer.eos_token_id]
-    checked = 0
+    checked, seen = Counter[str](), Counter[str]()
     for record, ids in zip(records, text, strict=True):
         with torch.no_grad():
             score = float(model(torch.tensor([[*ids, *ends]])).logits)
-        checked += record["reward"] == pytest.approx(score, abs=1e-4)
-    assert checked >= len(records) // 2, "but for those whose text is tokenised in another way"
-    found = metrics(tmp_path / "rl" / "run")[-1]
-    assert found["reward/mean"] == pytest.approx(found["reward/learned"] + found["reward/exact_match"], abs=1e-5)
+        checked[record["split"]] += record["reward"] == pytest.approx(1.5 * score, abs=1e-4)
+        seen[record["split"]] += 1
+    assert len(seen) == 2, "of training and of validation"
+    assert all(checked[split] >= count // 2 for split, count in seen.items()), "but for text that has other tokens"
+    found = next(r for r in metrics(tmp_path / "rl" / "run")[::-1] if "reward/mean" in r)
+    parts = found["reward/learned"] + 0.5 * found["reward/half"] + found["reward/exact_match"]
+    assert found["reward/mean"] == pytest.approx(parts, abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["prime", "raft"])
+@pytest.mark.parametrize("name", ["prime", "raft", "gkd"])
 def test_estimators_with_a_loop_of_their_own(server: Server, inputs: Path, tmp_path: Path, name: str) -> None:
     letters = f"reward={{function: '{inputs / 'reward.py'}:letters', accuracy: true}}"
     algorithm = f"algorithm={{name: {name}, group_size: 4, num_mini_batches: 1}}"
-    ended = run(server, arguments(inputs, tmp_path, *SHORT, algorithm, NO_KL, letters), tmp_path / "logs")
+    more = []
+    if name == "gkd":
+        teacher = make_teacher(inputs, tmp_path / "teacher")
+        more = [f"reference.path={teacher}", "trainer.steps=8"]
+    ended = run(server, arguments(inputs, tmp_path, *SHORT, algorithm, NO_KL, letters, *more), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
-    first, last = metrics(tmp_path / "run")
+    first, *_, last = metrics(tmp_path / "run")
     assert last["actor/grad_norm"] > 0
+    if name == "gkd":
+        found = [record["actor/distillation_divergence"] for record in (first, last)]
+        assert 0 < found[1] < 0.7 * found[0] and "train/kl" not in last, "the teacher alone is learned from"
     if name == "prime":
         assert last["reward_model/grad_norm"] > 0 and last["reward_model/loss"] < first["reward_model/loss"]
         assert first["reward_model/loss"] == pytest.approx(0.6931, abs=1e-3), "phi begins as the reference"
+
+
+def make_teacher(inputs: Path, folder: Path) -> Path:
+    """Another model over the same vocabulary."""
+    vocab_size = json.loads((inputs / "model" / "config.json").read_text())["vocab_size"]
+    return make_tiny_folder(folder, "Qwen3ForCausalLM", seed=7, **MODEL, vocab_size=vocab_size)
 
 
 def test_one_flow_with_ppo_a_reward_model_rejection_sampling_pairs_and_answers(

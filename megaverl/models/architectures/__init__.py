@@ -27,11 +27,11 @@ LAYERS = {
 }
 
 
-def weights_of(spec: ModelSpec, *, value_head: int = 0) -> list[Weight]:
+def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False) -> list[Weight]:
     """All global arrays of a model, named as Hugging Face names them.
 
     With `value_head` the critic of this model: `score.weight` `[value_head, hidden]` in place of the language-model
-    head, embeddings not tied.
+    head, embeddings not tied; `beside_logits` that of an actor and its critic on one backbone, with both heads.
 
     Raises:
         ModelError: an architecture without a table, or attention biases where the table has none.
@@ -43,4 +43,4 @@ def weights_of(spec: ModelSpec, *, value_head: int = 0) -> list[Weight]:
             f"{spec.architecture} with `attention_bias: true` is not supported: only Qwen2 may have "
             "biases on its attention projections."
         )
-    return build(LAYERS[spec.architecture], spec, value_head=value_head)
+    return build(LAYERS[spec.architecture], spec, value_head=value_head, beside_logits=beside_logits)

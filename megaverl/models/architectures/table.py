@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megaverl.layout.weights import Split, Weight
@@ -60,26 +60,28 @@ FINAL_NORM = Rule(
 )
 LM_HEAD = Rule("lm_head.weight", ("vocab", "hidden"), Split.VOCAB, "output_layer.weight", "lm_head.weight", "last")
 VALUE_HEAD = Rule("score.weight", ("value_heads", "hidden"), Split.REPLICATED, "output_layer.weight", None, "last")
+VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")  # where the language-model head stays
 
 
-def build(layers: Layers, spec: ModelSpec, *, value_head: int) -> list[Weight]:
+def build(layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bool = False) -> list[Weight]:
     """All weights of a decoder whose layers follow these rules, in the order of the forward pass.
 
     With `value_head` the model is a critic: `score.weight` `[value_head, hidden]` in the place of the language-model
-    head, and nothing tied.
+    head, and nothing tied; `beside_logits` it keeps that head, and has values as well.
     """
     sizes = {"value_heads": int(value_head), **_sizes(spec)}
-    tied = spec.tie_embeddings and not value_head
+    has_logits = beside_logits or not value_head
+    tied = spec.tie_embeddings and has_logits
     num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
     dense, routed = (_templates(rules, sizes, spec) for rules in layers)
     weights = [_outside(EMBEDDING, sizes, tied=tied)]
     for layer in range(spec.num_layers):
         weights += _in_layer(layer, dense if layer < num_dense else routed)
     weights.append(_outside(FINAL_NORM, sizes))
-    if value_head:
-        weights.append(_outside(VALUE_HEAD, sizes))
-    elif not tied:
+    if has_logits and not tied:
         weights.append(_outside(LM_HEAD, sizes))
+    if value_head:
+        weights.append(_outside(VALUES_BESIDE if beside_logits else VALUE_HEAD, sizes))
     return weights
 
 

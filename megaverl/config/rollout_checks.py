@@ -1,0 +1,49 @@
+"""`rollout.sampling_rules`: rules that say nothing, never hold, or leave nothing to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megaverl.config.errors import Mistake
+from megaverl.config.rollout import RolloutConfig
+from megaverl.config.schema import Config
+
+_KEY = "rollout.sampling_rules"
+
+
+def sampling_mistakes(config: Config) -> Iterator[Mistake]:
+    """Every mistake in how samples are drawn by the length of their prompt."""
+    rollout = config.rollout
+    if not rollout.adaptive_sampling:
+        if rollout.sampling_rules != RolloutConfig().sampling_rules:
+            yield Mistake(_KEY, "is set, but rollout.adaptive_sampling is false. Use adaptive_sampling: true.")
+        return
+    if not rollout.sampling_rules:
+        yield Mistake(_KEY, "is empty, and rollout.adaptive_sampling is set. Give rules, or leave both out.")
+    if rollout.function is not None:
+        yield Mistake(
+            "rollout.adaptive_sampling",
+            "is set, and rollout.function draws in its own way. Use one of the two.",
+            involves=("rollout.function",),
+        )
+    yield from _rules(config)
+
+
+def _rules(config: Config) -> Iterator[Mistake]:
+    rules, group_size = config.rollout.sampling_rules, config.algorithm.group_size
+    for number, rule in enumerate(rules):
+        key = f"{_KEY}.{number}"
+        if not rule.changes:
+            yield Mistake(key, "changes nothing. Give temperature, top_k, or both.")
+        if rule.under is not None and rule.over is not None and rule.under <= rule.over + 1:
+            yield Mistake(key, f"holds for no prompt: under {rule.under} and over {rule.over} tokens.")
+        if rule.under is rule.over is None and number < len(rules) - 1:
+            yield Mistake(key, "holds for every prompt, so that no rule after it is looked at. Put it last.")
+        if rule.temperature == 0 and group_size > 1:
+            yield Mistake(
+                f"{key}.temperature",
+                f"found 0; with algorithm.group_size={group_size} all responses of a greedy prompt are the same, and "
+                "teach nothing. Give rollout.sampling_rules whose temperatures are above 0, such as "
+                "[{over: 512, temperature: 0.7, top_k: 50}].",
+                involves=("algorithm.group_size", "algorithm.name"),
+            )

@@ -1,0 +1,229 @@
+"""Finished samples on their way while others are still being written: from the engines to reward, actor and critic.
+
+The first rank of each engine sends what is finished in parts; whoever takes the step's rollouts puts the parts in their
+places, and may work on each as it comes. In the end it has the batch that it would have had at once, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.dataflow.carrier import Carrier
+from megaverl.dataflow.plan import Edge
+from megaverl.errors import DataError
+from megaverl.fabric import Fabric
+from megaverl.fabric.courier import Readers, spread_batch
+from megaverl.fabric.move import Moving, receive_rows, send_rows, table_of
+from megaverl.fabric.post import Sent, receive_json, send_json
+from megaverl.fabric.rows import Move
+from megaverl.fabric.wire import Table, merge
+
+STREAMED = "rollouts"
+BY_NUMBER = frozenset({"reward"})  # operators whose ranks read rows by their number, which is known before they come
+PARTS = 16  # a rank that sends waits until so large a part of its samples is finished
+
+# Called with the numbers of samples and with these.
+Each = Callable[[Sequence[int], RolloutBatch], None]
+
+
+class StreamingCarrier(Carrier):
+    """A carrier whose edges of `rollouts` are sent in parts; see `Carrier` for the rest.
+
+    Args:
+        speakers: the engines' first ranks, which have the samples; none: everything goes whole.
+        samples_per_step: how many samples a step has.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        known: Sequence[type],
+        readers: Mapping[str, Readers],
+        speakers: Sequence[int],
+        samples_per_step: int,
+    ) -> None:
+        super().__init__(fabric, known, readers)
+        self.speakers, self._count = tuple(speakers), samples_per_step
+        self._outgoing: dict[Edge, Outgoing] = {}
+        self._arrived: dict[Edge, RolloutBatch] = {}
+
+    def follow(self, edges: Iterable[Edge]) -> None:
+        """The edges of the flow that is run."""
+        if self.fabric.rank in self.speakers:
+            mine = [edge for edge in edges if self.streams(edge)]
+            self._outgoing = {edge: Outgoing(self.fabric, edge, self._rows_by_rank(edge)) for edge in mine}
+
+    def streams(self, edge: Edge) -> bool:
+        """Whether an edge's value goes in parts: who reads which samples of it does not depend on their lengths."""
+        if edge.value != STREAMED or not self.speakers:
+            return False
+        return self._readers_of(edge) is None or BY_NUMBER.issuperset(edge.takers)
+
+    def begin(self) -> None:
+        """A step's samples will be given as they are finished."""
+        for outgoing in self._outgoing.values():
+            outgoing.begin(max(1, self._count // (PARTS * len(self.speakers))))
+
+    def give(self, rows: Sequence[int], part: RolloutBatch) -> None:
+        """These samples are finished; on the first rank of the engine that wrote them."""
+        for outgoing in self._outgoing.values():
+            outgoing.give(rows, part)
+
+    def send(self, edge: Edge, values: Mapping[str, Any]) -> None:
+        if not self.streams(edge):
+            super().send(edge, values)
+        elif edge in self._outgoing:
+            place = self.speakers.index(self.fabric.rank)
+            self._outgoing[edge].finish(values[edge.value], range(place, self._count, len(self.speakers)))
+
+    def arrive(
+        self, edge: Edge, span: Callable[[str], AbstractContextManager[Any]], each: Each = lambda rows, part: None
+    ) -> None:
+        """Take in a step's samples as they come; `receive` then has the whole.
+
+        Args:
+            span: opened with "wait" around waiting.
+            each: called with every part that comes, of the samples that this rank reads.
+
+        Raises:
+            TrainingStopped: an engine's rank did not send its part in time, by number and role.
+            DataError: samples are missing.
+        """
+        parts: list[tuple[list[int], Table]] = []
+        lengths: dict[int, tuple[int, int]] = {}
+        waiting = list(self.speakers)
+        while waiting:
+            for sender in tuple(waiting):
+                with span("wait"):
+                    head, table = receive_part(self.fabric, edge, sender)
+                if table is not None:
+                    parts.append((head["rows"], table))
+                    each(head["rows"], batch_of(table))
+                if head["lengths"] is not None:
+                    lengths |= {row: (prompt, response) for row, prompt, response in head["lengths"]}
+                    waiting.remove(sender)
+        self._arrived[edge] = put_together(parts, lengths)
+
+    def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
+        return self._arrived.pop(edge) if edge in self._arrived else super().receive(edge, values)
+
+    def settle(self) -> None:
+        super().settle()
+        for outgoing in self._outgoing.values():
+            outgoing.sent.wait()
+
+    def _rows_by_rank(self, edge: Edge) -> dict[int, frozenset[int]]:
+        readers, every = self._readers_of(edge), range(self._count)
+        if readers is None:
+            return dict.fromkeys(edge.dest, frozenset(every))
+        read = readers([0] * self._count, [0] * self._count)
+        return {rank: frozenset(read[rank]) for rank in edge.dest}
+
+
+class Outgoing:
+    """What one rank sends along one edge, step by step.
+
+    Args:
+        wanted: by receiver, the samples that it reads.
+
+    Attributes:
+        sent: messages on their way.
+    """
+
+    def __init__(self, fabric: Fabric, edge: Edge, wanted: Mapping[int, frozenset[int]]) -> None:
+        self.fabric, self.edge, self.wanted = fabric, edge, wanted
+        self.sent = Sent()
+        self._least: int | None = None
+        self._rows: list[int] = []  # of this step, given so far
+        self._kept: list[tuple[Sequence[int], RolloutBatch]] = []  # given, and not sent
+
+    def begin(self, least: int) -> None:
+        """A new step, whose samples go when `least` of them are finished."""
+        self._least = least
+
+    def give(self, rows: Sequence[int], part: RolloutBatch) -> None:
+        """These samples are finished."""
+        self._rows += rows
+        self._kept.append((rows, part))
+        if self._least is not None and sum(len(one) for one, _ in self._kept) >= self._least:
+            self._send_kept()
+
+    def finish(self, batch: RolloutBatch, share: Sequence[int]) -> None:
+        """The step is over: send what was kept, and say that this was all.
+
+        Args:
+            batch: all samples of the step, on every rank that sends.
+            share: those that this rank sends where none were given one by one.
+        """
+        if self._least is None and share:
+            self.give(share, batch.select(share))
+        self._send_kept()
+        prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
+        lengths = [[row, prompts[row], responses[row]] for row in self._rows]
+        for dest, wanted in self.wanted.items():
+            # who reads nothing makes an empty batch, and must know of what
+            nothing = batch.select([]) if not wanted else None
+            self._post(dest, [], nothing, lengths)
+        self._least, self._rows = None, []
+
+    def _send_kept(self) -> None:
+        self.sent.forget_done()
+        if not self._kept:
+            return
+        rows = [row for some, _ in self._kept for row in some]
+        part = RolloutBatch.concat([batch for _, batch in self._kept])
+        self._kept = []
+        for dest, wanted in self.wanted.items():
+            places = [place for place, row in enumerate(rows) if row in wanted]
+            if places:
+                self._post(dest, [rows[place] for place in places], part.select(places), None)
+
+    def _post(self, dest: int, rows: list[int], part: RolloutBatch | None, lengths: Any) -> None:
+        head = {"rows": rows, "holds": part is not None, "lengths": lengths}
+        self.sent.add(send_json(self.fabric, _name(self.edge), dest, head))
+        if part is not None:
+            moving = _moving(self.edge, rows, self.fabric.rank, dest, receives=False)
+            self.sent.add(send_rows(self.fabric, moving, table_of(part.tensors, part, part.columns)))
+
+
+def receive_part(fabric: Fabric, edge: Edge, sender: int) -> tuple[dict[str, Any], Table | None]:
+    """The next message from one engine, when it is here: what it is, and samples, if there are any in it."""
+    head: dict[str, Any] = receive_json(fabric, _name(edge), sender)
+    if not head["holds"]:
+        return head, None
+    return head, receive_rows(fabric, _moving(edge, head["rows"], sender, fabric.rank, receives=True))
+
+
+def put_together(parts: Sequence[tuple[Sequence[int], Table]], lengths: Mapping[int, tuple[int, int]]) -> RolloutBatch:
+    """The step's batch from its parts; samples that are not read here have their lengths, and nothing else.
+
+    Raises:
+        DataError: a sample is missing.
+    """
+    if missing := sorted(set(range(max(lengths, default=-1) + 1)) - lengths.keys()):
+        raise DataError(f"{STREAMED}: of {max(lengths) + 1} samples {missing} did not come")
+    rows = sorted({row for some, _ in parts for row in some})
+    place = {row: number for number, row in enumerate(rows)}
+    merged = merge(len(rows), [([place[row] for row in some], table, range(len(some))) for some, table in parts])
+    batch = batch_of(merged)
+    if len(rows) == len(lengths):
+        return batch
+    of_all = [lengths[row] for row in range(len(lengths))]
+    return spread_batch(batch, rows, [[prompt for prompt, _ in of_all], [response for _, response in of_all]])
+
+
+def batch_of(table: Table) -> RolloutBatch:
+    """What came as rows, on the CPU."""
+    return RolloutBatch({name: tensor.cpu() for name, tensor in table.tensors.items()}, table.columns)
+
+
+def _name(edge: Edge) -> str:
+    return f"{edge.value}, by samples"
+
+
+def _moving(edge: Edge, rows: Sequence[int], source: int, dest: int, *, receives: bool) -> Moving:
+    held, wanted = ((), tuple(rows)) if receives else (tuple(rows), ())
+    return Moving(_name(edge), held, wanted, (Move(source, dest, tuple(rows)),), receives)

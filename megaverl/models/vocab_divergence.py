@@ -1,0 +1,147 @@
+"""Divergence of two distributions over the whole vocabulary, token by token: some tokens at a time, over the
+tensor-parallel ranks.
+
+The teacher is given by its hidden states and its output layer's weight: its logits are never whole, and neither are
+log-probs of the student's. Each chunk is computed once forward and, as nothing of it is kept, once more backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.models.chunked_head import CHUNK_BYTES
+from megaverl.models.vocab_parallel import LOWEST, Shard
+
+# log-probs [m, v] of student and teacher -> [m], a sum over v of terms of one entry each
+Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Distributions:
+    """n distributions, as logits or as what they are made of.
+
+    rows: [..., padded_vocab / tp] logits; with a weight [..., hidden] hidden states.
+    index: [n] int64, no two the same: which of the rows.
+    weight: [padded_vocab / tp, hidden], this rank's part of an output layer.
+    """
+
+    rows: torch.Tensor
+    index: torch.Tensor
+    weight: torch.Tensor | None = None
+
+    def logits(self, part: slice, valid: int) -> torch.Tensor:
+        """[m, valid] of some of them."""
+        rows = self.rows.reshape(-1, self.rows.shape[-1]).index_select(0, self.index[part])
+        return rows[:, :valid] if self.weight is None else rows @ self.weight[:valid].t()
+
+
+class _Divergences(torch.autograd.Function):
+    """D_t = sum_v f(log p_v, log q_v). With g = df / dlog p: dD_t / dz = (g - p sum_v g) / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: torch.Tensor,
+        weight: torch.Tensor | None,
+        index: torch.Tensor,
+        teacher: Distributions,
+        divergence: Divergence,
+        shard: Shard,
+        temperature: float,
+    ) -> torch.Tensor:
+        student = Distributions(rows, index, weight)
+        count = len(index)
+        totals = torch.zeros(2, count, device=rows.device)
+        sums = torch.zeros(2, count, device=rows.device)  # the divergence, and the sum of its slopes
+        for part in _parts(count, shard.valid):
+            both = [_scaled(each.logits(part, shard.valid), temperature) for each in (student, teacher)]
+            totals[:, part] = _log_totals(both, shard)
+            log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
+            values, slopes = _with_slopes(divergence, log_p, log_q)
+            sums[0, part], sums[1, part] = values, slopes.sum(dim=-1)
+        sums = shard.all_reduce(sums, dist.ReduceOp.SUM)
+        ctx.save_for_backward(rows, weight, index, teacher.rows, teacher.index, teacher.weight, totals, sums[1])
+        ctx.options = divergence, shard, temperature
+        return sums[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight, index, *of_teacher, totals, slope_sums = ctx.saved_tensors
+        divergence, shard, temperature = ctx.options
+        student, teacher = Distributions(rows, index, weight), Distributions(*of_teacher)
+        grad_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format)
+        flat, out = rows.reshape(-1, rows.shape[-1]), grad_rows.view(-1, rows.shape[-1])
+        grad_weight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
+        for part in _parts(len(index), shard.valid) if shard.valid else ():
+            both = [_scaled(each.logits(part, shard.valid), temperature) for each in (student, teacher)]
+            log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
+            _, slopes = _with_slopes(divergence, log_p, log_q)
+            grad = slopes - log_p.exp_().mul_(slope_sums[part, None])
+            grad = grad.mul_(grads[0][part, None] / temperature).to(rows.dtype)
+            if weight is None:
+                out[:, : shard.valid].index_copy_(0, index[part], grad)
+                continue
+            out.index_copy_(0, index[part], grad @ weight[: shard.valid])
+            assert grad_weight is not None
+            grad_weight[: shard.valid] += grad.t() @ flat.index_select(0, index[part])
+        given = None if grad_weight is None or weight is None else grad_weight.to(weight.dtype)
+        return grad_rows, given, None, None, None, None, None
+
+
+def vocab_parallel_divergence(
+    student: Distributions,
+    teacher: Distributions,
+    divergence: Divergence,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """[n] float32: how far the student's distributions are from the teacher's, the same on every rank of the group.
+
+    Args:
+        student: as logits or hidden states; the gradient flows to its rows, and to its weight.
+        teacher: as many.
+        divergence: of log-probs; see `megaverl.algorithms.distillation`.
+        vocab_size: columns beyond it are padding.
+        temperature: logits of both are divided by it.
+        group: the ranks that share the vocabulary, in order.
+    """
+    columns = student.rows.shape[-1] if student.weight is None else student.weight.shape[0]
+    shard = Shard.of(columns, vocab_size, group)
+    found: torch.Tensor = _Divergences.apply(
+        student.rows, student.weight, student.index, teacher, divergence, shard, temperature
+    )
+    return found
+
+
+def _parts(count: int, columns: int) -> Iterator[slice]:
+    step = max(16, CHUNK_BYTES // (4 * max(columns, 1)))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return logits.to(torch.float32, copy=True).div_(temperature)
+
+
+def _log_totals(both: list[torch.Tensor], shard: Shard) -> torch.Tensor:
+    """[2, m]: log sum e^z over the whole vocabulary, of both."""
+    top = torch.stack([z.amax(dim=-1) if shard.valid else z.new_full((len(z),), LOWEST) for z in both])
+    top = shard.all_reduce(top, dist.ReduceOp.MAX)
+    sums = torch.stack([(z - most[:, None]).exp_().sum(dim=-1) for z, most in zip(both, top, strict=True)])
+    return shard.all_reduce(sums, dist.ReduceOp.SUM).log() + top
+
+
+def _with_slopes(divergence: Divergence, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(D [m], its derivatives by log p [m, v])."""
+    with torch.enable_grad():
+        leaf = log_p.detach().requires_grad_()
+        values = divergence(leaf, log_q)
+        (slopes,) = torch.autograd.grad(values.sum(), leaf)
+    return values.detach(), slopes

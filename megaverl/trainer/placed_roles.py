@@ -1,0 +1,68 @@
+"""What a rank has of a run's roles where they have ranks of their own, and who reports their updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megaverl.config import Config
+from megaverl.coordinator import Seat
+from megaverl.fabric import Fabric
+from megaverl.placement import ResolvedPlacement
+from megaverl.roles.apart import Elsewhere, FilledByOthers
+from megaverl.trainer.build import Builder
+from megaverl.trainer.scored_elsewhere import reward_of
+from megaverl.trainer.step import Roles
+
+
+def roles_here(builder: Builder, fabric: Fabric, *, generates: bool) -> Roles:
+    """This rank's part of every role; in the place of what is on other ranks, something that says so when it is used.
+
+    Args:
+        generates: False: stored rollouts take the engines' place.
+    """
+    config, has, placement = builder.config, fabric.has, fabric.placement
+
+    def here(role: str, make: Any) -> Any:
+        return make() if has(role) else Elsewhere(role)
+
+    player = builder.player()
+    heads = len(player.agents) if player else 1
+    actor = here("actor", lambda: builder.actor(heads))
+    model = actor.model if has("actor") else None
+    rollout: Any = Elsewhere("rollout")
+    if generates and placement.colocated("actor", "rollout"):
+        rollout = here("rollout", lambda: builder.rollout(model))
+    elif generates and (fabric.rank in placement.islands[0] or has("rollout")):
+        rollout = builder.rollout_apart(model)
+    elif has("actor"):
+        rollout = FilledByOthers("rollout")
+    return Roles(
+        actor=actor,
+        critic=here("critic", lambda: builder.critic(heads)) if config.uses_critic else None,
+        reference=here("reference", lambda: builder.reference(model)) if config.uses_reference else None,
+        reward=reward_of(builder, fabric),
+        kl=builder.kl_controller(),
+        player=player,
+        rollout=rollout if generates else None,
+    )
+
+
+def seats_of(config: Config, placement: ResolvedPlacement) -> tuple[list[str], list[Seat]]:
+    """The roles that are trained, and who reports their updates: the first rank of each, and of each island."""
+    alone = config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
+    roles = ["actor", *(["critic"] if config.uses_critic else [])]
+    seats = [
+        Seat(island_name(role, number) if alone else role, world.ranks[0], number)
+        for role in roles
+        for number, world in enumerate(world for world in placement.worlds if role in world.roles)
+    ]
+    return roles, seats
+
+
+def island_name(role: str, number: int) -> str:
+    """What an island's part of a role is called, where it is not that of all."""
+    return f"{role}.{number}" if number else role
+
+
+def island_file(role: str, rank: int) -> str:
+    return f"island_{role}_{rank}.safetensors"

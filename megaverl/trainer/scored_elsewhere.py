@@ -1,0 +1,56 @@
+"""Scores of responses that no step's flow carries (a validation's), where reward models have ranks of their own."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from megaverl.config import Config
+from megaverl.data.batch import RolloutBatch
+from megaverl.fabric import Fabric
+from megaverl.fabric.courier import Courier
+from megaverl.roles.reward import RewardRole, Scores
+from megaverl.trainer.build import Builder
+
+_ASKED, _ANSWERED = "responses to score", "their scores"
+
+
+def reward_of(builder: Builder, fabric: Fabric) -> RewardRole:
+    """This rank's part of the rewards: models where they are placed, and on the engines' ranks a way to them."""
+    role = builder.reward(models_are_here=fabric.has("reward"))
+    asks = models_are_apart(builder.config, fabric) and fabric.has("rollout")
+    return cast(RewardRole, ScoredElsewhere(role, fabric)) if asks else role
+
+
+def models_are_apart(config: Config, fabric: Fabric) -> bool:
+    """Whether there are reward models, on other ranks than the engines."""
+    return any(entry.path is not None for entry in config.reward) and not fabric.placement.colocated(
+        "reward", "rollout"
+    )
+
+
+class ScoredElsewhere:
+    """In a RewardRole's place on the engines' ranks; all of these, and of the reward's, take part in `score`."""
+
+    def __init__(self, role: RewardRole, fabric: Fabric) -> None:
+        self._role, self._fabric = role, fabric
+        self._courier = Courier(fabric, (Scores,))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._role, name)
+
+    def score(self, batch: RolloutBatch) -> Scores:
+        """Scores of all samples, when they are here."""
+        engines, models = self._fabric.placement.ranks["rollout"], self._fabric.placement.ranks["reward"]
+        self._courier.send(_ASKED, batch, engines, models)
+        scores: Scores = self._courier.receive(_ANSWERED, models, engines)
+        self._courier.settle()
+        return scores
+
+
+def serve_scores(role: RewardRole, fabric: Fabric) -> None:
+    """On the reward's ranks: score what the engines' ranks ask for, once."""
+    engines, models = fabric.placement.ranks["rollout"], fabric.placement.ranks["reward"]
+    courier = Courier(fabric, (Scores,))
+    scores = role.score(courier.receive(_ASKED, engines, models))
+    courier.send(_ANSWERED, scores, models, engines)
+    courier.settle()

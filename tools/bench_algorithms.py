@@ -1,0 +1,167 @@
+"""What share of a training step is the algorithm itself: advantages, token weights, losses and their gradients.
+
+    python tools/bench_algorithms.py --out runs/learning_curves [--algorithms grpo ppo] [--steps 6]
+
+Real steps of every algorithm of `tools/learning_curves.py`, on the same task and model, one process. Of each step is
+timed: the operator `advantages`; weights and token selection of every mini-batch; of every micro-batch the loss from
+log-probs (values) on, and its backward pass down to them. The model here has two layers and a vocabulary of 32, so a
+step is as short as it gets: the share of anything larger is lower. Medians over the steps but the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+
+from tools.learning_curves import ALGORITHMS, configuration, join_world, warm_start  # noqa: E402
+
+LIMIT = 0.02
+
+
+class Clock:
+    """Seconds of the running step that were the algorithm's."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._inside = 0.0  # of a loss, what was the model's
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, counted."""
+
+        def counted(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return counted
+
+    def loss(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A loss: counted but for what `model` takes inside it, and its backward pass down to there."""
+
+        def counted(*args: Any) -> Any:
+            self._inside, start = 0.0, time.perf_counter()
+            value, sums = function(*args)
+            self.seconds += time.perf_counter() - start - self._inside
+            return _Mark.apply(value, self), sums
+
+        return counted
+
+    def model(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes log-probs or values of the model's output."""
+
+        def counted(*args: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            found = function(*args, **options)
+            for tensor in found if isinstance(found, tuple) else (found,):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._reached)
+            self._inside += time.perf_counter() - start
+            return found
+
+        return counted
+
+    def _reached(self, gradient: torch.Tensor) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self.backward_began
+        self.backward_began = now  # a second tensor's gradient comes later
+
+    backward_began = 0.0
+
+
+class _Mark(torch.autograd.Function):
+    """Nothing but a sign, backward, that the loss's gradient begins here."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, clock: Clock) -> torch.Tensor:
+        ctx.clock = clock
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.clock.backward_began = time.perf_counter()
+        return grads[0], None
+
+
+def watch(trainer: Any, clock: Clock) -> None:
+    """Count what is the algorithm's in a trainer's steps."""
+    from megaverl.roles.updates import Weighting
+
+    step, roles = trainer.step, trainer.roles
+    step.credit.assign_each = clock.timed(step.credit.assign_each)
+    for role in (roles.actor, roles.critic, roles.implicit):
+        if role is None:
+            continue
+        role._loss = clock.loss(role._loss)
+        for name in ("log_probs", "values"):
+            setattr(role.model, name, clock.model(getattr(role.model, name)))
+    roles.actor._select = clock.timed(roles.actor._select)
+    if not hasattr(Weighting, "plain"):
+        Weighting.plain = Weighting.weights  # type: ignore[attr-defined]
+    Weighting.weights = clock.timed(Weighting.plain)  # type: ignore[attr-defined,method-assign]
+
+
+def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
+    """(seconds of a step, of which the algorithm's), medians."""
+    from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.config import load_config
+    from megaverl.metrics.console import Console
+    from megaverl.trainer.rl import RLTrainer
+
+    warm = warm_start(out, 0)
+    seed_generators(0)
+    given = configuration(out, 0, f"cost_{name}", name, warm).to_dict()
+    given["trainer"] |= {"steps": steps, "validate_every": 0}
+    given["checkpoint"] |= {"resume": "never"}
+    given["data"] |= {"validation": []}
+    config = load_config(given, world_size=1)
+    trainer, clock = RLTrainer(config, Console(rank=1)), Clock()
+    watch(trainer, clock)
+    found: list[tuple[float, float]] = []
+    one_step = trainer.one_step
+
+    def watched(*args: Any, **options: Any) -> dict[str, float]:
+        clock.seconds = 0.0
+        metrics = one_step(*args, **options)
+        found.append((metrics["train/step_time_ms"] / 1e3, clock.seconds))
+        return metrics
+
+    trainer.one_step = watched  # type: ignore[method-assign]
+    trainer.train()
+    kept = found[1:] or found
+    return statistics.median(step for step, _ in kept), statistics.median(own for _, own in kept)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of tools/learning_curves.py, or an empty one")
+    parser.add_argument("--algorithms", nargs="*", default=list(ALGORITHMS), choices=list(ALGORITHMS), metavar="NAME")
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    join_world()
+    shares = {}
+    print("| algorithm | step, ms | advantages and losses, ms | share |\n| --- | --- | --- | --- |")
+    for name in options.algorithms:
+        step, own = measure(options.out, name, options.steps)
+        shares[name] = own / step
+        print(f"| {name} | {step * 1e3:.0f} | {own * 1e3:.2f} | {own / step:.2%} |", flush=True)
+    over = [name for name, share in shares.items() if share >= LIMIT]
+    print(
+        f"\nmost: {max(shares.values()):.2%}; {'all under' if not over else ', '.join(over) + ' not under'} {LIMIT:.0%}"
+    )
+    return 1 if over else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
