@@ -184,4 +184,5 @@ else
     PYTHON="$_venv/bin/python"
     _bootstrap "$_base_lock"
 fi
-export PATH="$(dirname "$PYTHON"):$PATH"
+PATH="$(dirname "$PYTHON"):$PATH"
+export PATH

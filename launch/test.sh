@@ -2,8 +2,9 @@
 # The test suite: ruff, mypy, pytest. Sets up .venv on the first run.
 #
 #   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/layout -k qwen3
+# shellcheck source=launch/bootstrap.sh
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
-cd "$MEGAVERL_ROOT"
+cd "$MEGAVERL_ROOT" || exit
 
 # One thread per process: the tests run several processes on few cores. No test may reach for a hub.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

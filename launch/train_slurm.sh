@@ -31,6 +31,7 @@ export NNODES MASTER_ADDR MASTER_PORT
 
 # SLURM_NODEID is known inside a task only, hence the inner shell.
 # A rank that is lost ends all others within a minute, and each says why, so nothing is killed before that.
+# shellcheck disable=SC2016
 srun --kill-on-bad-exit=0 --wait=120 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$0" "$@"' \
     "$root/launch/train_multi_node.sh" "$@" &
 step=$!

@@ -45,6 +45,7 @@ for group in "${!roles[@]}"; do
     role="${roles[group]}"
     processes="${NPROC:-}"
     [[ "$role" == coordinator ]] && processes="${NPROC_OF_COORDINATOR:-1}"
+    # shellcheck disable=SC2016 # a node knows its number within its group
     FIRST="$first" ROLE="$role" NPROC="$processes" srun --het-group="$group" --kill-on-bad-exit=0 --wait=120 \
         bash -c 'NODE_RANK=$((FIRST + SLURM_NODEID)) exec "$0" "$@"' "$root/launch/train_multi_node.sh" "$@" &
     steps+=("$!")

@@ -176,9 +176,10 @@ def _save_rank(given: argparse.Namespace) -> int:
 
 def measure_resume(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Train one step, start again for a second one; the seconds of the second start."""
+    tp = given.nproc if given.engine == "vllm" else 1  # as the actor's: the engine then lives in its weights
     arguments = [
         *_arguments(folder, given.nproc),
-        f"rollout={{engine: {given.engine}, logprob_tolerance: 50, sampling: {{max_tokens: 8}}}}",
+        f"rollout={{engine: {given.engine}, tp: {tp}, logprob_tolerance: 50, sampling: {{max_tokens: 8}}}}",
         "algorithm={name: grpo, group_size: 4, kl: {coef: 0.0}}",
         'reward={"function": "' + str(folder / "reward.py") + ':letters"}',
         "trainer={validate_every: 0}",

@@ -16,7 +16,7 @@
 set -euo pipefail
 
 nodes=(gen-1 gen-2 score train coord)
-roles=(rollout rollout reward,critic train coordinator)
+roles=(rollout rollout "reward,critic" train coordinator)
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${MEGAVERL_PYTHON:-$([[ -x "$root/.venv/bin/python" ]] && echo "$root/.venv/bin/python" || echo python3)}"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -37,13 +37,13 @@ class TrainerConfig:
     """
 
     algorithm: str = "ppo"
-    actor_model: str | None = None
-    critic_model: str | None = None
-    reference_model: str | None = None
-    tokenizer: str | None = None
+    actor_model: str | Path | None = None
+    critic_model: str | Path | None = None
+    reference_model: str | Path | None = None
+    tokenizer: str | Path | None = None
     reward_function: Reward | Sequence[Reward] | None = None
-    train_data: str | Sequence[str] | None = None
-    validation_data: str | Sequence[str] | None = None
+    train_data: str | Path | Sequence[str | Path] | None = None
+    validation_data: str | Path | Sequence[str | Path] | None = None
     total_steps: int | None = None
     prompts_per_step: int | None = None
     group_size: int | None = None
@@ -64,7 +64,7 @@ class TrainerConfig:
     checkpoint_config: Mapping[str, Any] | None = None
     log_with: str | Sequence[str] | None = None
     track_metrics: Sequence[str] | None = None
-    output_dir: str | None = None
+    output_dir: str | Path | None = None
     run_name: str | None = None
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -195,8 +195,8 @@ def plain(value: Any, where: str) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ConfigError(
-        f"{where}: found an object of {type(value).__module__}.{type(value).__qualname__}; expected what a configuration "
-        "file can hold, since every rank reads it: text (a folder, org/name), a number, a list or a mapping."
+        f"{where}: found a {type(value).__name__}; expected text (a folder, org/name), a number, a list or a mapping: "
+        "every rank reads it out of a file."
     )
 
 

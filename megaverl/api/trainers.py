@@ -50,7 +50,7 @@ class RLTrainer:
         self,
         config: Description | None = None,
         *,
-        reward_model: Reward | None = None,
+        reward_model: Reward | Path | None = None,
         strategy: RoleBasedDistributedStrategy | None = None,
         overrides: Sequence[str] = (),
         **settings: Any,
@@ -197,9 +197,11 @@ def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def _reward_of(value: Reward) -> dict[str, Any]:
+def _reward_of(value: Reward | Path) -> dict[str, Any]:
     from megaverl.api.settings import reward_entry
 
+    if isinstance(value, Path):
+        value = str(value)
     is_model = (
         isinstance(value, str) and ":" not in value and ((Path(value) / "config.json").exists() or is_hub_name(value))
     )

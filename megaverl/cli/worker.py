@@ -20,8 +20,11 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -
     the traceback. The process then ends at once: ranks that wait for this one must not hold it.
     """
     try:
+        from megaverl.capacity.start import check_before_start
         from megaverl.trainer.run import main
 
+        if command == "train":
+            check_before_start(config)
         code = main(config, command, options)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)

@@ -51,7 +51,8 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
                 involves=("sft.steps",),
             )
         )
-    return [*mistakes, *([*_files(config, command), *_run_folder(config)] if check_paths else [])]
+    here = (_files(config, command), _run_folder(config), _packages(config, command))
+    return [*mistakes, *(mistake for found in here if check_paths for mistake in found)]
 
 
 def _model(config: Config) -> tuple[ModelSpec | None, list[Mistake]]:
@@ -255,6 +256,21 @@ def _run_folder(config: Config) -> Iterator[Mistake]:
         yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
     elif not os.access(there, os.W_OK):
         yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} cannot be written. Name another folder.")
+
+
+def _packages(config: Config, command: str) -> Iterator[Mistake]:
+    """What a run would only miss when it builds its roles, minutes later."""
+    generates = command in ("train", "eval", "generate", "quickstart") and config.trainer.replay_rollouts is None
+    if generates and config.rollout.engine == "vllm" and find_spec("vllm") is None:
+        yield Mistake(
+            "rollout.engine",
+            "is vllm, which is not installed here: pip install 'megaverl[vllm]' (without a GPU 'megaverl[cpu]'), "
+            "or rollout.engine=hf.",
+        )
+    if find_spec("megatron") is None:
+        yield Mistake(
+            "actor", "is trained by megatron-core, which is not installed here: pip install 'megaverl[megatron]'."
+        )
 
 
 def _source_problem(path: str) -> str:

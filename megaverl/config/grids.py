@@ -67,6 +67,7 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
     if placed:
         yield from placement_mistakes(config.placement, role_grids(config, used_roles(config, command)), world_size)
         yield from _not_apart(config)
+        yield from _mix_apart(config)
         yield from _islands_mistakes(config)
     elif command == "train" and config.rollout.async_rollout:
         yield Mistake(
@@ -104,13 +105,34 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
 def _not_apart(config: Config) -> Iterator[Mistake]:
     """What a run cannot have whose roles have ranks of their own."""
     for key, used in (
-        ("mix", bool(config.mix)),
         ("reward_model", config.trains_reward_model),
         ("environment.agents", config.environment.agents == "own"),
     ):
         if used:
             message = "is set, and so is placement; it needs all roles on the same ranks. Leave one of the two out."
             yield Mistake(key, message, involves=("placement",))
+
+
+def _mix_apart(config: Config) -> Iterator[Mistake]:
+    """`mix` takes further steps of the actor: what they read must be on its ranks, and nobody be waiting meanwhile."""
+    if not config.mix:
+        return
+    wanted, _ = config.placement.wanted()
+    with_actor = {place for role, place in wanted.items() if role == "actor"}
+
+    def apart(role: str) -> bool:
+        place = wanted.get(role)
+        return place is not None and place.role != "actor" and place not in with_actor
+
+    reads = config.preference_needs_reference and any(entry.update == "preference" for entry in config.mix)
+    for key, refused, reason in (
+        ("placement.critic", config.uses_critic and apart("critic"), "is decided on together with the actor"),
+        ("placement.reference", reads and apart("reference"), "is read by the loss of pairs beside the actor"),
+        ("placement.actor_islands", config.placement.actor_islands > 1, "each train on a part of every update"),
+    ):
+        if refused:
+            message = f"is set, and so is mix, whose updates are the actor's own; what is placed there {reason}."
+            yield Mistake(key, f"{message} Leave one of the two out.", involves=("mix",))
 
 
 def _islands_mistakes(config: Config) -> Iterator[Mistake]:

@@ -43,10 +43,15 @@ class PlacementConfig(Section):
         description="Worlds into which the actor's ranks are split; the coordinator joins their gradients.",
     )
 
+    check_memory: bool = Field(
+        default=True,
+        description="Refuse a run that needs more memory than its GPUs have, as `megaverl plan` counts it.",
+    )
+
     @property
     def is_given(self) -> bool:
         """Whether anything is said at all."""
-        places = (name for name in type(self).model_fields if name != "actor_islands")
+        places = (name for name in type(self).model_fields if name not in ("actor_islands", "check_memory"))
         return self.actor_islands > 1 or any(getattr(self, name) is not None for name in places)
 
     def wanted(self) -> tuple[dict[str, Wanted], list[Mistake]]:

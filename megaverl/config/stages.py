@@ -167,8 +167,6 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
                 f"{key}.judge",
                 f"found {found(entry.judge)}: the learned reward would be its own judge. Name another reward.",
             )
-        if config.placement.is_given:
-            yield Mistake(key, "mix and placement do not go together yet: it needs every role on all ranks.")
 
 
 def loss_mistakes(section: str, registry: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:

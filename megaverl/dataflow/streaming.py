@@ -23,7 +23,8 @@ from megaverl.fabric.wire import Table, merge
 
 STREAMED = "rollouts"
 BY_NUMBER = frozenset({"reward"})  # operators whose ranks read rows by their number, which is known before they come
-PARTS = 16  # a rank that sends waits until so large a part of its samples is finished
+# A rank that sends waits until such a part of its samples is finished: small where each is worked on as it comes.
+PARTS, PARTS_THAT_WAIT = 16, 4
 
 # Called with the numbers of samples and with these.
 Each = Callable[[Sequence[int], RolloutBatch], None]
@@ -64,8 +65,9 @@ class StreamingCarrier(Carrier):
 
     def begin(self) -> None:
         """A step's samples will be given as they are finished."""
-        for outgoing in self._outgoing.values():
-            outgoing.begin(max(1, self._count // (PARTS * len(self.speakers))))
+        for edge, outgoing in self._outgoing.items():
+            parts = PARTS if BY_NUMBER.issuperset(edge.takers) else PARTS_THAT_WAIT
+            outgoing.begin(max(1, self._count // (parts * len(self.speakers))))
 
     def give(self, rows: Sequence[int], part: RolloutBatch) -> None:
         """These samples are finished; on the first rank of the engine that wrote them."""
@@ -160,26 +162,23 @@ class Outgoing:
         """
         if self._least is None and share:
             self.give(share, batch.select(share))
-        self._send_kept()
         prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
-        lengths = [[row, prompts[row], responses[row]] for row in self._rows]
-        for dest, wanted in self.wanted.items():
-            # who reads nothing makes an empty batch, and must know of what
-            nothing = batch.select([]) if not wanted else None
-            self._post(dest, [], nothing, lengths)
+        # who reads nothing makes an empty batch, and must know of what
+        self._kept.append(([], batch.select([])))
+        self._send_kept([[row, prompts[row], responses[row]] for row in self._rows])
         self._least, self._rows = None, []
 
-    def _send_kept(self) -> None:
+    def _send_kept(self, lengths: list[list[int]] | None = None) -> None:
+        """What was given and not sent; with the lengths of all, where it is the last."""
         self.sent.forget_done()
-        if not self._kept:
-            return
         rows = [row for some, _ in self._kept for row in some]
         part = RolloutBatch.concat([batch for _, batch in self._kept])
         self._kept = []
         for dest, wanted in self.wanted.items():
             places = [place for place, row in enumerate(rows) if row in wanted]
-            if places:
-                self._post(dest, [rows[place] for place in places], part.select(places), None)
+            if places or lengths is not None:
+                own = part.select(places) if places or not wanted else None
+                self._post(dest, [rows[place] for place in places], own, lengths)
 
     def _post(self, dest: int, rows: list[int], part: RolloutBatch | None, lengths: Any) -> None:
         head = {"rows": rows, "holds": part is not None, "lengths": lengths}

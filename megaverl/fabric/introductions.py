@@ -62,12 +62,7 @@ def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: ti
         TrainingStopped: ranks that did not come in time, or a rank that is there twice; by number, on every rank.
     """
     if (times := store.add(f"introductions/here/{rank}", 1)) > 1:
-        who = json.loads(store.get(f"introductions/facts/{rank}"))
-        raise TrainingStopped(
-            f"rank {rank} is there {times} times: process {who['process']} on {who['node']} came first, and this is "
-            f"process {facts.process} on {facts.node}. Another job uses this rendezvous: end it, or give this one an "
-            "address, a port and an id of its own."
-        )
+        raise TrainingStopped(_tell_of_two_jobs(store, rank, times, facts, timeout))
     store.set(f"introductions/facts/{rank}", json.dumps(asdict(facts)))
     if store.add("introductions/count", 1) == size:
         store.set("introductions/complete", "")
@@ -91,6 +86,26 @@ def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: ti
     return tuple(Node(name, count, tuple(claims)) for name, count, claims in verdict["nodes"])
 
 
+def _tell_of_two_jobs(store: dist.Store, rank: int, times: int, facts: Facts, timeout: timedelta) -> str:
+    """What all ranks of both jobs are told; a job that has begun hears nothing of it, and goes on."""
+    first = json.loads(store.get(f"introductions/facts/{rank}"))
+    text = (
+        f"rank {rank} is there {times} times: process {first['process']} on {first['node']} came first, then process "
+        f"{facts.process} on {facts.node}. Two jobs use this rendezvous: end the other one, or give this one an "
+        "address, a port and an id of its own."
+    )
+    store.compare_set("introductions/twice", "", text)
+    store.add("introductions/count", 1)
+    store.set("introductions/complete", "")
+    try:
+        store.wait(["introductions/verdict"], timeout + GRACE)
+        verdict = json.loads(store.get("introductions/verdict"))
+        store.add("introductions/heard", 1)
+    except dist.DistError:
+        return text
+    return str(verdict["missing"] or text)
+
+
 def _until_heard(store: dist.Store, count: int) -> None:
     """The store may end with this rank, if it raises what it has found: the others are to have heard it before."""
     end = time.monotonic() + GRACE.total_seconds()
@@ -112,6 +127,9 @@ def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]
             "is missing, or start the job with fewer."
         )
         return {"missing": text, "mistakes": [], "nodes": [], "here": len(here)}
+    if store.check(["introductions/twice"]):
+        count = int(store.add("introductions/count", 0))
+        return {"missing": store.get("introductions/twice").decode(), "mistakes": [], "nodes": [], "here": count}
     found = [json.loads(data) for data in store.multi_get([f"introductions/facts/{rank}" for rank in range(size)])]
     nodes, mistakes = _nodes(found)
     return {"missing": "", "mistakes": [*mistakes, *_differences(found)], "nodes": nodes, "here": size}

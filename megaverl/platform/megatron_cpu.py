@@ -18,7 +18,7 @@ import marshal
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -231,6 +231,27 @@ def _gather_uneven_rows() -> None:
     mappings._reduce_scatter_along_first_dim = scatter_any
 
 
+def _leave_buffers_of_one_rank() -> None:
+    """Over one data-parallel rank gloo copies the whole gradient buffer, and all parameters, twice for nothing."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        collective = getattr(buffers, name)
+        if not hasattr(collective, "over_several"):
+            setattr(buffers, name, _over_several(collective))
+
+
+def _over_several(collective: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(collective)
+    def call(output: torch.Tensor, given: torch.Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
+        if dist.get_world_size(group) == 1 and output.data_ptr() == given.data_ptr():
+            return None
+        return collective(output, given, *arguments, group=group, **options)
+
+    call.over_several = True  # type: ignore[attr-defined]
+    return call
+
+
 def _set_missing(module: ModuleType, name: str, value: Any) -> None:
     if not hasattr(module, name):
         setattr(module, name, value)
@@ -258,5 +279,10 @@ ADAPTATIONS = (
         "latent attention without Transformer Engine",
         "the output projection is compared with a class that is no class without Transformer Engine",
         _tell_latent_attention_of_the_missing_engine,
+    ),
+    Adaptation(
+        "buffers of one rank",
+        "gloo copies gradients and parameters whole where one data-parallel rank has them already",
+        _leave_buffers_of_one_rank,
     ),
 )

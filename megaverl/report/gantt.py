@@ -81,8 +81,14 @@ def _total_seconds(run: RunRecord) -> float:
 
 
 def windows(run: RunRecord) -> list[tuple[str, float, float]]:
-    """(title, begin, end) of what is drawn: steps of ordinary length, and the slowest one."""
-    steps = [span for span in run.steps if span.rank == (run.steps[0].rank if run.steps else 0)]
+    """(title, begin, end) of what is drawn: steps of ordinary length, and the slowest one.
+
+    Of the rank whose steps are the longest: where roles run apart, the others only do a part of one.
+    """
+    by_rank: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in run.steps:
+        by_rank[span.rank].append(span)
+    steps = max(by_rank.values(), key=lambda spans: median([span.duration for span in spans]), default=[])
     if not steps:
         if not run.spans:
             return []

@@ -55,8 +55,6 @@ class Ahead:
         Args:
             span: opened with "pause" around that.
         """
-        if not self._is_async:
-            return
         if self._fabric.rank == self._source:
             self._sent.forget_done()
             for rank in self._engines:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megaverl.capacity import advice
 from megaverl.capacity.machine import Machine
 from megaverl.capacity.picture import draw
 from megaverl.capacity.report import as_dict, as_text, survey
-from megaverl.config import InvalidConfig
-from tests.capacity.jobs import make
+from megaverl.capacity.start import check_memory
+from megaverl.config import InvalidConfig, load_config
+from megaverl.errors import ConfigError
+from tests.capacity.jobs import CONFIGS, make
 from tests.layout.specs import make_spec
 
 PLACED = "placement={rollout: {nodes: 0}, critic: 4-5, coordinator: 7, actor: rest}"
@@ -44,3 +48,23 @@ def test_what_does_not_fit_is_told_at_once() -> None:
         make(make_spec(), 8, "placement={rollout: 0-3, critic: 4-9}", machine=MACHINE)
     text = str(caught.value)
     assert "placement.critic" in text and "ranks 8-9 are not there" in text
+
+
+def test_memory_that_will_not_do_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what would; a person who knows better starts it all the same."""
+    monkeypatch.setattr(advice, "MOST_TRIED", 3)
+    (tmp_path / "config.json").write_text((CONFIGS / "models" / "llama3_70b.json").read_text())
+
+    def start(*more: str) -> None:
+        given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", PLACED, *more]
+        check_memory(load_config(None, given, check_paths=False, world_size=8), 8, replace(MACHINE, memory=8e9))
+
+    with pytest.raises(
+        ConfigError, match=r"(?s)8 GPUs with 8.0 GB each do not hold .*rank \d needs .*\nNearest that would: "
+    ):
+        start("actor.micro_batch_tokens=1500000", "reference.micro_batch_tokens=4096")
+    start("actor.micro_batch_tokens=1500000", "placement.check_memory=false")
+    start("actor.micro_batch_tokens=1500000", "rollout.engine=hf")
+    check_memory(make(make_spec(), 8, PLACED, machine=MACHINE).config, 8, MACHINE)

@@ -34,6 +34,20 @@ def test_a_flow_without_a_critic_and_with_places(capsys: pytest.CaptureFixture[s
     assert "rollouts: ranks 2 -> 0-1, for " in text
 
 
+def test_operators_of_ones_own_are_where_their_values_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """One takes the reward's scores and gives others, which the actor gets; one looks at them."""
+    own = Path(__file__).parents[1] / "api" / "own_loop.py"
+    arguments = ["show", "--config", CONFIG, "--nproc=2", "actor={tp: 1, pp: 1}", "placement={reward: 0, actor: 1}"]
+    assert main([*arguments, f"trainer.operators=['{own}:add_operators']", "--format=json"]) == 0
+    flow = json.loads(capsys.readouterr().out)
+    operators = {operator["name"]: operator for operator in flow["operators"]}
+    assert operators["double"]["ranks"] == operators["look"]["ranks"] == operators["reward"]["ranks"]
+    order = list(operators)
+    assert order.index("reward") < order.index("double") < min(order.index("look"), order.index("advantages"))
+    assert main([*arguments, f"trainer.operators=['{own}:add_operator']"]) == 2
+    assert "did you mean 'add_operators'" in capsys.readouterr().err
+
+
 def test_what_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--config", CONFIG, "actor.tpp=2"]) == 2
     assert "actor.tpp" in capsys.readouterr().err

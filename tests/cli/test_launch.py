@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +44,25 @@ def test_ranks_that_end_well(tmp_path):
         assert report == {"sum": 3, "world": 2, "threads": threads}
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "said"),
-    [
-        ("exit2", 2, ["rank 1 says why"]),
-        ("exit17", 17, ["rank 1 says why", "rank 1 ended with exit code 17."]),
-        (
-            "killed",
-            1,
-            ["rank 1 was ended by SIGKILL. Out of memory is the usual cause (see dmesg). Its log: the-logs/rank_1.log"],
-        ),
-    ],
-)
-def test_a_rank_that_fails_ends_the_others_and_tells_alone(tmp_path, how, code, said):
-    done = start(how, tmp_path)
-    assert done.returncode == code
-    assert [line for line in done.stderr.splitlines() if line] == said
-    assert done.stdout == ""
+KILLED = "rank 1 was ended by SIGKILL. Out of memory is the usual cause (see dmesg). Its log: the-logs/rank_1.log"
 
 
-def test_the_rank_that_a_signal_ended_is_named_beside_those_that_missed_it(tmp_path):
-    done = start("lost", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith("rank 1 was ended by SIGKILL.")
+def test_a_rank_that_fails_ends_the_others_and_tells_alone(tmp_path):
+    expected = {
+        "exit2": (2, ["rank 1 says why"]),
+        "exit17": (17, ["rank 1 says why", "rank 1 ended with exit code 17."]),
+        "killed": (1, [KILLED]),
+        "lost": (1, None),
+    }
+    with ThreadPoolExecutor() as together:
+        ended = dict(zip(expected, together.map(lambda how: start(how, tmp_path), expected), strict=True))
+    for how, (code, said) in expected.items():
+        lines = [line for line in ended[how].stderr.splitlines() if line]
+        assert (ended[how].returncode, ended[how].stdout) == (code, ""), how
+        if said is None:  # named beside those that missed it
+            assert lines[-1].startswith("rank 1 was ended by SIGKILL."), lines
+        else:
+            assert lines == said, how
 
 
 def test_ranks_are_told_to_leave_and_given_time(tmp_path):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.cli import slurm_shims
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(LAUNCH.glob("train_*.sh"))
@@ -70,3 +74,59 @@ def test_what_several_nodes_must_be_told(missing, tmp_path):
     )
     assert done.returncode == 2
     assert f"set {missing}." in done.stderr
+
+
+def slurm(tmp_path, *arguments, **environment):
+    """`sbatch launch/train_slurm_roles.sh` where SLURM's commands are shims, 16 nodes in four groups; running."""
+    given = {**ENVIRONMENT, **slurm_shims.write(tmp_path), **environment}
+    given["PATH"] = f"{tmp_path}:{given['PATH']}"
+    command = ["sbatch", "launch/train_slurm_roles.sh", *arguments]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=LAUNCH.parent, env=given)
+
+
+def nodes_of(tmp_path):
+    """What every node was started with, by its name."""
+    files = [path for path in tmp_path.glob("node.*") if path.suffix != ".part"]
+    return {path.name.removeprefix("node."): path.read_text().split() for path in files}
+
+
+def test_groups_of_nodes_under_slurm(tmp_path):
+    """Each node is told its own number, the first node's name, and what it is; the arguments arrive in one piece."""
+    job = slurm(tmp_path, "--config", "run.yaml", "trainer.steps=3")
+    assert job.wait(timeout=60) == 0, job.communicate()
+    found = nodes_of(tmp_path)
+    roles = {0: ("train", 8), 1: ("rollout", 5), 2: ("reward,critic", 2), 3: ("coordinator", 1)}
+    names = [f"group{group}-{node + 1}" for group, (_, count) in roles.items() for node in range(count)]
+    assert sorted(found) == sorted(names) and len(names) == 16
+    for number, name in enumerate(names):
+        role = roles[int(name[5])][0]
+        processes = "1" if role == "coordinator" else "8"
+        assert " ".join(found[name]) == (
+            f"-m megaverl.cli.agent --nnodes 16 --node-rank {number} --nproc-per-node {processes} --master-addr "
+            "group0-1 --master-port 24711 --max-restarts 0 -m megaverl.cli.main train "
+            f"--role {role} --config run.yaml trainer.steps=3"
+        )
+    assert not (tmp_path / "scontrol.log").exists(), "nothing is to be done again"
+
+
+def test_a_job_under_slurm_leaves_and_is_queued_again(tmp_path):
+    """Before its time is over SLURM signals the script; all nodes hear it, and leave with 75."""
+    (tmp_path / "hold").touch()
+    job = slurm(tmp_path)
+    try:
+        while len(nodes_of(tmp_path)) < 16 and job.poll() is None:
+            time.sleep(0.02)
+        job.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=60) == 75
+    finally:
+        (tmp_path / "hold").unlink()
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 4711\n"
+
+
+def test_what_goes_wrong_under_slurm(tmp_path):
+    (tmp_path / "fails.group1-3").touch()
+    assert slurm(tmp_path).wait(timeout=60) == 1
+    assert not (tmp_path / "scontrol.log").exists(), "a failed job is not queued again"
+    job = slurm(tmp_path, ROLES="train rollout")
+    assert job.wait(timeout=60) == 2 and "4 groups of nodes for 2 roles (ROLES=train rollout)" in job.stderr.read()

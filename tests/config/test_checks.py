@@ -120,6 +120,13 @@ def test_a_model_folder_that_cannot_be_read(mistakes, tmp_path, damage, said):
     assert said in mistakes()["model.path"]
 
 
+def test_a_package_that_is_not_installed(mistakes, load, monkeypatch):
+    monkeypatch.setattr("megaverl.config.checks.find_spec", lambda name: None)
+    found = mistakes()
+    assert "pip install 'megaverl[vllm]'" in found["rollout.engine"] and "megaverl[megatron]" in found["actor"]
+    assert set(mistakes(command="sft")) == {"actor"}
+
+
 def test_an_empty_data_file(mistakes, tmp_path):
     (tmp_path / "train.jsonl").write_text("")
     assert mistakes()["data.train.0"].endswith("which is an empty file.")

@@ -6,6 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.faults.server import Ended, Server
 from tests.trainer.conftest import command_arguments
@@ -69,6 +70,24 @@ def test_roles_that_do_not_fit(
 def test_a_late_node(server: Server, inputs: Path, tmp_path: Path) -> None:
     ended = start(server, inputs, tmp_path, ["train", "rollout"], WORLD_SIZE="3")
     said(ended, tmp_path, 1, "ranks 2 of 3 did not come within 3 s (run.timeout_minutes)")
+
+
+def test_two_jobs_at_one_rendezvous(server: Server, inputs: Path, tmp_path: Path) -> None:
+    """Ranks 0 and 1 of three, twice, at a store as torchrun's agent has it: both jobs end, and all say the same."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    given = {"MASTER_PORT": str(store.port), "WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ended = server.run(
+        ["train", *command_arguments(inputs, tmp_path), *SHORT, "run.timeout_minutes=2"],
+        logs=tmp_path / "output",
+        ranks=4,
+        environment=given,
+        on_rank={2: {"RANK": "0"}, 3: {"RANK": "1"}},
+    )
+    assert ended.codes == [1] * 4 and max(ended.seconds) < 30, ended.text
+    told = {line.partition("error: ")[2] for line in ended.text.splitlines() if "error: " in line}
+    assert len(told) == 1 and "Two jobs use this rendezvous: end the other one" in told.pop(), ended.text
+    logs = sorted((tmp_path / "run" / "logs").glob("rank_*.log"))
+    assert len(logs) == 2 and all("Two jobs use this rendezvous" in log.read_text() for log in logs)
 
 
 def test_another_configuration(server: Server, inputs: Path, tmp_path: Path) -> None:

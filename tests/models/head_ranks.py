@@ -24,3 +24,8 @@ def log_probs(
     total.backward()
     assert shard.grad is not None
     return {"values": [value.tolist() for value in values], "grad": shard.grad.tolist()}
+
+
+def log_probs_of_all(cases: list[dict[str, Any]], **options: Any) -> list[dict[str, list[Any]]]:
+    """`log_probs` of one case after the other."""
+    return [log_probs(**case, **options) for case in cases]

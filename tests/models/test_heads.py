@@ -131,28 +131,23 @@ def test_no_rows_at_all(with_entropy: bool) -> None:
     assert logits.grad is not None and logits.grad.shape == (0, PADDED)
 
 
-@pytest.mark.parametrize("vocab_size", [24, 20, 12, 7])  # whole, cut in the second shard, just before it, in the first
-def test_two_shards_give_what_one_gives(vocab_size: int) -> None:
-    """... each row drawn in its own way; targets are among those that could be drawn, or were so once."""
-    logits, targets, weights = example(6, vocab_size, seed=4)
-    targets[0], targets[1] = 0, vocab_size - 1
+def test_two_shards_give_what_one_gives() -> None:
+    """Each row drawn in its own way; targets are among those that could be drawn, or were so once."""
     temperature, top_k = torch.tensor([0.7, 1.0, 0.3, 2.0, 1.0, 0.7]), [0, 3, 2, 1, 50, 8]
-    expected = reference(logits, targets, vocab_size, weights, temperature, top_k)
-    results = run_world(
-        2,
-        "tests.models.head_ranks:log_probs",
-        logits=logits.tolist(),
-        targets=targets.tolist(),
-        vocab_size=vocab_size,
-        weights=weights.tolist(),
-        temperature=temperature.tolist(),
-        top_k=top_k,
-        with_entropy=True,
-    )
-    for found in results:
-        assert_close(torch.tensor(found["values"][0]), expected[0])
-        assert_close(torch.tensor(found["values"][1]), expected[1])
-    assert_close(torch.cat([torch.tensor(found["grad"]) for found in results], dim=1), expected[2])
+    cases, wanted = [], []
+    for vocab_size in (24, 20, 12, 7):  # whole, cut in the second shard, just before it, in the first
+        logits, targets, weights = example(6, vocab_size, seed=4)
+        targets[0], targets[1] = 0, vocab_size - 1
+        wanted.append(reference(logits, targets, vocab_size, weights, temperature, top_k))
+        case = {"logits": logits.tolist(), "targets": targets.tolist(), "weights": weights.tolist()}
+        cases.append({**case, "vocab_size": vocab_size})
+    options = {"temperature": temperature.tolist(), "top_k": top_k, "with_entropy": True}
+    results = run_world(2, "tests.models.head_ranks:log_probs_of_all", cases=cases, **options)
+    for found, expected in zip(zip(*results, strict=True), wanted, strict=True):
+        for rank in found:
+            assert_close(torch.tensor(rank["values"][0]), expected[0])
+            assert_close(torch.tensor(rank["values"][1]), expected[1])
+        assert_close(torch.cat([torch.tensor(rank["grad"]) for rank in found], dim=1), expected[2])
 
 
 def test_the_value_head_is_linear_in_float32_and_starts_at_zero() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from megaverl.platform import cuda_on_cpu
+from megaverl.platform import cuda_on_cpu, platform
 from megaverl.platform.megatron_cpu import ADAPTATIONS, REWRITES, rewrite
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "moe split sizes",
         "uneven rows over gloo",
         "latent attention without Transformer Engine",
+        "buffers of one rank",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
     assert list(REWRITES) == [
@@ -187,3 +189,21 @@ class TestTheShim:
         assert cuda_on_cpu.is_available is torch.cuda.is_available
         with pytest.raises(AttributeError):
             _: Any = cuda_on_cpu.no_such_thing
+
+
+@on_cpu
+def test_one_rank_keeps_its_buffers_and_several_places_are_still_filled() -> None:
+    platform.adapt_megatron()
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        values, elsewhere = torch.arange(4.0), torch.zeros(4)
+        version = values._version
+        buffers.dist_reduce_scatter_func(values, values, group=dist.group.WORLD)
+        buffers.dist_all_gather_func(values, values, group=dist.group.WORLD)
+        assert values._version == version and values.tolist() == [0, 1, 2, 3], "nothing is written"
+        buffers.dist_all_gather_func(elsewhere, values, group=dist.group.WORLD)
+        assert torch.equal(elsewhere, values)
+    finally:
+        dist.destroy_process_group()

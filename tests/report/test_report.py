@@ -173,6 +173,8 @@ def test_the_gantt_shows_a_usual_step_and_the_slowest(run: RunRecord) -> None:
     shown = RunRecord(Path("x"), "x")
     shown.steps = [span("step", number * 100, 90, step=number) for number in range(9)]
     shown.steps[7] = span("step", 700, 300, step=7)
+    ahead = [span("step", number * 10, 5, step=number, rank=3) for number in range(9)]  # of engines apart
+    shown.steps = [*ahead, *shown.steps]
     shown.spans = [span("actor_update", number * 100, 80, step=number) for number in range(9)]
     titles = [title for title, *_ in windows(shown)]
     assert titles[0].startswith("step 5 and 6") and titles[1].startswith("the slowest, step 8 (")

@@ -28,7 +28,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "clip_cov": {"policy_loss_options": {"fraction": 0.3, "covariance_low": -1.0}},
     "kl_cov": {"policy_loss_options": {"fraction": 0.3}, "kl": STRAIGHT_THROUGH},
 }
-OTHERS = {name: {} for name in policy_losses if name not in PARTS}
+TWICE = {"gpg"}  # policy_gradient under another name
+OTHERS: dict[str, dict[str, Any]] = {name: {} for name in policy_losses if name not in {*PARTS, *TWICE}}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     name: {**COMMON, "policy_loss": name, **part} for name, part in {**PARTS, **OTHERS}.items()
 }

@@ -17,7 +17,7 @@ from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ModelSpec
 from megaverl.reshard.files import load_folder
-from megaverl.rollout.engine import Sampling, SamplingOptions
+from megaverl.rollout.engine import Generation, Sampling, SamplingOptions
 from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.vllm_engine import VLLMEngine
 
@@ -56,7 +56,12 @@ def answers(
     ways: Sampling = (
         [SamplingOptions(**way) for way in sampling] if isinstance(sampling, list) else SamplingOptions(**sampling)
     )
-    return [asdict(found) for found in engine.generate(prompts, ways, seeds)]
+    heard: dict[int, Generation] = {}
+    engine.told = heard.__setitem__
+    found = engine.generate(prompts, ways, seeds)
+    engine.told = None
+    assert heard == dict(enumerate(found)), "each response is told of once, when it is finished"
+    return [asdict(one) for one in found]
 
 
 def generate(folder: str, tp: int, requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

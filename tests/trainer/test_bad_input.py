@@ -222,11 +222,13 @@ def test_a_prompt_for_generate_that_is_longer_than_the_context(arguments: list[s
 
 
 def test_an_answer_for_sft_that_is_too_long(arguments: list[str], tmp_path: Path) -> None:
+    """Found before the first step, though no step would have come to it."""
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps({"prompt": "reverse 1 =", "answer": "1234567890"}))
-    heard = attempt(arguments, f"data.train={bad}", command="sft")
+    bad.write_text(GOOD + json.dumps({"prompt": "reverse 1 =", "answer": "1234567890"}))
+    one_step = ["sft={steps: 1, batch_size: 1}", "data.shuffle=false"]
+    heard = attempt(arguments, f"data.train={bad}", *one_step, command="sft")
     assert_all_hear(
-        heard, "DataError", f"{bad}, line 1: the answer is", "at most 6 are allowed", "sft.max_answer_tokens"
+        heard, "DataError", f"{bad}, line 2: the answer is", "at most 6 are allowed", "sft.max_answer_tokens"
     )
     assert_nothing_half_written(tmp_path / "runs")
 

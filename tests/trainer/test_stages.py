@@ -116,7 +116,7 @@ def test_fine_tuning_goes_on_like_any_run(server: Server, inputs: Path, tmp_path
 
 
 def test_single_responses_beside_pairs(server: Server, inputs: Path, tmp_path: Path) -> None:
-    """KTO on rows of both kinds; a loss that compares refuses them before the first step."""
+    """KTO on rows of both kinds."""
     rows = [json.loads(line) for line in (inputs / "train_pairs.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
         if number % 3:  # one of the two, at times the better one
@@ -130,8 +130,6 @@ def test_single_responses_beside_pairs(server: Server, inputs: Path, tmp_path: P
     assert found[-1]["dpo/loss"] < found[0]["dpo/loss"] == pytest.approx(0.5, abs=1e-3)
     assert found[-1]["dpo/desirable_reward"] > found[-1]["dpo/undesirable_reward"]
     assert found[-1]["validation/accuracy"] > 0.8
-    ended = run(server, on_pairs(inputs, tmp_path, "dpo", *files, "run.name=not"), tmp_path / "logs")
-    assert ended.codes == [1] * RANKS and "judged.jsonl, line 2: it has a single response" in ended.text
 
 
 def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(

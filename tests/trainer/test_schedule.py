@@ -1,0 +1,26 @@
+"""How far ahead of training each world may be: the weights that a step is generated with are settled before the run."""
+
+from __future__ import annotations
+
+import pytest
+
+from megaverl.placement import parse_wanted, resolve
+from megaverl.trainer.schedule import Schedule
+
+ROLES = {"rollout": 0, "reward": 1, "critic": 2, "reference": 3, "actor": 4}
+PLACEMENT = resolve({role: parse_wanted(rank) for role, rank in ROLES.items()}, 5, dict.fromkeys(ROLES))
+
+
+@pytest.mark.parametrize(
+    ("staleness", "lags"), [(0, [0, 0, 0, 0, 0]), (1, [1, 0, 1, 0, 0]), (2, [2, 1, 1, 1, 0]), (5, [5, 4, 1, 4, 0])]
+)
+def test_who_is_ahead_by_how_much(staleness: int, lags: list[int]) -> None:
+    """One less for each hand that the samples have gone through; the critic only values them, the actor never is."""
+    schedule = Schedule(PLACEMENT, staleness, 0, 0)
+    assert [schedule.lag(rank) for rank in range(5)] == lags
+
+
+def test_nobody_is_ahead_of_a_save_or_a_validation() -> None:
+    schedule = Schedule(PLACEMENT, 3, save_interval=4, validate_every=6)
+    assert [schedule.begins_after(step, 3) for step in range(13)] == [0, 0, 0, 0, 4, 4, 6, 6, 8, 8, 8, 8, 12]
+    assert [Schedule(PLACEMENT, 3, 0, 0).begins_after(step, 3) for step in range(7)] == [0, 0, 0, 0, 1, 2, 3]

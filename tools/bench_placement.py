@@ -1,0 +1,112 @@
+#!/usr/bin/env python3
+"""Is a run on shared ranks as fast as it was? A step's time with no placement, and with one that names the same ranks.
+
+    python tools/bench_placement.py --ranks 2 --steps 30 --repeats 3 --against FOLDER
+
+FOLDER is another checkout of this repository, such as one from before placement existed: its steps are timed beside.
+The sides take turns, so that what else the machine does is shared; the first steps of a run are left out. No limit but
+the noise, which the spread between repeats shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+WARM_UP = 3  # steps
+MODEL: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+}
+SETTINGS = [
+    "rollout={engine: hf, sampling: {max_tokens: 24}}",
+    "data={max_prompt_tokens: 16, prompts_per_step: 8}",
+    "algorithm={name: ppo, num_mini_batches: 2}",
+    "checkpoint={save_interval: 0, export_hf: false}",
+    "reward=exact_match",
+]
+
+
+def make_inputs(folder: Path) -> None:
+    """A small model with its tokenizer, and prompts."""
+    from megaverl.data.tasks import make_task
+    from megaverl.data.tokenizers import load_tokenizer
+    from megaverl.models.tiny import make_tiny_folder
+
+    task = make_task("reverse", num_digits=3, num_train=256, num_held_out=16)
+    task.save(folder)
+    tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
+    special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
+    make_tiny_folder(folder / "model", "Qwen3ForCausalLM", **MODEL, **special)
+    tokenizer.save(folder / "model")
+
+
+def step_times(root: Path, inputs: Path, runs: Path, ranks: int, steps: int, more: Sequence[str]) -> list[float]:
+    """Milliseconds of each step of a run of the checkout `root`, without the first ones."""
+    arguments = [
+        *SETTINGS,
+        f"model.path={inputs / 'model'}",
+        f"data.train={inputs / 'train.jsonl'}",
+        f"run={{name: run, dir: {runs}, nproc: {ranks}, log_with: jsonl}}",
+        f"trainer={{steps: {steps}, validate_every: 0}}",
+        *more,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "megaverl.cli.train", *arguments]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{root}: {done.stdout}{done.stderr}")
+    records = map(json.loads, (runs / "run" / "metrics.jsonl").read_text().splitlines())
+    return [record["train/step_time_ms"] for record in records if "train/step_time_ms" in record][WARM_UP:]
+
+
+def report(found: Mapping[str, Sequence[Sequence[float]]]) -> str:
+    """A line a side: the fastest repeat's median, which other work on the machine disturbs least, and its ratio to the
+    first side's; then the medians of all repeats."""
+    lines = []
+    medians = {side: [statistics.median(run) for run in runs] for side, runs in found.items()}
+    first = min(next(iter(medians.values())))
+    for side, each in medians.items():
+        repeats = ", ".join(f"{median:.1f}" for median in each)
+        lines.append(f"{side:24} {min(each):8.1f} ms a step  {min(each) / first:.3f} x  (repeats: {repeats})")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--against", type=Path, help="another checkout, to be timed beside")
+    given = parser.parse_args()
+    named = f"placement={{actor: 0-{given.ranks - 1}, rollout: actor, critic: actor}}"
+    sides: dict[str, tuple[Path, list[str]]] = {}
+    if given.against is not None:
+        sides["the other checkout"] = (given.against.resolve(), [])
+    sides |= {"no placement": (ROOT, []), "the same ranks, named": (ROOT, [named])}
+    found: dict[str, list[list[float]]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        make_inputs(Path(folder))
+        for repeat in range(given.repeats):
+            for number, (side, (root, more)) in enumerate(sides.items()):
+                runs = Path(folder) / f"runs_{repeat}_{number}"
+                found[side].append(step_times(root, Path(folder), runs, given.ranks, given.steps, more))
+    print(report(found))
+
+
+if __name__ == "__main__":
+    main()
