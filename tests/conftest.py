@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,8 @@ from hypothesis import settings
 
 from tests.faults.server import Server
 from tests.worlds import close_worlds, run_world
+
+gc.set_threshold(100_000)  # thousands of modules are imported, and stay
 
 # a machine that is busy must not make an example too slow
 settings.register_profile("megaverl", deadline=None)

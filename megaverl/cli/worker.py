@@ -11,6 +11,7 @@ from megaverl.errors import ConfigError, MegaverlError
 
 # Besides 0 and errors.SAVED_AND_LEFT.
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+STARTING_THRESHOLD = 100_000  # objects made between two looks for garbage, until a training loop begins
 
 
 def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -> int:

@@ -43,6 +43,9 @@ SAFE_AFTER = ("rollout", "reward")
 ROLLOUT_FILE = "rollouts.safetensors"
 
 
+PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
+
+
 @dataclass
 class Best:
     """The best validation so far."""
@@ -464,8 +467,10 @@ def kept_objects() -> Iterator[None]:
     """What is there now stays until the end, so it need not be looked through for garbage.
 
     megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
+    What is made from here on is looked at as often as Python has it.
     """
     gc.freeze()
+    gc.set_threshold(*PYTHON_THRESHOLD)
     try:
         yield
     finally:
