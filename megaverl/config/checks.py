@@ -180,6 +180,8 @@ def _rewards(config: Config) -> Iterator[Mistake]:
             )
         if entry.path is not None:
             yield from _learned(key, entry)
+        elif entry.engine != "megatron":
+            yield Mistake(f"{key}.engine", "is set, and there is no path. It is of a reward model: leave it out.")
         elif entry.name is None and entry.function is None:
             yield Mistake(key, f"has neither name nor function, and no path. Built in: {listed(reward_names())}.")
         elif entry.function is None and entry.name is not None:

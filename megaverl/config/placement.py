@@ -92,7 +92,7 @@ def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridS
         megatron_roles: those that the command builds (`config.grids.used_roles`).
     """
     grids: dict[str, GridSizes | None] = {role: getattr(config, role) for role in megatron_roles if role in ROLES}
-    models = config.reward_model if any(entry.path is not None for entry in config.reward) else None
+    models = config.reward_model if config.uses_reward_model else None
     return grids | {"rollout": Sizes(tp=config.rollout.tp), "reward": models, "coordinator": None}
 
 

@@ -141,6 +141,11 @@ class RewardConfig(Section):
         description="A reward model: a Hugging Face folder of a sequence classifier with one label, as `megaverl "
         "reward` writes. A response is correct where it gives more than 0.",
     )
+    engine: Literal["megatron", "transformers"] = Field(
+        default="megatron",
+        description="Of a reward model. megatron: on the grid of `reward_model`. transformers: any classifier that "
+        "transformers knows, with a tokenizer of its own, whole on every rank; never trained.",
+    )
     weight: float = Field(default=1.0, description="Factor in the sum.")
     batched: bool = Field(default=False, description="The function takes and returns lists.")
     accuracy: bool = Field(

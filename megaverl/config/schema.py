@@ -124,8 +124,9 @@ class Config(Section):
 
     @property
     def uses_reward_model(self) -> bool:
-        """Whether a training step has a reward model, trained or not."""
-        return self.trains_reward_model or any(entry.path is not None for entry in self.reward)
+        """Whether a training step has a reward model on Megatron, trained or not."""
+        on_megatron = (entry.path is not None and entry.engine == "megatron" for entry in self.reward)
+        return self.trains_reward_model or any(on_megatron)
 
     @property
     def trains_reward_model(self) -> bool:

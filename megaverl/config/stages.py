@@ -148,7 +148,7 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
             )
             if config.preference.loss == "kto":
                 yield Mistake("preference.loss", "found 'kto', which is not of pairs, and mix has pairs. Use dpo.")
-        learned = [each for each in config.reward if each.path is not None]
+        learned = [each for each in config.reward if each.path is not None and each.engine == "megatron"]
         if entry.update == "reward_model" and len(learned) != 1:
             yield Mistake(
                 f"{key}.update",

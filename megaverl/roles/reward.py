@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from megaverl.errors import RewardError
 from megaverl.parallel.collectives import gather_rows, together
 from megaverl.platform import platform
 from megaverl.rewards import Reward, RewardSample
-from megaverl.roles.pairs import RewardModel
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,20 @@ class Scores:
 ENVIRONMENT = "environment"  # the component that an environment's own rewards are, with weight 1
 
 
+class ScoringModel(Protocol):
+    """A reward model, on Megatron or on transformers."""
+
+    def scores(self, batch: RolloutBatch) -> torch.Tensor:
+        """[B] float32, the same on every rank; all ranks take part."""
+
+
 @dataclass(frozen=True)
 class LearnedReward:
     """A reward model as a term of the sum."""
 
     name: str
     weight: float
-    model: RewardModel
+    model: ScoringModel
 
 
 def rows_of_rank(num_samples: int, rank: int, size: int) -> range:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megaverl.algorithms import AdaptiveKL, FixedKL, KLController
 from megaverl.config import Config
 from megaverl.config.roles import GridConfig, TrainedConfig
+from megaverl.config.run import RewardConfig
 from megaverl.data.columns import Columns, load_tools
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.prompts import PromptEncoder, PromptFormat
@@ -43,10 +44,11 @@ from megaverl.roles.offload import place_for
 from megaverl.roles.pairs import RewardModel
 from megaverl.roles.player import Player
 from megaverl.roles.policy import Actor, Policy
-from megaverl.roles.reward import LearnedReward, RewardRole
+from megaverl.roles.reward import LearnedReward, RewardRole, ScoringModel
 from megaverl.roles.rollout import Rollout, adopting
 from megaverl.roles.teacher import Teacher
 from megaverl.roles.trainable import TrainableModel
+from megaverl.roles.transformers_reward import TransformersRewardModel
 from megaverl.rollout import engine_layouts
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.trainer.job import patience
@@ -309,7 +311,7 @@ class Builder:
     def learned_reward(self) -> TrainableModel:
         """The reward model of `reward` that the run itself trains."""
         config, section = self.config, self.config.reward_model
-        [path] = [entry.path for entry in config.reward if entry.path is not None]
+        [path] = [entry.path for entry in config.reward if entry.path is not None and entry.engine == "megatron"]
         model = self.model(section, "reward_model", path=path, value_head=1, trained=section.lora is None)
         return self.trainable(model, section, section.optimizer, config.trainer.steps)
 
@@ -335,15 +337,28 @@ class Builder:
         others = [entry for entry in config.reward if entry.path is None]
         with together():
             reward = build_reward(others, may_be_empty=bool(models) or config.environment.name is not None)
-        section, learned = config.reward_model, []
+        learned = []
         for entry in models:
             if not models_are_here:
                 learned.append(LearnedReward(entry.label, entry.weight, cast(Any, Elsewhere("reward"))))
                 continue
-            model = trained.model if trained else self.model(section, "reward_model", path=entry.path, value_head=1)
-            scoring = RewardModel(model, micro_batch_tokens=section.micro_batch_tokens)
-            learned.append(LearnedReward(entry.label, entry.weight, scoring))
+            learned.append(LearnedReward(entry.label, entry.weight, self._reward_model(entry, trained)))
         return RewardRole(reward, self.tokenizer, default_group(), learned)
+
+    def _reward_model(self, entry: RewardConfig, trained: TrainableModel | None) -> ScoringModel:
+        section = self.config.reward_model
+        if entry.engine == "megatron":
+            model = trained.model if trained else self.model(section, "reward_model", path=entry.path, value_head=1)
+            return RewardModel(model, micro_batch_tokens=section.micro_batch_tokens)
+        folder = self.files(entry.path).wait()
+        with together():
+            return TransformersRewardModel(
+                folder,
+                self.tokenizer,
+                default_group(),
+                micro_batch_tokens=section.micro_batch_tokens,
+                trust_remote_code=self.config.model.trust_remote_code,
+            )
 
     def player(self) -> Player | None:
         """Plays the episodes of a run with an environment."""

@@ -146,8 +146,8 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     folder = tmp_path / "run" / "hf"
     model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    # twice, with a weight, on a rank of its own: what a validation generates goes there and back as well
-    both = f"{{name: learned, path: '{folder}'}}, {{name: half, weight: 0.5, path: '{folder}'}}"
+    # on Megatron, and on transformers, on a rank of its own: what a validation generates goes there and back as well
+    both = f"{{name: learned, path: '{folder}'}}, {{name: half, weight: 0.5, path: '{folder}', engine: transformers}}"
     apart = ["run.nproc=3", "placement={rollout: 0, reward: 1, actor: 2}", "critic.pp=1", "trainer.save_samples=16"]
     apart += ["trainer.validate_every=1", f"data.validation={inputs / 'held_out.jsonl'}"]
     command = rewarded(inputs, tmp_path / "rl", *SHORT, *apart, f"reward=[{both}, {{name: exact_match}}]")
@@ -168,6 +168,7 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     found = next(r for r in metrics(tmp_path / "rl" / "run")[::-1] if "reward/mean" in r)
     parts = found["reward/learned"] + 0.5 * found["reward/half"] + found["reward/exact_match"]
     assert found["reward/mean"] == pytest.approx(parts, abs=1e-5)
+    assert found["reward/half"] == pytest.approx(found["reward/learned"], abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["prime", "raft", "gkd"])
