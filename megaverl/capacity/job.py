@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from megaverl.layout.low_rank import LowRank, low_ranks
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.architectures import weights_of
+from megaverl.models.classifier import read_model
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.placement import Node, ResolvedPlacement, resolve
@@ -159,9 +160,10 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
     machine = machine or Machine()
     placement = _placement(config, world, machine)
     sections = {"actor": config.actor} | ({"critic": config.critic} if config.uses_critic else {})
-    roles = [_role(name, section, spec, placement) for name, section in sections.items()]
+    roles = [_role(name, each, spec, placement, value_head=name == "critic") for name, each in sections.items()]
     if config.uses_reference and not config.reference_is_actor:
         roles.append(_role("reference", config.reference, spec, placement))
+    roles += _reward_models(config, spec, placement)
     expert_parallel = spec.moe is not None and bool(config.rollout.vllm.get("enable_expert_parallel", False))
     layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel)
     rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
@@ -177,12 +179,41 @@ def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacemen
     return resolve({}, world, dict.fromkeys([*used_roles(config, "train"), "rollout", "reward"]), nodes)
 
 
-def _role(name: str, config: GridConfig, spec: ModelSpec, placement: ResolvedPlacement) -> Role:
-    path = getattr(config, "path", None)
-    if path and (Path(path) / "config.json").is_file():
-        spec = ModelSpec.from_folder(path)
-    value_head, ranks = name == "critic", placement.ranks[name]
-    islands = len(placement.islands) if placement.colocated(name, "actor") else 1
+def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement) -> Iterator[Role]:
+    """Those on Megatron: the ones of `reward`, and PRIME's, which has no value head."""
+    section = config.reward_model
+    scoring = GridConfig(**{name: getattr(section, name) for name in GridConfig.model_fields})
+    is_implicit = config.estimator_reads("implicit_rewards")
+    if is_implicit:
+        yield _role("reward_model", section, spec, placement, on="reward")
+    for entry in config.reward:
+        if entry.path is not None and entry.engine == "megatron":
+            trained = config.trains_reward_model and not is_implicit
+            model = _spec_of(entry.path, spec)
+            yield _role(entry.label, section if trained else scoring, model, placement, on="reward", value_head=True)
+
+
+def _spec_of(path: str | None, spec: ModelSpec) -> ModelSpec:
+    """Of a role's own folder; of one that is not here yet, the actor's stands for it."""
+    folder = Path(path) if path else None
+    return read_model(folder)[1] if folder and (folder / "config.json").is_file() else spec
+
+
+def _role(
+    name: str,
+    config: GridConfig,
+    spec: ModelSpec,
+    placement: ResolvedPlacement,
+    *,
+    on: str = "",
+    value_head: bool = False,
+) -> Role:
+    """
+    Args:
+        on: the role whose ranks it has; its own where this is empty.
+    """
+    spec, ranks = _spec_of(getattr(config, "path", None), spec), placement.ranks[on or name]
+    islands = len(placement.islands) if placement.colocated(on or name, "actor") else 1
     sizes = {size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")}
     grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
     split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))

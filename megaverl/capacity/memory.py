@@ -91,7 +91,7 @@ class MemoryModel:
             weights = self.weights(role, rank)
             parts[role.name] = {"weights": weights, "activations": score}
             loads[f"{role.name} forward"] = {"activations": score}
-            if job.config.reference.offload:
+            if role.name == "reference" and job.config.reference.offload:
                 loads[f"{role.name} forward"]["frozen"] = weights
             else:
                 held["frozen"] += weights

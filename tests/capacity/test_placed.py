@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,3 +69,28 @@ def test_memory_that_will_not_do_is_told_before_anything_starts(
     start("actor.micro_batch_tokens=1500000", "placement.check_memory=false")
     start("actor.micro_batch_tokens=1500000", "rollout.engine=hf")
     check_memory(make(make_spec(), 8, PLACED, machine=MACHINE).config, 8, MACHINE)
+
+
+def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:
+    models = [
+        "placement={rollout: 0-3, reward: 4-5, actor: 6-7, critic: actor}",
+        "reward=[{name: exact_match}, {name: liked, path: org/liked}, {path: org/b, engine: transformers}]",
+        "reward_model.tp=2",
+    ]
+    found = make(make_spec(), 8, *models, machine=MACHINE)
+    assert [(role.name, role.ranks) for role in found.roles] == [
+        ("actor", (6, 7)),
+        ("critic", (6, 7)),
+        ("liked", (4, 5)),
+    ]
+    liked = found.roles[2]
+    assert liked.trained is None and liked.grid.tp == 2 and liked.value_head
+    capacity = survey(found)
+    memory = capacity.memory
+    assert "liked" in as_text(capacity) and "liked" in draw(capacity, tmp_path / "plan.svg").read_text()
+    assert [set(rank.parts) - {"reshard"} for rank in memory[4:]] == [{"liked"}] * 2 + [{"actor", "critic"}] * 2
+    held = memory[4].parts["liked"]["weights"]
+    assert set(memory[4].parts["liked"]) == {"weights", "activations"}
+    assert held == sum(math.prod(shape) for shape in liked.layout_of(0).local_shapes.values()) * found.itemsize > 0
+    assert liked.layout_of(0).local_shapes["output_layer.weight"] == (1, found.spec.hidden_size)
+    assert memory[4].phases["liked forward"] >= held
