@@ -78,8 +78,11 @@ def serve(preloaded: Iterable[str], body: Callable[[Job, int], int]) -> None:
         preloaded: modules that the ranks find imported.
         body: what a rank of a job does; its exit code.
     """
+    usual = gc.get_threshold()
+    gc.set_threshold(100_000)
     for name in preloaded:
         importlib.import_module(name)
+    gc.set_threshold(*usual)
     gc.freeze()  # the ranks share these pages, and need not look through them for garbage
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

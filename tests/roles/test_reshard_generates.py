@@ -112,8 +112,12 @@ def check(
             assert result["difference"] < 1e-3, grid
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("architecture", DENSE)
+# Mistral and Qwen3 whole differ from Llama whole in nothing that a cut does not show as well.
+@pytest.mark.parametrize(
+    ("architecture", "tp"),
+    [(name, 2) for name in DENSE]
+    + [(name, 1) for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM")],
+)
 def test_dense(architecture: str, tp: int, tmp_path: Path) -> None:
     with_adapter = architecture == "Qwen2ForCausalLM"
     check(tmp_path, architecture, GRIDS + [{"tp": 2}] * with_adapter, tp, with_adapter=with_adapter)
