@@ -163,10 +163,11 @@ def _without(layout: Layout, absent: Collection[str]) -> Layout:
     if not absent:
         return layout
     pieces = tuple(piece for piece in layout.pieces if piece.tensor not in absent)
-    locals_used = {piece.local for piece in pieces}
+    # a tensor that is padding alone, of a small vocabulary cut in many, has no pieces and stays
+    gone = {piece.local for piece in layout.pieces} - {piece.local for piece in pieces}
     return Layout(
         pieces,
-        {name: shape for name, shape in layout.local_shapes.items() if name in locals_used},
+        {name: shape for name, shape in layout.local_shapes.items() if name not in gone},
         {name: shape for name, shape in layout.global_shapes.items() if name not in absent},
     )
 

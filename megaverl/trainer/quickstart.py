@@ -93,9 +93,10 @@ def _report(trainer: RLTrainer, console: Console) -> None:
     training = [(step, m["reward/accuracy"]) for step, m in trainer.history if "reward/accuracy" in m]
     picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", "accuracy")
     console.print(text_curve(training, "accuracy on training prompts", low=0.0, high=1.0))
-    console.print(
-        f"accuracy on held-out prompts: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after "
-        f"{held_out[-1][0]} steps of PPO"
-    )
+    if held_out:  # trainer.validate_every=0: nobody looked
+        console.print(
+            f"accuracy on held-out prompts: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after "
+            f"{held_out[-1][0]} steps of PPO"
+        )
     console.print(f"curve: {picture}\nmodel: {trainer.run_dir / 'hf'} (Hugging Face folder)")
     console.print(f"everything else: megaverl report {trainer.run_dir}")
