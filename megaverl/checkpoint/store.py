@@ -79,6 +79,7 @@ class CheckpointStore:
         root: the folder, on a file system that all ranks share; made by the first save.
         retention: which checkpoints stay.
         committer: who marks a checkpoint complete.
+        warn: told, on every rank, of a damaged checkpoint that is passed over.
         phase: told what a save is about to do: checkpoint_copy, checkpoint_write, checkpoint_commit, and see `commit`.
     """
 
@@ -89,10 +90,11 @@ class CheckpointStore:
         retention: Retention | None = None,
         committer: Committer | None = None,
         phase: Callable[[str], None] = lambda name: None,
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self.root, self.retention = Path(root), retention or Retention()
         self.committer: Committer = committer or FirstRank()
-        self.phase = phase
+        self.phase, self._warn = phase, warn
         self._stager = Stager()
         self._pending: _Pending | None = None
         self._search: _Search | None = None
@@ -385,8 +387,8 @@ class CheckpointStore:
                 newest = folder
         if newest is None and search.problems and search.fails:
             raise CheckpointError("\n".join([f"{search.root}: no checkpoint is whole.", *search.problems]))
-        for problem in search.problems[search.told :] if self.committer.decides else []:
-            logger.warning("passed over %s", problem)
+        for problem in search.problems[search.told :]:
+            self._warn(f"passed over {problem}")
         search.told = len(search.problems)
         return newest
 

@@ -56,7 +56,7 @@ class OfflineTrainer(ABC):
         self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else lambda what: None)
         self.data = self.dataset(self.train_sources)
         self.sampler = self.data.sampler(batch_size, config.run.seed, shuffle=config.data.shuffle)
-        store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, FirstRank())
+        store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, FirstRank(), console)
         self.saving = Saving(config.checkpoint, store, console)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)

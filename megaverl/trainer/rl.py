@@ -80,7 +80,7 @@ class RLTrainer:
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.note("resume")
-        store = checkpoint_store(config.checkpoint, self.run_dir, self.stages.note, self.committer())
+        store = checkpoint_store(config.checkpoint, self.run_dir, self.stages.note, self.committer(), console)
         self.saving = Saving(config.checkpoint, store, console)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)

@@ -96,13 +96,15 @@ class Saving:
 
 
 def checkpoint_store(
-    config: CheckpointConfig, run_dir: Path, phase: Callable[[str], None], committer: Committer
+    config: CheckpointConfig, run_dir: Path, phase: Callable[[str], None], committer: Committer, console: Console
 ) -> CheckpointStore:
     """The store of a run, which keeps what the configuration wants kept."""
     retention = Retention(
         keep_last_k=config.keep_last_k, keep_best=config.keep_best, milestone_interval=config.milestone_interval
     )
-    return CheckpointStore(run_dir / "checkpoints", retention=retention, committer=committer, phase=phase)
+    return CheckpointStore(
+        run_dir / "checkpoints", retention=retention, committer=committer, phase=phase, warn=console.warn
+    )
 
 
 def settle_file(path: Path) -> int:
