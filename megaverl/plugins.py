@@ -7,11 +7,14 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from megaverl.errors import ConfigError
+
+_importing = threading.RLock()  # a module stands in sys.modules before it is whole: no other thread may look then
 
 
 def load_object(name: str, key: str) -> Any:
@@ -53,19 +56,20 @@ def _module(name: str) -> ModuleType:
 
 
 def _file(path: Path, key: str) -> ModuleType:
-    """A file, imported once."""
+    """A file, imported once, by whichever thread asks first."""
     if not path.is_file():
         raise ConfigError(f"{key}: {path} is not there (looked in {Path.cwd()}).")
     name = f"megaverl_plugin_{path.stem}_{hashlib.blake2b(str(path.resolve()).encode(), digest_size=6).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with _importing:
+        if name in sys.modules:
+            return sys.modules[name]
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, "a .py file has a loader"
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+        return module
