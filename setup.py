@@ -49,7 +49,15 @@ EXTRAS_REQUIRE = {
     "megatron": ["torch>=2.6", MEGATRON_CORE, "transformer-engine[pytorch]>=2.4"],
     # Rollouts on GPUs; it names the torch build that it needs.
     "vllm": ["vllm>=0.24"],
-    "test": ["hypothesis>=6.100", "mypy>=1.15", "peft>=0.17", "pytest>=8", "ruff>=0.9", "types-PyYAML>=6.0"],
+    "test": [
+        "hypothesis>=6.100",
+        "mypy>=1.15",
+        "peft>=0.17",
+        "pytest>=8",
+        "pytest-xdist>=3.6",
+        "ruff>=0.9",
+        "types-PyYAML>=6.0",
+    ],
     "tensorboard": ["tensorboard>=2.16"],
     "wandb": ["wandb>=0.19"],
     "mlflow": ["mlflow>=2.20"],

@@ -2,6 +2,8 @@
 # The test suite: ruff, mypy, pytest. Sets up .venv on the first run.
 #
 #   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/layout -k qwen3
+#
+# Without arguments: the whole suite, in two workers (tests/conftest.py says which tests run beside one another).
 # shellcheck source=launch/bootstrap.sh
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
@@ -12,4 +14,5 @@ export HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
+(($#)) || set -- --numprocesses 2 --dist loadgroup
 exec "$PYTHON" -m pytest "$@"

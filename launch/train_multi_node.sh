@@ -9,6 +9,7 @@
 # NPROC             processes on each machine (default: one per GPU)
 # ROLE              what this machine is: rollout, reward, critic, reference, train or coordinator, several with commas
 #                   (default: what `placement` in the configuration says; without it every role is everywhere)
+# JOIN_MINUTES      how long the machines wait for each other before any process starts (default 10)
 # MAX_RESTARTS      how often the ranks are started again after a failure, from the last checkpoint (default 0)
 # MEGAVERL_PYTHON   interpreter to use (default: .venv/bin/python if it is there, else python)
 # COMMAND           train (default), sft, eval or generate
@@ -42,5 +43,6 @@ source "$root/launch/network.sh"
 # This agent is torchrun's, which passes SIGTERM and SIGUSR1 on to the ranks: they save, and it ends with 75.
 exec "$python" -m megaverl.cli.agent \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
-    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" --max-restarts "${MAX_RESTARTS:-0}" \
+    --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
+    --rdzv-conf "timeout=$((60 * ${JOIN_MINUTES:-10}))" --max-restarts "${MAX_RESTARTS:-0}" \
     -m megaverl.cli.main "${COMMAND:-train}" ${ROLE:+--role "$ROLE"} "$@"

@@ -19,6 +19,22 @@ settings.register_profile("megaverl", deadline=None)
 settings.load_profile("megaverl")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests run beside one another where pytest-xdist has two workers (`--dist loadgroup`).
+
+    Files whose tests share worlds, servers and engines follow each other in one worker; of the others, each goes to
+    whichever worker is free.
+    """
+    sharing = {item.path for item in items if _shares_ranks(item)}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ranks" if item.path in sharing else str(item.path)))
+
+
+def _shares_ranks(item: pytest.Item) -> bool:
+    fixtures = getattr(item, "fixturenames", ())
+    return "world" in fixtures or "server" in fixtures or hasattr(getattr(item, "module", None), "run_world")
+
+
 @pytest.fixture
 def world() -> Callable[..., list[Any]]:
     """`world(num_ranks, "tests.module:function", **kwargs)`: one result per rank."""

@@ -39,7 +39,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("capacity", "convert", "doctor", "report", "contracts"),
     ("cli",),
     ("api",),
-    ("utils",),
+    ("utils", "__main__"),
 )
 LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
 

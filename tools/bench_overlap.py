@@ -97,8 +97,12 @@ def kinds_of(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
     ]
 
 
-def make_arguments(folder: Path, arguments: argparse.Namespace) -> list[str]:
-    """A tiny model, its data, and how to train it."""
+def make_arguments(folder: Path, arguments: argparse.Namespace, *, hidden: int | None = None) -> list[str]:
+    """A tiny model, its data, and how to train it.
+
+    Args:
+        hidden: the model's hidden size; None: as large as the kind of run needs.
+    """
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
     from megaverl.models.tiny import make_tiny_folder
@@ -106,7 +110,7 @@ def make_arguments(folder: Path, arguments: argparse.Namespace) -> list[str]:
     task = make_task("reverse", num_digits=3, num_train=64, num_held_out=16)
     task.save(folder)
     tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
-    size = 256 if arguments.real else 64
+    size = hidden or (256 if arguments.real else 64)
     make_tiny_folder(
         folder / "model",
         "Qwen3ForCausalLM",

@@ -135,7 +135,8 @@ def describe(job: Job) -> str:
         f"heads, vocabulary {job.vocab}, {job.dtype}\n"
         f"GRPO, KL loss {KL_COEF}: {job.prompts} prompts of {job.prompt_tokens} tokens x {job.group} responses of "
         f"{job.response_tokens} tokens; medians of {job.steps} steps, taken in turn\n"
-        f"megaverl: {job.nproc} process(es), data parallel; TRL: {job.trl_nproc} process(es) of "
+        f"megaverl: {job.nproc} process(es), data parallel, {'packed' if job.pack_samples else 'padded'} samples; "
+        f"TRL: {job.trl_nproc} process(es) of "
         f"{job.trl_micro_batches} micro-batch(es), transformers' generate, "
         f"{'' if job.trl_checkpointing else 'no '}gradient checkpointing"
     )
@@ -155,6 +156,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--trl-checkpointing", action="store_true", help="TRL recomputes activations, as it does by default"
+    )
+    parser.add_argument(
+        "--padded",
+        dest="pack_samples",
+        action="store_false",
+        help="megaverl gives every sample a padded row of its own, which reads a shared prompt each time",
     )
     parser.add_argument("--no-trl", action="store_true", help="measure megaverl alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every step's parts there")

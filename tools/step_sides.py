@@ -42,6 +42,7 @@ class Job:
     trl_micro_batches: int = 1
     micro_batch_tokens: int = 2048
     dtype: str = "float32"
+    pack_samples: bool = True
     trl_checkpointing: bool = False
 
     @property
@@ -258,7 +259,11 @@ def megaverl_settings(job: Job, folder: Path) -> list[str]:
         "run": {"name": "run", "dir": str(folder), "nproc": job.nproc},
         "model": {"path": str(folder / "model"), "dtype": job.dtype},
         "algorithm": {"name": "grpo", "group_size": job.group, "kl": {"in": "loss", "kind": "k3", "coef": KL_COEF}},
-        "actor": {"micro_batch_tokens": job.micro_batch_tokens, "optimizer": {"lr": LEARNING_RATE}},
+        "actor": {
+            "micro_batch_tokens": job.micro_batch_tokens,
+            "pack_samples": job.pack_samples,
+            "optimizer": {"lr": LEARNING_RATE},
+        },
         "rollout": {
             "tp": 1,
             "sampling": {"temperature": 1.0, "max_tokens": job.response_tokens, "ignore_eos": True},

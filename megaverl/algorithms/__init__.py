@@ -8,8 +8,9 @@ options, set from the configuration. To add an algorithm, write one function and
 
 or name it `module:function` in the configuration.
 
-Each names its paper and the place in it. "eq. 7" is the number that stands in the paper's text; "unnumbered": it stands
-there without one; "equation number not checked": the text was not at hand, only what others say of it.
+Each names its paper and the place in it. "eq. 7" is a number that was read in the paper's text, or in a copy of it;
+"unnumbered": it stands there without one; "equation number not checked": the text itself was not at hand, only what
+others quote of it.
 """
 
 from megaverl.algorithms.advantages import Advantages, advantage_estimators, gae, rewards_to_go, whiten

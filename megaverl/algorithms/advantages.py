@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.registry import Registry
+from megaverl.algorithms.registry import Registry, tensor_problem
 
 
 class Advantages(NamedTuple):
@@ -17,7 +18,15 @@ class Advantages(NamedTuple):
     returns: Tensor | None
 
 
-advantage_estimators: Registry[Advantages] = Registry("advantage estimator")
+def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
+    if not isinstance(result, Advantages):
+        return f"{type(result).__name__}; expected Advantages(advantages, returns or None)"
+    shape = inputs["response_mask"].shape
+    wrong = tensor_problem(result.advantages, shape, "as advantages ")
+    return wrong or (tensor_problem(result.returns, shape, "as returns ") if result.returns is not None else None)
+
+
+advantage_estimators: Registry[Advantages] = Registry("advantage estimator", _problem)
 
 
 @advantage_estimators.register("gae")

@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.registry import Registry
+from megaverl.algorithms.registry import Registry, tensor_problem
 
-aggregations: Registry[Tensor] = Registry("loss aggregation")
+aggregations: Registry[Tensor] = Registry(
+    "loss aggregation", lambda result, inputs: tensor_problem(result, inputs["response_mask"].shape)
+)
 
 
 class Denominators(NamedTuple):

@@ -17,9 +17,11 @@ from torch import Tensor
 from megaverl.algorithms.advantages import Advantages, advantage_estimators
 from megaverl.algorithms.loss import LossOutput
 from megaverl.algorithms.metrics import moments
-from megaverl.algorithms.registry import Registry
+from megaverl.algorithms.registry import Registry, tensor_problem
 
-divergences: Registry[Tensor] = Registry("divergence")
+divergences: Registry[Tensor] = Registry(
+    "divergence", lambda result, inputs: tensor_problem(result, inputs["student_log_probs"].shape[:-1])
+)
 
 LOWEST = math.log(torch.finfo(torch.float32).tiny)  # e^-87: an impossible token, with a finite log-prob
 

@@ -148,8 +148,8 @@ def gdpo(
 def pass_at_k_advantages(
     rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, k: int, right_from: float = 1.0
 ) -> Advantages:
-    """Pass@k training, arXiv 2508.10751, in its analytical form (equation number not checked): groups of k
-    count as one answer.
+    """Pass@k training, arXiv 2508.10751, section 2.4, its analytical form (equation number not checked):
+    groups of k count as one answer.
 
     Of a group of n responses, m are wrong. Over all subsets of k, the mean of "one is right" is
     R = 1 - C(m, k) / C(n, k), with deviation s = sqrt(R (1 - R)). A response is credited with the mean, over the

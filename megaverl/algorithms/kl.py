@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput
 from megaverl.algorithms.metrics import moments
-from megaverl.algorithms.registry import Registry
+from megaverl.algorithms.registry import Registry, tensor_problem
 
-kl_estimators: Registry[Tensor] = Registry("KL estimator")
+kl_estimators: Registry[Tensor] = Registry(
+    "KL estimator", lambda result, inputs: tensor_problem(result, inputs["log_probs"].shape)
+)
 
 
 @kl_estimators.register("k1")
@@ -67,7 +69,7 @@ def kl_loss(
     Args (all `[batch, response]`):
         log_probs: float, of the policy; the gradient flows here. ref_log_probs: float, of the reference.
         weights: float, from `aggregation`; where 0 the other inputs may be anything, NaN included.
-        kind: name of an estimator. Use k1 in a loss only with `straight_through`.
+        kind: name of an estimator, or `module:function`. Use k1 in a loss only with `straight_through`.
 
     Metrics: `kl_loss`, the token mean of the estimate.
 
@@ -76,7 +78,7 @@ def kl_loss(
     """
     active = weights != 0
     policy, reference = torch.where(active, log_probs, 0.0), torch.where(active, ref_log_probs, 0.0)
-    estimate = kl_estimators.get(kind).function(policy, reference)
+    estimate = kl_estimators.get(kind)({"log_probs": policy, "ref_log_probs": reference})
     if straight_through:
         square = k2(policy, reference)
         estimate = estimate.detach() + (square - square.detach())

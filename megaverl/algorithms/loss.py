@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics
+from megaverl.algorithms.registry import tensor_problem
 
 # exp() of a log-ratio stays finite in float32, and so do sums and squares of it: e^20 is about 4.9e8.
 MAX_LOG_RATIO = 20.0
@@ -23,6 +25,18 @@ class LossOutput(NamedTuple):
 
     loss: Tensor
     metrics: MetricSums
+
+
+def loss_problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
+    """What is wrong with what a loss of the user's own returned (see `registry.Problem`)."""
+    if not isinstance(result, LossOutput):
+        return f"{type(result).__name__}; expected LossOutput(loss, metrics)"
+    if wrong := tensor_problem(result.loss, (), "as loss "):
+        return wrong
+    trains = [name for name, value in inputs.items() if getattr(value, "requires_grad", False)]
+    if trains and not result.loss.requires_grad:
+        return f"a loss that has no gradient; compute it from {trains[0]}, which has one"
+    return None
 
 
 def combine(*terms: tuple[float, LossOutput]) -> LossOutput:

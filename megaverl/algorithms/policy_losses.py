@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput
+from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput, loss_problem
 from megaverl.algorithms.metrics import MetricSums, moments
 from megaverl.algorithms.registry import Registry
 
-policy_losses: Registry[LossOutput] = Registry("policy loss")
+policy_losses: Registry[LossOutput] = Registry("policy loss", loss_problem)
 
 
 class Tokens(NamedTuple):

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megaverl.algorithms.loss import LossOutput
+from megaverl.algorithms.loss import LossOutput, loss_problem
 from megaverl.algorithms.metrics import MetricSums, moments
 from megaverl.algorithms.registry import Registry
 
-preference_losses: Registry[LossOutput] = Registry("preference loss")
+preference_losses: Registry[LossOutput] = Registry("preference loss", loss_problem)
 
 
 def response_log_probs(log_probs: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from megaverl.errors import ConfigError, DataError
+from megaverl.errors import ConfigError, DataError, MegaverlError
 from megaverl.plugins import load_object
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# (what a function returned, what it was called with) -> what was found and what is expected; None where it is right
+Problem = Callable[[Any, Mapping[str, Any]], str | None]
 
 
 @dataclass(frozen=True)
@@ -30,23 +33,34 @@ class Entry(Generic[T]):
     inputs: tuple[str, ...]
     optional_inputs: tuple[str, ...]
     options: Mapping[str, Any]  # name -> default; inspect.Parameter.empty where the option must be given
+    problem: Problem | None = None
 
     def __call__(self, inputs: Mapping[str, Any], **options: Any) -> T:
         """Call with the inputs that the function declares, out of a larger mapping.
 
         Raises:
             DataError: an input that it needs is absent.
-            ConfigError: an option that it does not have, or lacks.
+            ConfigError: an option that it does not have, or lacks; a function of the user's own that raises, or
+                returns what it should not.
         """
         missing = [name for name in self.inputs if inputs.get(name) is None]
         if missing:
-            raise DataError(
-                f"{self.kind} '{self.name}' needs {_names(missing)}, and was given only {_names(sorted(inputs))}"
-            )
+            given = sorted(name for name, value in inputs.items() if value is not None)
+            raise DataError(f"{self.kind} '{self.name}' needs {_names(missing)}, and was given only {_names(given)}")
         self.check_options(options)
         wanted = {name: inputs[name] for name in self.inputs}
         wanted |= {name: inputs[name] for name in self.optional_inputs if inputs.get(name) is not None}
-        return self.function(**wanted, **options)
+        if ":" not in self.name:
+            return self.function(**wanted, **options)
+        try:
+            result = self.function(**wanted, **options)
+        except MegaverlError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{self.kind} '{self.name}' raised {_told(error, self.function)}") from error
+        if self.problem is not None and (found := self.problem(result, inputs)):
+            raise ConfigError(f"{self.kind} '{self.name}' returned {found}")
+        return result
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise one ConfigError that lists every unknown and every missing option."""
@@ -65,10 +79,15 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Functions of one kind under their names. `kind` is the word used in messages ("policy loss")."""
+    """Functions of one kind under their names.
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    Args:
+        kind: the word used in messages ("policy loss").
+        problem: looks at what a function of the user's own returns.
+    """
+
+    def __init__(self, kind: str, problem: Problem | None = None) -> None:
+        self.kind, self.problem = kind, problem
         self._entries: dict[str, Entry[T]] = {}
 
     def register(self, name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -81,7 +100,7 @@ class Registry(Generic[T]):
         def file_it(function: Callable[P, T]) -> Callable[P, T]:
             if name in self._entries:
                 raise ConfigError(f"{self.kind} '{name}' is registered twice; give the second another name")
-            self._entries[name] = _entry(self.kind, name, function)
+            self._entries[name] = _entry(self.kind, name, function, self.problem)
             return function
 
         return file_it
@@ -95,7 +114,7 @@ class Registry(Generic[T]):
         if name in self._entries:
             return self._entries[name]
         if ":" in name:
-            return _entry(self.kind, name, _imported(self.kind, name))
+            return _entry(self.kind, name, _imported(self.kind, name), self.problem)
         known = self.names()
         raise ConfigError(
             f"unknown {self.kind} '{name}'{_hint(name, known)}; known: {_names(known)}, "
@@ -112,7 +131,7 @@ class Registry(Generic[T]):
         return iter(self.names())
 
 
-def _entry(kind: str, name: str, function: Callable[..., T]) -> Entry[T]:
+def _entry(kind: str, name: str, function: Callable[..., T], problem: Problem | None) -> Entry[T]:
     inputs, optional_inputs, options = [], [], {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -125,7 +144,22 @@ def _entry(kind: str, name: str, function: Callable[..., T]) -> Entry[T]:
             inputs.append(parameter.name)
         else:
             optional_inputs.append(parameter.name)
-    return Entry(kind, name, function, tuple(inputs), tuple(optional_inputs), options)
+    return Entry(kind, name, function, tuple(inputs), tuple(optional_inputs), options, problem)
+
+
+def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | None:
+    """A `Problem` of a tensor that must have a shape; `where` it is in what was returned: "its loss, "."""
+    found = getattr(value, "shape", None)
+    if found is None:
+        return f"{where}{type(value).__name__}; expected a tensor of shape {list(shape)}"
+    return None if tuple(found) == tuple(shape) else f"{where}shape {list(found)}; expected {list(shape)}"
+
+
+def _told(error: Exception, function: Callable[..., Any]) -> str:
+    """What was raised, and where in the file of the function."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    own = [each for each in traceback.extract_tb(error.__traceback__) if code and each.filename == code.co_filename]
+    return f"{type(error).__name__}: {error}" + (f" ({own[-1].filename}, line {own[-1].lineno})" if own else "")
 
 
 def _imported(kind: str, path: str) -> Callable[..., Any]:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megaverl.algorithms.loss import LossOutput
+from megaverl.algorithms.loss import LossOutput, loss_problem
 from megaverl.algorithms.metrics import moments
 from megaverl.algorithms.registry import Registry
 
-reward_model_losses: Registry[LossOutput] = Registry("reward-model loss")
+reward_model_losses: Registry[LossOutput] = Registry("reward-model loss", loss_problem)
 
 
 @reward_model_losses.register("bradley_terry")
@@ -22,7 +22,7 @@ def bradley_terry(
     *,
     center_coef: float = 0.0,
 ) -> LossOutput:
-    """The Bradley-Terry model: - log sigmoid(r_w - r_l), arXiv 2203.02155, eq. 1.
+    """The Bradley-Terry model: - log sigmoid(r_w - r_l), arXiv 2203.02155, section 3.5, eq. 1.
 
     With margins, - log sigmoid(r_w - r_l - m), arXiv 2307.09288, eq. 2: the more a response was preferred, the further
     apart the two should be. The model fixes rewards up to a constant; `center_coef` x (r_w + r_l)^2 keeps them around 0

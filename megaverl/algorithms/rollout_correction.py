@@ -6,14 +6,15 @@ that the engine reported, each function returns a factor per token; the factor m
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megaverl.algorithms.loss import MAX_LOG_RATIO
 from megaverl.algorithms.metrics import MetricSums, moments
-from megaverl.algorithms.registry import Registry
+from megaverl.algorithms.registry import Registry, tensor_problem
 
 
 class Correction(NamedTuple):
@@ -27,7 +28,13 @@ class Correction(NamedTuple):
     metrics: MetricSums
 
 
-corrections: Registry[Correction] = Registry("rollout correction")
+def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
+    if not isinstance(result, Correction):
+        return f"{type(result).__name__}; expected Correction(factors, metrics)"
+    return tensor_problem(result.factors, inputs["response_mask"].shape, "as factors ")
+
+
+corrections: Registry[Correction] = Registry("rollout correction", _problem)
 
 
 @corrections.register("token_truncate")

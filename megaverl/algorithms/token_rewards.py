@@ -11,8 +11,9 @@ from megaverl.errors import DataError
 def token_rewards(rewards: Tensor, response_mask: Tensor, kl: Tensor | None = None, *, kl_coef: float = 0.0) -> Tensor:
     """The score at the response's last token, minus `kl_coef` x KL at every token.
 
-    Source: arXiv 1909.08593, eq. 2 (R = r - beta log(pi / rho)); per token as in arXiv 2203.02155, section
-    3.5. The score of an empty response has no token to stand on and is left out.
+    Source: arXiv 2203.02155, section 3.5: the term of its eq. 2 (without the one of pretraining), there added token by
+    token; R = r - beta log(pi / rho) is of arXiv 1909.08593, section 2 (equation number not checked). The score of an
+    empty response has no token to stand on and is left out.
 
     Args:
         rewards: `[batch]` float, one score per response.

@@ -38,7 +38,9 @@ def clipped(
     error = (values - returns).square()
     limited = error
     if clip_range is not None:
-        limited = (old_values + (values - old_values).clamp(-clip_range, clip_range) - returns).square()
+        moved = values - old_values
+        clipped_error = (old_values + moved.clamp(-clip_range, clip_range) - returns).square()
+        limited = torch.where(moved.abs() > clip_range, clipped_error, error)  # else they differ by rounding alone
     loss = 0.5 * (weights * torch.maximum(error, limited)).sum()
     metrics = {
         "value_clip_fraction": moments(limited > error, active),

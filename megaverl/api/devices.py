@@ -123,6 +123,8 @@ def placement_of(devices: DataParallelConfig | Mapping[str, Devices] | None) -> 
     """The section `placement` that says the same as `devices`; see `set_device_map`."""
     if devices is None:
         return {}
+    if not isinstance(devices, DataParallelConfig | Mapping):
+        raise ConfigError(f"device map: found {devices!r}; expected a DataParallelConfig or {{'actor': [0, 1], ...}}.")
     return (devices if isinstance(devices, DataParallelConfig) else _from_mapping(devices)).placement()
 
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megaverl.api.devices import Devices, device_map, parse_devices
+from megaverl.api.world import as_started
 from megaverl.config import Config, load_config
+from megaverl.config.errors import InvalidConfig, Mistake
 from megaverl.config.run import named_reward
+from megaverl.config.yaml_source import COMMAND_LINE
 from megaverl.errors import ConfigError
 
 Reward = str | Callable[..., Any] | Mapping[str, Any]
@@ -177,7 +180,23 @@ def _rewards(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _several(value: Any, where: str) -> list[Any]:
-    return [value] if isinstance(value, str | Path | Mapping) else list(value)
+    if isinstance(value, list | tuple):
+        return list(value)
+    if not isinstance(value, str | Path | Mapping):
+        raise ConfigError(f"{where}: found {value!r}; expected text, or a list of such.")
+    return [value]
+
+
+def _engine(value: Any, where: str) -> str:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: found {value!r}; expected True (vLLM) or False (plain transformers).")
+    return "vllm" if value else "hf"
+
+
+def _section(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'{where}: found {value!r}; expected a mapping such as {{"save_interval": 10}}.')
+    return dict(value)
 
 
 def plain(value: Any, where: str) -> Any:
@@ -206,8 +225,8 @@ CONVERT: dict[str, Callable[[Any, str], Any]] = {
     "validation_data": _several,
     "log_with": _several,
     "track_metrics": _several,
-    "use_vllm": lambda value, where: "vllm" if value else "hf",
-    "checkpoint_config": lambda value, where: dict(value),
+    "use_vllm": _engine,
+    "checkpoint_config": _section,
     **{name: parse_devices for name in KEYS if name.endswith("_device_mapping")},
 }
 
@@ -243,17 +262,31 @@ def resolve(description: Description, overrides: Sequence[str] = (), *, check_pa
         description = description.to_dict()
     if isinstance(description, TrainerConfig):
         description = description.values()
-    if isinstance(description, str | Path) and not device_map():
-        return load_config(description, list(overrides), check_paths=check_paths)
-    if isinstance(description, Mapping):
-        if device_map() and not description.get("placement"):
-            description = {**description, "placement": device_map()}
-        return load_config(description, list(overrides), check_paths=check_paths)
-    config = load_config(description, list(overrides), check_paths=check_paths)
-    if config.placement.is_given:
-        return config
-    more = [f"placement.{key}={ranks}" for key, ranks in device_map().items()]
-    return load_config(description, [*overrides, *more], check_paths=check_paths)
+    if not isinstance(description, str | Path | Mapping):
+        raise ConfigError(
+            f"config: found a {type(description).__name__}; expected a YAML file, a mapping, a TrainerConfig or a "
+            "Config."
+        )
+    if isinstance(description, Mapping) and device_map() and not description.get("placement"):
+        description = {**description, "placement": device_map()}
+    try:
+        with as_started():
+            config = load_config(description, list(overrides), check_paths=check_paths)
+            if config.placement.is_given or not device_map():
+                return config
+            more = [f"placement.{key}={ranks}" for key, ranks in device_map().items()]
+            return load_config(description, [*overrides, *more], check_paths=check_paths)
+    except InvalidConfig as error:
+        source = str(description) if isinstance(description, str | Path) else "what was given"
+        raise InvalidConfig(map(_of_a_program, error.mistakes), source) from None
+
+
+def _of_a_program(mistake: Mistake) -> Mistake:
+    """The same, where no command line was typed: with the setting of `TrainerConfig` that the key is."""
+    if mistake.where not in ("", COMMAND_LINE):
+        return mistake
+    names = [name for name, key in KEYS.items() if f"{mistake.key}.".startswith(f"{key}.")]
+    return replace(mistake, where=f"`{names[0]}` in Python" if names else "")
 
 
 def get_ppo_config(**settings: Any) -> TrainerConfig:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
@@ -14,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from megaverl.api.settings import Description, Reward, TrainerConfig, resolve
 from megaverl.api.strategy import RoleBasedDistributedStrategy
-from megaverl.api.world import explained, init_distributed, under_torchrun
+from megaverl.api.world import as_started, explained, init_distributed, under_torchrun
 from megaverl.config import Config
 from megaverl.config.errors import did_you_mean
-from megaverl.config.sources import is_hub_name
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
+    from megaverl.metrics.console import Console
     from megaverl.metrics.tracker import Tracker
+    from megaverl.trainer.job import Job
     from megaverl.trainer.rl import RLTrainer as Loop
     from megaverl.trainer.stored_rollouts import StoredRollouts
 
@@ -88,15 +88,25 @@ class RLTrainer:
     def loop(self) -> Loop:
         """The trainer itself, on this rank; made when it is first asked for."""
         if self._loop is None:
-            job = init_distributed(self.config)
-            from megaverl.metrics.console import Console
-            from megaverl.parallel.collectives import on_first_rank
-            from megaverl.trainer.run import make_trainer, prepare_folder
+            from megaverl.trainer.run import make_trainer
 
-            console = Console(int(os.environ["RANK"]))
-            on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)
-            self._loop = make_trainer(self.config, console, job)
+            self._loop = self._made(make_trainer)
         return self._loop
+
+    def _made(self, make: Callable[[Config, Console, Job], Loop]) -> Loop:
+        """A loop, in this run's folder."""
+        job = init_distributed(self.config)
+        from megaverl.metrics.console import Console
+        from megaverl.parallel.collectives import on_first_rank
+        from megaverl.trainer.job import reporter
+        from megaverl.trainer.run import prepare_folder
+
+        console = Console(job.fabric.rank)
+        console.speaks = job.fabric.rank == reporter(job.fabric.placement)
+        on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)
+        for warning in self.config.warnings:
+            console.warn(warning)
+        return make(self.config, console, job)
 
 
 class PPOTrainer(RLTrainer):
@@ -108,12 +118,14 @@ class PPOTrainer(RLTrainer):
             print(trainer.update(rollouts)["reward/mean"])
 
     Every rank takes part in every call. What a step leaves is what `train` leaves: trackers, samples, validation,
-    checkpoints, and after the last one of `total_steps` the model. The configuration may name any algorithm; its own
-    default is PPO.
+    checkpoints, and after the last one of `total_steps` the model. After SIGTERM or SIGUSR1 the call that is under way,
+    or the next one, saves and leaves with the exit code `errors.SAVED_AND_LEFT`. The configuration may name any
+    algorithm; its own default is PPO.
     """
 
     _measured: Mapping[str, float] = {}
     _records: ExitStack | None = None
+    _has_begun = False
     _tracker: Tracker | None = None
 
     @property
@@ -147,6 +159,7 @@ class PPOTrainer(RLTrainer):
             metrics = loop.one_step(loop.next_step, self._tracker, self._given(rollouts))
             loop.next_step += 1
             metrics |= loop.after_step(loop.next_step, self._tracker) or {}
+            loop.safe_point()
             if loop.next_step == trainer.steps and self.config.checkpoint.export_hf:
                 loop.export()
         return metrics
@@ -159,7 +172,7 @@ class PPOTrainer(RLTrainer):
         atexit.unregister(self.close)
         with records:
             if getattr(sys, "last_value", None) is None:  # with all other ranks
-                self.loop.saving.settle()
+                self.loop.settle()
 
     def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
         from megaverl.roles.reward import Scores
@@ -175,15 +188,16 @@ class PPOTrainer(RLTrainer):
 
     def _begin(self) -> None:
         """Take up a checkpoint, if there is one, and give the engine its first weights."""
-        if self._loop is not None:
+        if self._has_begun:
             return
+        self._has_begun = True
         if not init_distributed(self.config).fabric.placement.is_colocated:
-            raise ConfigError(
-                "placement: a loop of one's own has every role on every rank. Leave placement out, or call train(), "
-                "which takes any placement."
-            )
+            from megaverl.trainer.asked_for import StepsAskedFor
+
+            self._loop = self._made(StepsAskedFor)
         self.loop.resume()
         self._records = ExitStack()
+        self._records.enter_context(self.loop.leave.listening())
         self._tracker = self._records.enter_context(self.loop.records())
         atexit.register(self.close)
 
@@ -194,7 +208,16 @@ def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
     values = TrainerConfig(**settings).values()
     if not algorithm:  # its default is no word about a configuration that has its own
         values.pop("algorithm", None) if values.get("algorithm") == {"name": "ppo"} else values["algorithm"].pop("name")
-    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return [f"{key}={json.dumps(value)}" for key, value in _leaves(values)]
+
+
+def _leaves(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys, so that each is known to be given, and nothing beside it."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
+            yield from _leaves(value, f"{inside}{key}.")
+        else:
+            yield f"{inside}{key}", value
 
 
 def _reward_of(value: Reward | Path) -> dict[str, Any]:
@@ -202,9 +225,7 @@ def _reward_of(value: Reward | Path) -> dict[str, Any]:
 
     if isinstance(value, Path):
         value = str(value)
-    is_model = (
-        isinstance(value, str) and ":" not in value and ((Path(value) / "config.json").exists() or is_hub_name(value))
-    )
+    is_model = isinstance(value, str) and ":" not in value and ("/" in value or (Path(value) / "config.json").exists())
     if not is_model:
         return reward_entry(value, "reward_model")
     return {"name": "reward_model", "path": str(value)}
@@ -229,7 +250,8 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
         file = Path(folder, "config.yaml")
         file.write_text(config.to_yaml(), encoding="utf-8")
         arguments = ["-m", "megaverl.cli.main", "train", "--config", str(file)]
-        code = start_ranks(arguments, count, log_hint=str(config.run_dir / "logs"))
+        with as_started():
+            code = start_ranks(arguments, count, log_hint=str(config.run_dir / "logs"))
     if code == SAVED_AND_LEFT:
         raise SystemExit(code)
     if code:

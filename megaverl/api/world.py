@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from megaverl.config import Config, smallest_world
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
@@ -23,17 +23,29 @@ class _Joined:
 
     job: Job | None = None
     config: Config | None = None
+    own: ClassVar[dict[str, str]] = {}  # variables that torchrun did not set, but a job of one did
 
 
 def under_torchrun() -> bool:
     """Whether this process was started as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ and not _Joined.own
+
+
+@contextmanager
+def as_started() -> Iterator[None]:
+    """The environment as this program was started: a job of one, which it is, says nothing of the next trainer's."""
+    hidden = {name: os.environ.pop(name) for name in _Joined.own if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= hidden
 
 
 def init_distributed(config: Description) -> Job:
     """Make this process a rank of its job: the default process group, the roles' ranks, the watch over lost ranks.
 
-    Under torchrun every rank calls it; otherwise the job is this one process. A second call gives the same job.
+    Under torchrun every rank calls it; otherwise the job is this one process. A second call gives the same job, which
+    has one placement.
 
     Args:
         config: of the run, in any form that a trainer takes.
@@ -46,8 +58,6 @@ def init_distributed(config: Description) -> Job:
     """
     from megaverl.api.settings import resolve
 
-    if _Joined.job is not None:
-        return _Joined.job
     resolved = resolve(config)
     if not under_torchrun():
         needed = smallest_world(resolved)
@@ -56,9 +66,18 @@ def init_distributed(config: Description) -> Job:
                 f"this configuration needs {needed} ranks, and this process is alone. Start the program with "
                 f"torchrun --nproc-per-node {needed} PROGRAM.py"
             )
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    if _Joined.job is not None and _Joined.config is not None:
+        if resolved.placement != _Joined.config.placement:
+            raise ConfigError(
+                "placement: this program has joined its job with another one. Give all trainers the same."
+            )
+        return _Joined.job
+    if not under_torchrun():
+        _Joined.own |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        _Joined.own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        os.environ |= _Joined.own
     from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.dataflow.joined import use_fabric
     from megaverl.metrics.console import Console
     from megaverl.platform import platform
     from megaverl.trainer.job import join_job
@@ -66,6 +85,7 @@ def init_distributed(config: Description) -> Job:
     platform.start()
     _Joined.job = join_job(resolved, "train", Console(int(os.environ["RANK"])))
     _Joined.config = resolved
+    use_fabric(_Joined.job.fabric)
     seed_generators(resolved.run.seed)
     atexit.register(_leave)
     return _Joined.job
@@ -85,7 +105,8 @@ def explained() -> Iterator[None]:
         from megaverl.trainer.signals import Leaving
 
         if isinstance(error, Leaving):
-            print(error, file=sys.stderr, flush=True)
+            if os.environ.get("RANK", "0") == "0":
+                print(error, file=sys.stderr, flush=True)
             raise SystemExit(SAVED_AND_LEFT) from error
         job = _Joined.job
         if job is not None and (verdict := job.liveness.explain(error)):

@@ -171,12 +171,22 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
 
 
 def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:
-    """Who is where, on nodes that are called by their number."""
+    """Who is where, on nodes that are called by their number, or as `placement` does."""
     sizes = [min(machine.gpus_per_node, world - first) for first in range(0, world, machine.gpus_per_node)]
-    nodes = [Node(f"node {number}", size) for number, size in enumerate(sizes)]
+    nodes = [Node(name, size) for name, size in zip(_node_names(config, len(sizes)), sizes, strict=True)]
     if is_placed(config):
         return resolve_placement(config.placement, role_grids(config, used_roles(config, "train")), world, nodes)
     return resolve({}, world, dict.fromkeys([*used_roles(config, "train"), "rollout", "reward"]), nodes)
+
+
+def _node_names(config: Config, count: int) -> list[str]:
+    """All nodes are alike to a plan: those that the configuration names are the first ones that it does not number."""
+    wanted, _ = config.placement.wanted()
+    said = [node for place in wanted.values() for node in place.nodes or ()]
+    named = dict.fromkeys(node for node in said if isinstance(node, str))
+    unnumbered = (number for number in range(count) if number not in said)
+    places = dict(zip(unnumbered, named, strict=False))
+    return [places.get(number, f"node {number}") for number in range(count)]
 
 
 def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement) -> Iterator[Role]:
@@ -185,7 +195,7 @@ def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement
     scoring = GridConfig(**{name: getattr(section, name) for name in GridConfig.model_fields})
     is_implicit = config.estimator_reads("implicit_rewards")
     if is_implicit:
-        yield _role("reward_model", section, spec, placement, on="reward")
+        yield _role("reward_model", section, spec, placement, on="actor")
     for entry in config.reward:
         if entry.path is not None and entry.engine == "megatron":
             trained = config.trains_reward_model and not is_implicit

@@ -143,13 +143,13 @@ def _head(capacity: Capacity) -> Iterator[str]:
     yield ""
     for role in job.roles:
         islands = f" x {role.islands} islands" if role.islands > 1 else ""
-        yield f"  {role.name:<10} {str(role.grid) + islands:<28} ranks {ranks_text(role.ranks)}"
+        yield f"  {role.name:<11} {str(role.grid) + islands:<28} ranks {ranks_text(role.ranks)}"
     engines = f"vLLM tp{job.rollout.tp}{' with expert parallel' if job.rollout.expert_parallel else ''}"
     where = "" if job.placement.is_colocated else f"ranks {ranks_text(job.rollout.ranks)}, "
-    yield f"  {'rollout':<10} {engines:<28} {where}{job.rollout.num_engines:,} engines"
+    yield f"  {'rollout':<11} {engines:<28} {where}{job.rollout.num_engines:,} engines"
     if not job.placement.is_colocated:
         for name in ("reward", "coordinator"):
-            yield f"  {name:<10} {'':<28} ranks {ranks_text(job.placement.ranks[name])}"
+            yield f"  {name:<11} {'':<28} ranks {ranks_text(job.placement.ranks[name])}"
 
 
 def _memory(capacity: Capacity) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from megaverl.capacity.advice import advise, shortages
@@ -10,46 +9,40 @@ from megaverl.capacity.job import make_job
 from megaverl.capacity.machine import Machine
 from megaverl.capacity.memory import MemoryModel
 from megaverl.config import Config
-from megaverl.config.placement import CLAIMS
+from megaverl.config.placement import PlacementConfig
 from megaverl.errors import ConfigError
 from megaverl.models.spec import ModelSpec
+from megaverl.placement import ResolvedPlacement, ranks_text
 
 
-def check_before_start(config: Config) -> None:
-    """On a rank of torchrun's, where there are GPUs: see that the run's placement and grids fit into them.
+def check_memory(config: Config, placement: ResolvedPlacement) -> None:
+    """Refuse a run whose ranks need more memory than their GPUs have, unless `placement.check_memory` is false.
+
+    Every rank comes to the same, as all have heard of the nodes. Nodes without a GPU, a model that is not in a folder
+    yet, and engines other than vLLM are not counted.
 
     Raises:
         ConfigError: what does not fit, and the nearest settings that would.
     """
-    import torch
-
-    wanted, _ = config.placement.wanted()
-    by_name = any(place.nodes or place.num_nodes for place in wanted.values()) or bool(os.environ.get(CLAIMS))
-    if not torch.cuda.is_available() or by_name or config.trainer.rollout_only:
-        return
-    machine = Machine(
-        gpus_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        memory=float(torch.cuda.get_device_properties(0).total_memory),
-    )
-    check_memory(config, int(os.environ.get("WORLD_SIZE", "1")), machine)
-
-
-def check_memory(config: Config, world: int, machine: Machine) -> None:
-    """Refuse a run whose ranks need more memory than `machine` has, unless `placement.check_memory` is false.
-
-    A model that is not in a folder yet, and engines other than vLLM, are not counted.
-
-    Raises:
-        ConfigError: see above.
-    """
+    gpus = [node for node in placement.nodes if node.memory]
     known = (Path(config.model.path) / "config.json").is_file() and config.rollout.engine == "vllm"
-    if not known or not config.placement.check_memory:
+    if not gpus or not known or not config.placement.check_memory or config.trainer.rollout_only:
         return
-    job = make_job(config, ModelSpec.from_folder(config.model.path), world, machine)
+    machine = Machine(gpus_per_node=placement.nodes[0].size, memory=min(node.memory for node in gpus))
+    job = make_job(by_ranks(config, placement), ModelSpec.from_folder(config.model.path), placement.size, machine)
     if missing := shortages(job, MemoryModel(job).ranks()):
         raise ConfigError(
-            f"the planner finds that {world} GPUs with {machine.memory / 1e9:.1f} GB each do not hold this run:\n"
-            + "\n".join(f"  - {shortage}" for shortage in missing)
-            + f"\nNearest that would: {str(advise(job)).rstrip('.')}. `megaverl plan` shows all of it; "
-            "placement.check_memory=false starts it all the same."
+            f"the planner finds that {placement.num_with_device} GPUs with {machine.memory / 1e9:.1f} GB each do not "
+            "hold this run:\n" + "\n".join(f"  - {shortage}" for shortage in missing) + "\nNearest that would: "
+            f"{str(advise(job)).rstrip('.')}. `megaverl plan` shows all of it; placement.check_memory=false starts it "
+            "all the same."
         )
+
+
+def by_ranks(config: Config, placement: ResolvedPlacement) -> Config:
+    """The configuration with every role's ranks written out, whoever has said where they are."""
+    if placement.is_colocated:
+        return config
+    places = {role: ranks_text(ranks) for role, ranks in placement.ranks.items()}
+    said = PlacementConfig(**places, actor_islands=len(placement.islands))  # type: ignore[arg-type]
+    return config.model_copy(update={"placement": said})

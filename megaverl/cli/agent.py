@@ -8,6 +8,8 @@ large checkpoint takes, and then exits with 1 whatever they say.
 
 from __future__ import annotations
 
+import argparse
+import logging
 import os
 import signal
 import sys
@@ -15,11 +17,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from megaverl.cli.worker import FAILED, INTERRUPTED, MISTAKE
-from megaverl.errors import SAVED_AND_LEFT
+from megaverl.errors import SAVED_AND_LEFT, TrainingStopped
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
 
 
@@ -31,14 +35,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
+    silence_torchs_agent()
     with passing_on_signals():
         try:
+            met = _meet(arguments)  # the job's store lives as long as this does
             run(arguments)
+            del met
+        except TrainingStopped as error:
+            print(f"error: {error}", file=sys.stderr)
+            return FAILED
         except ChildFailedError as error:
             return explain({rank: failure.exitcode for rank, failure in error.failures.items()})
         except (KeyboardInterrupt, SignalException):
             return INTERRUPTED
     return 0
+
+
+def _meet(arguments: argparse.Namespace) -> Any:
+    """Of several nodes with a fixed address: see that all are here, within `--rdzv-conf timeout=SECONDS`."""
+    if not arguments.nnodes.isdigit() or int(arguments.nnodes) < 2 or arguments.rdzv_backend != "static":
+        return None
+    from megaverl.cli.meeting import meet
+
+    settings = dict(part.split("=", 1) for part in arguments.rdzv_conf.split(",") if "=" in part)
+    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+    host, _, port = endpoint.rpartition(":")
+    patience = float(settings.get("timeout", JOIN_SECONDS))
+    return meet(host, int(port), arguments.node_rank, int(arguments.nnodes), patience)
+
+
+def silence_torchs_agent() -> None:
+    """A rank tells by itself why it fails, and `explain` what it could not: torch's agent would tell it once more."""
+    for name in ("elastic", "launcher"):
+        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What train, sft, generate and eval share: arguments, the checked configuration, then ranks."""
+"""What the commands that run ranks share: arguments, the checked configuration, then ranks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ EXAMPLES = {
   megaverl train --config FILE --dry-run""",
     "sft": """\
   megaverl sft --config configs/sft_gsm8k.yaml model.path=DIR 'data.train=[train.jsonl]' sft.steps=200""",
+    "dpo": """\
+  megaverl dpo --config configs/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]'
+  megaverl dpo --config configs/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]' preference.loss=simpo""",
+    "reward": """\
+  megaverl reward --config configs/reward_model.yaml model.path=DIR 'preference.train=[pairs.jsonl]'""",
     "eval": """\
   megaverl eval --config FILE model.path=runs/mine/hf trainer.validation_samples=4 'trainer.pass_at=[1, 4]'""",
     "generate": """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import sys
@@ -36,6 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = described.parse_args(argv)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
+    if importlib.util.find_spec("torch") is None:
+        mend = "pip install 'megaverl[megatron,vllm]' (without a GPU 'megaverl[cpu]'), or ./launch/bootstrap.sh"
+        absent = {"name": "torch", "status": "fail", "found": "absent", "mend": mend}
+        report = {"healthy": False, "sections": {"versions": [absent]}}
+        print(json.dumps(report, indent=2) if arguments.json else f"versions\n  FAIL  torch  absent\n    -> {mend}")
+        return 1
     from megaverl.doctor import as_dict, as_text, examine
 
     findings = list(

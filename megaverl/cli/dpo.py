@@ -10,7 +10,9 @@ from megaverl.cli.command import parser, run
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    described = parser("dpo", "Preference training; its settings are in the section `preference`.")
+    described = parser(
+        "dpo", "A policy from pairs of responses (DPO, IPO, KTO, SimPO, ORPO); settings in `preference`."
+    )
     return run("dpo", described.parse_intermixed_args(given), given, {})
 
 

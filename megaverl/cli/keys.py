@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import os
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -31,11 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known = [key for key, *_ in described_keys()]
         print(f"megaverl keys: no key begins with `{prefix}`.{did_you_mean(prefix, known)}", file=sys.stderr)
         return 2
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:
-        # A pager that is closed early is no error; nor must the interpreter's own flush at exit find one.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("\n".join(lines))
     return 0
 
 

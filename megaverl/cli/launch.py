@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import subprocess
@@ -11,7 +10,7 @@ import tempfile
 import uuid
 from collections.abc import Sequence
 
-from megaverl.cli.agent import ENDS_RANKS, explain, passing_on_signals
+from megaverl.cli.agent import ENDS_RANKS, explain, passing_on_signals, silence_torchs_agent
 from megaverl.cli.worker import INTERRUPTED
 from megaverl.config import Config, smallest_world
 from megaverl.errors import GridError
@@ -66,9 +65,7 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # The agent reports every failure again, with a traceback of its own.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    logging.getLogger("torch.distributed.launcher").setLevel(logging.CRITICAL)
+    silence_torchs_agent()
     with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir:
         launch_config = LaunchConfig(
             min_nodes=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ from megaverl.version import __version__
 
 # name -> what --help says of it; the module megaverl.cli.<name> has `main(argv) -> exit code`
 COMMANDS = {
-    "train": "reinforcement learning: PPO or GRPO",
+    "train": "reinforcement learning: PPO, GRPO and 22 more",
     "sft": "a warm-up by supervised fine-tuning on prompt/answer pairs",
     "dpo": "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO",
     "reward": "a reward model from pairs of responses",
@@ -58,7 +59,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megaverl: no command `{name}`.{did_you_mean(name, COMMANDS)}\n", file=sys.stderr)
         print(usage(), end="", file=sys.stderr)
         return 2
-    code: int = importlib.import_module(f"megaverl.cli.{name.replace('-', '_')}").main(rest)
+    try:
+        code: int = importlib.import_module(f"megaverl.cli.{name.replace('-', '_')}").main(rest)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has read enough; nor must the interpreter's own flush at exit find this
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     return code
 
 

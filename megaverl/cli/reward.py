@@ -10,7 +10,7 @@ from megaverl.cli.command import parser, run
 
 def main(argv: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
-    described = parser("reward", "Reward-model training; its settings are in `preference` and `reward_model`.")
+    described = parser("reward", "A reward model from pairs of responses; settings in `preference` and `reward_model`.")
     return run("reward", described.parse_intermixed_args(given), given, {})
 
 

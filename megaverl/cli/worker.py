@@ -24,12 +24,10 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -
     # Thousands of modules are imported now, and stay: looking for garbage among them takes a fifth of the start.
     gc.set_threshold(STARTING_THRESHOLD)
     try:
-        from megaverl.capacity.start import check_before_start
+        from megaverl.capacity.start import check_memory
         from megaverl.trainer.run import main
 
-        if command == "train":
-            check_before_start(config)
-        code = main(config, command, options)
+        code = main(config, command, options, check_memory if command == "train" else None)
     except KeyboardInterrupt:
         _leave(INTERRUPTED)
     except BaseException as error:

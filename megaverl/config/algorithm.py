@@ -19,9 +19,10 @@ class KLConfig(Section):
         alias="in",
         description="Where the penalty enters: in the reward of each token, in the loss, or nowhere.",
     )
-    kind: Literal["k1", "k2", "k3", "abs", "low_variance"] = Field(
+    kind: str = Field(
         default="k3",
-        description="Estimator of the KL (joschu.net/blog/kl-approx.html). k1 has no gradient in a loss.",
+        description="Estimator of the KL (joschu.net/blog/kl-approx.html): k1 (no gradient in a loss), k2, k3, abs, "
+        "low_variance, or module:function.",
     )
     straight_through: bool = Field(
         default=False, description="In the loss: the value of `kind`, with k2's gradient, that of the KL itself."

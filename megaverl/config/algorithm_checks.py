@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.algorithm_conflicts import estimator_conflicts, kl_conflicts, loss_conflicts
 from megaverl.config.annotations import fits
 from megaverl.config.errors import Mistake, did_you_mean, divisors, found, listed
 from megaverl.config.option_ranges import out_of_order, out_of_range
@@ -39,6 +40,9 @@ LOSS_INPUTS = (
     "selected",
 )
 
+AGGREGATION_INPUTS = ("response_mask", "denominators")
+CORRECTION_INPUTS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages", "response_mask", "weights")
+KL_INPUTS = ("log_probs", "ref_log_probs")
 DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
 
 
@@ -49,14 +53,18 @@ def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
     yield from mistakes
     loss, mistakes = _function("policy_loss", "policy_losses", algorithm.policy_loss_name)
     yield from mistakes
-    _, mistakes = _function("loss_aggregation", "aggregations", algorithm.aggregation_name)
+    aggregation, mistakes = _function("loss_aggregation", "aggregations", algorithm.aggregation_name)
     yield from mistakes
+    yield from _reads("loss_aggregation", algorithm.aggregation_name, aggregation, AGGREGATION_INPUTS, ("max_tokens",))
     yield from _batches(config)
     yield from _kl(algorithm)
+    yield from kl_conflicts(algorithm)
     if estimator is not None:
         yield from _estimator(config, estimator)
+        yield from estimator_conflicts(config, estimator)
     if loss is not None:
         yield from _loss(algorithm, loss)
+        yield from loss_conflicts(algorithm, loss, aggregation)
     yield from _correction(algorithm, loss)
     yield from _dynamic_sampling(config)
     yield from _distillation(config)
@@ -83,6 +91,21 @@ def _function(key: str, registry: str, name: str) -> tuple[Registered | None, li
     return known[name], []
 
 
+def _reads(
+    key: str, name: str, function: Registered | None, given: Sequence[str], options: Sequence[str]
+) -> Iterator[Mistake]:
+    """What a function wants and is not given: inputs, and options without a default."""
+    if function is None:
+        return
+    key = f"algorithm.{key}"
+    if unknown := [each for each in function.inputs if each not in given]:
+        yield Mistake(key, f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}.")
+    if missing := [each for each in function.required if each not in options]:
+        known = f"only {listed(options)}" if options else "none"
+        text = f"found {found(name)}, which needs the option {listed(missing)}, and {known} can be set. Give a default."
+        yield Mistake(key, text)
+
+
 def _batches(config: Config) -> Iterator[Mistake]:
     algorithm = config.algorithm
     if config.samples_per_step % algorithm.num_mini_batches:
@@ -98,6 +121,9 @@ def _batches(config: Config) -> Iterator[Mistake]:
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl = algorithm.kl
+    estimator, mistakes = _function("kl.kind", "kl_estimators", kl.kind)
+    yield from mistakes
+    yield from _reads("kl.kind", kl.kind, estimator, KL_INPUTS, ())
     if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
         key = "coef" if kl.coef > 0 else "target"
         yield Mistake(
@@ -151,19 +177,12 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
     if name == "none" and not _learns_otherwise(config):
         yield Mistake(
             key,
-            "found 'none', and nothing else trains: no algorithm.distillation, no algorithm.kl in: loss, no "
-            "algorithm.entropy_coef, no mix. Name an estimator, or one of these.",
+            "found 'none', and nothing else trains: no algorithm.distillation, no algorithm.kl in: loss to another "
+            "reference, no algorithm.entropy_coef, no mix. Name an estimator, or one of these.",
             involves=("algorithm.name",),
         )
     if "values" not in inputs:
         yield from _without_critic(algorithm)
-    if "implicit_rewards" in inputs and config.placement.is_given:
-        yield Mistake(
-            key,
-            f"found {found(name)}, whose reward model is on the actor's ranks, and placement gives roles ranks of "
-            "their own. Use one of the two.",
-            involves=("algorithm.name", "placement"),
-        )
     if "greedy_rewards" in inputs and config.trainer.replay_rollouts is not None:
         yield Mistake(
             key,
@@ -183,7 +202,9 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
 def _learns_otherwise(config: Config) -> bool:
     """Whether the actor has a loss besides that of advantages."""
     algorithm = config.algorithm
-    other = algorithm.divergence_name is not None or algorithm.kl.place == "loss" or algorithm.entropy_coef > 0
+    elsewhere = config.reference.path not in (None, config.model.path)  # the KL to where it starts has no gradient
+    held = algorithm.kl.place == "loss" and elsewhere
+    other = algorithm.divergence_name is not None or held or algorithm.entropy_coef > 0
     return other or any(entry.update != "reward_model" for entry in config.mix)
 
 
@@ -237,6 +258,7 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
         return
     signature, mistakes = _function("correction.kind", "corrections", correction.kind)
     yield from mistakes
+    yield from _reads("correction.kind", correction.kind, signature, CORRECTION_INPUTS, ("low", "high"))
     if signature is not None:
         if wrong := out_of_order(correction.model_dump()):
             limits = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
@@ -244,6 +266,8 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
         for key in ("low", "high"):
             if getattr(correction, key) is not None and key not in signature.options:
                 yield Mistake(f"algorithm.correction.{key}", f"is set, but {correction.kind} has no such limit.")
+            if getattr(correction, key) is None and key in signature.required:
+                yield Mistake(f"algorithm.correction.{key}", f"is not set, and {correction.kind} needs it.")
     if loss is not None and "rollout_log_probs" in loss.inputs:
         yield Mistake(
             "algorithm.correction.kind",
@@ -299,9 +323,7 @@ def _distillation(config: Config) -> Iterator[Mistake]:
     yield from mistakes
     if function is not None:
         yield from _options(f"{key}.options", name, given.options, function.options, function)
-        if unknown := [each for each in function.inputs if each not in DIVERGENCE_INPUTS]:
-            text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(DIVERGENCE_INPUTS)}."
-            yield Mistake(f"{key}.divergence", text)
+        yield from _reads("distillation.divergence", name, function, DIVERGENCE_INPUTS, [*function.options])
     beta = given.options.get("beta")
     if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
         yield Mistake(
@@ -325,13 +347,6 @@ def _distillation(config: Config) -> Iterator[Mistake]:
                 "vocabulary part. Leave it out.",
                 involves=(f"actor.{grid}", f"{key}.divergence"),
             )
-    if config.placement.is_given:
-        yield Mistake(
-            f"{key}.divergence",
-            f"found {found(name)}, for which the teacher must be on the actor's ranks, and placement gives roles ranks "
-            "of their own. Use one of the two; algorithm.name: distillation needs log-probs alone.",
-            involves=("placement", "algorithm.name"),
-        )
 
 
 def _options(

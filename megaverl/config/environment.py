@@ -41,11 +41,10 @@ class EnvironmentConfig(Section):
 
 def _own_agents(config: Config) -> Iterator[Mistake]:
     """What needs one actor."""
-    key, said = "environment.agents", "found 'own', several actors on one engine,"
     if config.environment.name in environment_names() and len(agents_of(str(config.environment.name))) == 1:
-        yield Mistake(key, f"found 'own', but {config.environment.name} has one agent only. Leave it out.")
-    if config.placement.is_given:
-        yield Mistake(key, f"{said} and a placement gives roles ranks of their own. Use one of the two.")
+        yield Mistake(
+            "environment.agents", f"found 'own', but {config.environment.name} has one agent only. Leave it out."
+        )
     for name, used in (
         ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None),
         ("trainer.rollout_only", config.trainer.rollout_only),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megaverl.config.errors import did_you_mean, found, listed
-from megaverl.config.yaml_source import Key, Source
+from megaverl.config.yaml_source import COMMAND_LINE, Key, Source
 
 ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"}
 MISSING = object()
@@ -75,6 +75,8 @@ def translate(source: Source) -> None:
             if value != "megatron":
                 source.add(name, f"found {found(value)}; allowed: megatron, which trains actor and critic.")
         elif _get(source.values, key.split(".")) is not MISSING:
+            if source.place(key) == COMMAND_LINE != source.place(name):
+                continue  # laid over the file
             source.add(name, f"is set, and so is {key}, which is the same. Use one of them.")
         elif not _put(source.values, key.split("."), value):
             source.add(name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping.")

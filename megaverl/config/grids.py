@@ -11,7 +11,9 @@ from megaverl.config.placement import CLAIMS, placement_mistakes, role_grids
 from megaverl.config.roles import GridConfig
 from megaverl.config.schema import Config
 from megaverl.models.spec import ModelSpec
+from megaverl.placement import ResolvedPlacement, problems_of, resolve
 from megaverl.placement import smallest_world as smallest_placed_world
+from megaverl.placement.fit import grid_problem
 
 # Commands that build every role.
 REINFORCING = ("train", "quickstart")
@@ -66,9 +68,8 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
     placed = is_placed(config, command)
     if placed:
         yield from placement_mistakes(config.placement, role_grids(config, used_roles(config, command)), world_size)
-        yield from _not_apart(config)
-        yield from _mix_apart(config)
-        yield from _islands_mistakes(config)
+        if (placement := _placed(config, command, world_size)) is not None:
+            yield from placed_mistakes(config, placement)
     elif command == "train" and config.rollout.async_rollout:
         yield Mistake(
             "rollout.async_rollout",
@@ -102,49 +103,69 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
         )
 
 
-def _not_apart(config: Config) -> Iterator[Mistake]:
-    """What a run cannot have whose roles have ranks of their own."""
-    for key, used in (
-        ("reward_model", config.trains_reward_model),
-        ("environment.agents", config.environment.agents == "own"),
-    ):
-        if used:
-            message = "is set, and so is placement; it needs all roles on the same ranks. Leave one of the two out."
-            yield Mistake(key, message, involves=("placement",))
-
-
-def _mix_apart(config: Config) -> Iterator[Mistake]:
-    """`mix` takes further steps of the actor: what they read must be on its ranks, and nobody be waiting meanwhile."""
-    if not config.mix:
-        return
-    wanted, _ = config.placement.wanted()
-    with_actor = {place for role, place in wanted.items() if role == "actor"}
-
-    def apart(role: str) -> bool:
-        place = wanted.get(role)
-        return place is not None and place.role != "actor" and place not in with_actor
-
+def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Mistake]:
+    """What a run cannot have with its roles where they are: what reads or changes the same must be together."""
+    shares, islands = lambda role: placement.colocated(role, "actor"), len(placement.islands)
+    if config.environment.agents == "own" and not placement.is_colocated:
+        message = "is own, several actors on one engine: all roles on the same ranks. Leave it, or the placement, out."
+        yield Mistake("environment.agents", message, involves=("placement",))
+    if islands > 1:
+        yield from _island_mistakes(config, placement)
+    if config.trains_reward_model and not placement.is_colocated:
+        ranks = placement.ranks["actor"]
+        if problem := grid_problem(config.reward_model, len(ranks), f"{len(ranks)} ranks, which are the actor's"):
+            yield Mistake("reward_model", problem)
+    if config.algorithm.divergence_name is not None and (not shares("reference") or islands > 1):
+        message = (
+            "is not where the actor is, as a whole: algorithm.distillation compares the teacher's logits with its."
+        )
+        yield Mistake(
+            "placement.reference", f"{message} Leave it out.", involves=("algorithm.distillation.divergence",)
+        )
+    beside = config.mixes_reward_model and not shares("reward")
+    if beside:
+        message = "are not the actor's ranks, where `mix` trains the reward model. Set placement.reward: actor."
+        yield Mistake("placement.reward", message, involves=("mix",))
     reads = config.preference_needs_reference and any(entry.update == "preference" for entry in config.mix)
     for key, refused, reason in (
-        ("placement.critic", config.uses_critic and apart("critic"), "is decided on together with the actor"),
-        ("placement.reference", reads and apart("reference"), "is read by the loss of pairs beside the actor"),
-        ("placement.actor_islands", config.placement.actor_islands > 1, "each train on a part of every update"),
+        ("critic", config.uses_critic and not shares("critic"), "is decided on together with the actor"),
+        ("reference", reads and not shares("reference"), "is read by the loss of pairs beside the actor"),
+        ("actor_islands", islands > 1, "each train on a part of every update"),
     ):
-        if refused:
+        if config.mix and refused:
             message = f"is set, and so is mix, whose updates are the actor's own; what is placed there {reason}."
-            yield Mistake(key, f"{message} Leave one of the two out.", involves=("mix",))
+            yield Mistake(f"placement.{key}", f"{message} Leave one of the two out.", involves=("mix",))
 
 
-def _islands_mistakes(config: Config) -> Iterator[Mistake]:
-    wanted, wrong = config.placement.wanted()
-    alike = {place for role, place in wanted.items() if role == "actor"}
-    shares = wanted.get("rollout") is None or wanted["rollout"].role == "actor" or wanted["rollout"] in alike
-    if config.placement.actor_islands > 1 and not wrong and shares:
+def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Mistake]:
+    count = len(placement.islands)
+    if placement.colocated("rollout", "actor"):
         yield Mistake(
             "placement.rollout",
-            f"is the actor's, which has {config.placement.actor_islands} islands. Give the engines ranks of their own.",
+            f"is the actor's, which has {count} islands. Give the engines ranks of their own.",
             involves=("placement.actor_islands",),
         )
+    if others := [role for role in placement.roles_of(placement.coordinator) if role != "coordinator"]:
+        yield Mistake(
+            "placement.coordinator",
+            f"rank {placement.coordinator} has {', '.join(others)} as well; with actor_islands={count} it joins "
+            "gradients, and needs a rank of its own.",
+            involves=("placement.actor_islands",),
+        )
+    if config.trains_reward_model:
+        message = "is trained by the run, beside the actor, which has islands. Leave one of the two out."
+        yield Mistake("reward_model", message, involves=("placement.actor_islands",))
+
+
+def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPlacement | None:
+    """Who will be where, as far as that is known before the nodes have met; None: not yet, or it cannot be."""
+    wanted, mistakes = config.placement.wanted()
+    unknown = bool(os.environ.get(CLAIMS)) or any(place.nodes or place.num_nodes for place in wanted.values())
+    grids, islands = role_grids(config, used_roles(config, command)), config.placement.actor_islands
+    size = world_size or (None if mistakes or unknown else smallest_placed_world(wanted, grids, islands=islands))
+    if mistakes or unknown or size is None or problems_of(wanted, size, grids, islands=islands):
+        return None
+    return resolve(wanted, size, grids, islands=islands)
 
 
 def _sizes(grid: GridConfig) -> tuple[int | None, ...]:

@@ -13,7 +13,7 @@ from megaverl.placement import ROLES, Node, PlacementError, ResolvedPlacement, W
 
 if TYPE_CHECKING:
     from megaverl.config.schema import Config
-    from megaverl.placement.resolve import GridSizes
+    from megaverl.placement.fit import GridSizes
 
 Place = int | str | list[int | str] | dict[str, Any] | None
 _DEVICES = "_devices"
@@ -92,7 +92,7 @@ def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridS
         megatron_roles: those that the command builds (`config.grids.used_roles`).
     """
     grids: dict[str, GridSizes | None] = {role: getattr(config, role) for role in megatron_roles if role in ROLES}
-    models = config.reward_model if config.uses_reward_model else None
+    models = config.reward_model if config.scores_by_megatron else None
     return grids | {"rollout": Sizes(tp=config.rollout.tp), "reward": models, "coordinator": None}
 
 

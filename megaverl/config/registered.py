@@ -67,6 +67,28 @@ def of_the_users_own(path: str) -> Registered | None:
     return None
 
 
+# Where a function of these registries is named in a configuration.
+_PLACES = {
+    "advantage_estimators": "algorithm.advantage",
+    "policy_losses": "algorithm.policy_loss",
+    "aggregations": "algorithm.loss_aggregation",
+    "corrections": "algorithm.correction.kind",
+    "kl_estimators": "algorithm.kl.kind",
+    "divergences": "algorithm.distillation.divergence",
+    "preference_losses": "preference.loss",
+    "reward_model_losses": "reward_model.loss",
+}
+_COMMANDS = {"preference.loss": " of `megaverl dpo`", "reward_model.loss": " of `megaverl reward`"}
+
+
+def place_of(name: str) -> str:
+    """Of a function that was taken for a whole algorithm, a sentence on where it is named; "" where there is none."""
+    for registry, key in _PLACES.items():
+        if name in registered(registry):
+            return f" It is a part: {key}: {name}{_COMMANDS.get(key, '')}."
+    return ""
+
+
 def estimator_inputs(name: str) -> tuple[str, ...]:
     """The inputs of an advantage estimator, registered or `module:function`; none where that cannot be told."""
     try:

@@ -11,7 +11,7 @@ from megaverl.config.section import Passthrough, Positive, PositiveFloat, Sectio
 # Fields that decide which rank holds which part of a model, and how it computes.
 LAID_OUT_BY = ("tp", "pp", "cp", "ep", "etp", "vpp", "megatron")
 # The critic and the reference take these from the actor where they do not say otherwise.
-SHARED_BY_REFERENCE = (*LAID_OUT_BY, "micro_batch_tokens", "chunked_logits")
+SHARED_BY_REFERENCE = (*LAID_OUT_BY, "micro_batch_tokens", "pack_samples", "chunked_logits")
 SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp", "activation_checkpointing", "gradient_accumulation", "offload")
 
 ACTOR_OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-6, "weight_decay": 0.0, "clip_grad": 1.0}
@@ -32,6 +32,11 @@ class GridConfig(Section):
     )
     micro_batch_tokens: Positive = Field(
         default=4096, description="Most tokens (prompt and response) in one micro-batch: a hard cap."
+    )
+    pack_samples: bool = Field(
+        default=True,
+        description="Lay a micro-batch's samples end to end in one row, without padding and with a prompt that several "
+        "share only once. Where attention is PyTorch's own; Transformer Engine's and latent attention get padded rows.",
     )
     chunked_logits: bool = Field(
         default=False,

@@ -1,4 +1,4 @@
-"""`rollout.sampling_rules`: rules that say nothing, never hold, or leave nothing to learn."""
+"""`rollout`: rules of sampling that never hold or leave nothing to learn, bounds with no number between them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _KEY = "rollout.sampling_rules"
 
 
 def sampling_mistakes(config: Config) -> Iterator[Mistake]:
-    """Every mistake in how samples are drawn by the length of their prompt."""
+    """Every mistake in how samples are drawn by the length of their prompt, and in how many are drawn at once."""
     rollout = config.rollout
+    yield from _bounds(rollout)
     if not rollout.adaptive_sampling:
         if rollout.sampling_rules != RolloutConfig().sampling_rules:
             yield Mistake(_KEY, "is set, but rollout.adaptive_sampling is false. Use adaptive_sampling: true.")
@@ -27,6 +28,21 @@ def sampling_mistakes(config: Config) -> Iterator[Mistake]:
             involves=("rollout.function",),
         )
     yield from _rules(config)
+
+
+def _bounds(rollout: RolloutConfig) -> Iterator[Mistake]:
+    if rollout.use_dynamic_batching and rollout.min_sequences > rollout.max_sequences:
+        yield Mistake(
+            "rollout.min_sequences",
+            f"found {rollout.min_sequences}, more than rollout.max_sequences={rollout.max_sequences}. Lower it, or "
+            "raise the other.",
+            involves=("rollout.max_sequences",),
+        )
+    for name in ("min_sequences", "max_sequences", "memory_budget_mb"):
+        if not rollout.use_dynamic_batching and getattr(rollout, name) != getattr(RolloutConfig(), name):
+            yield Mistake(
+                f"rollout.{name}", "is set, but rollout.use_dynamic_batching is false. Use use_dynamic_batching: true."
+            )
 
 
 def _rules(config: Config) -> Iterator[Mistake]:

@@ -125,13 +125,22 @@ class Config(Section):
     @property
     def uses_reward_model(self) -> bool:
         """Whether a training step has a reward model on Megatron, trained or not."""
-        on_megatron = (entry.path is not None and entry.engine == "megatron" for entry in self.reward)
-        return self.trains_reward_model or any(on_megatron)
+        return self.trains_reward_model or self.scores_by_megatron
 
     @property
     def trains_reward_model(self) -> bool:
         """Whether a training step updates `reward_model`."""
-        return self.estimator_reads("implicit_rewards") or any(each.update == "reward_model" for each in self.mix)
+        return self.estimator_reads("implicit_rewards") or self.mixes_reward_model
+
+    @property
+    def mixes_reward_model(self) -> bool:
+        """Whether `mix` trains one of the reward models of `reward`."""
+        return any(each.update == "reward_model" for each in self.mix)
+
+    @property
+    def scores_by_megatron(self) -> bool:
+        """Whether a reward model of `reward` is on Megatron."""
+        return any(entry.path is not None and entry.engine == "megatron" for entry in self.reward)
 
     @property
     def reference_is_actor(self) -> bool:

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
     from megaverl.config.schema import Config
 
 # What a preference loss reads of the reference.
-FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs")
+FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs", "reference_kl")
+SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "weights")
+PAIR_INPUTS = (
+    "chosen_log_probs",
+    "rejected_log_probs",
+    "ref_chosen_log_probs",
+    "ref_rejected_log_probs",
+    "chosen_lengths",
+    "rejected_lengths",
+    "weights",
+)
+REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
 
 
 class PreferenceConfig(Section):
@@ -104,10 +115,11 @@ def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iter
         )
     if preference.validate_every and not preference.validation:
         yield Mistake("preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs.")
-    if command == "dpo" and preference.loss == "kto" and preference.batch_size < 2:
+    crosses = "reference_kl" in loss_inputs("preference_losses", preference.loss)
+    if command == "dpo" and crosses and preference.batch_size < 2:
         yield Mistake(
             "preference.batch_size",
-            "found 1; kto compares every prompt with another row's response, and needs at least 2 rows.",
+            f"found 1; {preference.loss} compares every prompt with another row's response, and needs at least 2 rows.",
             involves=("preference.loss",),
         )
     if command == "dpo":
@@ -115,8 +127,10 @@ def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iter
             yield Mistake("preference.margin_key", "is of `megaverl reward`; no preference loss reads a margin.")
         yield from loss_mistakes("preference", "preference_losses", preference.loss, preference.options)
     else:
+        section = config.reward_model
+        margins = preference.margin_key is not None
         yield from loss_mistakes(
-            "reward_model", "reward_model_losses", config.reward_model.loss, config.reward_model.options
+            "reward_model", "reward_model_losses", section.loss, section.options, has_margins=margins
         )
     if check_paths:
         for key, paths in (("train", preference.train), ("validation", preference.validation)):
@@ -132,10 +146,14 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
         key = f"mix.{index}"
         if entry.update is None:
             yield Mistake(f"{key}.update", "is not set. Known: rejection, preference, reward_model, sft.")
-        if entry.judge not in names:
+        if entry.update == "sft" and entry.judge != MixConfig().judge:
+            yield Mistake(
+                f"{key}.judge", "is set, and sft learns the rows' own answers: nothing is judged. Leave it out."
+            )
+        elif entry.judge not in names:
             hint = did_you_mean(entry.judge, names)
             yield Mistake(f"{key}.judge", f"found {found(entry.judge)}; there are: {listed(names)}.{hint}")
-        if entry.update != "sft" and config.algorithm.group_size < 2:
+        if entry.update not in (None, "sft") and config.algorithm.group_size < 2:
             yield Mistake(
                 "algorithm.group_size",
                 f"found {config.algorithm.group_size}; mix with {entry.update} takes the best response of a group, "
@@ -146,8 +164,12 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
             yield from loss_mistakes(
                 "preference", "preference_losses", config.preference.loss, config.preference.options
             )
-            if config.preference.loss == "kto":
-                yield Mistake("preference.loss", "found 'kto', which is not of pairs, and mix has pairs. Use dpo.")
+            if "desirable" in loss_inputs("preference_losses", config.preference.loss):
+                text = f"found {found(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."
+                yield Mistake("preference.loss", text)
+        if entry.update == "reward_model":
+            section = config.reward_model
+            yield from loss_mistakes("reward_model", "reward_model_losses", section.loss, section.options)
         learned = [each for each in config.reward if each.path is not None and each.engine == "megatron"]
         if entry.update == "reward_model" and len(learned) != 1:
             yield Mistake(
@@ -169,8 +191,10 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
             )
 
 
-def loss_mistakes(section: str, registry: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
-    """A loss by its name, and its options."""
+def loss_mistakes(
+    section: str, registry: str, name: str, options: dict[str, Any], *, has_margins: bool = False
+) -> Iterator[Mistake]:
+    """A loss by its name, its options, and what it reads of a pair."""
     signature: Registered | None
     if ":" in name:
         try:
@@ -188,13 +212,32 @@ def loss_mistakes(section: str, registry: str, name: str, options: dict[str, Any
         return
     for option, value in options.items():
         if option not in signature.options:
-            hint = did_you_mean(option, signature.options) or f" It has: {listed(sorted(signature.options))}."
+            known_options = f" It has: {listed(sorted(signature.options))}." if signature.options else " It has none."
+            hint = did_you_mean(option, signature.options) or known_options
             yield Mistake(f"{section}.options.{option}", f"{name} has no such option.{hint}")
         elif not fits(value, signature.options[option]):
             expected = signature.options[option].type_text
             yield Mistake(f"{section}.options.{option}", f"found {found(value)}; expected {expected}.")
         elif allowed := out_of_range(option, value):
             yield Mistake(f"{section}.options.{option}", f"found {found(value)}; expected {allowed}.")
+    for option in signature.required:
+        if option not in options:
+            yield Mistake(
+                f"{section}.options.{option}", f"is not set, and {name} needs it.", involves=(f"{section}.loss",)
+            )
+    of_policy = SINGLE_INPUTS if "desirable" in signature.inputs else PAIR_INPUTS
+    given: tuple[str, ...] = REWARD_INPUTS if registry == "reward_model_losses" else of_policy
+    given += ("margins",) if has_margins else ()
+    unknown = [each for each in signature.inputs if each not in given]
+    if "margins" in unknown and registry == "reward_model_losses":
+        yield Mistake(
+            "preference.margin_key", f"is not set, and {name} reads margins. Name the column that holds them."
+        )
+    elif unknown:
+        text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}."
+        yield Mistake(f"{section}.loss", text)
+    if has_margins and "margins" not in signature.inputs + signature.optional_inputs:
+        yield Mistake("preference.margin_key", f"is set, and {name} reads no margins. Leave it out.")
 
 
 def loss_inputs(registry: str, name: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 from megaverl.config.describe import all_keys, keys_of, section_at
 from megaverl.config.errors import Mistake, did_you_mean, found
 from megaverl.config.passthrough import PLACES
+from megaverl.config.registered import place_of
 from megaverl.config.schema import Config
 from megaverl.config.yaml_source import Key, Source
 
@@ -74,6 +75,8 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         allowed = str(context["expected"])
         names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
         hint = did_you_mean(detail["input"], names) if isinstance(detail["input"], str) else ""
+        if path == ("algorithm", "name") and isinstance(detail["input"], str):
+            hint = place_of(detail["input"]) or hint
         return f"{shown}; allowed: {', '.join(names)}.{hint}"
     if kind == "string_pattern_mismatch":
         own = "[A-Za-z_]" in str(context.get("pattern"))

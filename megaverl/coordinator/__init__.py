@@ -1,12 +1,11 @@
 """One rank decides for the whole run: gradients, versions, checkpoints, who is alive. See docs/placement.md."""
 
 from megaverl.coordinator.committer import CoordinatorCommits
-from megaverl.coordinator.decide import Progress, Rules, Schedule, Seat, decide
+from megaverl.coordinator.decide import Progress, Rules, Seat, decide
 from megaverl.coordinator.exchange import Coordinator
 from megaverl.coordinator.judge import Alone, Judge
 from megaverl.coordinator.liveness import Liveness, Patience
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
-from megaverl.coordinator.versions import Staleness
 
 __all__ = [
     "Alone",
@@ -21,9 +20,7 @@ __all__ = [
     "Progress",
     "Reason",
     "Rules",
-    "Schedule",
     "Seat",
-    "Staleness",
     "Verdict",
     "decide",
 ]

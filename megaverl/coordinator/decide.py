@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
+from megaverl.algorithms.clipping import clip_factor
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
 
-# megatron-core's, so that clipping gives the same numbers: clip_grads.clip_grad_by_total_norm_fp32
-CLIP_EPSILON = 1e-6
 # Islands that added up the same gradients may differ by rounding.
 SAME_NORM = 1e-3
-
-Schedule = Callable[[int], float]
 
 
 class Seat(NamedTuple):
@@ -33,14 +30,12 @@ class Rules:
     """What is applied, skipped, or the end.
 
     Attributes:
-        max_norm: role -> largest gradient norm, to which it is clipped; none or 0: not clipped.
         skip_above: role -> gradient norm above which an update is left out.
         on_nonfinite: what a NaN or inf does. An overflow under loss scaling always skips.
         max_skips: skipped updates in a row after which the run stops.
         max_staleness: versions of the engines' weights that the oldest sample may be behind; None: any.
     """
 
-    max_norm: Mapping[str, float] = field(default_factory=dict)
     skip_above: Mapping[str, float] = field(default_factory=dict)
     on_nonfinite: Literal["stop", "skip"] = "stop"
     max_skips: int = 10
@@ -80,7 +75,6 @@ def decide(
     seats: Sequence[Seat],
     progress: Progress,
     rules: Rules,
-    schedules: Mapping[str, Schedule] | None = None,
 ) -> tuple[dict[int, Decision], Progress]:
     """One verdict over gradients that belong together, and each one's factors.
 
@@ -90,7 +84,6 @@ def decide(
     Args:
         reports: by number of the seat; all that decide together.
         seats: all seats of the run.
-        schedules: role -> learning rate of its n-th update; a role without one steps its own.
 
     Returns: each seat's decision, and the progress after it.
     """
@@ -101,7 +94,6 @@ def decide(
     roles = dict.fromkeys(seats[number].role for number in reports)
     versions = dict(progress.versions)
     steps, schedule = dict(progress.steps), dict(progress.schedule)
-    leave = any(Flag.LEAVE in report.flags for report in reports.values())
     decisions: dict[int, Decision] = {}
     for role in roles:
         members = [number for number in reports if seats[number].role == role]
@@ -119,11 +111,9 @@ def decide(
                 seat=culprit,
                 version=versions[role],
                 scale=scale if verdict is Verdict.APPLY else 0.0,
-                clip=_clip(norm, rules.max_norm.get(role, 0.0)) if verdict is Verdict.APPLY else 0.0,
+                clip=clip_factor(norm, report.max_norm) if verdict is Verdict.APPLY else 0.0,
                 norm=norm,
-                learning_rate=schedules[role](before) if schedules and role in schedules else math.nan,
                 schedule_step=before,
-                leave=leave,
             )
         if verdict is not Verdict.STOP:
             steps[role], schedule[role] = steps.get(role, 0) + 1, before + 1
@@ -171,7 +161,3 @@ def _judge_role(role: str, reports: Mapping[int, GradientReport], rules: Rules) 
         if norm > rules.skip_above.get(role, math.inf):
             found.append((Verdict.SKIP, Reason.SPIKE, number))
     return found
-
-
-def _clip(norm: float, limit: float) -> float:
-    return min(1.0, limit / (norm + CLIP_EPSILON)) if limit > 0 else 1.0

@@ -8,6 +8,7 @@ a role as well, and other roles need not wait until it comes to its own update.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaverl.coordinator.decide import Progress, Rules, Schedule, Seat, decide
+from megaverl.coordinator.decide import Progress, Rules, Seat, decide
 from megaverl.coordinator.liveness import Liveness
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
@@ -38,6 +39,7 @@ from megaverl.fabric import Fabric
 _REPORTS, _DECISIONS, _RELAYS = 0x100000, 0x200000, 0x300000
 # How much longer a role waits for a decision than the coordinator for its reports, so that it hears who is missing.
 GRACE = timedelta(seconds=10)
+_SOURCE = re.compile(r"^\[[^\]]*:\d+\] ")
 _FOREVER = timedelta(days=365)
 
 
@@ -54,7 +56,7 @@ class Coordinator:
 
     Args:
         seats: who reports; a role's islands are seats of their own.
-        progress, schedules: used on the coordinator's rank.
+        progress: of the run so far; used on the coordinator's rank.
         liveness: names the rank at fault where one is lost.
     """
 
@@ -65,17 +67,17 @@ class Coordinator:
         rules: Rules,
         *,
         progress: Progress | None = None,
-        schedules: Mapping[str, Schedule] | None = None,
         liveness: Liveness | None = None,
     ) -> None:
         self.fabric, self.seats, self.liveness = fabric, tuple(seats), liveness
         self.bytes_sent = self.bytes_received = 0
+        self._seconds, self._bytes_told = 0.0, 0
         self.rank = fabric.placement.coordinator
         self._own: dict[int, queue.Queue[Decision]] = {}
         self._service: Service | None = None
         if fabric.rank == self.rank:
             self._own = {n: queue.Queue() for n, seat in enumerate(self.seats) if seat.rank == fabric.rank}
-            self._service = Service(self, rules, progress or Progress(), schedules or {})
+            self._service = Service(self, rules, progress or Progress())
 
     @property
     def progress(self) -> Progress:
@@ -93,6 +95,7 @@ class Coordinator:
         Raises:
             TrainingStopped: the run ends here, by a rule or because a rank is lost; says why, and who.
         """
+        start = time.perf_counter()
         number = self._seat_of(role)
         seat = self.seats[number]
         if self.fabric.rank == seat.rank:
@@ -104,9 +107,17 @@ class Coordinator:
         else:
             decision = Decision.unpack(self._wait(torch.zeros(DECISION_SIZE, dtype=torch.float64), number))
         self._relay(number, decision)
+        self._seconds += max(0.0, time.perf_counter() - start - decision.waited)
         if decision.verdict is Verdict.STOP:
             raise TrainingStopped(self._why(decision))
         return decision
+
+    def costs(self) -> dict[str, float]:
+        """What decisions have cost this rank since this was last asked: milliseconds, without the wait for partners,
+        and bytes that it sent and got."""
+        seconds, self._seconds = self._seconds, 0.0
+        before, self._bytes_told = self._bytes_told, self.bytes_sent + self.bytes_received
+        return {"coordinator/exchange_ms": seconds * 1e3, "coordinator/bytes": float(self._bytes_told - before)}
 
     def close(self) -> None:
         """The first ranks say that no report will follow; every rank of the job calls it at the end.
@@ -175,9 +186,12 @@ class Coordinator:
         return data
 
     def _lost(self, peer: int, what: str, error: Exception) -> TrainingStopped:
-        said = str(error).splitlines()[0][:160] if str(error) else "no answer"
-        text = f"{self.fabric.describe(peer)} died or stalled: {what} ({said})"
+        text = f"{self.fabric.describe(peer)} died or stalled: {what} ({cause_of(error)}){self._last_heard(peer)}"
         return TrainingStopped(self.liveness.settle(_hearing(self.liveness), text) if self.liveness else text)
+
+    def _last_heard(self, rank: int) -> str:
+        heard = self.liveness.last_heard(rank) if self.liveness else ""
+        return f"; when last heard of, {heard}" if heard else ""
 
     def _why(self, decision: Decision) -> str:
         if decision.reason is Reason.LOST:
@@ -191,8 +205,8 @@ class Coordinator:
 class Service:
     """The coordinator itself: takes reports, decides when all partners have come, and answers."""
 
-    def __init__(self, end: Coordinator, rules: Rules, progress: Progress, schedules: Mapping[str, Schedule]) -> None:
-        self._end, self._rules, self._schedules = end, rules, schedules
+    def __init__(self, end: Coordinator, rules: Rules, progress: Progress) -> None:
+        self._end, self._rules = end, rules
         self.progress = progress
         self.arrived: queue.Queue[Arrived] = queue.Queue()
         self._reports: dict[int, tuple[GradientReport, float]] = {}
@@ -221,7 +235,7 @@ class Service:
                 work.wait(_FOREVER)
                 report = GradientReport.unpack(data)
             except (RuntimeError, TrainingStopped) as error:
-                self.arrived.put(Arrived(number, None, str(error)))
+                self.arrived.put(Arrived(number, None, cause_of(error)))
                 return
             self._end.bytes_received += data.numel() * data.element_size()
             if Flag.DONE in report.flags:
@@ -251,27 +265,23 @@ class Service:
         return max(0.0, oldest + self._end.fabric.timeout.total_seconds() - time.monotonic())
 
     def _missing(self) -> int:
-        report = min(self._reports.values(), key=lambda one: one[1])[0]
-        return next(n for n in range(len(self._end.seats)) if report.partners >> n & 1 and n not in self._reports)
+        bits = min(self._reports.values(), key=lambda one: one[1])[0].partners
+        with_it = [n for n, (report, _) in self._reports.items() if report.partners == bits]
+        return next(n for n in range(len(self._end.seats)) if bits >> n & 1 and n not in with_it)
 
     def _answer(self) -> None:
         """Decide over every set of partners that is complete."""
         if self.end is not None:
             self._refuse_all()
             return
-        for number in sorted(self._reports):
-            if number not in self._reports:
-                continue
-            bits = self._reports[number][0].partners
-            members = [n for n in range(len(self._end.seats)) if bits >> n & 1]
-            if all(n in self._reports for n in members):
-                found = {n: self._reports.pop(n)[0] for n in members}
-                seats, progress, rules = self._end.seats, self.progress, self._rules
-                decisions, self.progress = decide(found, seats, progress, rules, self._schedules)
-                for n, decision in decisions.items():
-                    if decision.verdict is Verdict.STOP:
-                        self.end = decision
-                    self._tell(n, decision)
+        while members := complete_set({n: report for n, (report, _) in self._reports.items()}):
+            waited = {n: time.monotonic() - self._reports[n][1] for n in members}
+            found = {n: self._reports.pop(n)[0] for n in members}
+            decisions, self.progress = decide(found, self._end.seats, self.progress, self._rules)
+            for n, decision in decisions.items():
+                if decision.verdict is Verdict.STOP:
+                    self.end = decision
+                self._tell(n, replace(decision, waited=waited[n]))
 
     def _fail(self, lost: int, why: str) -> None:
         """A seat will not report any more: all that have reported, and all that will, are told so."""
@@ -281,7 +291,8 @@ class Service:
             # the liveness sees more than this thread: what the rank, and those of its world, were doing
             if end.liveness is not None and not end.liveness.wait(_hearing(end.liveness)):
                 end.liveness.accuse(
-                    f"{end.fabric.describe(seat.rank)} died or stalled: no report of {seat} came ({why[:160]})"
+                    f"{end.fabric.describe(seat.rank)} died or stalled: no report of {seat} came ({why})"
+                    f"{end._last_heard(seat.rank)}"
                 )
             self.end = Decision(0, Verdict.STOP, Reason.LOST, lost)
         self._refuse_all()
@@ -300,7 +311,25 @@ class Service:
         try:
             self._end._post(decision.pack(), seat.rank, _DECISIONS + number)
         except RuntimeError as error:
-            self.arrived.put(Arrived(number, None, str(error)))
+            self.arrived.put(Arrived(number, None, cause_of(error)))
+
+
+def cause_of(error: Exception) -> str:
+    """What a transport says, in short: without the place in its source, and the causes that it guesses."""
+    said = str(error).splitlines()[0] if str(error) else "no answer"
+    return _SOURCE.sub("", said).partition(". ")[0][:160]
+
+
+def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:
+    """The seats of reports that name each other, all of which have come; none yet: empty.
+
+    A seat may still be at an update that it is alone in, while one that will decide with it is further.
+    """
+    for report in (reports[number] for number in sorted(reports)):
+        members = [n for n in range(report.partners.bit_length()) if report.partners >> n & 1]
+        if all(n in reports and reports[n].partners == report.partners for n in members):
+            return members
+    return []
 
 
 def _hearing(liveness: Liveness) -> float:

@@ -68,8 +68,14 @@ class IslandMember:
         for number, views in enumerate(_buckets(gradients, self._bucket)):
             flat = torch.cat([view.float() for view in views]) * (divided_by / total)
             wire = self._compressor.compress(str(number), flat) if self._compressor else flat
-            _move(fabric, fabric.group, wire, coordinator, send=True)
-            _move(fabric, fabric.group, flat, coordinator, send=False)
+            if fabric.has_device(coordinator):
+                _move(fabric, fabric.group, wire, coordinator, send=True)
+                _move(fabric, fabric.group, flat, coordinator, send=False)
+            else:
+                _move(fabric, fabric.control, wire.cpu(), coordinator, send=True)
+                answer = torch.empty(flat.shape, dtype=flat.dtype)
+                _move(fabric, fabric.control, answer, coordinator, send=False)
+                flat.copy_(answer)
             start = 0
             for view in views:
                 view.copy_(flat[start : start + view.numel()])

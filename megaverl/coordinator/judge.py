@@ -66,13 +66,16 @@ class Judge:
         self.share = 1.0
         self.oldest, self.newest = 0, 0
 
-    def __call__(self, sums: Mapping[str, Tensor], norm: float, tokens: float, *, overflow: bool) -> Decision:
+    def __call__(
+        self, sums: Mapping[str, Tensor], norm: float, tokens: float, *, overflow: bool, max_norm: float
+    ) -> Decision:
         """What to do with a gradient.
 
         Args:
             sums: the loss's statistics, of which those that the coordinator keeps are count, sum and sum of squares.
             norm: of the whole gradient, before clipping; of a loss divided by `tokens`.
             overflow: loss scaling found it out of range.
+            max_norm: to which it is to be clipped; 0: not at all.
 
         Raises:
             TrainingStopped: the run ends here; says why.
@@ -91,6 +94,7 @@ class Judge:
             oldest=self.oldest,
             newest=self.newest,
             flags=Flag.OVERFLOW if overflow else Flag(0),
+            max_norm=max_norm,
             statistics=statistics,
         )
         decision = self._coordinator.decide(self._role, report, self.partners)

@@ -104,6 +104,11 @@ class Liveness:
         self._told.set()
         return verdict
 
+    def last_heard(self, rank: int) -> str:
+        """What a rank was doing when this one last heard of it; the coordinator hears of all."""
+        seen = self._seen.get(rank)
+        return str(seen[0]) if seen else ""
+
     def wait(self, seconds: float) -> bool:
         """Whether there is a verdict, or comes within so long."""
         return self._told.wait(seconds)
@@ -116,9 +121,16 @@ class Liveness:
         self._told.wait(seconds)
         self._stop.set()
         verdict = self.verdict or self.accuse(otherwise)
-        if self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3 * self.patience.interval)  # the store ends with this process, and others must read it first
+        if self._store_ends_with_me():
+            time.sleep(3 * self.patience.interval)  # others must read it first
         return verdict
+
+    def _store_ends_with_me(self) -> bool:
+        """Whether others lose the store when this rank ends: it keeps it, or the agent that does, of several nodes'
+        the first, ends with its ranks."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return self.rank == 0
+        return os.environ.get("GROUP_RANK") == "0" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
     def explain(self, error: BaseException) -> str | None:
         """What to say of an error on this rank: the verdict, if it comes of another rank's end, else None.

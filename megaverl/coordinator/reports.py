@@ -15,9 +15,9 @@ from megaverl.errors import TrainingStopped
 # Statistics of the loss that a report carries, each as count, sum, sum of squares, so that they add up over roles.
 STATISTICS = ("loss", "kl", "entropy", "ratio", "clipped", "value_error", "advantage", "reward")
 _MAGIC = 5010.0
-_HEAD = 12
+_HEAD = 11
 REPORT_SIZE = _HEAD + 3 * len(STATISTICS)
-DECISION_SIZE = 12
+DECISION_SIZE = 11
 
 Moments = tuple[float, float, float]
 NONE: Moments = (0.0, 0.0, 0.0)
@@ -29,7 +29,6 @@ class Flag(IntFlag):
     OVERFLOW = 1  # loss scaling found a value out of float16's range, as it now and then should
     BAD_LOSS = 2  # NaN or inf in the loss or one of its statistics
     BAD_GRADIENT = 4
-    LEAVE = 8  # asked to leave (SIGTERM, SIGUSR1): save and end
     DONE = 16  # the last report of this role
 
 
@@ -46,6 +45,7 @@ class GradientReport:
         oldest, newest: versions of the engines' weights: that generated its oldest sample; that they have now.
         flags: see `Flag`.
         partners: bits of the seats that decide together with this one.
+        max_norm: to which the role wants its gradient clipped; 0: not clipped.
         statistics: name -> count, sum, sum of squares.
     """
 
@@ -58,6 +58,7 @@ class GradientReport:
     newest: int = 0
     flags: Flag = Flag(0)
     partners: int = 0
+    max_norm: float = 0.0
     statistics: Mapping[str, Moments] = field(default_factory=dict)
 
     @property
@@ -78,7 +79,7 @@ class GradientReport:
             self.oldest,
             int(self.flags),
         ]
-        head += [self.partners, self.newest, 0.0, 0.0]
+        head += [self.partners, self.newest, self.max_norm]
         unknown = sorted(set(self.statistics) - set(STATISTICS))
         if unknown:
             raise ValueError(f"statistics {unknown} are none of {STATISTICS}")
@@ -96,6 +97,7 @@ class GradientReport:
         if len(numbers) != REPORT_SIZE or numbers[0] != _MAGIC:
             raise TrainingStopped(f"a message of {len(numbers)} numbers came where a gradient report was expected")
         _, step, version, tokens, divided_by, squared_norm, oldest, flags, partners, newest = numbers[:10]
+        max_norm = numbers[10]
         rest = numbers[_HEAD:]
         moments = {name: (rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i, name in enumerate(STATISTICS)}
         given = {name: found for name, found in moments.items() if found != NONE}
@@ -109,6 +111,7 @@ class GradientReport:
             int(newest),
             Flag(int(flags)),
             int(partners),
+            max_norm,
             given,
         )
 
@@ -163,9 +166,8 @@ class Decision:
         scale: what the gradient is multiplied by, so that its loss is the mean over all tokens of all islands.
         clip: what it is then multiplied by, so that its norm is at most the limit; 1 where it is.
         norm: of the role's gradient after scaling, before clipping.
-        learning_rate: of this update; NaN where the role steps its own schedule.
-        schedule_step: updates that the role's schedule has taken before this one.
-        leave: the run saves and ends after this update.
+        schedule_step: updates that the role's schedule has taken before this one: where its learning rate stands.
+        waited: seconds for which the report lay with the coordinator until its partners' had come.
     """
 
     step: int
@@ -176,9 +178,8 @@ class Decision:
     scale: float = 1.0
     clip: float = 1.0
     norm: float = 0.0
-    learning_rate: float = math.nan
     schedule_step: int = 0
-    leave: bool = False
+    waited: float = 0.0
 
     @property
     def applies(self) -> bool:
@@ -187,7 +188,7 @@ class Decision:
     def pack(self) -> Tensor:
         """[DECISION_SIZE] float64."""
         numbers = [_MAGIC, self.step, self.verdict, self.reason, self.seat, self.version, self.scale, self.clip]
-        numbers += [self.norm, self.learning_rate, self.schedule_step, self.leave]
+        numbers += [self.norm, self.schedule_step, self.waited]
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
 
     @classmethod
@@ -200,7 +201,7 @@ class Decision:
         numbers = data.tolist()
         if len(numbers) != DECISION_SIZE or numbers[0] != _MAGIC:
             raise TrainingStopped(f"a message of {len(numbers)} numbers came where a decision was expected")
-        _, step, verdict, reason, seat, version, scale, clip, norm, rate, schedule_step, leave = numbers
+        _, step, verdict, reason, seat, version, scale, clip, norm, schedule_step, waited = numbers
         return cls(
             int(step),
             Verdict(int(verdict)),
@@ -210,7 +211,6 @@ class Decision:
             scale,
             clip,
             norm,
-            rate,
             int(schedule_step),
-            bool(leave),
+            waited,
         )

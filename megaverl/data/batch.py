@@ -155,7 +155,9 @@ class RolloutBatch:
         # Only called for names that are no ordinary attribute: the tensors.
         if not name.startswith("_") and name in FIELDS:
             return self[name]
-        raise AttributeError(f"RolloutBatch has no attribute '{name}'")
+        raise AttributeError(
+            f"RolloutBatch has no attribute '{name}'; this one holds {', '.join(sorted(self.tensors))}"
+        )
 
     @property
     def attention_mask(self) -> Tensor:

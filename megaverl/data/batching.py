@@ -134,15 +134,8 @@ def micro_batches(
         DataError: one sample alone is above the cap; names the sample, its length and the key.
     """
     names = list(range(len(lengths))) if indices is None else list(indices)
-    cost = {sample: micro_batch_tokens([length], multiple_of=multiple_of) for sample, length in enumerate(lengths)}
-    above = [sample for sample, tokens in cost.items() if tokens > max_tokens]
-    if above:
-        worst = max(above, key=lambda sample: cost[sample])
-        raise DataError(
-            f"sample {names[above[0]]} has {lengths[above[0]]} tokens, more than {key}={max_tokens} "
-            f"allows in a micro-batch ({len(above)} such samples); raise {key} to at least {cost[worst]}, "
-            "or lower data.max_prompt_tokens or rollout.sampling.max_tokens"
-        )
+    check_cap(lengths, names, max_tokens, multiple_of=multiple_of, key=key)
+    cost = [micro_batch_tokens([length], multiple_of=multiple_of) for length in lengths]
     longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
     if padded:
         result: list[list[int]] = []
@@ -155,6 +148,26 @@ def micro_batches(
     else:
         result = _first_fit(longest_first, lengths, max_tokens - max_tokens % multiple_of)
     return [[names[sample] for sample in batch] for batch in result]
+
+
+def check_cap(lengths: Sequence[int], names: Sequence[int], max_tokens: int, *, multiple_of: int = 1, key: str) -> None:
+    """That every sample fits a micro-batch.
+
+    Args:
+        names: what the samples are called in the message. The others: see `micro_batches`.
+
+    Raises:
+        DataError: one sample alone is above the cap; names the sample, its length and the key.
+    """
+    cost = [micro_batch_tokens([length], multiple_of=multiple_of) for length in lengths]
+    above = [sample for sample, tokens in enumerate(cost) if tokens > max_tokens]
+    if above:
+        worst = max(above, key=lambda sample: cost[sample])
+        raise DataError(
+            f"sample {names[above[0]]} has {lengths[above[0]]} tokens, more than {key}={max_tokens} "
+            f"allows in a micro-batch ({len(above)} such samples); raise {key} to at least {cost[worst]}, "
+            "or lower data.max_prompt_tokens or rollout.sampling.max_tokens"
+        )
 
 
 def common_count(

@@ -102,6 +102,8 @@ def value_at(row: Mapping[str, Any], key: str) -> Any:
 def _column(row: Mapping[str, Any], key: str, where: str, setting: str) -> Any:
     """The value of `key` (or of the path `a.b`), which must be there and not null."""
     value = value_at(row, key)
+    if value is None and key in row:
+        raise DataError(f"{where}: {key!r} is null. Fill it in, remove the row, or name another column with {setting}.")
     if value is None:
         raise DataError(
             f"{where}: no {key!r} in this row; its keys: {', '.join(map(repr, row)) or 'none'}. "

@@ -183,7 +183,9 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
 
 def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator[Problem]:
     if not found.num_usable:
-        yield Problem("", "error", "no row can be used.")
+        reasons = [f"{found.num_long} are longer than data.max_prompt_tokens: raise it"] if found.num_long else []
+        reasons += [f"{found.num_short} are shorter than data.min_prompt_tokens: lower it"] if found.num_short else []
+        yield Problem("", "error", f"no row can be used{': ' if reasons else ''}{'; '.join(reasons)}.")
         return
     if found.num_pairs + found.num_desirable + found.num_undesirable not in (0, found.num_usable):
         yield Problem("", "warning", "some rows have judged responses, and others an answer.")

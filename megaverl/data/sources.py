@@ -115,7 +115,10 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
     except KeyError as error:
         raise DataError(f"{source.path}: no split {error}; it has {', '.join(found)}. Set split.") from error
     except Exception as error:  # whatever it raises of networks, names, files and columns
-        raise DataError(f"{source.path}: datasets cannot load it: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{source.path}: datasets cannot load it: {type(error).__name__}: {error}. Look at the name and at the "
+            "network (HF_HUB_OFFLINE must not be set), or name a local folder."
+        ) from error
 
 
 class FirstRows:

@@ -53,6 +53,7 @@ class DataFlow:
         self._after: list[tuple[str, str]] = []
         self._plan: Plan | None = None
         self._given: frozenset[str] = frozenset()
+        self._places: Places | None = None
         for operator in operators:
             self.add_operator(operator)
 
@@ -69,6 +70,8 @@ class DataFlow:
         Raises:
             ConfigError: the name is taken, or one of these is not there.
         """
+        if not isinstance(operator, Operator):
+            raise ConfigError(f"found {operator!r}; expected an Operator(name=..., func=...)")
         names = [other.name for other in self._operators]
         if operator.name in names:
             raise ConfigError(f"two operators are named '{operator.name}'; give one of them another name")
@@ -105,7 +108,7 @@ class DataFlow:
             ConfigError: lists every unknown input, every value made twice, shapes that differ, roles without a place,
                 and any cycle.
         """
-        self._given = frozenset(given)
+        self._given, self._places = frozenset(given), places
         self._plan = make_plan(self._operators, self._given, after=self._after, places=places)
         return self
 
@@ -127,7 +130,8 @@ class DataFlow:
             done: values that were made before, in a run that was cut off, on all ranks of their makers; what makes
                 nothing else is left out, and sends them.
             after: called after every operator that ran, with its name and all values so far.
-            mover: carries values between ranks; needed where the flow was compiled for places.
+            mover: carries values between ranks. None: where the flow was compiled for places, those of torchrun's job
+                meet for it; in a program of one process that process runs all operators.
             leave_out: operators that are not run now.
             before_wait: called before a value is waited for that comes from other ranks.
             given: the values named in `compile`.
@@ -136,7 +140,15 @@ class DataFlow:
         if set(given) != self._given:
             raise ConfigError(f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}")
         edges = [edge for edge in plan.edges if not all(name in leave_out for name in edge.takers)]
-        return _Run(plan, edges, given, dict(done or {}), mover).run(span, after, leave_out, before_wait)
+        own = None
+        if mover is None and self._places is not None:
+            from megaverl.dataflow.joined import carrier_for  # torch, which a flow of one process may not need
+
+            mover = own = carrier_for(self._places)
+        result = _Run(plan, edges, given, dict(done or {}), mover).run(span, after, leave_out, before_wait)
+        if own is not None:
+            own.settle()
+        return result
 
 
 class _Run:

@@ -20,7 +20,7 @@ class Operator:
     Attributes:
         name: of the operator; its span in the timeline.
         func: called with its inputs by keyword; returns the output, or a mapping of all outputs if there are several.
-        inputs: names of the values it takes; by default the names of the function's parameters.
+        inputs: names of the values it takes; by default the names of the function's parameters that have no default.
         outputs: names of the values it gives; by default the operator's own name.
         role: on whose ranks it runs, or several roles' names; None: on those that make its last input, and on every
             rank where nothing is made for it.
@@ -34,11 +34,23 @@ class Operator:
     role: str | tuple[str, ...] | None = None
     shapes: Mapping[str, Shape] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not callable(self.func):
+            raise ConfigError(f"operator '{self.name}': func is {self.func!r}; expected a function")
+        for what, names in (("inputs", self.inputs), ("outputs", self.outputs)):
+            if isinstance(names, str):
+                raise ConfigError(f"operator '{self.name}': {what} is {names!r}; expected names, such as ({names!r},)")
+
     @property
     def takes(self) -> tuple[str, ...]:
         if self.inputs is not None:
             return tuple(self.inputs)
-        return tuple(inspect.signature(self.func).parameters)
+        try:
+            parameters = inspect.signature(self.func).parameters.values()
+        except ValueError as error:  # some functions written in C do not tell
+            raise ConfigError(f"operator '{self.name}': name what it takes: inputs=(...)") from error
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return tuple(each.name for each in parameters if each.kind in named and each.default is each.empty)
 
     @property
     def gives(self) -> tuple[str, ...]:

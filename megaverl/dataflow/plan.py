@@ -138,7 +138,12 @@ def _shape_mistakes(operators: Sequence[Operator]) -> list[str]:
 def _without_place(operators: Sequence[Operator], places: Places | None) -> list[str]:
     if places is None:
         return []
-    return [
+    unread = [
+        f"places: '{role}' is on {ranks!r}; expected its ranks, such as [0, 1]"
+        for role, ranks in places.items()
+        if not ranks or not all(isinstance(rank, int) and rank >= 0 for rank in ranks)
+    ]
+    return unread + [
         f"operator '{op.name}' runs on the role '{role}', which has no place; there are: {', '.join(places)}"
         for op in operators
         for role in op.roles

@@ -91,9 +91,11 @@ def _names() -> Iterator[Finding]:
         try:
             address = socket.gethostbyname(name)
         except OSError as error:
-            mend = "add the name to /etc/hosts"
+            mend = "add the name to /etc/hosts, or set MASTER_ADDR to the first node's address"
             if what == "host name":
-                mend += ", or name an interface with GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
+                mend = (
+                    "add the name to /etc/hosts, or name an interface with GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
+                )
             yield Finding("network", what, "fail" if what == "MASTER_ADDR" else "warn", f"{name}: {error}", mend)
         else:
             yield Finding("network", what, "ok", f"{name} is {address}")

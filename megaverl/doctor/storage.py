@@ -67,6 +67,8 @@ def _open_files() -> Finding:
     if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
         return Finding("storage", "open files", "ok", f"limit {soft if soft >= 0 else 'none'}")
     mend = f"ulimit -n {min(65536, hard) if hard >= 0 else 65536}: many ranks hold many sockets"
+    if 0 <= hard < OPEN_FILES:
+        mend = "raise the hard limit too: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
     return Finding("storage", "open files", "warn" if soft < 1024 else "note", f"limit {soft}", mend)
 
 

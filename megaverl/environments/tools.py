@@ -155,6 +155,8 @@ def calculate(expression: str) -> str:
     Raises:
         ValueError: anything else.
     """
+    if not isinstance(expression, str):  # a model may write a number into its call
+        raise ValueError(f"expression must be text, found {expression!r:.80}")
     try:
         value = _value(ast.parse(expression.strip().replace("^", "**"), mode="eval").body)
     except SyntaxError:

@@ -66,7 +66,7 @@ class Courier:
             fresh = _fresh(value, base)
             columns = {} if base is not None else value.columns
             head, table = {"kind": "batch", "over_base": base is not None}, table_of(fresh, value, columns)
-        elif isinstance(value, Tensor) and base is not None and FIELDS.get(name) and len(value) == len(base):
+        elif isinstance(value, Tensor) and base is not None and value.shape == _shape_of(name, base):
             head, table = {"kind": "field"}, table_of({name: value}, base)
         else:
             tensors: list[Tensor] = []
@@ -112,7 +112,7 @@ class Courier:
         if head["kind"] == "field":
             if base is None:
                 raise DataError(f"{name}: a field came, and this rank has no batch that it belongs to")
-            return _spread_field(tensors_here[name], rows, base.response_shape)
+            return _spread_like(name, tensors_here[name], rows, base)
         if head["over_base"]:
             if base is None:
                 raise DataError(f"{name}: a batch came that adds to another, which this rank has not")
@@ -196,8 +196,16 @@ def _spread_column(column: Sequence[Any], rows: Sequence[int], count: int) -> li
 
 
 def _spread_like(name: str, part: Tensor, rows: Sequence[int], base: RolloutBatch) -> Tensor:
-    shape = {"S": base.input_ids.shape, "R": base.generated_ids.shape}.get(FIELDS[name].axes, (len(base),))
-    return _spread_field(part, rows, tuple(shape))
+    shape = _shape_of(name, base)
+    assert shape is not None
+    return _spread_field(part, rows, shape)
+
+
+def _shape_of(name: str, base: RolloutBatch) -> tuple[int, ...] | None:
+    """That of a field of the batch; None: a batch has no such field."""
+    if name not in FIELDS:
+        return None
+    return tuple({"S": base.input_ids.shape, "R": base.generated_ids.shape}.get(FIELDS[name].axes, (len(base),)))
 
 
 def _spread_field(part: Tensor, rows: Sequence[int], shape: tuple[int, ...]) -> Tensor:

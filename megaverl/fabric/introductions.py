@@ -7,15 +7,15 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from megaverl.errors import ConfigError, TrainingStopped
-from megaverl.placement import Node, ranks_text
+from megaverl.placement import Node, ranks_named
 
 # How much longer the others wait for the first rank's verdict than it waits for them.
 GRACE = timedelta(seconds=10)
@@ -28,15 +28,22 @@ class Facts:
     Attributes:
         node: name of its machine.
         claims: roles that the node's command line named.
-        agreed: what must be the same everywhere, by name: sections of the configuration (or their digests), versions.
+        agreed: what must be the same everywhere, by name: digests of the configuration's sections, versions.
+        sections: of the configuration, plain values by name; looked at where their digests differ.
+        memory: bytes of its GPU; 0: it has none.
         agent: number of the torchrun agent that started it: two agents on one machine are two nodes.
     """
 
     node: str = field(default_factory=socket.gethostname)
     claims: tuple[str, ...] = ()
     agreed: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, Any] = field(default_factory=dict)
     process: int = field(default_factory=os.getpid)
+    memory: float = 0.0
     agent: int = field(default_factory=lambda: int(os.environ.get("GROUP_RANK", "0")))
+
+
+_SECTION = "configuration section "
 
 
 def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, str]:
@@ -50,7 +57,7 @@ def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[st
     def digest(value: Any) -> str:
         return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=6).hexdigest()
 
-    found = {f"configuration section `{name}`": digest(value) for name, value in sections.items()}
+    found = {_SECTION + name: digest(value) for name, value in sections.items()}
     return found | {f"version of {name}": version for name, version in versions.items()}
 
 
@@ -63,7 +70,11 @@ def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: ti
     """
     if (times := store.add(f"introductions/here/{rank}", 1)) > 1:
         raise TrainingStopped(_tell_of_two_jobs(store, rank, times, facts, timeout))
-    store.set(f"introductions/facts/{rank}", json.dumps(asdict(facts)))
+    told = {f"introductions/sections/{facts.agreed[_SECTION + name]}": each for name, each in facts.sections.items()}
+    if told and not store.check(list(told)):  # one asks; who comes first, or differs, tells
+        for key, section in told.items():
+            store.set(key, json.dumps(section))
+    store.set(f"introductions/facts/{rank}", json.dumps(asdict(replace(facts, sections={}))))
     if store.add("introductions/count", 1) == size:
         store.set("introductions/complete", "")
     if rank == 0:
@@ -82,8 +93,8 @@ def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: ti
     if verdict["missing"]:
         raise TrainingStopped(verdict["missing"])
     if verdict["mistakes"]:
-        raise ConfigError("\n".join(verdict["mistakes"]))
-    return tuple(Node(name, count, tuple(claims)) for name, count, claims in verdict["nodes"])
+        raise ConfigError("\n  - ".join(["the nodes do not fit together:", *verdict["mistakes"]]))
+    return tuple(Node(name, count, tuple(claims), memory) for name, count, claims, memory in verdict["nodes"])
 
 
 def _tell_of_two_jobs(store: dist.Store, rank: int, times: int, facts: Facts, timeout: timedelta) -> str:
@@ -122,8 +133,8 @@ def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]
         missing = sorted(set(range(size)) - set(here))
         nodes = sorted({json.loads(store.get(f"introductions/facts/{rank}"))["node"] for rank in here})
         text = (
-            f"ranks {ranks_text(missing)} of {size} did not come within {timeout.total_seconds():g} s "
-            f"(run.timeout_minutes); there are ranks {ranks_text(here)} on {', '.join(nodes)}. Look at the node that "
+            f"{ranks_named(missing)} of {size} did not come within {timeout.total_seconds():g} s "
+            f"(run.timeout_minutes); here: {ranks_named(here)} on {', '.join(nodes)}. Look at the node that "
             "is missing, or start the job with fewer."
         )
         return {"missing": text, "mistakes": [], "nodes": [], "here": len(here)}
@@ -132,34 +143,35 @@ def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]
         return {"missing": store.get("introductions/twice").decode(), "mistakes": [], "nodes": [], "here": count}
     found = [json.loads(data) for data in store.multi_get([f"introductions/facts/{rank}" for rank in range(size)])]
     nodes, mistakes = _nodes(found)
-    return {"missing": "", "mistakes": [*mistakes, *_differences(found)], "nodes": nodes, "here": size}
+    return {"missing": "", "mistakes": [*mistakes, *_differences(found, store)], "nodes": nodes, "here": size}
 
 
-def _nodes(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str]]], list[str]]:
-    """(name, ranks, claims) of every node, and what is wrong with them; nodes of one name are told apart by agent."""
-    nodes: list[tuple[tuple[str, int], int, list[str]]] = []
+def _nodes(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
+    """(name, ranks, claims, memory) of every node; and what is wrong. Nodes of one name are told apart by agent."""
+    nodes: list[tuple[tuple[str, int], int, list[str], float]] = []
     mistakes = []
     for rank, facts in enumerate(found):
-        key, claims = (facts["node"], facts["agent"]), list(facts["claims"])
+        key, claims, memory = (facts["node"], facts["agent"]), list(facts["claims"]), float(facts["memory"])
         if nodes and nodes[-1][0] == key:
             if claims != nodes[-1][2]:
                 mistakes.append(f"node {key[0]}: rank {rank} claims {claims}, and the ranks before it {nodes[-1][2]}.")
-            nodes[-1] = (key, nodes[-1][1] + 1, nodes[-1][2])
+            nodes[-1] = (key, nodes[-1][1] + 1, nodes[-1][2], min(nodes[-1][3], memory))
         elif any(key == other[0] for other in nodes):
             mistakes.append(
                 f"node {key[0]}: rank {rank} is on it, and so are earlier ranks, with another node's between them. "
                 "Names of nodes must differ, and a node's ranks be neighbours."
             )
         else:
-            nodes.append((key, 1, claims))
-    names = [key[0] for key, _, _ in nodes]
+            nodes.append((key, 1, claims, memory))
+    names = [key[0] for key, *_ in nodes]
     return [
-        (name if names.count(name) == 1 else f"{name}.{agent}", count, claims) for (name, agent), count, claims in nodes
+        (name if names.count(name) == 1 else f"{name}.{agent}", count, claims, memory)
+        for (name, agent), count, claims, memory in nodes
     ], mistakes
 
 
-def _differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Every name of `agreed` in which ranks differ from the first one."""
+def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[str]:
+    """Every key of the configuration, and every version, in which ranks differ from the first one."""
     first = found[0]["agreed"]
     mistakes = []
     for name in sorted({name for facts in found for name in facts["agreed"]}):
@@ -169,8 +181,28 @@ def _differences(found: Sequence[Mapping[str, Any]]) -> list[str]:
         for value, ranks in others.items():
             if value != first.get(name):
                 on = ", ".join(dict.fromkeys(found[rank]["node"] for rank in ranks))
-                mistakes.append(
-                    f"{name} differs: {value} on ranks {ranks_text(ranks)} ({on}), {first.get(name)} on rank 0 "
-                    f"({found[0]['node']}). All nodes need the same."
-                )
+                for what, theirs, firsts in _inside(store, name, value, first.get(name)):
+                    mistakes.append(
+                        f"{what} differs: {theirs} on {ranks_named(ranks)} ({on}), {firsts} on rank 0 "
+                        f"({found[0]['node']}). All nodes need the same."
+                    )
     return mistakes
+
+
+def _inside(store: dist.Store, name: str, value: str | None, first: str | None) -> list[tuple[str, Any, Any]]:
+    """(what, theirs, the first's): the keys that differ of a section of the configuration, where both are known."""
+    keys = [f"introductions/sections/{digest}" for digest in (value, first)]
+    if not name.startswith(_SECTION) or not all(store.check([key]) for key in keys):
+        return [(name, value, first)]
+    theirs, firsts = (dict(_leaves(name.removeprefix(_SECTION), json.loads(store.get(key)))) for key in keys)
+    differing = [key for key in {**firsts, **theirs} if theirs.get(key, "nothing") != firsts.get(key, "nothing")]
+    return [(key, theirs.get(key, "nothing"), firsts.get(key, "nothing")) for key in differing]
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """(dotted key, value as JSON) of everything in a section."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    else:
+        yield name, json.dumps(value)

@@ -28,7 +28,8 @@ class Fabric:
     Attributes:
         rank: in the job.
         world: that this rank belongs to.
-        group: all ranks, on the platform's backend: batches and weights.
+        group: all ranks, on the platform's backend: batches and weights. A coordinator without a GPU beside ranks that
+            have one (`has_device`) is not in it, and has `control` in its place.
         back: the same, for what goes from higher ranks to lower ones: on NCCL messages of one group wait for each
             other, and two ranks that send to each other would both wait; with gloo it is `group` itself.
         control: all ranks, gloo on CPU tensors: reports and decisions, which must not wait for a device.
@@ -58,6 +59,10 @@ class Fabric:
     def has(self, role: str) -> bool:
         """Whether this rank is one of the role's."""
         return role in self.roles
+
+    def has_device(self, rank: int) -> bool:
+        """Whether `group` reaches a rank."""
+        return rank < self.placement.num_with_device
 
     def road(self, source: int, dest: int) -> dist.ProcessGroup:
         """The group through which bytes go from one rank to another."""
@@ -122,12 +127,18 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
     )
     ranks, backend = (rank, placement.size, own), platform.backend
     group = back = control = default_group()
-    if not placement.is_colocated:
-        group = back = with_deadline("the fabric", timeout, lambda: _joined(backend, "fabric", store, ranks, timeout))
-        if backend != "gloo":
-            back = with_deadline("the way back", timeout, lambda: _joined(backend, "back", store, ranks, timeout))
     if not placement.is_colocated or backend != "gloo":  # one world that speaks gloo needs no second group
         control = with_deadline("the control group", timeout, lambda: _joined("gloo", "control", store, ranks, timeout))
+    if not placement.is_colocated:
+        group = back = control
+        count = placement.num_with_device
+        if rank < count:
+            some = (rank, count, own)
+            group = back = with_deadline(
+                "the fabric", timeout, lambda: _joined(backend, "fabric", store, some, timeout)
+            )
+            if backend != "gloo":
+                back = with_deadline("the way back", timeout, lambda: _joined(backend, "back", store, some, timeout))
     return Fabric(placement, rank, world, group, back, control, store, timeout)
 
 

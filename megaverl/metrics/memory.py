@@ -33,7 +33,7 @@ def memory_metrics(*roles: str) -> dict[str, float]:
     metrics = {
         **{f"memory/{role}_gpu_mem_mb": resident for role in roles},
         "memory/process_rss_mb": resident,
-        "memory/process_peak_rss_mb": peak_process_memory_mb(),
+        "memory/process_peak_rss_mb": max(resident, peak_process_memory_mb()),  # the system counts that one later
     }
     torch = sys.modules.get("torch")
     # is_initialized: asking a device's statistics must not be what creates a CUDA context.

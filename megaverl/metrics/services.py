@@ -19,21 +19,24 @@ from megaverl.metrics.backend import RunInfo
 class Wandb:
     """Weights & Biases. WANDB_MODE, WANDB_API_KEY and `wandb login` say whether and where to send.
 
-    Without a login: offline, into the run's folder; `wandb sync` sends it.
+    Without a login: offline, into the run's folder; `wandb sync` sends it. A run that is resumed goes on in its own one
+    there, whose id is kept in `wandb_run_id`; a fresh one gets a new id.
     """
 
     def __init__(self, info: RunInfo) -> None:
         wandb = importlib.import_module("wandb")
-        offline = "WANDB_MODE" not in os.environ and not wandb.api.api_key
+        asks = "prompt" in inspect.signature(wandb.login).parameters  # newer ones can be told not to
+        offline = "WANDB_MODE" not in os.environ and not (wandb.login(prompt=False) if asks else wandb.api.api_key)
         self._run = wandb.init(
             project=info.project,
             name=info.name,
-            id=re.sub(r"[^\w.-]", "-", info.name),
+            id=_kept_id(info, "wandb_run_id"),
             resume="allow",
             dir=str(info.run_dir),
             config=dict(info.config),
             **({"mode": "offline"} if offline else {}),
         )
+        Path(info.run_dir, "wandb_run_id").write_text(self._run.id)
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
@@ -56,12 +59,13 @@ class MLflow:
             self._mlflow.set_tracking_uri(
                 f"sqlite:///{folder / 'mlflow.db'}" if has_database else f"file:{folder / 'mlruns'}"
             )
+            if self._mlflow.get_experiment_by_name(info.project) is None:  # its own rule would be the working folder
+                self._mlflow.create_experiment(info.project, (folder / "mlruns").as_uri())
         self._mlflow.set_experiment(info.project)
-        kept = Path(folder, "mlflow_run_id")
-        goes_on = info.resume_step is not None and kept.is_file()
-        self._mlflow.start_run(**({"run_id": kept.read_text().strip()} if goes_on else {"run_name": info.name}))
-        kept.write_text(self._mlflow.active_run().info.run_id)
-        if not goes_on:
+        known = _kept_id(info, "mlflow_run_id")
+        self._mlflow.start_run(**({"run_id": known} if known else {"run_name": info.name}))
+        Path(folder, "mlflow_run_id").write_text(self._mlflow.active_run().info.run_id)
+        if not known:
             self._mlflow.log_dict(dict(info.config), "config.json")
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
@@ -71,6 +75,12 @@ class MLflow:
 
     def close(self) -> None:
         self._mlflow.end_run()
+
+
+def _kept_id(info: RunInfo, name: str) -> str | None:
+    """The service's id of the run that this one goes on from; None: a fresh run."""
+    kept = Path(info.run_dir, name)
+    return kept.read_text().strip() if info.resume_step is not None and kept.is_file() else None
 
 
 class SwanLab:

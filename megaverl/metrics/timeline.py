@@ -38,6 +38,7 @@ class Timeline:
         self._totals: defaultdict[str, int] = defaultdict(int)
         self._covered_ns = 0  # by outermost spans of the thread that runs the step
         self._step: int | None = None
+        self._is_open = False
         self._step_begin = 0
         self._step_ns = 0
         self._step_thread = threading.get_ident()
@@ -48,8 +49,18 @@ class Timeline:
         return _Span(self, name)
 
     def step(self, number: int) -> _Step:
-        """A context manager around one training step; sums start anew."""
+        """A context manager around one training step, or around the rest of one that has begun."""
         return _Step(self, number)
+
+    def begin(self, number: int) -> None:
+        """A step begins, and sums start anew, unless it has begun already; leaving `step` ends it."""
+        if self._is_open and self._step == number:
+            return
+        self._totals.clear()
+        self._covered_ns = self._step_ns = 0
+        self._step, self._is_open = number, True
+        self._step_thread = threading.get_ident()
+        self._step_begin = time.perf_counter_ns()
 
     def step_metrics(self, prefix: str = "time/") -> dict[str, float]:
         """Milliseconds per span name in the current or last step.
@@ -123,16 +134,12 @@ class _Step:
         self._number = number
 
     def __enter__(self) -> _Step:
-        timeline = self._timeline
-        timeline._totals.clear()
-        timeline._covered_ns = timeline._step_ns = 0
-        timeline._step = self._number
-        timeline._step_thread = threading.get_ident()
-        timeline._step_begin = time.perf_counter_ns()
+        self._timeline.begin(self._number)
         return self
 
     def __exit__(self, *_: object) -> None:
         timeline = self._timeline
+        timeline._is_open = False
         timeline._step_ns = time.perf_counter_ns() - timeline._step_begin
         timeline._events.append(("step", timeline._step_begin, timeline._step_ns, timeline._step_thread, self._number))
 

@@ -68,6 +68,8 @@ class Tracker:
         seconds = time.time()
         some = {key: value for key, value in numbers.items() if any(fnmatch(key, one) for one in self._only)}
         for name in list(self._backends):
+            if not some and name != "jsonl":
+                continue
             try:
                 self._backends[name].write(step, seconds, numbers if name == "jsonl" else some)
             except Exception as error:  # whatever a tracker's library raises

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megaverl.models.packing import Packing
+
 
 class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v under a causal mask (arXiv 1706.03762, eq. 1), without the [s, s] matrices.
@@ -48,33 +50,44 @@ class CausalAttention(nn.Module):
             key, value: [s, b, kv_heads / tp, head_dim]; values may have a head_dim of their own.
             attention_mask: [b, 1, s, s] bool, True where a query must not look; None: causal, within the window
                 if there is one.
+            packed_seq_params: a `Packing`: the row (b is 1) holds several sequences, see there.
 
         Returns:
             [s, b, heads / tp * head_dim of the values], dtype of `query`.
         """
-        assert attention_bias is None and packed_seq_params is None, "Transformer Engine's attention has these"
-        if attention_mask is None and self.window is not None and self.window < len(query):
-            attention_mask = _outside_window(len(query), self.window, query.device)
+        assert attention_bias is None, "Transformer Engine's attention has these"
+        if packed_seq_params is not None:
+            assert isinstance(packed_seq_params, Packing) and attention_mask is None
+            q, k, v = (x.squeeze(1) for x in (query, key, value))
+            return packed_seq_params.attend(self._attend, q, k, v, self.window).unsqueeze(1)
+        look = None if attention_mask is None else ~attention_mask
+        if look is None and self.window is not None and self.window < len(query):
+            look = _inside_window(len(query), self.window, query.device)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim], no copies
-        if query.device.type == "cpu":
+        return self._attend(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
+        """[b, heads, q, head_dim], keys and values [b, kv_heads, k, head_dim] -> [b, heads, q, head_dim]; `look`
+        [b or 1, 1, q, k] bool, None: causal."""
+        dtype = q.dtype
+        if q.device.type == "cpu" and dtype == torch.bfloat16:
             # the backward kernel for bfloat16 takes up to four times as long
             q, k, v = q.float(), k.float(), v.float()
         out = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=None if attention_mask is None else ~attention_mask,
-            is_causal=attention_mask is None,
+            attn_mask=look,
+            is_causal=look is None,
             scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
+            enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.to(query.dtype).permute(2, 0, 1, 3).flatten(2)
+        return out.to(dtype)
 
 
-def _outside_window(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """[length, length] bool: True except where a key is the query's own or one of the `window` - 1 before it."""
-    inside = torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
-    return ~inside
+def _inside_window(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """[length, length] bool: a query sees its own key and the `window` - 1 before it."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def is_plain(config: Any) -> bool:

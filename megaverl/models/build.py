@@ -155,6 +155,12 @@ def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:
     ]
 
 
+def can_pack(config: TransformerConfig) -> bool:
+    """Whether the model reads a `Packing`: its attention is ours, and its positions are rotary embeddings of the whole
+    model, which latent attention has inside."""
+    return not uses_transformer_engine() and is_plain(config) and not config.multi_latent_attention
+
+
 def named_parameters(chunks: list[Any]) -> dict[str, Any]:
     """Parameters by their name in the layout: `chunk{i}.` in front where there are several chunks."""
     if len(chunks) == 1:

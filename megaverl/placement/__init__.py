@@ -1,7 +1,8 @@
 """Which role has which ranks: pure arithmetic on a description of the job. See docs/placement.md."""
 
-from megaverl.placement.resolve import PlacementError, Problem, problems_of, resolve, smallest_world
-from megaverl.placement.resolved import Node, ResolvedPlacement, World, ranks_text
+from megaverl.placement.problems import PlacementError, Problem
+from megaverl.placement.resolve import problems_of, resolve, smallest_world
+from megaverl.placement.resolved import Node, ResolvedPlacement, World, ranks_named, ranks_text
 from megaverl.placement.wanted import ROLES, Wanted, parse_claims, parse_ranks, parse_wanted
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "parse_ranks",
     "parse_wanted",
     "problems_of",
+    "ranks_named",
     "ranks_text",
     "resolve",
     "smallest_world",

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from megaverl.placement.resolve import GridSizes
+
+class GridSizes(Protocol):
+    """Sizes of a role's grid; the data-parallel size is what is left. `GridConfig` and `GridShape` are such."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def etp(self) -> int | None: ...
 
 
 def grid_problem(grid: GridSizes, num_ranks: int, ranks: str) -> str:

@@ -4,48 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
-from megaverl.errors import ConfigError
-from megaverl.placement.fit import grid_problem
-from megaverl.placement.resolved import Node, ResolvedPlacement, World, ranks_text
+from megaverl.placement.fit import GridSizes, grid_problem
+from megaverl.placement.problems import PlacementError, Problem
+from megaverl.placement.resolved import Node, ResolvedPlacement, World, ranks_named
 from megaverl.placement.wanted import ROLES, Wanted
 
 # Whose ranks a role has when nobody says; the actor then takes what is left.
 DEFAULTS = {"critic": "actor", "reference": "actor", "rollout": "actor", "reward": "rollout", "coordinator": "actor"}
 # Where nodes say what they are, these must be said.
 MUST_BE_CLAIMED = ("actor", "rollout")
-
-
-class GridSizes(Protocol):
-    """Sizes of a role's grid; the data-parallel size is what is left. `GridConfig` and `GridShape` are such."""
-
-    @property
-    def tp(self) -> int: ...
-    @property
-    def cp(self) -> int: ...
-    @property
-    def pp(self) -> int: ...
-    @property
-    def ep(self) -> int: ...
-    @property
-    def etp(self) -> int | None: ...
-
-
-class Problem(NamedTuple):
-    """One thing to mend: the key, dotted as in the file, and what was found and would do."""
-
-    key: str
-    message: str
-
-
-class PlacementError(ConfigError):
-    """Carries all `problems` of a placement; its message lists them."""
-
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(problems)
-        lines = [f"  - {problem.key}: {problem.message}" for problem in problems]
-        super().__init__("\n".join(["the roles cannot be placed:", *lines]))
 
 
 def resolve(
@@ -139,6 +107,7 @@ class _Resolving:
         self._check_islands()
         self._check_grids()
         self._check_unused()
+        self._check_devices()
         if self.problems:
             return None
         ordered = {role: self.ranks[role] for role in self._roles()}
@@ -190,10 +159,11 @@ class _Resolving:
                 continue
             place = self.wanted.get(role)
             if place is not None and (given := self._named_ranks(role, place, quiet=True)) != mine:
-                where = f"ranks {ranks_text(given)}" if given else "another place"
+                where = ranks_named(given) if given else "another place"
+                claim = "claims" if len(numbers) == 1 else "claim"
                 self._refuse(
                     role,
-                    f"{who} (ranks {ranks_text(mine)}) claims it with --role, and the configuration gives it {where}. "
+                    f"{who} ({ranks_named(mine)}) {claim} it with --role, and the configuration gives it {where}. "
                     "Leave one of the two out.",
                 )
                 continue
@@ -243,11 +213,10 @@ class _Resolving:
                 else:
                     ranks += self._node_ranks[number]
         if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) < len(ranks) else []:
-            self._refuse(role, f"ranks {ranks_text(twice)} stand there more than once.")
+            self._refuse(role, f"{ranks_named(twice, ' stands', ' stand')} there more than once.")
         if beyond := [rank for rank in ranks if rank >= self.size]:
-            self._refuse(
-                role, f"ranks {ranks_text(beyond)} are not there: the job has {self.size} ranks, 0-{self.size - 1}."
-            )
+            missing = ranks_named(beyond, " is not there", " are not there")
+            self._refuse(role, f"{missing}: the job has {ranks_named(range(self.size))}.")
         failed = len(self.problems) > before
         if quiet:
             del self.problems[before:]
@@ -324,19 +293,21 @@ class _Resolving:
     def _check_coordinator(self) -> None:
         ranks = self.ranks["coordinator"]
         if len(ranks) != 1:
-            self._refuse("coordinator", f"has the ranks {ranks_text(ranks)}; it is one rank, for example {ranks[0]}.")
+            self._refuse("coordinator", f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.")
 
     def _check_overlaps(self) -> None:
         """Two roles share all of their ranks or none: a process has one default process group."""
-        roles = [role for role in self._roles() if role != "coordinator"]
-        for place, role in enumerate(roles):
-            for other in roles[:place]:
-                a, b = self.ranks[role], self.ranks[other]
-                if a != b and (both := set(a) & set(b)):
+        sharing: dict[tuple[int, ...], list[str]] = {}
+        for role in [role for role in self._roles() if role != "coordinator"]:
+            sharing.setdefault(self.ranks[role], []).append(role)
+        for number, (a, roles) in enumerate(sharing.items()):
+            for b, others in list(sharing.items())[:number]:
+                if both := set(a) & set(b):
+                    named = next((role for role in roles if role in self.wanted), roles[0])
                     self._refuse(
-                        role,
-                        f"ranks {ranks_text(a)} and those of {other} ({ranks_text(b)}) have {ranks_text(both)} in "
-                        "common, but not all: two roles share all of their ranks or none.",
+                        named,
+                        f"{ranks_named(a)} of {', '.join(roles)} and {ranks_named(b)} of {', '.join(others)} have "
+                        f"{ranks_named(both)} in common, but not all: two roles share all of their ranks or none.",
                     )
 
     def _check_islands(self) -> None:
@@ -378,7 +349,8 @@ class _Resolving:
         if self._claims and silent:
             self.problems.append(
                 Problem(
-                    "placement", f"{self._named(silent)} took no role. Start it with --role, or without it the job."
+                    "placement",
+                    f"{self._named(silent)} took no role. Start it with --role, or start the job without it.",
                 )
             )
             unused -= {rank for number in silent for rank in self._node_ranks[number]}
@@ -386,10 +358,26 @@ class _Resolving:
             self.problems.append(
                 Problem(
                     "placement",
-                    f"ranks {ranks_text(unused)} have no role. Give them to one (`rest` takes what is left), or start "
-                    f"{self.size - len(unused)} ranks.",
+                    f"{ranks_named(unused, ' has', ' have')} no role. Give them to one (`rest` takes what is left), or "
+                    f"start {self.size - len(unused)} ranks.",
                 )
             )
+
+    def _check_devices(self) -> None:
+        """Beside nodes with GPUs one without can only coordinate, as the last: the others' ranks have no gap then."""
+        for number, node in enumerate(self.nodes):
+            if node.memory or not any(other.memory for other in self.nodes):
+                continue
+            roles = [role for role in self._roles() if set(self.ranks[role]) & set(self._node_ranks[number])]
+            if roles != ["coordinator"] or number + 1 < len(self.nodes):
+                self.problems.append(
+                    Problem(
+                        "placement",
+                        f"{self._named([number])} has no GPU that can be used, others have, and {', '.join(roles)} is "
+                        "placed there. Only a coordinator needs none, on the last node. Look at its driver "
+                        "(`megaverl doctor`), or place it otherwise.",
+                    )
+                )
 
     def _worlds(self) -> Iterator[World]:
         sharing: dict[tuple[int, ...], list[str]] = {}

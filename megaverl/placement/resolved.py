@@ -14,11 +14,13 @@ class Node:
         name: as in the configuration.
         size: ranks on it; ranks are counted node by node.
         claims: roles that its command line gave it.
+        memory: bytes of the smallest GPU of its ranks; 0: it has none.
     """
 
     name: str
     size: int
     claims: tuple[str, ...] = ()
+    memory: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,12 @@ class ResolvedPlacement:
         return self.ranks["coordinator"][0]
 
     @property
+    def num_with_device(self) -> int:
+        """Ranks 0 to this one have what the roles compute on; a coordinator behind them may do without a GPU."""
+        has_gpus = any(node.memory for node in self.nodes)
+        return self.size - sum(node.size for node in self.nodes if has_gpus and not node.memory)
+
+    @property
     def is_colocated(self) -> bool:
         """Whether one world holds everything, as without a placement."""
         return len(self.worlds) == 1
@@ -96,6 +104,12 @@ class ResolvedPlacement:
         names = [self.nodes[number].name for number in dict.fromkeys(self.node_of(rank) for rank in ranks)]
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         return f"on {shown}"
+
+
+def ranks_named(ranks: Iterable[int], one: str = "", several: str = "") -> str:
+    """ "rank 3", "ranks 0-3,8"; with what follows of one, or of several."""
+    text = ranks_text(ranks)
+    return f"rank {text}{one}" if text.isdigit() else f"ranks {text}{several}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

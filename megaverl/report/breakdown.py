@@ -9,7 +9,7 @@ from megaverl.report.run_folder import RunRecord
 from megaverl.report.series import median, quantile
 
 WHOLE = "time/step_ms"
-NESTED = ("time/step_ms", "time/other_ms")
+MEMORY_WORDS = {"process_rss": "process", "process_peak_rss": "process, peak"}
 
 
 class Part(NamedTuple):
@@ -25,15 +25,20 @@ class Part(NamedTuple):
 class Memory(NamedTuple):
     """A curve of memory, MiB."""
 
-    name: str
+    name: str  # of the role, or of the process
     first: float
     peak: float
     peak_step: int
     last: float
 
 
-def time_parts(run: RunRecord) -> list[Part]:
-    """The stages of a step, longest first; what no stage covers is `other`."""
+def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[Part]:
+    """The stages of a step, longest first; what no stage covers is `other`.
+
+    Args:
+        colours: of stages that other runs have shown; new ones are added, so that a stage looks the same in all.
+    """
+    colours = {} if colours is None else colours
     found: list[tuple[str, float, float]] = []
     for name, series in run.metrics.items():
         if name.startswith("time/") and name.endswith("_ms") and name != WHOLE:
@@ -42,8 +47,8 @@ def time_parts(run: RunRecord) -> list[Part]:
     found = sorted((part for part in found if math.isfinite(part[1])), key=lambda part: -part[1])
     total = sum(part[1] for part in found)
     return [
-        Part(name, middle, high, middle / total if total else 0.0, number)
-        for number, (name, middle, high) in enumerate(found)
+        Part(name, middle, high, middle / total if total else 0.0, colours.setdefault(name, len(colours)))
+        for name, middle, high in found
     ]
 
 
@@ -55,5 +60,6 @@ def memory_parts(run: RunRecord) -> list[Memory]:
         if name.startswith("memory/") and finite:
             peak, step = max(finite)
             label = name.removeprefix("memory/").removesuffix("_mb")
+            label = MEMORY_WORDS.get(label) or label.removesuffix("_gpu_mem").replace("_gpu_reserved", ", reserved")
             found.append(Memory(label, finite[0][0], peak, int(step), finite[-1][0]))
     return sorted(found, key=lambda part: -part.peak)

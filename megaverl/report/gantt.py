@@ -98,7 +98,9 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
     middle = len(steps) // 2
     near = sorted(range(len(steps)), key=lambda i: (abs(steps[i].duration - usual) > 0.1 * usual, abs(i - middle)))[0]
     last = min(near + 1, len(steps) - 1)
-    title = f"step {_number(steps[near])}" + (f" and {_number(steps[last])}" if last != near else "")
+    title = f"step {_number(steps[near])}"
+    if last != near:
+        title = f"steps {_number(steps[near])} and {_number(steps[last])}"
     found = [(f"{title} (usual: {duration(usual / 1e6)} a step)", steps[near].begin, steps[last].end)]
     slowest = max(steps, key=lambda span: span.duration)
     if len(steps) > 2 and slowest.duration > 1.2 * usual:

@@ -76,7 +76,7 @@ def render(runs: Sequence[RunRecord]) -> str:
         title=" · ".join(run.name for run in runs),
         style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         script=(TEMPLATES / "script.js").read_text(encoding="utf-8"),
-        runs=[_run(number, run) for number, run in enumerate(runs)],
+        runs=_each(runs),
         main_curves=_main_curves(runs),
         families=_families(runs),
         settings=settings(runs),
@@ -85,7 +85,12 @@ def render(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _run(number: int, run: RunRecord) -> dict[str, Any]:
+def _each(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    colours: dict[str, int] = {}
+    return [_run(number, run, colours) for number, run in enumerate(runs)]
+
+
+def _run(number: int, run: RunRecord, colours: dict[str, int]) -> dict[str, Any]:
     """All that the template says of one run alone."""
     started = datetime.fromtimestamp(run.first, UTC).strftime("%Y-%m-%d %H:%M UTC") if run.first else "–"
     roles = {role: place for place, role in enumerate(ROLES)}
@@ -96,7 +101,7 @@ def _run(number: int, run: RunRecord) -> dict[str, Any]:
         "started": started,
         "took": duration(run.last - run.first),
         "tiles": _tiles(run),
-        "times": time_parts(run),
+        "times": time_parts(run, colours),
         "memory": memory_parts(run),
         "busy": [(busy, roles.get(busy.role, len(ROLES))) for busy in busy_shares(run)],
         "idle": idle_share(run),

@@ -6,7 +6,7 @@ import json
 import re
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import yaml
 from megaverl.errors import DataError
 
 # The resolved configuration that a command writes; the first that is there names what the run was.
-COMMANDS = ("train", "quickstart", "sft", "eval", "generate")
+COMMANDS = ("train", "quickstart", "sft", "dpo", "reward", "eval", "generate")
+STEPS_OF = {"sft": "sft", "dpo": "preference", "reward": "preference"}  # whose section counts the steps
 MOST_WARNINGS = 40
 WARNING = re.compile(r"^(?:\[rank \d+\] )?(warning|error): (.+)$")
 
@@ -79,8 +80,7 @@ class RunRecord:
 
     @property
     def planned_steps(self) -> int | None:
-        section = "sft" if self.command == "sft" else "trainer"
-        steps = self.config.get(section, {}).get("steps")
+        steps = self.config.get(STEPS_OF.get(self.command, "trainer"), {}).get("steps")
         return steps if isinstance(steps, int) else None
 
 
@@ -99,7 +99,7 @@ ROLE_OF = {
     "critic_update": "critic",
 }
 NO_ROLE = "trainer"
-WAITING = "wait"  # for what comes from other ranks: nobody is busy then
+WAITING = ("wait", "pause")  # for what comes from other ranks, or for their weights: nobody is busy then
 
 
 def read_run(folder: Path) -> RunRecord:
@@ -116,58 +116,75 @@ def read_run(folder: Path) -> RunRecord:
     for command in COMMANDS:
         if (folder / f"{command}.yaml").is_file():
             run.command = command
-            run.config = yaml.safe_load((folder / f"{command}.yaml").read_text(encoding="utf-8")) or {}
+            run.config = _mapping(folder / f"{command}.yaml", yaml.safe_load)
             break
     if (folder / "versions.json").is_file():
-        run.versions = json.loads((folder / "versions.json").read_text(encoding="utf-8"))
+        run.versions = _mapping(folder / "versions.json", json.loads)
     _read_metrics(run, folder / "metrics.jsonl")
-    run.samples = list(_lines(folder / "samples.jsonl"))
+    run.samples = [record for _, record in _lines(folder / "samples.jsonl")]
     for path in sorted(folder.glob("timeline*.json")):
         _read_trace(run, path)
     run.warnings = _warnings(folder / "logs")
     return run
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file; a last line that a running job has not finished is left out."""
+def _mapping(path: Path, load: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        found = load(path.read_text(encoding="utf-8")) or {}
+    except (ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read ({str(error).splitlines()[0]}). Remove the file.") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: holds a {type(found).__name__}; expected a mapping. Remove the file.")
+    return found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The records of a JSONL file, numbered from 1; a last line that a running job has not finished is left out."""
     if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield json.loads(line)
+                record = json.loads(line)
             except json.JSONDecodeError as error:
                 if line.endswith("\n"):
                     raise DataError(f"{path}, line {number}: not valid JSON ({error}). Remove this line.") from error
+                continue
+            if not isinstance(record, dict):
+                raise DataError(f"{path}, line {number}: not a record ({line.strip()[:80]}). Remove this line.")
+            yield number, record
 
 
 def _read_metrics(run: RunRecord, path: Path) -> None:
     metrics: defaultdict[str, Series] = defaultdict(Series)
-    for record in _lines(path):
-        step, seconds = float(record.pop("step")), float(record.pop("time", 0.0))
+    for line, record in _lines(path):
+        try:
+            step, seconds = float(record.pop("step")), float(record.pop("time", 0.0))
+            numbers = {name: float(value) for name, value in record.items()}
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}, line {line}: not a record of metrics ({error!r}). Remove this line.") from error
         run.first = run.first or seconds
         run.last = max(run.last, seconds)
-        for name, value in record.items():
+        for name, value in numbers.items():
             series = metrics[name]
             series.steps.append(step)
-            series.values.append(float(value))
+            series.values.append(value)
     run.metrics = dict(metrics)
 
 
 def _read_trace(run: RunRecord, path: Path) -> None:
     """Spans of a file in Chrome's trace-event format."""
     try:
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+            if event.get("ph") != "X" or event.get("name") in WAITING:
+                continue
+            more = event.get("args", {})
+            name = str(event["name"])
+            role = str(more.get("role") or ROLE_OF.get(name, NO_ROLE))
+            span = Span(int(event["pid"]), name, role, float(event["ts"]), float(event["dur"]), more.get("step"))
+            (run.steps if name == "step" else run.spans).append(span)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a Chrome trace ({error!r}). Remove the file.") from error
-    for event in events:
-        if event.get("ph") != "X" or event.get("name") == WAITING:
-            continue
-        more = event.get("args", {})
-        name = str(event["name"])
-        role = str(more.get("role") or ROLE_OF.get(name, NO_ROLE))
-        span = Span(int(event["pid"]), name, role, float(event["ts"]), float(event["dur"]), more.get("step"))
-        (run.steps if name == "step" else run.spans).append(span)
     run.spans.sort(key=lambda span: (span.begin, -span.duration))
     run.steps.sort(key=lambda span: (span.rank, span.begin))
 

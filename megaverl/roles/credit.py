@@ -10,6 +10,8 @@ from megaverl.algorithms import advantage_estimators, kl_estimators, masked_mean
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 
+OF_REWARDS = ("component_weights",)  # what `extra` holds for each reward, and not for each sample
+
 
 class Credit:
     """The advantage estimator of a run, with its options.
@@ -37,7 +39,7 @@ class Credit:
         parts, found = [], []
         rows = [(batch.agent_ids == agent).nonzero()[:, 0] for agent in batch.agent_ids.unique()]
         for mine in rows:
-            own = {k: v[mine] if v is not None and len(v) == len(batch) else v for k, v in extra.items()}
+            own = {k: v[mine] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
             part, metrics = self.assign(batch.select(mine), kl_coef=kl_coef, extra=own)
             parts.append(part)
             found.append(metrics)
@@ -61,7 +63,8 @@ class Credit:
         penalty = None
         if "ref_log_probs" in batch:
             policy = batch.tensors.get("old_log_probs", batch.rollout_log_probs)
-            kl = kl_estimators.get(self.algorithm.kl.kind).function(policy, batch.ref_log_probs)
+            found = {"log_probs": policy, "ref_log_probs": batch.ref_log_probs}
+            kl = kl_estimators.get(self.algorithm.kl.kind)(found)
             metrics["kl"] = masked_mean(kl, mask)
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,12 @@ from megaverl.layout.layout import Layout
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.layout.weights import Weight
 from megaverl.models.architectures import weights_of
-from megaverl.models.build import build_model, layers_per_stage, named_parameters, uses_transformer_engine
+from megaverl.models.build import build_model, can_pack, layers_per_stage, named_parameters, uses_transformer_engine
 from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
 from megaverl.models.heads import ValuesBesideLogits
 from megaverl.models.lora import Adapters
 from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
+from megaverl.models.packing import AtPositions, Packing, as_one_row
 from megaverl.models.spec import ModelSpec
 from megaverl.models.vocab_divergence import Distributions
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
@@ -39,56 +40,77 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
+class Predicting(NamedTuple):
+    """Of each response token [n]: whose it is, and where in the model's output [b, s] it is predicted."""
+
+    sample: torch.Tensor
+    row: torch.Tensor
+    position: torch.Tensor
+
+
 @dataclass
 class MicroBatch:
-    """Samples that go through the model together: prompt and response joined, right-padded.
+    """Samples that go through the model together, prompt and response joined: a row each, or packed into one row.
 
     Attributes:
-        rows: [b] int64, the samples' places in the whole batch.
-        tokens: [b, s] int64. Padding on the right needs no mask: causal attention never sees it.
-        prompt_lengths, response_lengths: [b] int64.
-        fields: what a loss needs, by name, each [b, r] for responses of at most r tokens.
-        taught: [n response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
+        samples: [n] int64, the samples' places in the whole batch.
+        tokens: [n, s] int64, right-padded: padding on the right needs no mask, as causal attention never sees it; or
+            [1, t], see `packing`.
+        prompt_lengths, response_lengths: [n] int64.
+        fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
+        packing: where the samples are in a packed row; None: they have rows of their own.
+        taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
     """
 
-    rows: torch.Tensor
+    samples: torch.Tensor
     tokens: torch.Tensor
     prompt_lengths: torch.Tensor
     response_lengths: torch.Tensor
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    packing: Packing | None = None
     taught: torch.Tensor | None = None
 
     @property
     def num_response_columns(self) -> int:
         """r: the longest response here."""
-        return int(self.response_lengths.max()) if self.rows.numel() else 0
+        return int(self.response_lengths.max()) if self.samples.numel() else 0
 
     @property
     def response_mask(self) -> torch.Tensor:
-        """[b, r] bool: where a response token is."""
+        """[n, r] bool: where a response token is."""
         return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
 
-    def predicting_positions(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(row, position) [n] of each response token's predecessor, whose output predicts that token."""
-        row, column = self.response_mask.nonzero(as_tuple=True)
-        return row, self.prompt_lengths[row] - 1 + column
+    def predicting(self) -> Predicting:
+        """Where each response token's predecessor is, whose output predicts that token."""
+        sample, column = self.response_mask.nonzero(as_tuple=True)
+        if self.packing is not None:
+            return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
+        return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
 
-    def drawing(self, row: torch.Tensor, temperature: float) -> dict[str, Any]:
-        """How the tokens of these rows [n] were drawn: as their samples say, or at `temperature` where they do not."""
+    def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
+        """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none."""
+        sample = torch.arange(len(self.samples), device=output.device)
+        if self.packing is not None:
+            return output[0, self.packing.starts + self.response_lengths]
+        return output[sample, (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)]
+
+    def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
+        """How tokens of these samples [n] were drawn: as the samples say, or at `temperature` where they do not."""
         if "temperatures" not in self.fields or not self.fields["temperatures"].shape[1]:
             return {"temperature": temperature}
-        return {"temperature": self.fields["temperatures"][row, 0], "top_k": self.fields["top_ks"][row, 0]}
+        return {"temperature": self.fields["temperatures"][sample, 0], "top_k": self.fields["top_ks"][sample, 0]}
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device."""
         if self.tokens.device == device:
             return self
         return MicroBatch(
-            self.rows.to(device),
+            self.samples.to(device),
             self.tokens.to(device),
             self.prompt_lengths.to(device),
             self.response_lengths.to(device),
             {name: tensor.to(device) for name, tensor in self.fields.items()},
+            None if self.packing is None else self.packing.to(device),
             None if self.taught is None else self.taught.to(device),
         )
 
@@ -110,9 +132,11 @@ class MegatronModel:
         lora: train adapters, and a critic's head, and nothing else.
         activation_checkpointing: none, selective or full; `overrides` go before it.
         chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
+        pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, where `can_pack`.
         initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
 
     Attributes:
+        packs: whether micro-batches are packed.
         parameters: the model's own on this rank, by local name, that `layout_of` tells of.
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
@@ -135,6 +159,7 @@ class MegatronModel:
         activation_checkpointing: str = "none",
         chunked_logits: bool = False,
         initialize: bool = True,
+        pack_samples: bool = True,
     ) -> None:
         check_divides(spec, grid.shape, role)
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
@@ -173,6 +198,12 @@ class MegatronModel:
         self._values_beside: ValuesBesideLogits | None = None
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
+        self.packs = pack_samples and can_pack(self.config)
+        self._positions = AtPositions()
+        for chunk in self.chunks if self.packs else ():
+            chunk.rotary_pos_emb.register_forward_hook(self._positions)
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(as_one_row)
         self.resident: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
@@ -252,11 +283,11 @@ class MegatronModel:
         Returns:
             [B, R] float32 of `shape`, zero where there is no response token; [B, R, n] where `score` gives n values.
         """
-        outputs = self.outputs(micro_batches, lambda output, batch: (batch.rows, score(output, batch)))
+        outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:
-            for rows, values in outputs:
-                result[rows, : values.shape[1]] += values
+            for samples, values in outputs:
+                result[samples, : values.shape[1]] += values
         # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
         dist.all_reduce(result, group=self.grid.world)
         return result.cpu()
@@ -335,8 +366,11 @@ class MegatronModel:
         if self.config.sequence_parallel and tokens.shape[1] % self.grid.shape.tp:
             # the sequence is cut over tensor-parallel ranks into equal parts
             tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.grid.shape.tp))
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        return model(tokens, positions, None)
+        if batch.packing is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            return model(tokens, positions, None)
+        with self._positions.at(batch.packing.positions):
+            return model(tokens, batch.packing.positions.unsqueeze(0), None, packed_seq_params=batch.packing)
 
     def log_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
@@ -350,11 +384,11 @@ class MegatronModel:
         Returns:
             (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
         """
-        row, position = batch.predicting_positions()
+        sample, row, position = batch.predicting()
         given: dict[str, Any] = {
             "index": row * logits.shape[1] + position,
             "vocab_size": self.spec.vocab_size,
-            **batch.drawing(row, temperature),
+            **batch.drawing(sample, temperature),
             "with_entropy": with_entropy,
             "group": self.grid.tp_group,
         }
@@ -369,11 +403,11 @@ class MegatronModel:
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
-        row, position = batch.predicting_positions()
+        sample, row, position = batch.predicting()
         given: dict[str, Any] = {
             "index": row * logits.shape[1] + position,
             "vocab_size": self.spec.vocab_size,
-            **batch.drawing(row, temperature),
+            **batch.drawing(sample, temperature),
             "group": self.grid.tp_group,
         }
         targets = batch.tokens[row, position + 1]
@@ -392,7 +426,7 @@ class MegatronModel:
     def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
         """Those that the response tokens were drawn from, as this model has them: logits, or with `chunked_logits`
         hidden states and the output layer's weight."""
-        row, position = batch.predicting_positions()
+        _, row, position = batch.predicting()
         weight = None if self._head is None else self._head.weight
         return Distributions(output, row * output.shape[1] + position, weight)
 
@@ -403,9 +437,9 @@ class MegatronModel:
         of the forward pass that gave the `output`.
         """
         output = output if self._values_beside is None else self._values_beside.take()
-        row, position = batch.predicting_positions()
+        sample, row, position = batch.predicting()
         heads = batch.fields.get("heads")
-        head = torch.zeros_like(row) if heads is None or not heads.shape[1] else heads[:, 0][row].long()
+        head = torch.zeros_like(row) if heads is None or not heads.shape[1] else heads[:, 0][sample].long()
         return spread(output[row, position, head].float(), batch)
 
 

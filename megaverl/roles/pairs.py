@@ -73,7 +73,7 @@ class PreferenceUpdates(PairUpdates):
     """DPO and its relatives on a policy.
 
     Args:
-        policy: the one that is trained; log-probs are at temperature 1.
+        policy: the one that is trained; its log-probs, and a reference's, are at temperature 1.
         weight: a factor on the loss.
     """
 
@@ -95,6 +95,7 @@ class PreferenceUpdates(PairUpdates):
 
     def update(self, batch: RolloutBatch, reference: Policy | None) -> dict[str, float]:
         """One optimizer step. Returns the loss's metrics."""
+        reference = None if reference is None else reference.untempered()
         fields: dict[str, torch.Tensor] = {}
         if reference is not None:
             fields["ref"] = response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
@@ -111,6 +112,7 @@ class PreferenceUpdates(PairUpdates):
         Of single responses: how often one is likelier than the reference finds it, if it is desirable, and less likely
         if it is not; next to what KTO compares with.
         """
+        reference = None if reference is None else reference.untempered()
         sums, lengths = response_log_probs(self._plain.log_probs(batch), batch.response_mask)
         if reference is not None:
             sums = sums - response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
@@ -145,10 +147,11 @@ class PreferenceUpdates(PairUpdates):
         weights = column(micro, "weights")
         inputs: dict[str, torch.Tensor] = {}
         if self._single:
-            desirable = column(micro, "desirable") > 0
-            kl = column(micro, "kl")[:1].sum()
-            inputs = {"log_probs": sums, "desirable": desirable, "reference_kl": kl, "weights": weights}
-            inputs["ref_log_probs"] = column(micro, "ref")
+            inputs = {"log_probs": sums, "desirable": column(micro, "desirable") > 0, "weights": weights}
+            if "kl" in micro.fields:
+                inputs["reference_kl"] = column(micro, "kl")[:1].sum()
+            if "ref" in micro.fields:
+                inputs["ref_log_probs"] = column(micro, "ref")
         else:
             for place, side in enumerate(("chosen", "rejected")):
                 inputs[f"{side}_log_probs"], inputs[f"{side}_lengths"] = sums[place::2], lengths[place::2]
@@ -238,6 +241,5 @@ class RewardModelUpdates(PairUpdates):
 
 def at_the_end(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """[b, s, 1] -> [b, 1] float32: the value at each sequence's last token."""
-    last = (micro.prompt_lengths + micro.response_lengths - 1).clamp(min=0)
-    values = output[torch.arange(len(last), device=last.device), last].float()
+    values = micro.at_the_end(output).float()
     return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)  # a row that only fills up

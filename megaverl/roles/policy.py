@@ -60,6 +60,11 @@ class Policy:
         with nullcontext() if self._with_adapters else self.model.without_adapters():
             return self.model.score(micro, score, batch.response_shape)
 
+    def untempered(self) -> Policy:
+        """The same model, whose log-probs are of its own distribution: at temperature 1."""
+        cap, adapters = self.micro_batch_tokens, self._with_adapters
+        return Policy(self.model, temperature=1.0, micro_batch_tokens=cap, with_adapters=adapters)
+
     def score_norms(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32: the squared gradient of each response token's log-prob by its logits, on every rank."""
 

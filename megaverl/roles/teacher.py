@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +30,14 @@ class Teacher:
         entry = divergences.get(name)
         entry.check_options(options)
         self.model, self.temperature = model, temperature
-        self._divergence = partial(entry.function, **options)
+
+        def apart(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+            return entry({"student_log_probs": student, "teacher_log_probs": teacher}, **options)
+
+        self._divergence = apart
 
     def check_student(self, student: MegatronModel) -> None:
-        """That their vocabularies and grids are the same.
+        """That their vocabularies are the same. From now on micro-batches are packed if both can read such rows.
 
         Raises:
             ConfigError: they are not.
@@ -46,12 +49,13 @@ class Teacher:
                 "Distributions can be compared only over the same vocabulary: use a teacher of the same family, or "
                 "algorithm.name: distillation, which needs log-probs alone."
             )
+        student.packs = student.packs and self.model.packs
 
     def attend(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The same micro-batches, with what this model thinks at each response token; every rank takes part."""
 
         def take(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            row, position = batch.predicting_positions()
+            _, row, position = batch.predicting()
             return hidden[row, position]
 
         taught = self.model.outputs(micro_batches, take)

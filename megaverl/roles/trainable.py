@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megaverl.algorithms.clipping import clip_factor
 from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
 from megaverl.config import realise
 from megaverl.config.roles import OffloadConfig
@@ -28,7 +29,6 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 
@@ -49,10 +49,20 @@ class UpdateReport:
 
 
 class Ruling(Protocol):
-    """What is to become of a gradient."""
+    """What is to become of a gradient: `megaverl.coordinator.Decision`.
+
+    It is multiplied by `scale` (its loss is then the mean over all tokens) and by `clip`; `schedule_step` updates were
+    taken before this one.
+    """
 
     @property
     def applies(self) -> bool: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def schedule_step(self) -> int: ...
 
 
 class Judge(Protocol):
@@ -65,7 +75,17 @@ class Judge(Protocol):
     oldest: int
     newest: int
 
-    def __call__(self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool) -> Ruling: ...
+    def __call__(self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool, max_norm: float) -> Ruling: ...
+
+
+@dataclass(frozen=True)
+class OwnRuling:
+    """Where nobody else decides: a supervised stage, a stage on pairs."""
+
+    applies: bool
+    clip: float
+    schedule_step: int
+    scale: float = 1.0
 
 
 class Islands(Protocol):
@@ -142,6 +162,7 @@ class TrainableModel:
             )
             for index, chunk in enumerate(model.chunks)
         ]
+        self._max_norm = float(config.clip_grad)
         self._overlap_param_gather = ddp_config.overlap_param_gather
         self.optimizer = get_megatron_optimizer(
             config, self.chunks, use_gloo_process_groups=False, pg_collection=grid.pg_collection
@@ -241,7 +262,6 @@ class TrainableModel:
         Raises:
             TrainingStopped: the loss or the gradient is not finite; the weights are left as they were.
         """
-        learning_rate = self.learning_rate
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -251,9 +271,11 @@ class TrainableModel:
             sums = self.islands.before_update(sums, tokens, micro_batches)
         found_inf = self.optimizer.prepare_grads()
         grad_norm = math.nan if found_inf else float(self.optimizer.get_grad_norm())
-        applied = self._judged(sums, grad_norm, tokens, found_inf)
-        if applied:
-            self._clip(grad_norm)
+        ruling = self._judged(sums, grad_norm, tokens, found_inf)
+        self._take_schedule_to(ruling.schedule_step)
+        learning_rate = self.learning_rate
+        if ruling.applies:
+            self._multiply_gradients(ruling.scale * ruling.clip)
             if self._optimizer_state is not None:
                 self._optimizer_state.bring()
             self.before_step()
@@ -261,21 +283,21 @@ class TrainableModel:
             if self._overlap_param_gather:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
-        self.scheduler.step(increment=1)
+        self._take_schedule_to(ruling.schedule_step + 1)
         if self.islands is not None:
             self.islands.after_update()
-        return UpdateReport(sums, grad_norm, learning_rate, applied=applied)
+        return UpdateReport(sums, grad_norm, learning_rate, applied=ruling.applies)
 
-    def _judged(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> bool:
-        """Whether to take the step, as the coordinator says, if there is one."""
+    def _judged(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> Ruling:
+        """Whether to take the step, and with which factors: as the coordinator says, if there is one."""
         if self.judge is None:
             if not found_inf:
                 self._check_finite(sums, grad_norm)
-            return not found_inf
+            return OwnRuling(not found_inf, clip_factor(grad_norm, self._max_norm), self.scheduler.num_steps)
         wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
         norm = math.nan if wrong else grad_norm
         try:
-            return self.judge(sums, norm, tokens, overflow=found_inf).applies
+            return self.judge(sums, norm, tokens, overflow=found_inf, max_norm=self._max_norm)
         except TrainingStopped:
             if not found_inf:
                 self._check_finite(sums, grad_norm)  # where it is this role's fault, it can say more
@@ -302,11 +324,22 @@ class TrainableModel:
                 "rewards and log-probs of this step in metrics.jsonl."
             )
 
-    def _clip(self, grad_norm: float) -> None:
+    def _take_schedule_to(self, steps: int) -> None:
+        """The learning rate and the weight decay after so many updates; the coordinator counts them."""
+        if steps != self.scheduler.num_steps:
+            self.scheduler.step(increment=steps - self.scheduler.num_steps)
+
+    def _multiply_gradients(self, factor: float) -> None:
+        """Those that the optimizer is about to step on, as megatron-core's clipping multiplies them."""
+        if factor == 1.0:
+            return
         for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
-            if parameters and optimizer.config.clip_grad > 0:
-                clip_grad_by_total_norm_fp32(parameters, max_norm=optimizer.config.clip_grad, total_norm=grad_norm)
+            of_precision_aware = (getattr(parameter, "decoupled_grad", None) for parameter in parameters)
+            for parameter, decoupled in zip(parameters, of_precision_aware, strict=True):
+                gradient = decoupled if decoupled is not None else parameter.grad
+                if gradient is not None:
+                    gradient.mul_(factor)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:

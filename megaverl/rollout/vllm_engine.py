@@ -217,7 +217,8 @@ class VLLMEngine:
         slots = scheduler.scheduler_config.max_num_seqs
         # older versions have but the number of slots to say it with
         limit = "max_num_active_reqs" if hasattr(scheduler, "max_num_active_reqs") else "max_num_running_reqs"
-        setattr(scheduler, limit, min(in_flight.choose(free, longest), slots))
+        in_flight.number = min(in_flight.choose(free, longest), slots)
+        setattr(scheduler, limit, in_flight.number)
 
     def _parameters(self, ways: Sequence[SamplingOptions], seeds: Sequence[int]) -> list[SamplingParams]:
         from vllm import SamplingParams

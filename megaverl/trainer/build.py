@@ -148,6 +148,7 @@ class Builder:
             role=role,
             initialize=not from_files,
             chunked_logits=config.chunked_logits,
+            pack_samples=config.pack_samples,
             lora=config.lora if isinstance(config, TrainedConfig) else None,
             activation_checkpointing=config.activation_checkpointing if isinstance(config, TrainedConfig) else "none",
         )

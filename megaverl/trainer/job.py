@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 
+import torch
+
 from megaverl.config import Config
-from megaverl.config.grids import is_placed, used_roles
+from megaverl.config.errors import InvalidConfig
+from megaverl.config.grids import is_placed, placed_mistakes, used_roles
 from megaverl.config.placement import CLAIMS, resolve_placement, role_grids
 from megaverl.coordinator import Liveness, Patience
 from megaverl.errors import ConfigError
@@ -16,12 +20,15 @@ from megaverl.fabric import Fabric, Facts, digests, introduce, job_store, join
 from megaverl.metrics.console import Console
 from megaverl.metrics.versions import COMPONENTS
 from megaverl.placement import Node, ResolvedPlacement, parse_claims, resolve
+from megaverl.platform import platform
 from megaverl.version import __version__
 
 SPEAKS_FIRST = 60.0  # seconds that the transports wait beyond what the run allows: the liveness can name the rank
 LOST_AFTER = 30.0  # seconds without a word; a call that holds the interpreter is shorter than that
 # What the ranks compute with: it must be the same everywhere.
 MUST_AGREE = ("torch", "megatron-core", "vllm", "transformers")
+
+PlacementCheck = Callable[[Config, ResolvedPlacement], None]
 
 
 @dataclass
@@ -37,17 +44,26 @@ def patience(minutes: float) -> timedelta:
     return timedelta(seconds=minutes * 60 + SPEAKS_FIRST)
 
 
-def join_job(config: Config, command: str, console: Console) -> Job:
+def join_job(config: Config, command: str, console: Console, check: PlacementCheck | None = None) -> Job:
     """Meet the other ranks, agree on who is where, and make this rank's world the default group.
 
+    Args:
+        check: of who is where, before any group is made.
+
     Raises:
-        ConfigError: nodes that differ in configuration or versions, roles that cannot be placed; on every rank.
+        ConfigError: nodes that differ in configuration or versions, roles that cannot be placed, what `check` finds;
+            on every rank.
         TrainingStopped: ranks that do not come, a port that is taken, another job at the same address.
     """
     store, rank, size = job_store(timedelta(minutes=config.run.timeout_minutes))
-    facts = Facts(claims=claimed_roles(), agreed=digests(config.to_dict(), _versions()))
+    sections = config.to_dict()
+    facts = Facts(
+        claims=claimed_roles(), agreed=digests(sections, _versions()), sections=sections, memory=_gpu_memory()
+    )
     nodes = introduce(store, rank, size, facts, timedelta(minutes=config.run.timeout_minutes))
     placement = place(config, command, size, nodes)
+    if check is not None:
+        check(config, placement)
     fabric = join(placement, store, rank, patience(config.run.timeout_minutes))
     seconds = config.run.timeout_minutes * 60
     console.speaks = rank == reporter(placement)
@@ -76,12 +92,8 @@ def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> R
     roles = used_roles(config, command)
     if is_placed(config, command) or claims:
         placement = resolve_placement(config.placement, role_grids(config, roles), size, nodes)
-        others = [role for role in placement.roles_of(placement.coordinator) if role != "coordinator"]
-        if len(placement.islands) > 1 and others:
-            raise ConfigError(
-                f"placement.coordinator: rank {placement.coordinator} has {', '.join(others)} as well; with "
-                f"actor_islands={len(placement.islands)} it joins gradients, and needs a rank of its own."
-            )
+        if mistakes := list(placed_mistakes(config, placement)):
+            raise InvalidConfig(mistakes, "placement")
         return placement
     return resolve({}, size, dict.fromkeys([*roles, "rollout", "reward", "coordinator"]), nodes)
 
@@ -102,6 +114,11 @@ def claimed_roles() -> tuple[str, ...]:
         return parse_claims(text) if text else ()
     except ValueError as error:
         raise ConfigError(f"--role: {error}") from error
+
+
+def _gpu_memory() -> float:
+    """Bytes of this rank's GPU; 0 where it has none."""
+    return float(torch.cuda.get_device_properties(platform.device).total_memory) if platform.is_cuda else 0.0
 
 
 def _versions() -> dict[str, str]:

@@ -80,7 +80,7 @@ class Mix:
         """Cross-entropy on the best response of every group whose responses differ (RAFT, arXiv 2304.06767)."""
         told = set(best_and_worst(judged, rollouts.group_ids))
         best = [row for row in best_of_each(judged, rollouts.group_ids) if row in told]
-        metrics = self._supervised(entry, rollouts.select(best)) if best else {}
+        metrics = answers_update(self.actor, rollouts.select(best), weight=entry.weight) if best else {}
         return metrics | {"samples": float(len(best))}
 
     def _preference(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
@@ -134,18 +134,20 @@ class Mix:
                 )
             prompts.append(rollouts.input_ids[row, : int(rollouts.prompt_lengths[row])].tolist())
             answers.append([*tokenizer.encode(answer), tokenizer.eos_token_id])
-        return self._supervised(entry, pairs_of(prompts, answers)) | {"samples": float(len(firsts))}
+        metrics = answers_update(self.actor, pairs_of(prompts, answers), weight=entry.weight)
+        return metrics | {"samples": float(len(firsts))}
 
-    def _supervised(self, entry: MixConfig, batch: RolloutBatch) -> Metrics:
-        """One optimizer step of the actor: the mean cross-entropy of the tokens under the mask."""
-        model, mask = self.actor.model, batch.response_mask
-        inputs = {"response_mask": mask, "denominators": count_denominators(mask)}
-        weights = aggregations.get("token_mean")(inputs) * entry.weight
-        micro = micro_batches_for(model, batch, self.actor.micro_batch_tokens, {"weights": weights})
 
-        def loss(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-            log_probs, _ = model.log_probs(logits, part)
-            value = -(part.fields["weights"] * log_probs).sum()
-            return value, {"loss": share(value)}
+def answers_update(actor: Actor, batch: RolloutBatch, *, weight: float = 1.0) -> Metrics:
+    """One optimizer step of the actor: the mean cross-entropy of the tokens under the mask, times `weight`."""
+    model, mask = actor.model, batch.response_mask
+    inputs = {"response_mask": mask, "denominators": count_denominators(mask)}
+    weights = aggregations.get("token_mean")(inputs) * weight
+    micro = micro_batches_for(model, batch, actor.micro_batch_tokens, {"weights": weights})
 
-        return as_metrics(self.actor.trainable.update(micro, loss))
+    def loss(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        log_probs, _ = model.log_probs(logits, part)
+        value = -(part.fields["weights"] * log_probs).sum()
+        return value, {"loss": share(value)}
+
+    return as_metrics(actor.trainable.update(micro, loss))

@@ -109,7 +109,6 @@ class PreferenceTrainer(_PairTrainer):
         self.reference = None
         if config.preference_needs_reference:
             self.reference = builder.reference(self.model)
-            self.reference.temperature = 1.0
 
     @property
     def trained(self) -> dict[str, TrainableModel]:

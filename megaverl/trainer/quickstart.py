@@ -77,7 +77,7 @@ def _prepare_data(config: Config, folder: Path) -> Path:
 
 
 def quickstart(config: Config, console: Console, job: Job | None = None) -> None:
-    """Warm-up, then PPO, then what a person wants to see: before, after, the curve and where things are."""
+    """Warm-up, then training, then what a person wants to see: before, after, the curve and where things are."""
     builder = Builder(config)
     warm = builder.run_dir / "inputs" / "warm"
     export_model(warm_up(config, builder, console), builder, warm)
@@ -96,7 +96,10 @@ def _report(trainer: RLTrainer, console: Console) -> None:
     if held_out:  # trainer.validate_every=0: nobody looked
         console.print(
             f"accuracy on held-out prompts: {held_out[0][1]:.1%} before, {held_out[-1][1]:.1%} after "
-            f"{held_out[-1][0]} steps of PPO"
+            f"{held_out[-1][0]} steps of {trainer.config.algorithm.name}"
         )
-    console.print(f"curve: {picture}\nmodel: {trainer.run_dir / 'hf'} (Hugging Face folder)")
+    console.print(f"curve: {picture}")
+    if trainer.config.checkpoint.export_hf:
+        each = " for each agent" if trainer.config.environment.agents == "own" else ""
+        console.print(f"model: {trainer.run_dir / 'hf'} (Hugging Face folder{each})")
     console.print(f"everything else: megaverl report {trainer.run_dir}")

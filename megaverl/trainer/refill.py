@@ -76,7 +76,8 @@ def _metrics(
     rounds: int,
     silent: int,
 ) -> Metrics:
-    """What this rank has a part in: where roles are apart, one that only scores has measured no generation."""
+    """What this rank knows: where roles are apart, one that only scores has measured no generation, and one that only
+    generates not how long scoring took."""
     prompts, last, found = prompts_of(batch), parts[-1][2], Metrics()
     groups = len(torch.unique(batch.group_ids if prompts is None else prompts))
     if "rollout/seconds" in last:
@@ -84,6 +85,6 @@ def _metrics(
         found |= rollout_metrics(batch, seconds, int(last["rollout/weight_version"]))
         found |= {"rollout/rounds": float(rounds), "rollout/generated_groups": float(groups)}
         found["rollout/kept_share"] = (groups - silent) / groups
-    if "reward/latency_ms" in last:
-        found |= score_metrics(scores, sum(part[2]["reward/latency_ms"] for part in parts) / 1e3)
-    return found
+    seconds = sum(part[2].get("reward/latency_ms", 0.0) for part in parts) / 1e3
+    told = score_metrics(scores, seconds)  # on all, as the engines' ranks keep it with samples that wait
+    return found | {name: value for name, value in told.items() if name != "reward/latency_ms" or name in last}

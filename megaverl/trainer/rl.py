@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,13 +197,13 @@ class RLTrainer:
         result: dict[str, float] = {}
         if self.next_step == 0 and self.config.trainer.validate_at_start:
             result = self._validate(tracker, 0) or result
-        self._safe_point()
+        self.safe_point()
         for step in range(self.next_step, self.config.trainer.steps):
             self.stages.step = step + 1
             result = self.one_step(step, tracker) or result
             self.next_step = step + 1
             result = self.after_step(step + 1, tracker) or result
-            self._safe_point()
+            self.safe_point()
         return result
 
     @contextmanager
@@ -231,30 +230,45 @@ class RLTrainer:
         self.console.print(f"model written to {self.run_dir / 'hf'}")
 
     def rollouts(self, step: int) -> StoredRollouts:
-        """Responses to the next prompts, for a step of one's own; nothing is scored or trained."""
+        """Responses to the next prompts, for a step of one's own; nothing is scored or trained.
+
+        Raises:
+            Leaving: the run was asked to leave, and has saved, with these.
+        """
+        cut_off, self.cut_off = self.cut_off, None
+        if cut_off is not None:
+            return cut_off
         self.step.metrics = {}
+        self.timeline.begin(step)
         prompts = self.prompts.take(self.config.data.prompts_per_step)
-        batch = self.step.generate(prompts, step)
-        return self._rollouts(step, {"rollouts": batch})
+        with self.stages("rollout"):
+            values = {"rollouts": self.step.generate(prompts, step)}
+        self._after_operator("rollout", values)
+        return self._rollouts(step, values)
+
+    def settle(self) -> None:
+        """Wait for what is still being written; every rank does, at the end of a loop of one's own."""
+        self.saving.settle()
 
     def one_step(self, step: int, tracker: Tracker | None, rollouts: StoredRollouts | None = None) -> dict[str, float]:
         """One step of training, on responses to the next prompts, or on `rollouts`; returns its metrics."""
         cut_off, self.cut_off = rollouts or self.cut_off, None
         self.step.stored = None
         self.step.metrics = dict(cut_off.metrics) if cut_off else {}
-        start = time.perf_counter()
         with self.timeline.step(step):
             done = cut_off.values if cut_off else self.step.gathered(self.stages, self.prompts, step)
             if done and not cut_off:
                 self._after_operator("reward", done)
             prompts = [] if done else self.prompts.take(self.config.data.prompts_per_step)
-            values = self.flow.run(self.stages, done, self._after_operator, prompts=prompts, step=step)
-        seconds = time.perf_counter() - start
+            # what a program has made of its rollouts, it makes again when it goes on: it leaves between its calls
+            after = self._after_operator if rollouts is None else lambda name, values: None
+            values = self.flow.run(self.stages, done, after, prompts=prompts, step=step)
         self.stages.note("log")
-        batch = values["rollouts"]
+        batch, times = values["rollouts"], self.timeline.step_metrics()
+        seconds = times["time/step_ms"] / 1e3
         metrics = {
             **self.step.metrics,
-            **self.timeline.step_metrics(),
+            **times,
             **memory_metrics("actor"),
             "rollout/staleness": 0.0,  # of one's own weights; where roles run apart it may be more
             "train/step_time_ms": seconds * 1e3,
@@ -293,7 +307,7 @@ class RLTrainer:
         if signal := self.leave.agreed():
             self._leave(signal, self._rollouts(self.next_step, values))
 
-    def _safe_point(self) -> None:
+    def safe_point(self) -> None:
         """Between steps: see what became of a checkpoint that was being written, and leave if asked to."""
         self.saving.look()
         if self.next_step < self.config.trainer.steps and (signal := self.leave.agreed()):
@@ -419,7 +433,7 @@ class RLTrainer:
             if state is not None:
                 rollout.weight_version = int(state["weight_version"]) or rollout.weight_version
         self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
-        self.appoint(Progress.from_dict(state["coordinator"]) if state and "coordinator" in state else Progress())
+        self.appoint(Progress.from_dict(state["coordinator"]) if state else Progress())
         if path is not None:
             inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
             done = f"{self.next_step} of {self.config.trainer.steps} steps are done"

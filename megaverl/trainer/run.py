@@ -19,7 +19,7 @@ from megaverl.parallel.collectives import on_first_rank
 from megaverl.platform import platform
 from megaverl.rollout.sampling_rules import sampling_options
 from megaverl.rollout.seeds import sample_seed
-from megaverl.trainer.job import Job, join_job
+from megaverl.trainer.job import Job, PlacementCheck, join_job
 from megaverl.trainer.signals import Leaving
 
 if TYPE_CHECKING:
@@ -27,8 +27,13 @@ if TYPE_CHECKING:
     from megaverl.trainer.rl import RLTrainer
 
 
-def main(config: Config, command: str, options: Mapping[str, Any] | None = None) -> int:
+def main(
+    config: Config, command: str, options: Mapping[str, Any] | None = None, check: PlacementCheck | None = None
+) -> int:
     """Run `command` (train, sft, eval, generate or quickstart) on this rank.
+
+    Args:
+        check: of who is where, before anything is built on it; the same on every rank.
 
     Returns: the exit status: 0, or `errors.SAVED_AND_LEFT` where the run was asked to leave.
 
@@ -38,7 +43,7 @@ def main(config: Config, command: str, options: Mapping[str, Any] | None = None)
     run_dir = Path(config.run.dir) / config.run.name
     console = redirect_output(run_dir / "logs", rank)
     platform.start()
-    job = join_job(config, command, console)
+    job = join_job(config, command, console, check)
     try:
         code = _do(config, command, console, job, dict(options or {}))
     except BaseException as error:

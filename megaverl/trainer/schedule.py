@@ -20,27 +20,38 @@ class Schedule:
         placement: who has which roles.
         max_staleness: steps that rollouts may be ahead; 0 where they take turns with training.
         save_interval, validate_every: after so many steps the run saves, or validates, and nobody is ahead; 0: never.
+        in_rounds: samples are made in rounds of generating and scoring (dynamic sampling): engines and rewards begin a
+            step together, and see no other weights until its rounds are over.
     """
 
     placement: ResolvedPlacement
     max_staleness: int
     save_interval: int
     validate_every: int
+    in_rounds: bool = False
 
     @classmethod
     def of(cls, config: Config, placement: ResolvedPlacement) -> Schedule:
         rollout = config.rollout
         limit = rollout.max_staleness if rollout.async_rollout else 0
-        return cls(placement, limit, config.checkpoint.save_interval or 0, config.trainer.validate_every)
+        in_rounds = config.algorithm.dynamic_sampling.metric is not None and config.trainer.replay_rollouts is None
+        return cls(placement, limit, config.checkpoint.save_interval or 0, config.trainer.validate_every, in_rounds)
 
     def lag(self, rank: int) -> int:
         """How many steps a rank's world may be ahead of training."""
+        own, makers = self._own_lag(rank), ("rollout", "reward")
+        if not self.in_rounds or not {*makers} & set(self.placement.roles_of(rank)):
+            return own
+        return min(own, *(self._own_lag(self.placement.ranks[role][0]) for role in makers))
+
+    def _own_lag(self, rank: int) -> int:
         roles = set(self.placement.roles_of(rank)) - {"coordinator"}
         if not self.max_staleness or not roles or not roles <= {*AHEAD, "critic"}:
             return 0
         if "critic" in roles:
             return 1
-        return max(0, self.max_staleness - min(AHEAD[role] for role in roles))
+        hands = AHEAD | ({"reward": 0} if self.in_rounds else {})
+        return max(0, self.max_staleness - min(hands[role] for role in roles))
 
     def begins_after(self, step: int, lag: int) -> int:
         """How many steps are behind all when a world of this lag begins its part of `step`."""

@@ -9,14 +9,19 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.fabric import Fabric
 from megaverl.fabric.courier import Courier
 from megaverl.roles.reward import RewardRole, Scores
+from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 
 _ASKED, _ANSWERED = "responses to score", "their scores"
 
 
-def reward_of(builder: Builder, fabric: Fabric) -> RewardRole:
-    """This rank's part of the rewards: models where they are placed, and on the engines' ranks a way to them."""
-    role = builder.reward(models_are_here=fabric.has("reward"))
+def reward_of(builder: Builder, fabric: Fabric, learned: TrainableModel | None = None) -> RewardRole:
+    """This rank's part of the rewards: models where they are placed, and on the engines' ranks a way to them.
+
+    Args:
+        learned: the one of them that the run trains.
+    """
+    role = builder.reward(learned, models_are_here=fabric.has("reward"))
     asks = models_are_apart(builder.config, fabric) and fabric.has("rollout")
     return cast(RewardRole, ScoredElsewhere(role, fabric)) if asks else role
 

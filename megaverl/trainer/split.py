@@ -9,7 +9,8 @@ how many is settled before the run, so that two runs are the same to the bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from megaverl.config import Config
 from megaverl.coordinator import Coordinator, CoordinatorCommits, Judge, Progress
 from megaverl.coordinator.island_exchange import serve_join
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
@@ -34,10 +36,9 @@ from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.ahead import Ahead
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation
-from megaverl.trainer.export import export_model
 from megaverl.trainer.islands import Island, meetings, serve_update
 from megaverl.trainer.job import Job, reporter
-from megaverl.trainer.placed_roles import island_file, island_name, roles_here, seats_of
+from megaverl.trainer.placed_roles import REWARD_MODEL, island_file, island_name, place_of, roles_here, seats_of
 from megaverl.trainer.readers import readers_of, speakers_of
 from megaverl.trainer.reports import Reports
 from megaverl.trainer.rl import RLTrainer, rules_of
@@ -109,7 +110,14 @@ class SplitTrainer(RLTrainer):
         if self.roles.critic is not None and self.fabric.has("critic"):
             shared = self.placement.colocated("critic", "actor")
             roles[island_name("critic", own if shared else 0)] = self.roles.critic.trainable
+        if (model := self._reward_model) is not None:
+            roles[REWARD_MODEL] = model
         return roles
+
+    @property
+    def _reward_model(self) -> TrainableModel | None:
+        """The one that this rank trains."""
+        return self.roles.implicit.trainable if self.roles.implicit is not None else self.roles.learned
 
     @property
     def saved(self) -> dict[str, TrainableModel]:
@@ -123,8 +131,9 @@ class SplitTrainer(RLTrainer):
         rules, liveness = rules_of(config), self.job.liveness if self.job else None
         self.coordinator = Coordinator(self.fabric, seats, rules, progress=progress, liveness=liveness)
         self.judges = {}
-        for role in [role for role in roles if self.fabric.has(role)]:
-            trainable: TrainableModel = getattr(self.roles, role).trainable
+        for role in [role for role in roles if self.fabric.has(place_of(role))]:
+            trainable = self._reward_model if role == REWARD_MODEL else getattr(self.roles, role).trainable
+            assert trainable is not None
             name = island_name(role, self.island if alone and placement.colocated(role, "actor") else 0)
             trainable.judge = self.judges[role] = Judge(self.coordinator, name, progress)
             if len(placement.islands) > 1 and placement.colocated(role, "actor"):
@@ -149,13 +158,23 @@ class SplitTrainer(RLTrainer):
         if self.step.replayed is not None:
             with together(self.fabric.control):
                 self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
+        with self.records():
+            result = self._turns()
+        self._write_aside(lambda: self.reports.join_timelines(self.run_dir))
+        if self.config.checkpoint.export_hf:
+            self.stages.note("export")
+            self.export()
+        return result
+
+    @contextmanager
+    def records(self) -> Iterator[Tracker | None]:
         if self.keeps_records:
             forget_samples(self.run_dir / "samples.jsonl", self.next_step)
             if self.stored is not None:
                 self.stored.forget(self.next_step)
-        tracker = self._tracker()
+        self._tracking = tracker = self._tracker()
         try:
-            result = self._turns(tracker)
+            yield tracker
         except MegaverlError:
             self.saving.commit_written()
             raise
@@ -163,16 +182,13 @@ class SplitTrainer(RLTrainer):
             if tracker is not None:
                 tracker.close()
             self._write_aside(lambda: self.reports.write_timeline(self.timeline, self.run_dir))
-        self._write_aside(lambda: self.reports.join_timelines(self.run_dir))
-        if self.config.checkpoint.export_hf and self.fabric.rank in self.placement.islands[0]:
-            self.stages.note("export")
-            export_model(self.roles.actor.model, self.builder, self.run_dir / "hf")
-            self.console.print(f"model written to {self.run_dir / 'hf'}")
-        return result
 
-    def _turns(self, tracker: Tracker | None) -> dict[str, float]:
+    def export(self) -> None:
+        if self.fabric.rank in self.placement.islands[0]:
+            super().export()
+
+    def _turns(self) -> dict[str, float]:
         """This world's part of every step, and the meetings in between."""
-        self._tracking = tracker
         self._met = self.next_step
         result = self._meet(self._met, starts=True)
         turn = self._met
@@ -212,16 +228,14 @@ class SplitTrainer(RLTrainer):
         apart = self.config.uses_critic and not self.placement.colocated("actor", "critic")
         for role, judge in self.judges.items():  # who updates at the same time is decided on together
             both = apart and step >= self.config.algorithm.critic_warmup_steps
-            judge.partners = tuple({"actor", "critic"} - {role}) if both else ()
+            judge.partners = tuple({"actor", "critic"} - {role}) if both and role != REWARD_MODEL else ()
         if self.fabric.rank == self.placement.coordinator and len(self.placement.islands) > 1:
             self._serve_islands(step)
         if self.ahead.is_here:
             self.ahead.begin(step, self.prompts.state_dict())
         moving: dict[str, Any] = {"mover": self.carrier, "before_wait": partial(self._before_wait, step)}
         with self.timeline.step(step):
-            done = self._gathered(step, moving)
-            fills = self.config.algorithm.dynamic_sampling.metric is not None and self.step.replayed is None
-            prompts = [] if fills else self.prompts.take(self.config.data.prompts_per_step)
+            done, prompts = self._starts_from(step, moving)
             values = self.flow.run(
                 self.stages,
                 done,
@@ -233,6 +247,7 @@ class SplitTrainer(RLTrainer):
         metrics = self.reports.of_this_rank(self.step.metrics | self.timeline.step_metrics())
         if self.keeps_records:
             self._values = values
+            metrics |= self.coordinator.costs()
         if self.fabric.has("rollout"):
             metrics["train/epoch"] = self.prompts.epoch
             metrics |= self.ahead.metrics(step - self.next_step, metrics)
@@ -241,12 +256,17 @@ class SplitTrainer(RLTrainer):
             assert self.roles.rollout is not None
             self.ahead.keep(step, self.roles.rollout.weight_version, values, metrics)
 
-    def _gathered(self, step: int, moving: dict[str, Any]) -> dict[str, Any]:
-        """With dynamic sampling what the rounds of a step have given, on the ranks that take part in them."""
+    def _starts_from(self, step: int, moving: dict[str, Any]) -> tuple[dict[str, Any], Sequence[PromptRecord]]:
+        """What of a step is there before its flow runs, and the prompts that it takes.
+
+        With dynamic sampling that is what its rounds have given, on the ranks that take part in them.
+        """
+        if self.config.algorithm.dynamic_sampling.metric is None or self.step.replayed is not None:
+            return {}, self.prompts.take(self.config.data.prompts_per_step)
         ranks = self.placement.ranks
         if self.fabric.rank not in (*ranks["rollout"], *ranks["reward"]):
-            return {}
-        return self.step.gathered(self.stages, self.prompts, step, ranks, **moving)
+            return {}, []
+        return self.step.gathered(self.stages, self.prompts, step, ranks, **moving), []
 
     def _serve_islands(self, step: int) -> None:
         """On the coordinator: everything in which the islands meet in this step, in the order of their updates."""

@@ -71,6 +71,7 @@ class RLStep:
         newest_version: of the weights that the engines have, wherever they are.
         outlet: takes samples as they are finished; None: they are wanted all at once.
         waiting: by step, samples that were generated before an interruption.
+        is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
     """
 
     config: Config
@@ -81,6 +82,7 @@ class RLStep:
     newest_version: int = 0
     outlet: Outlet | None = None
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
+    is_given: bool = False
     credit: Credit = field(init=False)
     _has_compared: bool = False
     _early_seconds: float = 0.0
@@ -99,7 +101,8 @@ class RLStep:
         # what comes out of rounds, or of a folder, is known to the ranks of both
         both = self.replayed is not None or self.config.algorithm.dynamic_sampling.metric is not None
         of_rollout, of_reward = (("reward", "rollout"), ("rollout", "reward")) if both else ("rollout", "reward")
-        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=of_rollout))
+        generates = None if self.is_given else of_rollout
+        flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=generates))
         flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role=of_reward))
         scored = ("old_log_probs", "values") if self.config.shares_backbone else ("old_log_probs",)
         score = self.log_probs_and_values if self.config.shares_backbone else self.old_log_probs

@@ -136,6 +136,11 @@ def test_value_loss_by_hand():
     result.loss.backward()
     torch.testing.assert_close(values.grad, torch.tensor([[0.0, -2.9 / 2]]))
     assert finalize(result.metrics)["value_clip_fraction"] == 0.5
+    # V_old + (V - V_old) is not V to the last bit: a value that has hardly moved is not one that was clipped
+    near_zero = torch.randn(1, 200, generator=torch.Generator().manual_seed(0)) * 1e-3
+    old = torch.full((1, 200), 0.05)
+    result = VALUE_LOSS(near_zero, old, torch.zeros(1, 200), torch.full((1, 200), 0.5))
+    assert finalize(result.metrics)["value_clip_fraction"] == 0.0
 
 
 def test_kl_estimators_by_hand():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megaverl import DataFlow, Operator, RolloutBatch, TrainerConfig
+from megaverl.errors import ConfigError
 from megaverl.trainer import PPOTrainer, RLTrainer, init_distributed
 from megaverl.utils.config import get_ppo_config
 
@@ -97,6 +98,57 @@ def two_ranks(folder: Path, end: str) -> None:
     trainer.update(trainer.rollout())
 
 
+def placed_flow(folder: Path, end: str) -> None:
+    """Operators on ranks of their own, and nothing said of how batches come from one to the other; twice."""
+
+    def generate(prompts: list[int]) -> RolloutBatch:
+        ids = torch.tensor([[number] for number in prompts])
+        return RolloutBatch(input_ids=ids, generated_ids=ids + 1, logprobs=torch.zeros(ids.shape))
+
+    flow = DataFlow()
+    flow.add_operator(Operator("rollout", generate, role="rollout"))
+    flow.add_operator(Operator("rewards", lambda rollout: rollout.generated_ids.sum(1).float(), role="reward"))
+    flow.add_operator(
+        Operator("update", lambda rollout, rewards: float((rollout.input_ids[:, 0] * rewards).sum()), role="actor")
+    )  # noqa: E501
+    flow.compile(given=["prompts"], places={"rollout": [0], "reward": [1], "actor": [0]})
+    done = [flow.run(prompts=[number, 2]) for number in (1, 3)]
+    print(json.dumps([[one.get("update"), [span.operator for span in one.timeline]] for one in done]))
+
+
+def placed(folder: Path, end: str) -> None:
+    """Two steps with the engine on a rank of its own, the second one on rewards of one's own."""
+    config = settings(folder)
+    config.run_name = end
+    config.actor_device_mapping, config.rollout_device_mapping, config.reward_device_mapping = [0], [1], [1]
+    config.options = {name: value for name, value in config.options.items() if name != "trainer.operators"}
+    trainer = PPOTrainer(config)
+    first = trainer.update(trainer.rollout())
+    rollouts = trainer.rollout()
+    second = trainer.update(rollouts[1:].with_(rewards=rollouts.response_lengths[1:].float()))
+    trainer.close()
+    print(json.dumps([len(rollouts), first, second]))
+
+
+def told_to_leave(folder: Path, where: str) -> None:
+    """A loop as in the documents, which hears SIGTERM in its second step: `in_rollout`, or `between` the calls."""
+    config = settings(folder)
+    config.run_name, config.total_steps = where, 3
+    trainer = PPOTrainer(config)
+    signals = not (folder / "runs" / where / "checkpoints").is_dir()
+    while trainer.num_steps < 3:
+        if signals and trainer.num_steps and where == "in_rollout":
+            os.kill(os.getpid(), signal.SIGTERM)
+        rollouts = trainer.rollout()
+        if signals and trainer.num_steps and where == "between":
+            os.kill(os.getpid(), signal.SIGTERM)
+        trainer.update(rollouts[1:])
+    trainer.close()
+
+
+PROGRAMS = {"flow": placed_flow, "placed": placed, "in_rollout": told_to_leave, "between": told_to_leave}
+
+
 def main(folder: Path) -> None:
     config = settings(folder)
     init_distributed(config)
@@ -112,8 +164,14 @@ def main(folder: Path) -> None:
     assert trainer.num_steps == 3
     trainer.close()
     whole = RLTrainer(config, run_name="whole").train()
-    print(json.dumps({"steps": seen, "own": own, "whole": whole}))
+    elsewhere = RLTrainer(config, options={**config.options, "placement.actor_devices": [0]})
+    try:
+        init_distributed(elsewhere.config)
+    except ConfigError as error:
+        refused = str(error)
+    print(json.dumps({"steps": seen, "own": own, "whole": whole, "refused": refused}))
 
 
 if __name__ == "__main__":
-    two_ranks(Path(sys.argv[1]), sys.argv[2]) if sys.argv[2:] else main(Path(sys.argv[1]))
+    arguments: list[Any] = [Path(sys.argv[1]), *sys.argv[2:]]
+    PROGRAMS.get(arguments[1], two_ranks)(*arguments) if arguments[1:] else main(*arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 import megaverl
 from megaverl import DataParallelConfig, RolloutBatch, TrainerConfig
 from megaverl.api import trainers as trainers_module
+from megaverl.api import world
 from megaverl.api.devices import device_map, parse_devices
 from megaverl.api.settings import importable_name, resolve
 from megaverl.config import load_config
@@ -102,6 +104,30 @@ def test_paths_are_text_and_objects_are_refused(no_files: None) -> None:
         RLTrainer(**{**MODEL, "actor_model": torch.nn.Linear(1, 1)})
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"use_vllm": "maybe"}, "use_vllm: found 'maybe'; expected True"),
+        ({"checkpoint_config": 3}, "checkpoint_config: found 3; expected a mapping"),
+        ({"log_with": 3}, "log_with: found 3; expected text"),
+        ({"log_with": "wandbb"}, r"run.log_with.0 \(`log_with` in Python\): .*Did you mean `wandb`"),
+        ({"actor_model": "nowhere"}, r"model.path \(`actor_model` in Python\)"),
+        ({"reward_model": "/no/such/model", "reward_function": None}, r"reward.0.path \(`reward_function` in Python\)"),
+        ({"config": 7}, "config: found a int; expected a YAML file"),
+    ],
+)
+def test_a_wrong_setting_is_named_as_the_program_has_it(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        RLTrainer(**{**MODEL, **settings})
+
+
+def test_a_setting_is_laid_over_a_flat_file(no_files: None) -> None:
+    model = {"pretrain_model_path": "org/other", "reward_function": "gsm8k"}
+    config = RLTrainer({"model": model, "data": {"train_path": "a.jsonl"}}, **MODEL).config
+    assert (config.model.path, config.reward[0].name) == ("org/small", "exact_match")
+    assert [source.path for source in config.data.train] == ["train.jsonl"]
+
+
 def test_the_same_run_in_every_form(tmp_path: Path, no_files: None) -> None:
     config = TrainerConfig(**MODEL).to_config(check_paths=False)
     file = tmp_path / "run.yaml"
@@ -173,6 +199,8 @@ def test_set_device_map_counts_for_what_comes_after(no_files: None) -> None:
     assert set_device_map({"actor": "cuda:0", "reward_model": 1}) == {"actor_devices": [0], "reward_devices": [1]}
     with pytest.raises(ConfigError, match="no role 'critics'"):
         set_device_map({"critics": [0]})
+    with pytest.raises(ConfigError, match=r"found \[0, 1\]; expected a DataParallelConfig"):
+        set_device_map([0, 1])  # type: ignore[arg-type]
     set_device_map(None)
     assert resolve(NATIVE, check_paths=False).placement.actor_devices is None
 
@@ -215,6 +243,20 @@ def test_several_ranks_are_started_with_this_configuration(
     trainer.config.run_dir.rmdir()
     with pytest.raises(TrainingStopped, match="exit code 1"):
         trainer.train()
+
+
+def test_a_job_of_one_says_nothing_of_the_next_trainer(no_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has run a trainer in its own process may have one of several ranks, which it starts."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    for name, value in alone.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="does not divide the 1 ranks"):
+        RLTrainer(**MODEL, tensor_parallel_size=2)
+    monkeypatch.setattr(world._Joined, "own", alone)
+    trainer = RLTrainer(**MODEL, tensor_parallel_size=2)
+    assert not world.under_torchrun() and os.environ["WORLD_SIZE"] == "1"
+    with pytest.raises(ConfigError, match="needs 2 ranks, and this process is alone"):
+        world.init_distributed(trainer.config)
 
 
 def test_a_batch_as_such_systems_name_it() -> None:

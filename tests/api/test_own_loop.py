@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.errors import ConfigError
+from megaverl.errors import SAVED_AND_LEFT, ConfigError
+from megaverl.metrics.backends import read_metrics
 from megaverl.trainer import init_distributed
 from tests.faults.runs import metrics
 from tests.faults.server import Server
@@ -34,6 +35,7 @@ def test_rollout_and_update_are_the_steps_of_train(server: Server, folder: Path,
     runs = [metrics(folder / "runs" / name) for name in ("run", "whole")]
     assert runs[0][:2] == runs[1], "what is written is what train writes"
     assert (folder / "runs" / "run" / "checkpoints").is_dir()
+    assert "placement: this program has joined its job with another" in said["refused"]
     for number, step in enumerate(said["steps"]):  # what operators in the built-in step saw and changed
         assert f"step {number}: {2 * step['reward']:.4f}" in ended.text
 
@@ -54,6 +56,47 @@ def test_a_rank_that_is_lost(
     assert ended.codes == codes, ended.text
     assert told in ended.output[0], ended.text
     assert "gloo/transport" not in ended.output[0].splitlines()[-1]
+
+
+def test_a_flow_on_ranks_of_its_own(server: Server, folder: Path, tmp_path: Path) -> None:
+    """Batches move by themselves; a rank has what it made and what it was sent."""
+    ended = server.run([PROGRAM, str(folder), "flow"], logs=tmp_path)
+    assert ended.codes == [0, 0], ended.text
+    first, second = (json.loads(text.splitlines()[-1]) for text in ended.output)
+    assert first == [[1 * 2 + 2 * 3, ["rollout", "update"]], [3 * 4 + 2 * 3, ["rollout", "update"]]]
+    assert second == [[None, ["rewards"]]] * 2
+
+
+def test_roles_on_ranks_of_their_own(server: Server, folder: Path, tmp_path: Path) -> None:
+    """One rank trains, the other generates and scores; both have the samples, and both hear what was measured."""
+    ended = server.run([PROGRAM, str(folder), "placed"], logs=tmp_path)
+    assert ended.codes == [0, 0], ended.text
+    said = [json.loads(text.splitlines()[-1]) for text in ended.output]
+    assert said[0] == said[1]
+    count, first, second = said[0]
+    assert count == 4 and first["rollout/weight_version"] == 1.0 and second["rollout/weight_version"] == 2.0
+    records = read_metrics(folder / "runs" / "placed" / "metrics.jsonl")
+    assert [record["reward/mean"] for record in records] == [first["reward/mean"], second["reward/mean"]]
+    assert first["time/rollout_ms"] > 0 and {"busy/actor", "busy/rollout"} <= first.keys()
+    assert (folder / "runs" / "placed" / "checkpoints" / "step_00000002").is_dir()
+    names = {event["name"] for event in json.loads((folder / "runs/placed/timeline.json").read_text())["traceEvents"]}
+    assert {"rollout", "reward", "actor_update"} <= names
+
+
+def test_told_to_leave_it_saves_and_goes_on(server: Server, folder: Path, tmp_path: Path) -> None:
+    """The call under way ends with the documented exit code; started again, the program does only what was left."""
+    found = []
+    for where, saved in (("in_rollout", "1 of 3 steps, inside step 2"), ("between", "2 of 3 steps")):
+        left = server.run([PROGRAM, str(folder), where], ranks=1, logs=tmp_path)
+        assert left.codes == [SAVED_AND_LEFT], left.text
+        assert f"SIGTERM: saved after {saved}; start the run again to go on." in left.text
+        again = server.run([PROGRAM, str(folder), where], ranks=1, logs=tmp_path)
+        assert again.codes == [0] and "resumed from" in again.text, again.text
+        records = read_metrics(folder / "runs" / where / "metrics.jsonl")
+        assert [record["step"] for record in records] == [1, 2, 3]
+        assert all(record["time/step_ms"] > record["time/rollout_ms"] > 0 for record in (records[0], records[2]))
+        found.append([(record["reward/mean"], record["actor/loss"]) for record in records])
+    assert found[0] == found[1], "wherever it was cut off, and to the bit"
 
 
 def test_too_few_ranks_say_how_to_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,8 @@ from megaverl.capacity.report import as_dict, as_text, survey
 from megaverl.capacity.start import check_memory
 from megaverl.config import InvalidConfig, load_config
 from megaverl.errors import ConfigError
+from megaverl.placement import Node
+from megaverl.trainer.job import place
 from tests.capacity.jobs import CONFIGS, make
 from tests.layout.specs import make_spec
 
@@ -44,6 +45,14 @@ def test_what_each_rank_holds_and_sends(tmp_path: Path) -> None:
     assert draw(capacity, tmp_path / "plan.svg").stat().st_size > 10_000
 
 
+def test_nodes_by_their_names() -> None:
+    said = "placement={rollout: {nodes: [gen-1, 0]}, critic: {nodes: c}, actor: rest}"
+    found = make(make_spec(), 16, said, machine=MACHINE)
+    assert [node.name for node in found.placement.nodes] == ["node 0", "c", "gen-1", "node 3"]
+    assert found.rollout.ranks == (0, 1, 2, 3, 8, 9, 10, 11)
+    assert [role.ranks for role in found.roles] == [(12, 13, 14, 15), (4, 5, 6, 7)]
+
+
 def test_what_does_not_fit_is_told_at_once() -> None:
     with pytest.raises(InvalidConfig) as caught:
         make(make_spec(), 8, "placement={rollout: 0-3, critic: 4-9}", machine=MACHINE)
@@ -58,9 +67,10 @@ def test_memory_that_will_not_do_is_told_before_anything_starts(
     monkeypatch.setattr(advice, "MOST_TRIED", 3)
     (tmp_path / "config.json").write_text((CONFIGS / "models" / "llama3_70b.json").read_text())
 
-    def start(*more: str) -> None:
-        given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", PLACED, *more]
-        check_memory(load_config(None, given, check_paths=False, world_size=8), 8, replace(MACHINE, memory=8e9))
+    def start(*more: str, placed: str = PLACED, nodes: tuple[Node, ...] = ()) -> None:
+        given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", placed, *more]
+        config = load_config(None, given, check_paths=False, world_size=None if nodes else 8)
+        check_memory(config, place(config, "train", 8, nodes or tuple(Node(f"n{n}", 4, memory=8e9) for n in (0, 1))))
 
     with pytest.raises(
         ConfigError, match=r"(?s)8 GPUs with 8.0 GB each do not hold .*rank \d needs .*\nNearest that would: "
@@ -68,7 +78,15 @@ def test_memory_that_will_not_do_is_told_before_anything_starts(
         start("actor.micro_batch_tokens=1500000", "reference.micro_batch_tokens=4096")
     start("actor.micro_batch_tokens=1500000", "placement.check_memory=false")
     start("actor.micro_batch_tokens=1500000", "rollout.engine=hf")
-    check_memory(make(make_spec(), 8, PLACED, machine=MACHINE).config, 8, MACHINE)
+    named = "placement={rollout: {nodes: gen}, critic: {nodes: c}, coordinator: {nodes: k}, actor: rest}"
+    sizes = {"gen": 4, "c": 2, "t": 1, "k": 1}
+    with pytest.raises(ConfigError, match=r"(?s)7 GPUs with 8.0 GB each do not hold .*rank \d needs .*Nearest that"):
+        start(placed=named, nodes=tuple(Node(name, n, memory=8e9 * (name != "k")) for name, n in sizes.items()))
+    roles = {"gen": ("rollout",), "c": ("critic",), "t": ("actor",), "k": ("coordinator",)}
+    with pytest.raises(ConfigError, match="8 GPUs with 8.0 GB each do not hold"):
+        claimed = tuple(Node(name, n, roles[name], 8e9) for name, n in sizes.items())
+        start(placed="placement={}", nodes=claimed)
+    start(nodes=(Node("a", 4), Node("b", 4)))  # no GPU: nothing is known of the memory
 
 
 def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:

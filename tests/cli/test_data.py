@@ -18,6 +18,7 @@ ROWS = [
     '{"prompt": 5, "answer": "1"}',
     '{"prompt": "bad \ufffd letter", "answer": "1", "more": 2}',
     '{"prompt": [{"role": "user"}], "answer": "1"}',
+    '{"prompt": "four", "answer": null}',
 ]
 
 
@@ -26,12 +27,13 @@ def test_every_bad_row_is_named_at_once(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text("\n".join(ROWS))
     assert main(["check", str(path)]) == 1
     text = capsys.readouterr().out
-    assert "7 rows, 3 can be used" in text
+    assert "8 rows, 3 can be used" in text
     for line, said in (
         (3, "no 'prompt' in this row"),
         (4, "not valid JSON"),
         (5, "'prompt' is int"),
         (7, "must be like"),
+        (8, "'answer' is null. Fill it in"),
     ):
         assert f"error: {path}, line {line}: " in text and said in text
     assert f"warning: {path}, line 2: the answer is empty" in text
@@ -62,7 +64,8 @@ def test_a_runs_own_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "the first prompt, as the model sees it:\n    | reverse " in text
     assert f"warning: {held_out}, line 17: this held-out prompt is a training prompt too" in text
     assert main([*arguments, "data.max_prompt_tokens=2"]) == 1
-    assert "too long: 64" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "too long: 64" in text and "no row can be used: 64 are longer than data.max_prompt_tokens" in text
 
 
 def test_mistakes_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

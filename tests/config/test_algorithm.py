@@ -66,6 +66,7 @@ def test_a_preset_needs_nothing_but_what_is_said(load, mistakes, name):
         "dr_grpo": ["algorithm.loss_length=256"],
         "pass_at_k": ["algorithm.advantage_options.k=2"],
         "gkd": ["reference.path=org/teacher"],
+        "distillation": ["reference.path=org/teacher"],
     }
     in_turns = ["environment.name=guess"] if name.startswith("turn_") else []
     config = load(f"algorithm={{name: {name}, group_size: 4}}", *needs.get(name, []), *in_turns)
@@ -88,15 +89,19 @@ def test_parts_are_set_one_by_one(load):
 
 
 G, T = "algorithm.group_size=4", "reference.path=org/teacher"
+IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
 
 
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
         (["algorithm.name=gsop"], "algorithm.name", "Did you mean `gspo`?"),
+        (["algorithm.name=dual_clip"], "algorithm.name", "It is a part: algorithm.policy_loss: dual_clip."),
+        (["algorithm.name=dpo"], "algorithm.name", "It is a part: preference.loss: dpo of `megaverl dpo`."),
         (["algorithm.advantage=grop", G], "algorithm.advantage", "Did you mean `grpo`?"),
         (["algorithm.policy_loss=ppo-clip"], "algorithm.policy_loss", "Did you mean `ppo_clip`?"),
         (["algorithm.loss_aggregation=token_maen"], "algorithm.loss_aggregation", "Did you mean `token_mean`?"),
+        (["algorithm.kl={in: loss, coef: 0.1, kind: low_var}"], "algorithm.kl.kind", "Did you mean `low_variance`?"),
         (["algorithm.correction.kind=tis"], "algorithm.correction.kind", "known: geometric_mask"),
         (["algorithm.advantage=rloo"], "algorithm.group_size", "rloo compares the responses of a group"),
         (["algorithm.name=gdpo"], "algorithm.group_size", "found 1; gdpo compares"),
@@ -132,9 +137,9 @@ G, T = "algorithm.group_size=4", "reference.path=org/teacher"
         (["algorithm.name=gkd"], "reference.path", "is not set; jensen_shannon compares the actor with a teacher"),
         (["algorithm.name=gkd", T, "reference.pp=2"], "reference.pp", "found 2, and actor.pp is 1"),
         (
-            ["algorithm.name=gkd", T, "run.nproc=4", "placement={actor: 0-1, rollout: 2-3}"],
-            "algorithm.distillation.divergence",
-            "teacher must be on the actor's",
+            ["algorithm.name=gkd", T, "run.nproc=4", "placement={actor: 0-1, rollout: 2, reference: 3}"],
+            "placement.reference",
+            "compares the teacher's logits",
         ),
         (
             ["algorithm.name=gkd", T, "algorithm.distillation.options.beta=1.0"],
@@ -247,6 +252,64 @@ G, T = "algorithm.group_size=4", "reference.path=org/teacher"
         ),
         (["environment.name=guess", "algorithm.name=remax"], "environment.name", "there is none of an episode"),
         (["algorithm.kl.straight_through=true"], "algorithm.kl.straight_through", "has none"),
+        (["algorithm.name=distillation"], "reference.path", "would teach the actor to stay as it is"),
+        (["algorithm.critic_warmup_steps=100"], "algorithm.critic_warmup_steps", "would never be updated"),
+        (
+            ["algorithm.name=pass_at_k", G, "algorithm.advantage_options.k=2", IN_REWARD],
+            "algorithm.kl.in",
+            "a right response counts as wrong",
+        ),
+        (
+            ["algorithm.name=raft", G, "algorithm.advantage_options.right_from=1.0", IN_REWARD],
+            "algorithm.kl.in",
+            "a right response counts as wrong",
+        ),
+        (
+            ["algorithm.name=raft", G, "algorithm.advantage_options.keep=4"],
+            "algorithm.advantage_options.keep",
+            "all of",
+        ),
+        (
+            ["algorithm.name=reinforce_plus_plus", "data.prompts_per_step=1"],
+            "data.prompts_per_step",
+            "compares a response with the others of its step",
+        ),
+        (["algorithm.name=grpo", G, "algorithm.lam=0.5"], "algorithm.lam", "which grpo does not read"),
+        (["algorithm.name=opo", G, "algorithm.gamma=0.5"], "algorithm.gamma", "which opo does not read"),
+        (
+            ["algorithm.name=rloo", G, "algorithm.normalize_by_std=false"],
+            "algorithm.normalize_by_std",
+            "which rloo does not read",
+        ),
+        (
+            ["algorithm.name=remax", "algorithm.normalize_advantages=false"],
+            "algorithm.normalize_advantages",
+            "which remax does not read",
+        ),
+        (
+            ["algorithm.gamma=0.9", "algorithm.advantage_options.gamma=0.8"],
+            "algorithm.advantage_options.gamma",
+            "so is algorithm.gamma",
+        ),
+        (["algorithm.loss_length=9"], "algorithm.loss_length", "which token_mean does not read"),
+        (["algorithm.clip_range=1.5"], "algorithm.clip_range", "as clip_low of ppo_clip expected at least 0 and at"),
+        (
+            ["algorithm={clip_range_high: 0.3, policy_loss_options: {clip_high: 0.2}}"],
+            "algorithm.policy_loss_options.clip_high",
+            "so is algorithm.clip_range_high",
+        ),
+        (
+            ["algorithm={policy_loss: dual_clip, clip_range: 0.3, policy_loss_options: {clip_dual: 1.3}}"],
+            "algorithm.policy_loss_options.clip_dual",
+            "above 1 + clip_high, 1.3",
+        ),
+        (["algorithm.kl={in: loss, coef: 0.1, gain: 0.5}"], "algorithm.kl.gain", "coef is fixed"),
+        (
+            ["algorithm={advantage: none, kl: {in: loss, coef: 0.1}}"],
+            "algorithm.advantage",
+            "no algorithm.kl in: loss to another reference",
+        ),
+        (["mix=[{update: sft, judge: exact_match}]"], "mix.0.judge", "nothing is judged"),
     ],
 )
 def test_what_makes_no_sense_is_refused(mistakes, overrides, key, said):
@@ -261,6 +324,21 @@ def test_remax_needs_an_engine_for_its_greedy_rollout(mistakes, tmp_path):
     assert "whose baseline is a greedy rollout" in found["algorithm.advantage"]
 
 
+def test_near_what_is_refused_stands_what_is_not(load):
+    for given in (
+        ["algorithm.name=raft", G, "algorithm.advantage_options={keep: 4, right_from: 1.0}"],
+        ["algorithm.name=raft", G, IN_REWARD],
+        ["algorithm.name=turn_grpo", G, "environment.name=guess", "algorithm={gamma: 0.9, normalize_by_std: false}"],
+        ["algorithm.critic_warmup_steps=99"],
+        ["algorithm={policy_loss: dual_clip, policy_loss_options: {clip_dual: 1.3}}"],
+        ["algorithm={advantage: none, kl: {in: loss, coef: 0.1}}", T],
+        ["algorithm.kl={in: none, coef: 0.0, kind: k1, gain: 0.5}"],  # what switches a recipe's penalty off
+        ["algorithm={loss_aggregation: fixed_length, loss_length: 9}"],
+        ["algorithm.name=reinforce_plus_plus", G, "data.prompts_per_step=1"],
+    ):
+        load(*given)
+
+
 def test_k1_in_a_loss_with_its_gradient_from_k2(load):
     assert load("algorithm.kl={in: loss, coef: 0.1, kind: k1, straight_through: true}").uses_reference
 
@@ -271,6 +349,7 @@ def test_functions_of_the_users_own(load, mistakes, tmp_path, monkeypatch):
         "raise RuntimeError('not imported by a check')\n"
         "def credit(rewards, values, response_mask, *, strength: float = 1.0): ...\n"
         "def odd(rewards, weather): ...\n"
+        "def strict(response_mask, denominators, *, sharpness: float): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     own = "algorithm.advantage=my_algorithms_for_test"
@@ -279,6 +358,13 @@ def test_functions_of_the_users_own(load, mistakes, tmp_path, monkeypatch):
     assert of_the_users_own("my_algorithms_for_test:made") is None
     assert "expected float" in mistakes(f"{own}:credit", "algorithm.advantage_options.strength=x").popitem()[1]
     assert "reads weather" in mistakes(f"{own}:odd")["algorithm.advantage"]
+    for key in ("loss_aggregation", "correction.kind", "policy_loss", "distillation.divergence", "kl.kind"):
+        said = mistakes(f"algorithm.{key}=my_algorithms_for_test:odd", T)[f"algorithm.{key}"]
+        assert "reads" in said and "weather" in said, key
+    strict = "my_algorithms_for_test:strict"
+    assert (
+        "needs the option sharpness" in mistakes(f"algorithm.loss_aggregation={strict}")["algorithm.loss_aggregation"]
+    )
     assert "has no function 'creidt'" in mistakes(f"{own}:creidt")["algorithm.advantage"]
     assert "is not found" in mistakes("algorithm.policy_loss=no_such_module_for_test:f")["algorithm.policy_loss"]
 

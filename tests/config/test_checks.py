@@ -36,6 +36,12 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (["reward={name: gsm8k, options: {mthod: strict}}"], "reward.0.options", "mthod"),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "the loss divides logits by it"),
         (["rollout.sampling_rules=[{over: 9, top_k: 5}]"], "rollout.sampling_rules", "adaptive_sampling is false"),
+        (["rollout.min_sequences=2"], "rollout.min_sequences", "use_dynamic_batching is false"),
+        (
+            ["rollout={use_dynamic_batching: true, min_sequences: 9, max_sequences: 4}"],
+            "rollout.min_sequences",
+            "more than rollout.max_sequences=4",
+        ),
         ([ADAPTIVE, "rollout.sampling_rules=[]"], "rollout.sampling_rules", "is empty"),
         ([ADAPTIVE, "rollout.function=a:b"], "rollout.adaptive_sampling", "draws in its own way"),
         ([ADAPTIVE, "rollout.sampling_rules=[{under: 9}]"], "rollout.sampling_rules.0", "changes nothing"),

@@ -90,7 +90,7 @@ def spoil(draw: random.Random, values: dict[str, Any]) -> Change:
 
 
 # Their numbers may be below 0, or are handed on as they are.
-UNBOUNDED = {"reward.N.weight"}
+UNBOUNDED = {"reward.N.weight", "reshard.check_every"}
 
 
 @pytest.fixture(scope="module")

@@ -197,7 +197,7 @@ def test_an_empty_file_is_all_defaults(files, tmp_path):
         ("trainer.pass_at=[1, x]", "trainer.pass_at.1", "found 'x'; expected an integer"),
         ("run.log_with=[tensorbord]", "run.log_with.0", "Did you mean `tensorboard`?"),
         ("run.nproc=", "run.nproc", None),
-        ("algorithm.kl.kind=", "algorithm.kl.kind", "found null; allowed: k1, k2, k3"),
+        ("algorithm.kl.in=", "algorithm.kl.in", "found null; allowed: none, reward, loss"),
         ("actor.tpp=2", "actor.tpp", "Did you mean `tp`?"),
         ("lr=1", "lr", "Did you mean `sft.lr`?"),
         ("critic.learning_rate=1", "critic.learning_rate", "unknown key"),

@@ -39,7 +39,7 @@ def test_grids_are_judged_on_their_own_ranks() -> None:
         (["placement={rolout: 0}"], "placement.rolout", "unknown key"),
         (["critic.share_backbone=true", "algorithm={name: grpo, group_size: 2}"], "critic.share_backbone", "no critic"),
         (["mix=[{update: sft}]", "placement={critic: 0, actor: rest}"], "placement.critic", "is decided on together"),
-        (["mix=[{update: reward_model}]", "placement={rollout: 0}"], "reward_model", "all roles on the same"),
+        (["mix=[{update: reward_model}]", "placement={rollout: 0}"], "placement.reward", "trains the reward model"),
         (["critic={share_backbone: true, path: x}"], "critic.path", "the backbone is the actor's"),
         (["critic={share_backbone: true, tp: 3}"], "critic.tp", "whose actor.tp is 1. Leave it out"),
         (["critic={share_backbone: true, optimizer: {lr: 1}}"], "critic.optimizer", "set actor.optimizer"),

@@ -5,6 +5,25 @@ from __future__ import annotations
 import pytest
 
 from megaverl.config import Config, smallest_world
+from megaverl.config.installed import source_file
+
+OWN = "losses_of_pairs_for_test"
+LOSSES = """
+def of_weather(chosen_log_probs, weather, weights): ...
+def with_slope(chosen_log_probs, rejected_log_probs, *, slope: float): ...
+def of_single(log_probs, desirable, weather): ...
+def of_some(log_probs, desirable, weights): ...
+def of_ranks(chosen_rewards, rejected_rewards, margins): ...
+def without_margins(chosen_rewards, rejected_rewards): ...
+"""
+
+
+@pytest.fixture
+def own_losses(tmp_path, monkeypatch) -> None:
+    """A module `OWN`, which a check reads and does not import."""
+    source_file.cache_clear()
+    (tmp_path / f"{OWN}.py").write_text(f"{LOSSES}\nraise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
 
 
 @pytest.fixture
@@ -44,9 +63,38 @@ def test_which_roles_a_loss_needs(load, pairs):
         ("reward", ["reward_model.loss=bradley"], "reward_model.loss", "Did you mean `bradley_terry`?"),
         ("reward", ["reward_model.options.centre=1"], "reward_model.options.centre", "Did you mean `center_coef`?"),
         ("reward", ["reward_model.lr=1"], "reward_model.lr", "reward_model.optimizer.lr"),
+        ("dpo", [f"preference.loss={OWN}:of_weather"], "preference.loss", "reads weather; it is given: chosen_log_pro"),
+        ("dpo", [f"preference.loss={OWN}:of_ranks"], "preference.loss", "reads chosen_rewards, rejected_rewards, marg"),
+        ("dpo", [f"preference.loss={OWN}:with_slope"], "preference.options.slope", "is not set, and"),
+        ("dpo", [f"preference.loss={OWN}:of_single"], "preference.loss", "reads weather; it is given: log_probs"),
+        ("reward", [f"reward_model.loss={OWN}:of_ranks"], "preference.margin_key", "reads margins. Name the column"),
+        ("reward", [f"reward_model.loss={OWN}:of_weather"], "reward_model.loss", "reads chosen_log_probs, weather"),
+        (
+            "reward",
+            [f"reward_model.loss={OWN}:without_margins", "preference.margin_key=margin"],
+            "preference.margin_key",
+            "reads no margins",
+        ),
+        (
+            "train",
+            ["algorithm.group_size=2", "mix=[{update: preference}]", f"preference.loss={OWN}:of_some"],
+            "preference.loss",
+            "which is not of pairs",
+        ),
+        (
+            "train",
+            [
+                "algorithm.group_size=2",
+                "mix=[{update: reward_model, judge: exact_match}]",
+                "reward=[{name: exact_match}, {name: learned, path: org/judge}]",
+                "reward_model.loss=bradley",
+            ],
+            "reward_model.loss",
+            "Did you mean `bradley_terry`?",
+        ),
     ],
 )
-def test_what_is_refused(mistakes, pairs, command, overrides, key, said):
+def test_what_is_refused(mistakes, pairs, own_losses, command, overrides, key, said):
     found = mistakes(*pairs, *overrides, command=command)
     assert said in found[key]
     assert set(found) == {key}

@@ -19,7 +19,7 @@ from megaverl.coordinator.island_exchange import IslandMember, serve_join
 from megaverl.coordinator.islands import joined_gradient
 from megaverl.errors import CheckpointError, TrainingStopped
 from megaverl.fabric import Fabric, job_store, join
-from megaverl.placement import parse_wanted, resolve
+from megaverl.placement import Node, parse_wanted, resolve
 from tests.fabric.ranks import start
 
 ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}
@@ -31,9 +31,7 @@ def make(timeout: float = 30.0) -> tuple[Fabric, Coordinator, Liveness]:
     patience = Patience(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
     liveness = Liveness(fabric.store, fabric.rank, 4, coordinator=3, patience=patience, name=fabric.describe)
     seats = (Seat("actor", 0), Seat("critic", 2))
-    rules = Rules(max_norm={"actor": 1.0}, max_staleness=1)
-    schedules = {"critic": lambda n: 0.5**n}
-    return fabric, Coordinator(fabric, seats, rules, schedules=schedules, liveness=liveness), liveness
+    return fabric, Coordinator(fabric, seats, Rules(max_staleness=1), liveness=liveness), liveness
 
 
 def role_of(fabric: Fabric) -> str:
@@ -51,10 +49,11 @@ def rounds(num: int) -> dict[str, Any]:
     other = {"actor": "critic", "critic": "actor"}.get(role, "")
     committed = commit_things(fabric)
     if role:
-        together = coordinator.decide(role, good(0), [other])
-        apart = coordinator.decide(role, replace(good(1), newest=2 if role == "critic" else 0))
+        limit = {"max_norm": 1.0 if role == "actor" else 0.0}
+        together = coordinator.decide(role, good(0, **limit), [other])
+        apart = coordinator.decide(role, good(1, newest=2 if role == "critic" else 0, **limit))
         for decision in (together, apart):
-            seen.append([decision.verdict, decision.reason, decision.version, decision.clip, decision.learning_rate])
+            seen.append([decision.verdict, decision.reason, decision.version, decision.clip, decision.schedule_step])
         begin = coordinator.bytes_sent + coordinator.bytes_received
         start_time = time.perf_counter()
         for step in range(2, 2 + num):
@@ -135,12 +134,14 @@ def vanish(how: str) -> None:
 
 
 def islands_join() -> dict[str, Any]:
-    """Three islands of one rank each, and the coordinator on rank 3."""
+    """Three islands of one rank each, and on rank 3 the coordinator, whose node has no GPU where the others' have."""
     deadline = timedelta(seconds=30)
     store, rank, size = job_store(deadline)
     wanted = {"actor": parse_wanted("0-2"), "coordinator": parse_wanted(3)}
     grids: dict[str, Any] = {"actor": None, "rollout": None, "reward": None}
-    fabric = join(resolve(wanted, size, grids, islands=3), store, rank, deadline)
+    nodes = [Node("strong", 3, memory=1e9), Node("small", 1)]
+    fabric = join(resolve(wanted, size, grids, nodes, islands=3), store, rank, deadline)
+    assert (fabric.group is fabric.control) == (rank == 3) and dist.get_world_size(fabric.control) == 4
     if rank == 3:
         serve_join(fabric)
         serve_join(fabric)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaverl.coordinator import Alone, Judge
 from megaverl.coordinator.decide import Progress, Rules, Seat, decide
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
@@ -39,8 +40,7 @@ def judge(rules: Rules | None = None, progress: Progress | None = None, **report
 
 def test_a_good_update_is_applied_as_it_stands() -> None:
     found = judge(actor=GOOD, critic=GOOD)
-    assert found == Decision(0, Verdict.APPLY, version=1, norm=4.0, learning_rate=found.learning_rate)
-    assert found.applies and math.isnan(found.learning_rate)
+    assert found == Decision(0, Verdict.APPLY, version=1, norm=4.0) and found.applies
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,6 @@ def test_the_gravest_is_told() -> None:
     assert (found.verdict, found.reason, found.seat) == (Verdict.STOP, Reason.NOT_FINITE, 1)
 
 
-def test_leaving_is_agreed_on() -> None:
-    assert judge(actor=GOOD, critic=replace(GOOD, flags=Flag.LEAVE)).leave
-    assert not judge(actor=GOOD).leave
-
-
 def test_too_many_skips_are_the_end_and_overflows_are_none() -> None:
     rules, progress = Rules(max_skips=2), Progress()
     empty = replace(GOOD, tokens=0.0)
@@ -96,22 +91,22 @@ def test_too_many_skips_are_the_end_and_overflows_are_none() -> None:
 
 
 def test_schedules_step_with_every_update_and_versions_with_every_applied_one() -> None:
-    progress, rates, versions = Progress(), [], []
+    progress, taken, versions = Progress(), [], []
     for step, tokens in enumerate([8.0, 0.0, 8.0]):
         report = replace(GOOD, step=step, version=progress.versions.get("actor", 0), tokens=tokens)
-        decisions, progress = decide({0: report}, SEATS, progress, Rules(), {"actor": lambda n: 1.0 / (n + 1)})
-        rates.append(decisions[0].learning_rate)
+        decisions, progress = decide({0: report}, SEATS, progress, Rules())
+        taken.append(decisions[0].schedule_step)
         versions.append(decisions[0].version)
-    assert rates == [1.0, 0.5, 1 / 3] and versions == [1, 1, 2]
+    assert taken == [0, 1, 2] and versions == [1, 1, 2]
     assert Progress.from_dict(progress.to_dict()) == progress
     assert progress.steps == {"actor": 3} and progress.versions == {"actor": 2}
 
 
 def test_the_scale_makes_islands_one_batch() -> None:
     """Sums over tokens, of 6 and of 2 tokens: each is divided by all 8."""
-    one = GradientReport(0, 0, tokens=6.0, squared_norm=64.0, divided_by=1.0)
+    one = GradientReport(0, 0, tokens=6.0, squared_norm=64.0, divided_by=1.0, max_norm=0.5)
     other = replace(one, tokens=2.0)
-    decisions, _ = decide({0: one, 2: other}, SEATS, Progress(), Rules(max_norm={"actor": 0.5}))
+    decisions, _ = decide({0: one, 2: other}, SEATS, Progress(), Rules())
     for decision in decisions.values():
         assert decision.scale == 1 / 8 and decision.norm == 1.0
         assert decision.clip == pytest.approx(0.5, rel=1e-5)
@@ -126,17 +121,25 @@ def test_islands_with_other_gradients_are_the_end() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0, 1e6), st.floats(0.01, 10), st.integers(1, 1000))
 def test_clipping_is_megatrons(squared_norm: float, limit: float, tokens: int) -> None:
-    report = replace(GOOD, squared_norm=squared_norm, tokens=float(tokens), divided_by=float(tokens))
-    found = judge(Rules(max_norm={"actor": limit}), actor=report)
+    report = replace(GOOD, squared_norm=squared_norm, tokens=float(tokens), divided_by=float(tokens), max_norm=limit)
+    found = judge(actor=report)
     coefficient = limit / (math.sqrt(squared_norm) + 1e-6)
     assert found.clip == (coefficient if coefficient < 1 else 1.0)
     assert found.norm * found.clip <= limit * (1 + 1e-9)
 
 
+def test_a_role_tells_its_limit_and_where_its_schedule_stands() -> None:
+    judge = Judge(Alone(["actor"], Rules(), Progress()), "actor", Progress())
+    first = judge({}, 2.0, 8.0, overflow=False, max_norm=0.5)
+    assert first.clip == pytest.approx(0.25) and (first.scale, first.schedule_step) == (1.0, 0)
+    assert judge({}, 2.0, 8.0, overflow=True, max_norm=0.5).schedule_step == 1
+
+
 def test_messages_come_back_and_are_small() -> None:
     report = replace(
         GOOD,
-        flags=Flag.LEAVE | Flag.DONE,
+        flags=Flag.BAD_LOSS | Flag.DONE,
+        max_norm=0.5,
         partners=5,
         oldest=3,
         newest=7,
@@ -144,7 +147,7 @@ def test_messages_come_back_and_are_small() -> None:
     )
     assert report.pack().shape == (REPORT_SIZE,) and REPORT_SIZE * 8 <= 512
     assert GradientReport.unpack(report.pack()) == report
-    decision = Decision(3, Verdict.STOP, Reason.STALE, 1, 7, 0.5, 0.25, 2.0, 1e-3, 9, True)
+    decision = Decision(3, Verdict.STOP, Reason.STALE, 1, 7, 0.5, 0.25, 2.0, 9, 0.125)
     assert Decision.unpack(decision.pack()) == decision and decision.pack().shape == (DECISION_SIZE,)
     for kind in (GradientReport, Decision):
         with pytest.raises(TrainingStopped, match="came where"):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from megaverl.coordinator.beats import Beat, who_is_gone, who_stalls
-from megaverl.coordinator.exchange import tree_children, tree_parent
-from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, Reason, Verdict
-from megaverl.coordinator.versions import Staleness
+from megaverl.coordinator.exchange import cause_of, complete_set, tree_children, tree_parent
+from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
 from tests.fabric.forks import Server
 
 
@@ -18,7 +17,7 @@ def test_decisions_reach_every_rank_of_every_role(forks: Server) -> None:
     clip = 1.0 / (4.0 + 1e-6)
     assert [one[:4] for one in actor["seen"]] == [[0, 0, 1, clip], [0, 0, 2, clip]]
     assert [one[0:3] for one in critic["seen"]] == [[0, 0, 1], [Verdict.SKIP, Reason.STALE, 1]]
-    assert [one[4] for one in critic["seen"]] == [1.0, 0.5]
+    assert [one[4] for one in critic["seen"]] == [0, 1], "a schedule steps with a skipped update as well"
     for told in (actor, same, critic, alone):
         assert "the run ends: critic: its loss or gradient is not finite" in told["stopped"]
     assert alone["progress"]["versions"] == {"actor": 22, "critic": 21}
@@ -83,16 +82,26 @@ def test_who_is_gone_and_who_is_silent() -> None:
     assert Beat.from_json(beats[0].to_json()) == beats[0]
 
 
+def test_reports_that_name_each_other_are_decided_on_together() -> None:
+    def of(partners: int) -> GradientReport:
+        return GradientReport(0, 0, 8.0, 1.0, partners=partners)
+
+    assert complete_set({}) == complete_set({0: of(0b11)}) == complete_set({0: of(0b101), 1: of(0b101)}) == []
+    assert complete_set({0: of(0b11), 1: of(0b11)}) == [0, 1]
+    assert complete_set({0: of(0b11), 1: of(0b10)}) == [1], "the second is one update behind, alone"
+
+
+def test_what_a_transport_says_is_told_in_short() -> None:
+    raw = (
+        "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4498. This is typically y"
+    )
+    assert cause_of(RuntimeError(raw)) == "Connection closed by peer [127.0.0.1]:4498"
+    assert cause_of(RuntimeError()) == "no answer"
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 13])
 def test_the_tree_reaches_every_rank_once(size: int) -> None:
     ranks, root = list(range(10, 10 + size)), 10 + size // 2
     reached = [child for rank in ranks for child in tree_children(ranks, root, rank)]
     assert sorted([*reached, root]) == ranks
     assert all(rank in tree_children(ranks, root, tree_parent(ranks, root, rank)) for rank in ranks if rank != root)
-
-
-def test_staleness() -> None:
-    in_turn, one_off = Staleness(0), Staleness(1)
-    assert in_turn.may_start(3, 3) and not in_turn.may_start(3, 2)
-    assert one_off.may_start(3, 2) and one_off.first_blocked(2) == 4
-    assert one_off.too_old(5, [5, 4, 3]) == [2]

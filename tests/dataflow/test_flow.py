@@ -56,6 +56,30 @@ def test_inputs_and_outputs_are_the_functions_own_unless_named() -> None:
     }
 
 
+def test_parameters_with_a_default_are_options() -> None:
+    def scaled(total: int, *rest: int, factor: int = 2, **more: int) -> int:
+        return total * factor
+
+    flow = DataFlow([Operator("total", lambda: 3), Operator("scaled", scaled)]).compile()
+    assert flow.run()["scaled"] == 6
+    named = Operator("more", scaled, inputs=("total", "factor"))
+    assert DataFlow([Operator("total", lambda: 3), named]).compile(["factor"]).run(factor=5)["more"] == 15
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Operator("a", 5), "operator 'a': func is 5; expected a function"),  # type: ignore[arg-type]
+        (lambda: Operator("a", max).takes, r"operator 'a': name what it takes: inputs=\("),
+        (lambda: Operator("a", nothing, outputs="ab"), "outputs is 'ab'; expected names"),  # type: ignore[arg-type]
+        (lambda: DataFlow().add_operator(nothing), "expected an Operator"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_operator(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
 def test_a_flow_runs_again_from_new_values() -> None:
     flow = DataFlow(chain("a", "b")).compile(given=["start"])
     assert [flow.run(start=n)["b"] for n in (0, 5)] == [2, 7]

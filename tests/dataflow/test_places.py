@@ -167,6 +167,12 @@ def test_shapes_are_compared_before_and_in_the_run() -> None:
         DataFlow([make, wrong]).compile(["n"]).run(n=3)
 
 
+def test_places_that_cannot_be_read_are_named() -> None:
+    with pytest.raises(ConfigError, match="places: 'critic' is on '0-1'; expected its ranks, such as .0, 1.") as caught:
+        step().compile(["prompts"], places={**PLACES, "critic": "0-1", "reward": [], "actor": [-1]})  # type: ignore[dict-item]
+    assert len(str(caught.value).splitlines()) == 3
+
+
 def test_a_role_without_a_place_is_named() -> None:
     with pytest.raises(ConfigError, match="operator 'a' runs on the role 'judge', which has no place; there are: "):
         DataFlow([Operator("a", lambda: 1, role="judge")]).compile(places=PLACES)

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "launch" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 FENCE = re.compile(r"^(\s*)```(\w*)(?:\s+title=\"([^\"]+)\")?\s*$")
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

@@ -55,7 +55,7 @@ def said(ended: Ended, tmp_path: Path, code: int, *words: str) -> None:
         (["train", "rollout", "coordinator", "coordinator"], [], ["placement.coordinator: nodes", "all claim it"]),
         (["train", "reward"], [], ["placement.rollout: no node took it. Start one with --role rollout"]),
         (["train", "rollout", ""], [], ["took no role"]),
-        (["train", "rollout"], ["placement={rollout: 0}"], ["claims it with --role", "gives it ranks 0"]),
+        (["train", "rollout"], ["placement={rollout: 0}"], ["claims it with --role", "gives it rank 0"]),
         (["", "", ""], ["placement={rollout: 1, critic: 2}"], ["is placed, and the run has no such role"]),
     ],
     ids=["two-coordinators", "nobody", "no-role", "against-the-configuration", "no-such-role"],
@@ -69,7 +69,7 @@ def test_roles_that_do_not_fit(
 
 def test_a_late_node(server: Server, inputs: Path, tmp_path: Path) -> None:
     ended = start(server, inputs, tmp_path, ["train", "rollout"], WORLD_SIZE="3")
-    said(ended, tmp_path, 1, "ranks 2 of 3 did not come within 3 s (run.timeout_minutes)")
+    said(ended, tmp_path, 1, "rank 2 of 3 did not come within 3 s (run.timeout_minutes)")
 
 
 def test_two_jobs_at_one_rendezvous(server: Server, inputs: Path, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_two_jobs_at_one_rendezvous(server: Server, inputs: Path, tmp_path: Path
 
 def test_another_configuration(server: Server, inputs: Path, tmp_path: Path) -> None:
     ended = start(server, inputs, tmp_path, ["train", "rollout"], also={1: ["algorithm.gamma=0.9"]})
-    said(ended, tmp_path, 2, "configuration section `algorithm` differs", "ranks 1", "All nodes need the same")
+    said(ended, tmp_path, 2, "algorithm.gamma differs: 0.9 on rank 1 (", ", 1.0 on rank 0", "All nodes need the same")
 
 
 def test_a_port_in_use(server: Server, inputs: Path, tmp_path: Path) -> None:

@@ -154,10 +154,12 @@ def test_tensors_of_one_element_are_numbers(tmp_path: Path) -> None:
 
 def test_only_some_metrics_go_to_the_trackers(tmp_path: Path) -> None:
     with Tracker(tmp_path, backends=["csv"], only=["reward/*", "*loss"]) as tracker:
+        tracker.log(0, {"memory/x": 1.0})
         tracker.log(1, {"reward/mean": 1.0, "actor/loss": 2.0, "memory/x": 3.0})
     with (tmp_path / "metrics.csv").open() as file:
-        assert next(csv.reader(file)) == ["step", "time", "reward/mean", "actor/loss"]
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["memory/x"] == 3.0
+        head, *rows = csv.reader(file)
+    assert head == ["step", "time", "reward/mean", "actor/loss"] and [row[0] for row in rows] == ["1"]
+    assert [record["memory/x"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1.0, 3.0]
 
 
 OWN = """
@@ -234,9 +236,14 @@ def nobody_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
-def test_services_keep_what_they_get_offline(tmp_path: Path, nobody_logged_in: None, name: str) -> None:
-    """The real libraries, without a login and without a question; and a second start goes on."""
+def test_services_keep_what_they_get_offline(
+    tmp_path: Path, nobody_logged_in: None, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real libraries, without a login and without a question, in the run's folder; and a second start goes on."""
     pytest.importorskip(name, reason=f"pip install 'megaverl[{name}]'")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
     warnings: list[str] = []
     for resume_step in (None, 1):
         with Tracker(
@@ -244,6 +251,7 @@ def test_services_keep_what_they_get_offline(tmp_path: Path, nobody_logged_in: N
         ) as tracker:
             tracker.log(1 if resume_step is None else 2, METRICS)
     assert warnings == []
+    assert list(elsewhere.iterdir()) == []
     written = {"wandb": "wandb", "mlflow": "mlflow_run_id", "swanlab": "swanlog"}[name]
     assert (tmp_path / written).exists()
     if name == "mlflow":
@@ -252,3 +260,10 @@ def test_services_keep_what_they_get_offline(tmp_path: Path, nobody_logged_in: N
         run = mlflow.get_run((tmp_path / "mlflow_run_id").read_text())
         history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "validation/pass_1")
         assert [point.step for point in history] == [1, 2], "both starts are one run"
+        assert "config.json" in [file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
+    if name == "wandb":
+        (kept,) = {folder.name.rsplit("-")[-1] for folder in (tmp_path / "wandb").glob("offline-run-*")}
+        assert kept == (tmp_path / "wandb_run_id").read_text(), "both starts are one run"
+        with Tracker(tmp_path, [name], name="a run", warn=warnings.append):
+            pass
+        assert (tmp_path / "wandb_run_id").read_text() != kept, "a fresh one is another"

@@ -131,7 +131,7 @@ def test_every_mistake_at_once() -> None:
     text = "\n".join(found)
     for word in (
         "placement.coordinator: has the ranks 10-11; it is one rank, for example 10",
-        "placement.critic: ranks 6-9 and those of actor (0-7) have 6-7 in common",
+        "placement.critic: ranks 6-9 of critic and ranks 0-7 of actor, reference have ranks 6-7 in common",
         "placement.actor: tp=3 x cp=1 x pp=1 = 3 does not divide its 8 ranks. Products that fit: 1, 2, 4, 8",
         "placement.rollout: tp=4",
         "placement.critic: etp=1 x ep=3 does not divide the 4 ranks of a pipeline stage",
@@ -143,8 +143,8 @@ def test_every_mistake_at_once() -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"rollout": "6-9"}, "ranks 8-9 are not there: the job has 8 ranks, 0-7"),
-        ({"rollout": [1, 1]}, "ranks 1 stand there more than once"),
+        ({"rollout": "6-9"}, "ranks 8-9 are not there: the job has ranks 0-7."),
+        ({"rollout": [1, 1]}, "rank 1 stands there more than once"),
         ({"rollout": {"nodes": "x"}}, "there is no node 'x'; there are 0: node 0"),
         ({"rollout": {"num_ranks": 9}}, "asks for 9 ranks, and 8 are left"),
         ({"rollout": {"num_nodes": 2}}, "asks for 2 whole nodes, and 1 are left"),
@@ -309,3 +309,17 @@ def test_ten_thousand_random_placements_are_accepted_or_refused_with_a_reason(st
 @given(st.sets(st.integers(0, 99), min_size=1))
 def test_ranks_read_back(ranks: set[int]) -> None:
     assert set(parse_ranks(ranks_text(ranks))) == ranks
+
+
+def test_a_node_without_a_gpu_only_coordinates() -> None:
+    """... behind all others, whose ranks then have no gap; anything else is told."""
+    roles = {"rollout": 0, "critic": 1, "coordinator": 3, "actor": "rest"}
+    found = place(4, [Node("a", 3, memory=8e10), Node("small", 1)], **roles)
+    assert found.num_with_device == 3
+    assert place(4, [Node("a", 3), Node("small", 1)], **roles).num_with_device == 4, "no GPU anywhere: all are alike"
+    first = refusals(4, [Node("small", 1), Node("a", 3, memory=8e10)], **(roles | {"coordinator": 0, "rollout": 3}))
+    other = refusals(4, [Node("a", 3, memory=8e10), Node("small", 1)], **(roles | {"coordinator": 0, "rollout": 3}))
+    assert ["node 'small' has no GPU that can be used, others have, and coordinator is placed there" in first[0]] == [
+        True
+    ]
+    assert ["others have, and rollout is placed there" in text or "reward, rollout" in text for text in other] == [True]

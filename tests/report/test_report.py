@@ -169,6 +169,14 @@ def test_busy_shares_count_overlaps_once() -> None:
     assert idle_share(run) == pytest.approx(0.1)
 
 
+def test_who_waits_is_not_busy(tmp_path: Path) -> None:
+    """For what comes from other ranks, or, ahead of training, for their weights."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\n')
+    events = [{"ph": "X", "pid": 1, "name": name, "ts": 0, "dur": 9} for name in ("wait", "pause", "rollout", "reward")]
+    (tmp_path / "timeline.json").write_text(json.dumps({"traceEvents": events}))
+    assert {busy.role for busy in busy_shares(read_run(tmp_path))} == {"rollout", "reward"}
+
+
 def test_the_gantt_shows_a_usual_step_and_the_slowest(run: RunRecord) -> None:
     shown = RunRecord(Path("x"), "x")
     shown.steps = [span("step", number * 100, 90, step=number) for number in range(9)]
@@ -177,7 +185,7 @@ def test_the_gantt_shows_a_usual_step_and_the_slowest(run: RunRecord) -> None:
     shown.steps = [*ahead, *shown.steps]
     shown.spans = [span("actor_update", number * 100, 80, step=number) for number in range(9)]
     titles = [title for title, *_ in windows(shown)]
-    assert titles[0].startswith("step 5 and 6") and titles[1].startswith("the slowest, step 8 (")
+    assert titles[0].startswith("steps 5 and 6 ") and titles[1].startswith("the slowest, step 8 (")
     picture = gantt(run, *windows(run)[0][1:])
     roles = {role for role, _ in STAGES.values()}
     assert all(f">{role}</text>" in picture for role in roles)
@@ -197,7 +205,9 @@ def test_where_time_and_memory_went() -> None:
         ("actor_update", 60, 0.75),
         ("rollout", 20, 0.25),
     ]
-    assert memory_parts(run)[0][:5] == ("actor_gpu_mem", 10, 90, 2, 20)
+    assert memory_parts(run)[0][:5] == ("actor", 10, 90, 2, 20)
+    colours = {"rollout": 0}  # of another run on the page
+    assert [part.colour for part in time_parts(run, colours)] == [1, 0]
 
 
 def test_what_a_look_at_the_numbers_finds() -> None:
@@ -230,6 +240,25 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnonsense\n')
     assert main([str(tmp_path)]) == 1
     assert "metrics.jsonl, line 2: not valid JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("metrics.jsonl", '{"a": 1}\n', r"metrics.jsonl, line 1: not a record of metrics \(KeyError\('step'\)"),
+        ("metrics.jsonl", "[1]\n", r"metrics.jsonl, line 1: not a record \(\[1\]\)"),
+        ("metrics.jsonl", '{"step": 1, "a": "b"}\n', "metrics.jsonl, line 1: not a record of metrics"),
+        ("versions.json", "{", "versions.json: cannot be read"),
+        ("train.yaml", "a: [", "train.yaml: cannot be read"),
+        ("train.yaml", "7", "train.yaml: holds a int; expected a mapping"),
+        ("timeline.json", '{"traceEvents": [{"ph": "X"}]}', "timeline.json: not a Chrome trace"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, file: str, text: str, words: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 1}\n')
+    (tmp_path / file).write_text(text)
+    with pytest.raises(DataError, match=words):
+        read_run(tmp_path)
 
 
 def test_a_run_that_is_still_going(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

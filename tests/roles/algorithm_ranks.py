@@ -16,6 +16,7 @@ from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.teacher import Teacher
 from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.mix import answers_update
 from tests.models.ranks import manager
 from tests.roles.ranks import experience
 
@@ -77,7 +78,8 @@ def pair_updates(
     def trainable(made: MegatronModel) -> TrainableModel:
         return TrainableModel(made, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
 
-    reference = Policy(model(), temperature=1.0, micro_batch_tokens=micro_batch_tokens)
+    # as in a run that samples at this temperature: pairs are compared at 1
+    reference = Policy(model(), temperature=0.7, micro_batch_tokens=micro_batch_tokens)
     found: dict[str, Any] = {}
     for name, options in losses.items():
         updates = PreferenceUpdates(trainable(model()), name, options, micro_batch_tokens=micro_batch_tokens)
@@ -96,6 +98,10 @@ def pair_updates(
     phi = ImplicitRewardModel(trainable(model()), temperature=0.8, micro_batch_tokens=micro_batch_tokens, beta=0.5)
     frozen, correct = phi.log_probs(pairs), every_other
     found["implicit"] = [phi.update(pairs, frozen, correct) for _ in range(2)]
+    writer = Actor(
+        trainable(model()), AlgorithmConfig(), temperature=0.7, micro_batch_tokens=micro_batch_tokens, seed=0
+    )
+    found["answers"] = [answers_update(writer, pairs, weight=0.5) for _ in range(2)]
     agents = pairs.with_(agent_ids=torch.arange(len(pairs)) % 2)
     critic = Critic(
         trainable(model(value_head=2)), AlgorithmConfig(name="ppo"), micro_batch_tokens=micro_batch_tokens, seed=0

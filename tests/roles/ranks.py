@@ -149,3 +149,52 @@ def one_pass(folder: str) -> dict[str, Any]:
         "same": [torch.equal(both[0], actor.log_probs(batch)), torch.equal(both[1], actor.values(batch))],
         "heads": bool((both[1] != of_others).any(dim=1).all()),
     }
+
+
+def as_it_is_ruled(folder: str) -> dict[str, Any]:
+    """Updates of the same weights on the same samples, under several rulings: how far the weights go, and how."""
+    rulings = {"own": None, "the same": Ruled(1.0, None, 0), "less": Ruled(0.5, 0.5, 0), "later": Ruled(1.0, None, 4)}
+    found: dict[str, Any] = {}
+    ways: dict[str, torch.Tensor] = {}
+    for name, ruling in rulings.items():
+        model = MegatronModel(
+            ModelSpec.from_folder(folder),
+            manager().grid(GridShape.fit(dist.get_world_size(), tp=1)),
+            dtype=torch.float32,
+            seed=0,
+        )
+        model.load(folder)
+        before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters.values()])
+        optimizer = {
+            "lr": 0.1,
+            "adam_eps": 1.0,
+            "weight_decay": 0.0,
+            "clip_grad": 1e-3,
+        }  # in proportion to the gradient
+        decays = {"lr_decay_style": "linear", "lr_decay_steps": 10}
+        trainable = TrainableModel(model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10)
+        trainable.judge = ruling
+        metrics = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0).update(
+            experience(), step=0
+        )
+        after = torch.cat([parameter.detach().flatten() for parameter in model.parameters.values()])
+        ways[name] = after - before
+        found[name] = [metrics["lr"], trainable.scheduler.num_steps, ruling.max_norm if ruling else None]
+    far = {name: float(way.norm()) for name, way in ways.items()}
+    return {"found": found, "far": far, "same": torch.equal(ways["own"], ways["the same"])}
+
+
+class Ruled:
+    """A judge that always says this; a `clip` of None is the one of megatron-core."""
+
+    applies = True
+    oldest = newest = 0
+
+    def __init__(self, scale: float, clip: float | None, schedule_step: int) -> None:
+        self.scale, self._clip, self.schedule_step = scale, clip, schedule_step
+        self.clip = self.max_norm = 0.0
+
+    def __call__(self, sums: Any, norm: float, tokens: float, *, overflow: bool, max_norm: float) -> Ruled:
+        self.max_norm = max_norm
+        self.clip = self._clip * max_norm / norm if self._clip is not None else max_norm / (norm + 1e-6)
+        return self

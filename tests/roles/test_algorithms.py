@@ -24,6 +24,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "gmpo": {"correction": {"kind": "geometric_mask", "low": 0.9, "high": 1.1}},
     "cispo": {"correction": {"kind": "token_truncate", "high": 1.1}},
     "sapo": {"correction": {"kind": "token_mask"}, "loss_aggregation": "fixed_length", "loss_length": 9},
+    "importance_sampling": {"correction": {"kind": "sequence_truncate", "high": 1.1}},
     "policy_gradient": {"loss_aggregation": "token_sum"},
     "clip_cov": {"policy_loss_options": {"fraction": 0.3, "covariance_low": -1.0}},
     "kl_cov": {"policy_loss_options": {"fraction": 0.3}, "kl": STRAIGHT_THROUGH},
@@ -69,7 +70,7 @@ def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path
         assert metrics == pytest.approx(expected[name], abs=2e-5, rel=2e-5), name
     for name in ("clip_cov", "kl_cov"):
         assert 0.0 < expected[name]["selected_fraction"] < 0.5
-    for name in ("gspo", "gmpo", "cispo"):
+    for name in ("gspo", "gmpo", "cispo", "importance_sampling"):
         assert 0.0 < expected[name]["correction_fraction"] < 1.0
     assert expected["gkd"]["distillation_divergence"] > 0 and expected["gkd"]["grad_norm"] > 0
 
@@ -89,16 +90,20 @@ def test_pairs_too(tmp_path: Path) -> None:
     assert expected["dpo"][0]["margin"] == pytest.approx(0.0, abs=1e-5), "policy and reference count the same tokens"
     for name in (*LOSSES, "single"):
         assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
-    assert expected["implicit"][1]["loss"] < expected["implicit"][0]["loss"]
+    for name in ("implicit", "answers"):
+        assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
     assert expected["two_heads"][1]["loss"] < expected["two_heads"][0]["loss"]
     assert expected["reward_model"][2]["loss"] < expected["reward_model"][1]["loss"]
 
 
 def test_a_teacher_with_another_vocabulary_is_refused() -> None:
-    def of(size: int) -> Any:
-        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size))
+    def of(size: int, packs: bool = True) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size), packs=packs)
 
     teacher = Teacher(of(7), "reverse_kl", {}, temperature=1.0)
-    teacher.check_student(of(7))
+    teacher.check_student(student := of(7))
+    assert student.packs
+    Teacher(of(7, packs=False), "reverse_kl", {}, temperature=1.0).check_student(student)
+    assert not student.packs, "both read the same rows"
     with pytest.raises(ConfigError, match="reference.path: the teacher has a vocabulary of 7 tokens.*one of 8"):
         teacher.check_student(of(8))

@@ -137,3 +137,17 @@ def test_every_agent_is_credited_by_itself() -> None:
         torch.testing.assert_close(found.advantages[rows], alone.advantages)
         torch.testing.assert_close(found.returns[rows], alone.returns)
     assert set(metrics) == set(own)
+
+
+def test_weights_of_rewards_are_nobodys_rows() -> None:
+    """As many rewards as there are samples, of two agents."""
+    agents = torch.tensor([0, 1, 0, 1])
+    weights, rewards = torch.tensor([1.0, 0.0, 0.0, 2.0]), torch.rand(4, 4)
+    given, credit = batch(agent_ids=agents, group_ids=agents), Credit(config(name="gdpo", group_size=2))
+    extra = {"component_rewards": rewards, "component_weights": weights}
+    found, _ = credit.assign_each(given, kl_coef=0.0, extra=extra)
+    for agent in (0, 1):
+        rows = (agents == agent).nonzero()[:, 0]
+        own = {"component_rewards": rewards[rows], "component_weights": weights}
+        alone, _ = credit.assign(given.select(rows), kl_coef=0.0, extra=own)
+        torch.testing.assert_close(found.advantages[rows], alone.advantages)

@@ -92,6 +92,17 @@ def test_an_update_that_is_not_finite_changes_nothing(folder: Path) -> None:
         assert all(unchanged)
 
 
+def test_a_gradient_is_multiplied_as_the_coordinator_says(folder: Path) -> None:
+    """Its scale and its clip are what is done to the gradient, and its count is where the schedule stands."""
+    found = run_world(1, "tests.roles.ranks:as_it_is_ruled", folder=folder)[0]
+    assert found["same"] and found["far"]["own"] == pytest.approx(0.1 * 1e-3, rel=1e-3), "clipped as megatron-core does"
+    assert found["far"]["less"] == pytest.approx(0.1 * 1e-3 / 4, rel=1e-2)
+    assert found["found"]["own"] == [0.1, 1, None] and found["found"]["the same"] == [0.1, 1, 1e-3]
+    lr, steps, _ = found["found"]["later"]
+    assert lr == pytest.approx(0.1 * 6 / 10) and steps == 5
+    assert found["far"]["later"] == pytest.approx(found["far"]["own"] * 6 / 10, rel=1e-2)
+
+
 def test_a_shared_backbone_takes_the_step_of_both_losses(folder: Path, tmp_path: Path) -> None:
     """As long as the value head is zero, the backbone's gradient is the policy's, and the head's that of a critic."""
     losses = {"loss_aggregation": "token_mean", "value_loss_coef": 0.5}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.learning_curves import ALGORITHMS, Result, draw, main, page, stored, table, write
+from tools.learning_curves import ALGORITHMS, MARKS, Result, draw, main, page, stored, table, write
 
 RESULTS = [
     Result("grpo", 0, [(0, 0.1), (50, 0.5), (100, 0.9)], 60.0, None),
@@ -26,6 +26,7 @@ def test_the_table_hides_nothing() -> None:
     assert "| 90.0%, 60.0% | +60.0% | +40.0% | yes |" in rows["grpo"]
     assert "+20.0% | NO |" in rows["gpg"] and "not finite" in rows["ppo"]
     assert "ppo, seed 0: TrainingStopped" in page(RESULTS)
+    assert "1 of 3 gain 30 points or more in the mean of their seeds, 1 of 3 on each seed." in page(RESULTS)
 
 
 def test_results_are_kept_and_drawn(tmp_path: Path) -> None:
@@ -35,5 +36,18 @@ def test_results_are_kept_and_drawn(tmp_path: Path) -> None:
     draw(list(stored(tmp_path)), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["run", "--out", str(tmp_path), "--algorithms", "grpo", "--seeds", "0", "1"]) == 0, "all is done"
-    assert main(["report", "--out", str(tmp_path), "--docs", str(tmp_path)]) == 0
-    assert "grpo" in (tmp_path / "learning_curves.md").read_text()
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
+    assert main(["report", "--out", str(tmp_path), "--docs", str(tmp_path), "--readme", str(readme)]) == 0
+    assert table(RESULTS) in (tmp_path / "learning_curves.md").read_text()
+    assert readme.read_text() == f"before\n{MARKS[0]}\n{table(RESULTS)}\n{MARKS[1]}\nafter\n"
+
+
+def test_the_readme_shows_the_picture_and_the_table_of_the_docs() -> None:
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text()
+    shown = readme.partition(MARKS[0])[2].partition(MARKS[1])[0].strip()
+    assert (
+        len(shown.splitlines()) == 2 + len(ALGORITHMS) and shown in (root / "docs" / "learning_curves.md").read_text()
+    )
+    assert "(docs/learning_curves.png)" in readme

@@ -20,6 +20,15 @@ def test_who_is_ahead_by_how_much(staleness: int, lags: list[int]) -> None:
     assert [schedule.lag(rank) for rank in range(5)] == lags
 
 
+def test_rounds_are_of_one_version() -> None:
+    """Engines and rewards begin a step together: inside its rounds no weights come, and no run is left."""
+    lags = [Schedule(PLACEMENT, 2, 0, 0, in_rounds=True).lag(rank) for rank in range(5)]
+    assert lags == [2, 2, 1, 1, 0]
+    said = {"rollout": parse_wanted(0), "reward": parse_wanted("actor")}
+    beside = resolve(said, 2, dict.fromkeys(said))
+    assert [Schedule(beside, 2, 0, 0, in_rounds=each).lag(0) for each in (False, True)] == [2, 0]
+
+
 def test_nobody_is_ahead_of_a_save_or_a_validation() -> None:
     schedule = Schedule(PLACEMENT, 3, save_interval=4, validate_every=6)
     assert [schedule.begins_after(step, 3) for step in range(13)] == [0, 0, 0, 0, 4, 4, 6, 6, 8, 8, 8, 8, 12]

@@ -186,6 +186,14 @@ def test_estimators_with_a_loop_of_their_own(server: Server, inputs: Path, tmp_p
     if name == "gkd":
         found = [record["actor/distillation_divergence"] for record in (first, last)]
         assert 0 < found[1] < 0.7 * found[0] and "train/kl" not in last, "the teacher alone is learned from"
+    if name in ("prime", "gkd"):  # the reward model, or the teacher, is beside the actor, wherever the others are
+        apart = arguments(inputs, tmp_path / "apart", *SHORT, algorithm, NO_KL, letters, *more)
+        placed = [*apart, f"run.nproc={RANKS + 1}", "placement={rollout: 0, actor: rest}"]
+        ended = server.run(placed, logs=tmp_path / "logs", ranks=RANKS + 1)
+        assert ended.codes == [0] * (RANKS + 1), ended.text
+        for before, after in zip(metrics(tmp_path / "run"), metrics(tmp_path / "apart" / "run"), strict=True):
+            own = {key: value for key, value in before.items() if not key.startswith(("reshard", "busy", "memory"))}
+            assert {key: after[key] for key in own} == pytest.approx(own, abs=1e-5, rel=1e-5)
     if name == "prime":
         assert last["reward_model/grad_norm"] > 0 and last["reward_model/loss"] < first["reward_model/loss"]
         assert first["reward_model/loss"] == pytest.approx(0.6931, abs=1e-3), "phi begins as the reference"
@@ -200,7 +208,7 @@ def make_teacher(inputs: Path, folder: Path) -> Path:
 def test_one_flow_with_ppo_a_reward_model_rejection_sampling_pairs_and_answers(
     server: Server, inputs: Path, tmp_path: Path
 ) -> None:
-    """And killed inside, started again, it ends with the same bits."""
+    """And killed inside and started again, it ends with the same bits; engines of their own give the same numbers."""
     run(server, on_pairs(inputs, tmp_path / "rm", "reward", "preference.steps=1"), tmp_path / "logs")
     mixed = [
         f"reward=[{{function: '{inputs / 'reward.py'}:letters'}}, {{name: learned, path: '{tmp_path / 'rm/run/hf'}'}}]",
@@ -225,3 +233,10 @@ def test_one_flow_with_ppo_a_reward_model_rejection_sampling_pairs_and_answers(
     assert metrics(tmp_path / "hit" / "run") == [first, last]
     expected = exported(tmp_path / "whole")
     assert all(torch.equal(expected[name], tensor) for name, tensor in exported(tmp_path / "hit").items())
+    placed = [f"run.nproc={RANKS + 1}", "placement={rollout: 0, reward: actor, actor: rest}"]
+    command = rewarded(inputs, tmp_path / "apart", *SHORT, *mixed, *placed, "checkpoint={save_interval: 0}")
+    ended = server.run(command, logs=tmp_path / "logs", ranks=RANKS + 1)
+    assert ended.codes == [0] * (RANKS + 1), ended.text
+    for before, after in zip([first, last], metrics(tmp_path / "apart" / "run"), strict=True):
+        own = {name: value for name, value in before.items() if not name.startswith(("reshard", "memory"))}
+        assert {name: after[name] for name in own} == pytest.approx(own, abs=1e-6, rel=1e-6)

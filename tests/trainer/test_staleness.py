@@ -32,7 +32,7 @@ def test_what_is_too_old_is_not_trained_on(oldest: int, applied: bool) -> None:
     judge = Judge(Alone(["actor"], rules_of(config), Progress()), "actor", Progress())
 
     def update(experience: RolloutBatch, **options: Any) -> dict[str, float]:
-        return {"applied": float(judge({}, 1.0, 8.0, overflow=False).applies)}
+        return {"applied": float(judge({}, 1.0, 8.0, overflow=False, max_norm=0.0).applies)}
 
     actor = SimpleNamespace(trainable=SimpleNamespace(judge=judge), update=update)
     roles: Any = SimpleNamespace(actor=actor, rollout=None, kl=SimpleNamespace(coef=0.0))

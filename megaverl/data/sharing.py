@@ -1,0 +1,116 @@
+"""Micro-batches of packed samples, in which the prompt that several share is counted, and computed, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import check_cap, plan_micro_batches
+
+GOOD_ENOUGH = 1.02  # the busiest rank's tokens, of the mean; no finer cut is tried
+
+
+def prompt_numbers(batch: RolloutBatch) -> list[int]:
+    """[B]: the same number for samples whose prompts are the same, token for token."""
+    numbers: dict[bytes, int] = {}
+    lengths = batch.prompt_lengths.tolist()
+    rows = batch.input_ids.cpu().numpy()
+    return [numbers.setdefault(row[:length].tobytes(), len(numbers)) for row, length in zip(rows, lengths, strict=True)]
+
+
+def shared_tokens(prompt_lengths: Sequence[int]) -> list[int]:
+    """How many tokens of a sample others with its prompt share: all of the prompt's but the last.
+
+    From the last one a response's first token is predicted, so that every sample has its own.
+    """
+    return [max(0, length - 1) for length in prompt_lengths]
+
+
+def packed_tokens(samples: Sequence[int], lengths: Sequence[int], shared: Sequence[int], prompts: Sequence[int]) -> int:
+    """Tokens of the row that these samples are packed into."""
+    beginnings = {prompts[sample]: shared[sample] for sample in samples}
+    return sum(lengths[sample] - shared[sample] for sample in samples) + sum(beginnings.values())
+
+
+def plan_packed_micro_batches(
+    units: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    prompts: Sequence[int],
+    num_ranks: int,
+    max_tokens: int,
+    *,
+    multiple_of: int = 1,
+    count_multiple_of: int = 1,
+    least: int = 1,
+    key: str = "actor.micro_batch_tokens",
+) -> list[list[list[int]]]:
+    """`plan_micro_batches` for packed rows: samples with one prompt stay together as far as that pays.
+
+    Kept together they share their prompt; cut apart they fill ranks more evenly. So plans are made with each prompt's
+    samples whole, in two parts, in four and so on, and the one whose busiest rank has the fewest tokens is taken.
+
+    Args:
+        units: samples that are never split: [[0], [1], ...], or pairs.
+        lengths, shared, prompts: of EVERY sample of the batch, see `shared_tokens` and `prompt_numbers`.
+        num_ranks, max_tokens, multiple_of, count_multiple_of, least, key: see `plan_micro_batches`.
+
+    Returns: for each rank the same number of micro-batches, each a list of samples, possibly empty.
+
+    Raises:
+        DataError: one unit alone is above the cap.
+    """
+
+    def cost(samples: Sequence[int]) -> int:
+        return packed_tokens(samples, lengths, shared, prompts)
+
+    check_cap([cost(unit) for unit in units], [unit[0] for unit in units], max_tokens, multiple_of=multiple_of, key=key)
+    alike: dict[int, list[Sequence[int]]] = {}
+    for unit in units:
+        alike.setdefault(prompts[unit[0]], []).append(unit)
+    share = -(-sum(cost(_samples(same)) for same in alike.values()) // num_ranks)
+    best: list[list[list[int]]] = []
+    best_worth = (0, True, 0, 0)
+    cap = max_tokens - max_tokens % multiple_of
+    most = max(len(same) for same in alike.values()) if alike else 1
+    for parts in (2**power for power in range((most - 1).bit_length() + 1)):
+        bundles = [bundle for same in alike.values() for bundle in _bundles(same, parts, cap, cost)]
+        plan = plan_micro_batches(
+            [cost(bundle) for bundle in bundles],
+            num_ranks,
+            max_tokens,
+            padded=False,
+            multiple_of=multiple_of,
+            count_multiple_of=count_multiple_of,
+            least=least,
+            key=key,
+        )
+        found = [[_samples([bundles[number] for number in micro]) for micro in mine] for mine in plan]
+        busiest = max(sum(cost(micro) for micro in mine) for mine in found)
+        # too few micro-batches, or a rank that could have had work: then a finer cut is better
+        worth = (-min(least, len(found[0])), any(not micro for mine in found for micro in mine), busiest, len(found[0]))
+        if not best or worth < best_worth:
+            best, best_worth = found, worth
+        if worth[:2] == (-least, False) and busiest <= GOOD_ENOUGH * share:
+            break
+    return best
+
+
+def _samples(units: Sequence[Sequence[int]]) -> list[int]:
+    return sorted(sample for unit in units for sample in unit)
+
+
+def _bundles(
+    units: Sequence[Sequence[int]], parts: int, cap: int, cost: Callable[[Sequence[int]], int]
+) -> list[list[int]]:
+    """Neighbours together: in `parts` parts of like size, or in more where `cap` tokens do not hold one."""
+    size, result = -(-len(units) // parts), []
+    for start in range(0, len(units), size):
+        part: list[int] = []
+        for unit in units[start : start + size]:
+            if part and cost([*part, *unit]) > cap:
+                result.append(part)
+                part = []
+            part = [*part, *unit]
+        result.append(part)
+    return result

@@ -1,0 +1,228 @@
+"""Sequences of a micro-batch end to end in one row, without padding, and what several begin with only once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from megaverl.platform import platform
+
+platform.adapt_megatron()
+
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+
+# Shared beginnings of more than so many times the longest own part are attended from once, and looked back at.
+LONG_BEGINNING = 1.5
+
+# (queries [n, heads, q, d], keys and values [n, kv_heads, k, d], [n, 1, q, k] bool: where to look; None: causal)
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+
+
+@dataclass
+class Packing(PackedSeqParams):
+    """Which of a row's `t` tokens belong together.
+
+    All layers but attention treat a token by itself, so that a shared beginning costs them once. Attention
+    (arXiv 1706.03762, eq. 1) is over the keys and values that each sequence alone would have; gradients of shared ones
+    add up. A beginning that is short beside what follows it is attended from anew by each of its sequences, as the
+    causal kernel is fast and what it computes twice is dropped; a long one is computed once, as a sequence of its own,
+    and its sequences' own parts look back at it under a mask.
+
+    It travels through megatron-core in the place of `PackedSeqParams`, also where layers are computed again; as its
+    format is "sbhd", megatron-core itself does nothing with it.
+
+    Attributes:
+        source: [t] int64: of each token, the place in the flattened padded sequences [b, s].
+        positions: [t] int64: its place in its sequence, for rotary embeddings.
+        starts: [b] int64: where each sequence's own part begins in the row.
+        wholes: [m, a] int64: places of the tokens of whole sequences, and of long beginnings; short ones repeat one.
+        later_queries, later_keys: [n, q], [n, k] int64: of own parts after a long beginning, which their keys begin
+            with.
+        later_offsets: [n] int64: the length of that beginning.
+        place: [t] int64: where each token is in [m * a + n * q], the outputs of all.
+    """
+
+    source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
+    positions: torch.Tensor = None  # type: ignore[assignment]
+    starts: torch.Tensor = None  # type: ignore[assignment]
+    wholes: torch.Tensor = None  # type: ignore[assignment]
+    later_queries: torch.Tensor = None  # type: ignore[assignment]
+    later_keys: torch.Tensor = None  # type: ignore[assignment]
+    later_offsets: torch.Tensor = None  # type: ignore[assignment]
+    place: torch.Tensor = None  # type: ignore[assignment]
+
+    def to(self, device: torch.device) -> Packing:
+        """The same on another device."""
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor)})
+
+    def attend(
+        self, attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> torch.Tensor:
+        """Attention within the sequences.
+
+        Args:
+            query: [t, heads, d]. key, value: [t, kv_heads, d].
+            window: how many keys a query sees, its own among them. None: all before it.
+
+        Returns:
+            [t, heads * d of the values].
+        """
+        outputs = []
+        if len(self.wholes):
+            width = self.wholes.shape[1]
+            mask = None if window is None or window >= width else self._mask(width, width, None, window)
+            keys, values = _gather(key, self.wholes), _gather(value, self.wholes)
+            outputs.append(attend(_gather(query, self.wholes), keys, values, mask))
+        if len(self.later_queries):
+            mask = self._mask(self.later_queries.shape[1], self.later_keys.shape[1], self.later_offsets, window)
+            keys, values = _gather(key, self.later_keys), _gather(value, self.later_keys)
+            outputs.append(attend(_gather(query, self.later_queries), keys, values, mask))
+        flat = torch.cat([out.transpose(1, 2).flatten(2).flatten(0, 1) for out in outputs])
+        return flat.index_select(0, self.place)
+
+    def _mask(self, queries: int, keys: int, offsets: torch.Tensor | None, window: int | None) -> torch.Tensor:
+        """[n, 1, queries, keys] bool: where a query looks, which is `offsets` [n] keys after its segment's first."""
+        device = self.place.device
+        own = torch.arange(queries, device=device)[:, None]
+        own = own[None] if offsets is None else own + offsets[:, None, None]
+        columns = torch.arange(keys, device=device)
+        seen = columns <= own
+        if window is not None:
+            seen &= columns > own - window
+        return seen.unsqueeze(1)
+
+
+def pack(
+    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int = 1
+) -> Packing:
+    """Lay sequences into one row.
+
+    Args:
+        lengths: tokens of each sequence.
+        shared: how many of its first tokens all sequences of its group have; the others are its own part.
+        groups: the same number for sequences that begin alike.
+        width: of the padded sequences that tokens are taken from.
+        multiple_of: the row is filled up to a multiple of it.
+    """
+    members: dict[int, list[int]] = {}
+    for sequence, group in enumerate(groups):
+        members.setdefault(group, []).append(sequence)
+    row = _Row()
+    starts = [0] * len(lengths)
+    for alike in members.values():
+        common = shared[alike[0]] if len(alike) > 1 else 0
+        own = [lengths[each] - common for each in alike]
+        long = common > LONG_BEGINNING * max(own)
+        beginning = row.lay(alike[0], 0, common)
+        if common and long:
+            row.wholes.append((beginning, common, 0, 0, True))
+        for sequence, count in zip(alike, own, strict=True):
+            place = row.lay(sequence, common, count)
+            starts[sequence] = place + shared[sequence] - common
+            if common and long:
+                row.later.append((beginning, common, place, count, False))
+            elif count or common:
+                row.wholes.append((beginning, common, place, count, sequence == alike[0]))
+    if not row.total:  # a rank without samples computes one token that nobody asks for
+        row.wholes.append((row.lay(0, 0, 1), 1, 0, 0, True))
+    return row.packing(starts, width, -row.total % multiple_of)
+
+
+# (place of a beginning, its length, place of what follows, its length, whether the beginning's outputs are taken here)
+_Part = tuple[int, int, int, int, bool]
+
+
+class _Row:
+    """A row in the making."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.taken: list[tuple[int, int, int]] = []  # (sequence, first token, tokens), in the row's order
+        self.wholes: list[_Part] = []
+        self.later: list[_Part] = []
+
+    def lay(self, sequence: int, first: int, count: int) -> int:
+        """Add tokens to the row; returns their place."""
+        self.taken.append((sequence, first, count))
+        self.total += count
+        return self.total - count
+
+    def packing(self, starts: list[int], width: int, padding: int) -> Packing:
+        """What has been laid, `padding` tokens longer."""
+        positions = torch.cat([torch.arange(first, first + count) for _, first, count in self.taken])
+        sequences = torch.repeat_interleave(
+            torch.tensor([sequence for sequence, _, _ in self.taken]), torch.tensor([n for _, _, n in self.taken])
+        )
+        wholes, of_wholes = _spans(self.wholes, self.total)
+        keys, _ = _spans(self.later, self.total)
+        queries, of_queries = _spans([(0, 0, begin, count, False) for _, _, begin, count, _ in self.later], self.total)
+        place = torch.zeros(self.total + padding, dtype=torch.int64)
+        place[wholes[of_wholes]] = of_wholes.flatten().nonzero()[:, 0]
+        place[queries[of_queries]] = wholes.numel() + of_queries.flatten().nonzero()[:, 0]
+        offsets = torch.tensor([count for _, count, _, _, _ in self.later], dtype=torch.int64)
+        longest = int(positions.max()) + 1
+        empty = torch.zeros(padding, dtype=torch.int64)
+        return Packing(
+            qkv_format="sbhd",
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            source=torch.cat([sequences * width + positions, empty]),
+            positions=torch.cat([positions, empty]),
+            starts=torch.tensor(starts, dtype=torch.int64),
+            wholes=wholes,
+            later_queries=queries,
+            later_keys=keys,
+            later_offsets=offsets,
+            place=place,
+        )
+
+
+def _spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """([n, longest] places of each part's tokens, where short ones repeat one; which of their outputs are theirs)."""
+    numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
+    beginning, common, own, count = (column.unsqueeze(1) for column in numbers.unbind(1))
+    owned = torch.tensor([part[4] for part in parts], dtype=torch.bool).unsqueeze(1)
+    steps = torch.arange(int((common + count).max()) if parts else 0)
+    places = torch.where(steps < common, beginning + steps, own + (steps - common).minimum(count - 1))
+    return places.clamp(0, total - 1), (steps < common + count) & ((steps >= common) | owned)
+
+
+def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """[t, heads, d] -> [n, heads, length, d]."""
+    return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+
+
+class AtPositions:
+    """A forward hook of rotary embeddings: those of the tokens' own positions instead of 0, 1, 2, ...
+
+    Attributes:
+        positions: [t] int64 of the packed row that is computed now; None: a row is one sequence.
+    """
+
+    def __init__(self) -> None:
+        self.positions: torch.Tensor | None = None
+
+    @contextmanager
+    def at(self, positions: torch.Tensor) -> Iterator[None]:
+        """Inside, forward passes read a row of tokens at these positions."""
+        self.positions = positions
+        try:
+            yield
+        finally:
+            self.positions = None
+
+    def __call__(self, module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output if self.positions is None else output.index_select(0, self.positions)
+
+
+def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of embeddings: [t, 1, hidden] with the strides of a tensor made so.
+
+    A transposed [1, t, hidden] has others, though it is as contiguous; where its weights are frozen, `torch.matmul`
+    then multiplies token by token.
+    """
+    return output.squeeze(1).unsqueeze(1) if output.shape[1] == 1 else output

@@ -1,0 +1,79 @@
+"""Packed rows: attention as if each sequence were computed alone, and every token at its place."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaverl.models.attention import CausalAttention
+from megaverl.models.packing import pack
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+# groups of sequences: (tokens that all of a group share, [tokens of each one's own])
+GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 6), min_size=1, max_size=4)), max_size=4)
+
+
+def attention(window: int | None) -> CausalAttention:
+    config = SimpleNamespace(window_size=None if window is None else (window - 1, 0))
+    return CausalAttention(config, 1, None, "self")
+
+
+def drawn(length: int, heads: int) -> torch.Tensor:
+    return torch.randn(length, heads, DIM, dtype=torch.float64)
+
+
+@settings(max_examples=60)
+@given(
+    groups=GROUPS,
+    window=st.sampled_from([None, 1, 3, 100]),
+    multiple_of=st.sampled_from([1, 4]),
+    seed=st.integers(0, 99),
+)
+def test_attention_over_a_packed_row_is_that_of_each_sequence(
+    groups: list[tuple[int, list[int]]], window: int | None, multiple_of: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    shared = [common for common, own in groups for _ in own]
+    lengths = [common + tokens for common, own in groups for tokens in own]
+    numbers = [number for number, (_, own) in enumerate(groups) for _ in own]
+    packing = pack(lengths, shared, numbers, width=20, multiple_of=multiple_of)
+    total = len(packing.source)
+    assert total % multiple_of == 0
+    real = sum(common * (len(own) if not common else 1) + sum(own) for common, own in groups)
+    assert total == max(1, -(-max(real, 1) // multiple_of)) * multiple_of if multiple_of > 1 else total == max(real, 1)
+
+    row = [drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    out = attention(window)(*(x.unsqueeze(1) for x in row), None, packed_seq_params=packing).squeeze(1)
+    weights = torch.zeros(total, HEADS * DIM, dtype=torch.float64)
+    expected = torch.zeros((), dtype=torch.float64)
+    places_of: dict[int, int] = {}  # in the padded sequences -> in the row
+    for place, source in enumerate(packing.source.tolist()[:real]):
+        places_of[source] = place
+    first_of = {number: numbers.index(number) for number in numbers}
+    for number, (length, common) in enumerate(zip(lengths, shared, strict=True)):
+        owner = first_of[numbers[number]]
+        # a shared token is taken from the group's first sequence
+        places = [places_of[(owner if at < common else number) * 20 + at] for at in range(length)]
+        assert packing.positions[places].tolist() == list(range(length))
+        assert int(packing.starts[number]) == places[common] if common < length else True
+        alone = attention(window)(*(x[places].unsqueeze(1) for x in row), None).squeeze(1)
+        torch.testing.assert_close(out[places], alone, rtol=1e-10, atol=1e-10)
+        factor = torch.randn(length, HEADS * DIM, dtype=torch.float64)
+        weights[places] += factor
+        expected = expected + (factor * alone).sum()
+    if not lengths:
+        return
+    of_row = torch.autograd.grad((out * weights).sum(), row)
+    for mine, theirs in zip(of_row, torch.autograd.grad(expected, row), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
+def test_no_tokens_are_one_that_nobody_asks_for(lengths: list[int]) -> None:
+    packing = pack(lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2)
+    assert packing.source.tolist() == [0, 0] and packing.place.tolist() == [0, 0]
