@@ -104,11 +104,11 @@ def explained() -> Iterator[None]:
     except Exception as error:
         from megaverl.trainer.signals import Leaving
 
+        job = _Joined.job
         if isinstance(error, Leaving):
-            if os.environ.get("RANK", "0") == "0":
+            if job is None or job.fabric.rank == 0:
                 print(error, file=sys.stderr, flush=True)
             raise SystemExit(SAVED_AND_LEFT) from error
-        job = _Joined.job
         if job is not None and (verdict := job.liveness.explain(error)):
             raise TrainingStopped(verdict) from error
         raise
