@@ -92,9 +92,7 @@ def test_reports_that_name_each_other_are_decided_on_together() -> None:
 
 
 def test_what_a_transport_says_is_told_in_short() -> None:
-    raw = (
-        "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4498. This is typically y"
-    )
+    raw = "[/a/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4498. This is typically y"
     assert cause_of(RuntimeError(raw)) == "Connection closed by peer [127.0.0.1]:4498"
     assert cause_of(RuntimeError()) == "no answer"
 
