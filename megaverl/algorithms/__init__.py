@@ -8,7 +8,8 @@ options, set from the configuration. To add an algorithm, write one function and
 
 or name it `module:function` in the configuration.
 
-Each names its paper and the place in it. "eq. 7" is a number that was read in the paper's text, or in a copy of it;
+Each names its paper and the place in it. "eq. 7" is a number that was read in the paper's text, or in a copy of it
+(those of dual clip and of GPG's alpha: that others' code cites);
 "unnumbered": it stands there without one; "equation number not checked": the text itself was not at hand, only what
 others quote of it.
 """

@@ -33,7 +33,7 @@ def dppo_tv(
 def dppo_kl(
     log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, threshold: float = 0.05
 ) -> LossOutput:
-    """Divergence PPO with the binary KL, arXiv 2602.04879, eq. 12 (that of the binary KL not checked).
+    """Divergence PPO with the binary KL, arXiv 2602.04879, eq. 12, with the binary KL of its eq. 14.
 
     As `dppo_tv`, with D_t = mu_t log(mu_t / pi_t) + (1 - mu_t) log((1 - mu_t) / (1 - pi_t)).
     """

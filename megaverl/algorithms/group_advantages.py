@@ -86,7 +86,7 @@ def gpg(
     normalize_std: bool = False,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group policy gradient, arXiv 2504.02546 (equation number not checked):
+    """Group policy gradient, arXiv 2504.02546, alpha of eq. 7 (of the rest: equation number not checked):
     A_i = alpha (r_i - mean of the group) / F, alpha = B / (B - M).
 
     M of the batch's B responses are in groups whose rewards are all equal: they have no gradient, and yet count in the
@@ -122,8 +122,8 @@ def gdpo(
     *,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group reward-decoupled normalisation, arXiv 2601.05242 (equation number not checked): every reward is
-    normalised by itself.
+    """Group reward-decoupled normalisation, arXiv 2601.05242, eqs. 4 to 6 (with weights: eq. 7 for 5): every
+    reward is normalised by itself.
 
     Each reward's GRPO advantages are summed (with its weight), and the sums scaled to mean 0 and deviation 1 over the
     responses of the batch; the deviation is that of a sample (n - 1), + eps.
@@ -148,7 +148,7 @@ def gdpo(
 def pass_at_k_advantages(
     rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, k: int, right_from: float = 1.0
 ) -> Advantages:
-    """Pass@k training, arXiv 2508.10751, section 2.4, its analytical form (equation number not checked):
+    """Pass@k training, arXiv 2508.10751, section 2.4, its analytical form, eqs. 11, 12, 14 and 15:
     groups of k count as one answer.
 
     Of a group of n responses, m are wrong. Over all subsets of k, the mean of "one is right" is

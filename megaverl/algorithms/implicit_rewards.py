@@ -13,8 +13,7 @@ from megaverl.algorithms.metrics import moments
 
 
 def implicit_rewards(log_probs: Tensor, ref_log_probs: Tensor, *, beta: float = 0.05) -> Tensor:
-    """r_t = beta (log pi_phi(y_t) - log pi_ref(y_t)), arXiv 2502.01456 (the implicit process reward;
-    equation number not checked).
+    """r_t = beta (log pi_phi(y_t) - log pi_ref(y_t)), arXiv 2502.01456, eq. 3 (the implicit process reward).
 
     Args: `[batch, response]` float; log_probs: of the reward model phi. beta: scale, above 0.
     """
@@ -30,8 +29,7 @@ def prime(
     *,
     gamma: float = 1.0,
 ) -> Advantages:
-    """PRIME, arXiv 2502.01456 (equation number not checked): rewards-to-go of leave-one-out token rewards, plus
-    leave-one-out outcomes.
+    """PRIME, arXiv 2502.01456, eq. 5: rewards-to-go of leave-one-out token rewards, plus leave-one-out outcomes.
 
     A_t = sum_{s >= t} gamma^(s - t) (r_s - mean over the group's other responses j of r(y_j)) + RLOO of the outcomes,
     where r(y_j) is the mean of that response's token rewards. Nothing is subtracted in a group of one.
@@ -63,8 +61,8 @@ def outcome_cross_entropy(
     *,
     beta: float = 0.05,
 ) -> LossOutput:
-    """The loss of the implicit reward model, arXiv 2502.01456 (equation number not checked): cross-entropy of
-    sigmoid(r(y)) on the outcome.
+    """The loss of the implicit reward model, arXiv 2502.01456, algorithm 1, line 8 (unnumbered): cross-entropy
+    of sigmoid(r(y)) on the outcome.
 
     loss = - sum_i weight_i (o_i log sigmoid(r_i) + (1 - o_i) log sigmoid(-r_i)), r_i = sum_t r_t (`implicit_rewards`).
 

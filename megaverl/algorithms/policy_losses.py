@@ -90,8 +90,7 @@ def dual_clip(
     clip_high: float = 0.2,
     clip_dual: float = 3.0,
 ) -> LossOutput:
-    """PPO's clip with a floor for negative advantages, arXiv 1912.09729 (dual-clip PPO; equation number not checked),
-    negated.
+    """PPO's clip with a floor for negative advantages, arXiv 1912.09729, eq. 5 (dual-clip PPO), negated.
 
     Where A_t < 0 the surrogate is max(min(r_t A_t, clip(r_t) A_t), clip_dual A_t): a ratio far above 1 can no longer
     make the loss grow without bound. Where A_t >= 0 it is PPO's.

@@ -56,8 +56,8 @@ def gmpo(
     clip_low: float = 0.4,
     clip_high: float = 0.4,
 ) -> LossOutput:
-    """Geometric-mean policy optimization, arXiv 2507.20673, section 3 (equation number not checked): the geometric
-    mean of token-wise clipped ratios.
+    """Geometric-mean policy optimization, arXiv 2507.20673, section 3, eq. 4: the geometric mean of token-wise
+    clipped ratios.
 
     With l_t = log r_t, c_t = min(l_t, clip_high) where A_t > 0, max(l_t, -clip_low) where A_t < 0, and
     g_i = exp(mean_t c_t): loss = - sum_t weight_t g_i A_t. So the ratio may go to e^-clip_low and e^clip_high. The

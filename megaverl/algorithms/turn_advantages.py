@@ -54,8 +54,10 @@ def turn_grpo(
     normalize_std: bool = True,
     eps: float = 1e-6,
 ) -> Advantages:
-    """Group-relative credit per turn, after MT-GRPO (arXiv 2505.11821; equation number not checked): each turn
-    against the others' same turn.
+    """Group-relative credit per turn: each turn against the others' same turn.
+
+    In the spirit of MT-GRPO (arXiv 2505.11821), which normalises each turn's rewards and the outcome's apart and then
+    adds them up; here discounted sums of rewards are what is normalised.
 
     G_k = sum_{j >= k} gamma^(j - k) R_j; A_k = (G_k - mean) / (std + eps) over those responses of the group that have a
     turn k. With one turn it is GRPO.

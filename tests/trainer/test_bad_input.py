@@ -183,7 +183,7 @@ GOOD = '{"prompt": "reverse 123 =", "answer": "321"}\n'
         ("\n \n", [], ["bad.jsonl: the data set is empty.", "Put at least one row into it"]),
         (GOOD + '{"answer": "1"}\n', [], ["bad.jsonl, line 2: no 'prompt' in this row; its keys: 'answer'"]),
         (GOOD + "\n" + '{"prompt": "  ", "answer": "1"}\n', [], ["bad.jsonl, line 3: 'prompt' is empty"]),
-        (GOOD + '{"prompt": null, "answer": "1"}\n', [], ["bad.jsonl, line 2: no 'prompt'", "data.prompt_key"]),
+        (GOOD + '{"prompt": null, "answer": "1"}\n', [], ["bad.jsonl, line 2: 'prompt' is null", "data.prompt_key"]),
         (GOOD + '{"prompt": "reverse 1 ="}\n', [], ["bad.jsonl, line 2: no 'answer'", "data.answer_key"]),
         (GOOD + '{"prompt": "rev', [], ["bad.jsonl, line 2: not valid JSON"]),
         (GOOD + '{"prompt": 5, "answer": "1"}\n', [], ["bad.jsonl, line 2: 'prompt' is int; it must be text"]),
