@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.faults.server import Server
 from tests.worlds import close_worlds, run_world
@@ -15,7 +15,7 @@ from tests.worlds import close_worlds, run_world
 gc.set_threshold(100_000)  # thousands of modules are imported, and stay
 
 # a machine that is busy must not make an example too slow
-settings.register_profile("megaverl", deadline=None)
+settings.register_profile("megaverl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("megaverl")
 
 
