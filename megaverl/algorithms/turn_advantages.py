@@ -56,8 +56,8 @@ def turn_grpo(
 ) -> Advantages:
     """Group-relative credit per turn: each turn against the others' same turn.
 
-    In the spirit of MT-GRPO (arXiv 2505.11821), which normalises each turn's rewards and the outcome's apart and then
-    adds them up; here discounted sums of rewards are what is normalised.
+    In the spirit of MT-GRPO (arXiv 2505.11821; equation number not checked), which normalises each turn's rewards and
+    the outcome's apart and then adds them up; here discounted sums of rewards are what is normalised.
 
     G_k = sum_{j >= k} gamma^(j - k) R_j; A_k = (G_k - mean) / (std + eps) over those responses of the group that have a
     turn k. With one turn it is GRPO.
