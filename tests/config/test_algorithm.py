@@ -336,7 +336,7 @@ def test_near_what_is_refused_stands_what_is_not(load):
         ["algorithm={loss_aggregation: fixed_length, loss_length: 9}"],
         ["algorithm.name=reinforce_plus_plus", G, "data.prompts_per_step=1"],
     ):
-        load(*given)
+        assert load(*given).algorithm.name, given
 
 
 def test_k1_in_a_loss_with_its_gradient_from_k2(load):
