@@ -89,9 +89,9 @@ class MicroBatch:
 
     def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
         """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none."""
-        sample = torch.arange(len(self.samples), device=output.device)
         if self.packing is not None:
             return output[0, self.packing.starts + self.response_lengths]
+        sample = torch.arange(len(self.samples), device=output.device)
         return output[sample, (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)]
 
     def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from megaverl.roles.trainable import TrainableModel
 from tests.models.ranks import manager
 
 
-def experience(num_samples: int = 6, seed: int = 3) -> RolloutBatch:
-    """A batch with everything that an update needs, responses of 1 to 9 tokens."""
+def experience(num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1) -> RolloutBatch:
+    """A batch with everything that an update needs, responses of 1 to 9 tokens; so many neighbours have one prompt."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> torch.Tensor:
@@ -31,9 +31,11 @@ def experience(num_samples: int = 6, seed: int = 3) -> RolloutBatch:
     prompts = torch.randint(3, 6, (num_samples,), generator=generator)
     lengths = torch.randint(1, 10, (num_samples,), generator=generator)
     lengths[0] = 9
+    first = torch.arange(num_samples) // same_prompts * same_prompts
+    prompts = prompts[first]
     return RolloutBatch(
         {
-            "input_ids": torch.randint(0, 100, (num_samples, 5), generator=generator),
+            "input_ids": torch.randint(0, 100, (num_samples, 5), generator=generator)[first],
             "prompt_lengths": prompts,
             "generated_ids": torch.randint(0, 100, (num_samples, 9), generator=generator),
             "response_mask": torch.arange(9) < lengths[:, None],
@@ -57,6 +59,8 @@ def update(
     micro_batch_tokens: int = 64,
     megatron: dict[str, Any] | None = None,
     chunked_logits: bool = False,
+    pack_samples: bool = True,
+    same_prompts: int = 1,
     **algorithm: Any,
 ) -> dict[str, float]:
     """Update a model of `folder` on a grid that fills the world; its weights go to `output`.
@@ -76,18 +80,20 @@ def update(
         role="critic" if critic else "actor",
         initialize=False,  # as in a run: what is drawn is cut, and marked so, in another way than what is read
         chunked_logits=chunked_logits,
+        pack_samples=pack_samples,
     )
     model.load(folder)
     # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
     trainable = TrainableModel(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
     config = AlgorithmConfig(**algorithm)
+    batch = experience(same_prompts=same_prompts)
     if critic:
-        metrics = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0).update(experience(), step=0)
+        metrics = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0).update(batch, step=0)
     else:
         role = ActorCritic if shared else Actor
         actor = role(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
-        metrics = actor.update(experience(), step=0, kl_coef=0.1)
+        metrics = actor.update(batch, step=0, kl_coef=0.1)
     save_folder(
         output,
         source_folder=folder,

@@ -72,6 +72,14 @@ def test_same_update_for_every_micro_batch_size(folder: Path, tmp_path: Path, ag
         assert_same(updated(folder, tmp_path / str(tokens), {"dp": 2}, micro_batch_tokens=tokens, **options), expected)
 
 
+def test_samples_packed_with_their_prompt_once_give_what_padded_rows_do(folder: Path, tmp_path: Path) -> None:
+    for number, options in enumerate((SHARED, CRITIC)):
+        given = {**options, "same_prompts": 3}
+        padded = updated(folder, tmp_path / f"padded{number}", {}, pack_samples=False, **given)
+        for name, shape in {"one": {}, "dp2": {"dp": 2}}.items():
+            assert_same(updated(folder, tmp_path / f"{name}{number}", shape, **given), padded)
+
+
 def test_log_probs_from_hidden_states_give_the_same(folder: Path, tmp_path: Path) -> None:
     expected = updated(folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **SHARED)
     for name, options in {"chunks": {}, "sequence parallel": {"megatron": {"sequence_parallel": True}}}.items():
