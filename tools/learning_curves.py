@@ -16,98 +16,19 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-STEPS, WANTED_GAIN = 100, 0.30
-ACCURACY, WANTED_SEEDS = "validation/accuracy", 3
-MARKS = ("<!-- learning curves -->", "<!-- end of learning curves -->")  # the table's place in the README
-GROUP = 8  # responses to a prompt, as in the quickstart
-PASS = f"validation/pass@{GROUP}"
-# Those that are paid for one right response in several, and one to compare them with: pass@8 is measured as well.
-OF_GROUPS = ("grpo", "pass_at_k", "best_of_group")
-# The quickstart's recipe on one process, with half of its samples a step and without a KL penalty, which not every
-# estimator can read.
-COMMON = [
-    "run.nproc=1",
-    "run.log_with=jsonl",
-    "actor.tp=1",
-    "rollout.engine=hf",
-    "data.prompts_per_step=32",
-    "algorithm.kl={in: none, coef: 0.0}",
-    "algorithm.num_mini_batches=2",
-    f"trainer={{steps: {STEPS}, validate_every: 20}}",
-    "checkpoint={export_hf: false, async_save: false, resume: auto}",
-]
-# What a name alone leaves open.
-ALGORITHMS: dict[str, list[str]] = {
-    "ppo": [],
-    "grpo": [],
-    "dr_grpo": ["algorithm.loss_length=12"],
-    "dapo": ["algorithm.dynamic_sampling={metric: accuracy, max_rounds: 3}"],
-    "gspo": [],
-    "sapo": [],
-    "cispo": [],
-    "gmpo": [],
-    "dppo_tv": [],
-    "dppo_kl": [],
-    "clip_cov": [],
-    "kl_cov": [],
-    "rloo": [],
-    "remax": [],
-    "reinforce_plus_plus": [],
-    "reinforce_plus_plus_baseline": [],
-    "opo": [],
-    "gpg": [],
-    "gdpo": [],
-    "pass_at_k": ["algorithm.advantage_options={k: 4}"],
-    "best_of_group": [],
-    "optimal_token_baseline": [],
-    "prime": [],
-    "raft": [],
-}
-# What is known of those that gained less than was wanted, shown where they did.
-BELOW = {
-    "remax": "its baseline is the reward of the greedy response, and after the warm-up the greedy response is far "
-    "better than a sampled one (rewards of 1.5 to 2.0 against 0.5 to 0.8). So nearly every response is pushed down at "
-    "first, with gradient norms of 20 to 25 (RLOO from the same start: 5) of which clipping leaves 1, and accuracy "
-    "falls for 20 steps on every seed before it climbs. It is still climbing at step 100. This is the algorithm as "
-    "published; a longer budget or a policy nearer to its greedy one suits it better.",
-    "best_of_group": f"it does not optimise accuracy; see pass@{GROUP} below.",
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
-# What this task cannot show, measured once by `megaverl quickstart --config configs/guessing_game.yaml run.nproc=1
-# actor.tp=1 rollout.engine=hf algorithm.name=NAME`; with a teacher also `reference.path=DIR trainer.steps=40`.
-ELSEWHERE = (
-    "Four are not here: `turn_ppo` and `turn_grpo` need turns, `distillation` and `gkd` a teacher. On the guessing "
-    "game (`configs/guessing_game.yaml`; one seed) accuracy goes from 32.3% to 62.3% with `turn_ppo` and to 60.0% "
-    "with `turn_grpo` in 80 steps; with the model of the former for a teacher, from 32.3% to 50.0% with "
-    "`distillation` and to 63.1% with `gkd` in 40."
-)
+from tools.learning_curves_page import Result, draw, page, table, with_table  # noqa: E402
+from tools.learning_curves_settings import ALGORITHMS, COMMON, GROUP, OF_GROUPS, TAUGHT, TEACHER  # noqa: E402
 
-
-class Result(NamedTuple):
-    """One run: accuracy on held-out prompts by step, and what ended it early, if anything did.
-
-    passes: pass@8 by step, where it was measured.
-    """
-
-    algorithm: str
-    seed: int
-    curve: list[tuple[int, float]]
-    seconds: float
-    error: str | None
-    passes: list[tuple[int, float]] = []
-
-    @property
-    def gain(self) -> float:
-        return self.curve[-1][1] - self.curve[0][1] if len(self.curve) > 1 else 0.0
+ACCURACY, PASS = "validation/accuracy", f"validation/pass@{GROUP}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -157,28 +78,40 @@ def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
 
 def train(out: Path, name: str, seed: int) -> Result | None:
     """One algorithm from the warm start of its seed, or from where it left; None if it is told to leave again."""
+    from megaverl.trainer.signals import Leaving
+
+    run = f"{name}_{seed}"
+    try:
+        error = attempt(configuration(out, seed, run, name, warm_start(out, seed)))
+    except Leaving:
+        return None
+    records = recorded(out, run)
+    curve, passes = ([(r["step"], r[key]) for r in records if key in r] for key in (ACCURACY, PASS))
+    seconds = sum(record.get("train/step_time_ms", 0.0) for record in records) / 1e3
+    shutil.rmtree(out / "runs" / run / "checkpoints", ignore_errors=True)
+    taught_by = recorded(out, teacher_run(seed))[-1][ACCURACY] if name in TAUGHT else None
+    return Result(name, seed, curve, seconds, error, passes, taught_by)
+
+
+def attempt(config: Any) -> str | None:
+    """Train, from the start or from where it left; returns what stopped it, which is a result too."""
     from megaverl.checkpoint.random_state import seed_generators
     from megaverl.errors import MegaverlError
     from megaverl.metrics.console import Console
     from megaverl.trainer.rl import RLTrainer
-    from megaverl.trainer.signals import Leaving
 
-    warm = warm_start(out, seed)
-    error = None
-    seed_generators(seed)
-    folder = out / "runs" / f"{name}_{seed}"
-    trainer = RLTrainer(configuration(out, seed, folder.name, name, warm), Console(rank=1))
+    seed_generators(config.run.seed)
     try:
-        trainer.train()
-    except Leaving:
-        return None
-    except MegaverlError as failed:  # what stops a run is a result too
-        error = f"{type(failed).__name__}: {failed}"
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    curve, passes = ([(r["step"], r[key]) for r in records if key in r] for key in (ACCURACY, PASS))
-    seconds = sum(record.get("train/step_time_ms", 0.0) for record in records) / 1e3
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return Result(name, seed, curve, seconds, error, passes)
+        RLTrainer(config, Console(rank=1)).train()
+    except MegaverlError as failed:
+        return f"{type(failed).__name__}: {failed}"
+    return None
+
+
+def recorded(out: Path, run: str) -> list[dict[str, Any]]:
+    """The metrics of a run, by step."""
+    lines = (out / "runs" / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def warm_start(out: Path, seed: int) -> Path:
@@ -200,13 +133,29 @@ def warm_start(out: Path, seed: int) -> Path:
     return inputs / "warm"
 
 
-def configuration(out: Path, seed: int, run: str, name: str, model: Path, *, check_paths: bool = True) -> Any:
-    """The recipe of the quickstart with one algorithm."""
+def teacher(out: Path, seed: int) -> Path:
+    """What `TEACHER` makes of the same warm start on the same budget, made once for those who learn from it."""
+    folder = out / "runs" / teacher_run(seed) / "hf"
+    if not (folder / "config.json").exists():
+        warm, run = warm_start(out, seed), teacher_run(seed)
+        if error := attempt(configuration(out, seed, run, TEACHER, warm, "checkpoint.export_hf=true")):
+            raise SystemExit(f"there is no teacher: {error}")
+    return folder
+
+
+def teacher_run(seed: int) -> str:
+    return f"teacher_{seed}"
+
+
+def configuration(
+    out: Path, seed: int, run: str, name: str, model: Path, *overrides: str, check_paths: bool = True
+) -> Any:
+    """The recipe of the quickstart with one algorithm; `overrides` come last."""
     from megaverl.cli.recipes import recipe
     from megaverl.config import load_config
 
     inputs = out / "runs" / f"warm_{seed}" / "inputs"
-    overrides = [
+    settings = [
         *COMMON,
         f"run.dir={out / 'runs'}",
         f"run.name={run}",
@@ -216,9 +165,11 @@ def configuration(out: Path, seed: int, run: str, name: str, model: Path, *, che
         f"data.validation={inputs / 'held_out.jsonl'}",
         f"algorithm.name={name}",
         *ALGORITHMS[name],
+        *([f"reference.path={teacher(out, seed)}"] if name in TAUGHT else []),
         *([f"trainer={{validation_samples: {GROUP}, pass_at: [1, {GROUP}]}}"] if name in OF_GROUPS else []),
+        *overrides,
     ]
-    return load_config(recipe("quickstart"), overrides, check_paths=check_paths, world_size=1)
+    return load_config(recipe("quickstart"), settings, check_paths=check_paths, world_size=1)
 
 
 def join_world() -> None:
@@ -250,166 +201,6 @@ def stored(out: Path) -> Iterator[Result]:
         found = json.loads(path.read_text(encoding="utf-8"))
         curves = {key: [(int(step), float(value)) for step, value in found.get(key, [])] for key in ("curve", "passes")}
         yield Result(**{**found, **curves})
-
-
-def by_algorithm(results: list[Result]) -> dict[str, list[Result]]:
-    """In the order of `ALGORITHMS`, each with its seeds in order."""
-    found = {name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed) for name in ALGORITHMS}
-    return {name: runs for name, runs in found.items() if runs}
-
-
-def table(results: list[Result]) -> str:
-    """Markdown: before, after and gain of every seed."""
-    lines = [
-        "| algorithm | seeds | before | after, each seed | mean gain | least gain | 30 points on each seed |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, runs in by_algorithm(results).items():
-        finished = [run for run in runs if run.error is None and len(run.curve) > 1]
-        if not finished:
-            lines.append(f"| {name} | {len(runs)} | | {runs[0].error} | | | no |")
-            continue
-        gains = [run.gain for run in runs]
-        before = statistics.mean(run.curve[0][1] for run in finished)
-        after = ", ".join(f"{run.curve[-1][1]:.1%}" if run.error is None else "failed" for run in runs)
-        verdict = "yes" if enough(runs) else "NO"
-        lines.append(
-            f"| {name} | {len(runs)} | {before:.1%} | {after} | {statistics.mean(gains):+.1%} | {min(gains):+.1%} "
-            f"| {verdict} |"
-        )
-    return "\n".join(lines)
-
-
-def with_table(readme: str, results: list[Result]) -> str:
-    """The README with the table of these results between its marks."""
-    before, _, rest = readme.partition(MARKS[0])
-    _, mark, after = rest.partition(MARKS[1])
-    if not mark:
-        raise SystemExit(f"the README has no place for the table: the lines {MARKS[0]} and {MARKS[1]}")
-    return f"{before}{MARKS[0]}\n{table(results)}\n{MARKS[1]}{after}"
-
-
-def summary(results: list[Result]) -> str:
-    """How many gained what was wanted, in the mean and on each seed."""
-    found = by_algorithm(results)
-    means = sum(statistics.mean(run.gain for run in runs) >= WANTED_GAIN for runs in found.values())
-    each = sum(enough(runs) for runs in found.values())
-    wanted, number = f"{WANTED_GAIN * 100:.0f} points", len(found)
-    return f"{means} of {number} gain {wanted} or more in the mean of their seeds, {each} of {number} on each seed."
-
-
-def enough(runs: list[Result]) -> bool:
-    """Whether every seed has gained what was wanted."""
-    return all(run.error is None and len(run.curve) > 1 and run.gain >= WANTED_GAIN for run in runs)
-
-
-def below(results: list[Result]) -> list[str]:
-    """Of those that did not, what is known."""
-    lines: list[str] = []
-    for name, runs in by_algorithm(results).items():
-        if name in BELOW and not enough(runs):
-            lines += [*textwrap.wrap(f"`{name}` gains less than 30 points on some seed: {BELOW[name]}", 110), ""]
-    return lines
-
-
-def passes(results: list[Result]) -> list[str]:
-    """What those that are paid for one right response in several are for, where it was measured."""
-    found = {name: [r for r in runs if len(r.passes) > 1] for name, runs in by_algorithm(results).items()}
-    lines = [
-        f"| {name} | {', '.join(f'{run.passes[0][1]:.1%}' for run in runs)} "
-        f"| {', '.join(f'{run.passes[-1][1]:.1%}' for run in runs)} "
-        f"| {', '.join(f'{run.curve[-1][1]:.1%}' for run in runs)} |"
-        for name, runs in found.items()
-        if runs
-    ]
-    if not lines:
-        return []
-    text = (
-        "`best_of_group` pays a response for what the group's maximum would lose without it: its lead over the second "
-        f"best. Where two of the {GROUP} are right nobody is paid: at an accuracy p a share of (1 - p)^8 + 8 p "
-        "(1 - p)^7 of the groups tells something, 74% at p = 12.5%, 4% at p = 50%. So its accuracy levels off as soon "
-        "as most groups hold two right responses, and the gradient with it (on seed 0 it is 0 at the end). "
-        "`pass_at_k` asks for one right response of 4, and levels off later. Nothing is wrong with either, and more "
-        "steps would not help: accuracy is not what they optimise. "
-        f"pass@{GROUP}, the chance that one of {GROUP} responses is right, is; for these runs accuracy is the mean of "
-        f"{GROUP} responses to each prompt."
-    )
-    return [
-        f"## pass@{GROUP}",
-        "",
-        *textwrap.wrap(text, 110),
-        "",
-        f"| algorithm | pass@{GROUP} before, each seed | pass@{GROUP} after | accuracy after |",
-        "| --- | --- | --- | --- |",
-        *lines,
-        "",
-    ]
-
-
-def page(results: list[Result]) -> str:
-    """docs/learning_curves.md."""
-    seconds = sum(result.seconds for result in results)
-    failed = [result for result in results if result.error is not None]
-    few = [name for name, runs in by_algorithm(results).items() if len(runs) < WANTED_SEEDS]
-    unfinished = []
-    if few:
-        text = f"**Not finished**: fewer than {WANTED_SEEDS} seeds have run of {', '.join(few)}."
-        unfinished = [*textwrap.wrap(text, 110), ""]
-    said = [f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed]
-    return "\n".join(
-        [
-            "# Learning curves",
-            "",
-            "Every on-policy algorithm on the quickstart's task (write five digits backwards; a model of two layers",
-            "after a short supervised warm-up), all from the same warm start of a seed, all with the same learning",
-            f"rate, {STEPS} steps of 32 prompts x 8 responses and two mini-batches. Nothing is tuned for any of them.",
-            "Accuracy on 256 held-out prompts, sampled at temperature 1. Steps are the budget: DAPO generates further",
-            "groups in a step, ReMax a greedy response to each prompt, and PRIME trains a second model.",
-            "",
-            *unfinished,
-            summary(results),
-            "",
-            "![accuracy by step](learning_curves.png)",
-            "",
-            table(results),
-            "",
-            *below(results),
-            *passes(results),
-            *textwrap.wrap(ELSEWHERE, 110, break_on_hyphens=False),
-            "",
-            *(["Runs that ended with an error:", "", *said, ""] if said else []),
-            f"{len(results)} runs, {seconds / 60:.0f} minutes on one CPU core. Made by `tools/learning_curves.py`:",
-            "`run` until all are done, then `report`.",
-            "",
-        ]
-    )
-
-
-def draw(results: list[Result], path: Path) -> None:
-    """One panel per algorithm: the mean over the seeds, and a band from the worst to the best."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = by_algorithm(results)
-    columns = min(4, len(found))
-    rows = -(-len(found) // columns)
-    figure = Figure(figsize=(3.2 * columns, 2.3 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
-    for axes, (name, runs) in zip(panels, found.items(), strict=False):
-        steps = [step for step, _ in max((run.curve for run in runs), key=len)]
-        values = [[value for run in runs for at, value in run.curve if at == step] for step in steps]
-        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.25, linewidth=0)
-        axes.plot(steps, [statistics.mean(v) for v in values], linewidth=1.5)
-        axes.set_title(f"{name} ({len(runs)})", fontsize=9)
-        axes.set_ylim(0, 1)
-        axes.grid(True, alpha=0.3)
-    for axes in panels[len(found) :]:
-        axes.set_axis_off()
-    figure.supxlabel("step", fontsize=9)
-    figure.supylabel("accuracy on held-out prompts", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,25 @@ update, and the loss gets the selection as one more input, cut like the others. 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from megaverl.algorithms.loss import LossOutput
 from megaverl.algorithms.metrics import moments
 from megaverl.algorithms.policy_losses import policy_losses, ppo_clip, ratio_metrics, tokens_of
-from megaverl.algorithms.registry import Registry
+from megaverl.algorithms.registry import Registry, tensor_problem
+
+
+def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
+    wrong = tensor_problem(result, inputs["response_mask"].shape)
+    return wrong or (None if result.dtype == torch.bool else f"{result.dtype}; expected torch.bool")
+
 
 # Under the name of the loss that reads the selection: bool [batch, response] of a whole mini-batch.
-token_selectors: Registry[Tensor] = Registry("token selector")
+token_selectors: Registry[Tensor] = Registry("token selector", _problem)
 
 
 def covariances(log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:

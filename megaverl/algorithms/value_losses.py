@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import LossOutput
+from megaverl.algorithms.loss import LossOutput, loss_problem
 from megaverl.algorithms.metrics import moments
 from megaverl.algorithms.registry import Registry
 
-value_losses: Registry[LossOutput] = Registry("value loss")
+value_losses: Registry[LossOutput] = Registry("value loss", loss_problem)
 
 
 @value_losses.register("clipped")

@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,6 +23,7 @@ from megaverl.cli.worker import FAILED, INTERRUPTED, MISTAKE
 from megaverl.errors import SAVED_AND_LEFT, TrainingStopped
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+C10D_PORT = 29400  # torch's, of an endpoint without one
 JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run an agent of a job on this machine; the exit code of its first rank that failed."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import parse_args, run
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
@@ -41,9 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             met = _meet(arguments)  # the job's store lives as long as this does
             run(arguments)
             del met
-        except TrainingStopped as error:
-            print(f"error: {error}", file=sys.stderr)
-            return FAILED
+        except (TrainingStopped, RendezvousError) as error:
+            where = "" if isinstance(error, TrainingStopped) else f"no rendezvous at {arguments.rdzv_endpoint}: "
+            print(f"error: {where}{error}", file=sys.stderr, flush=True)
+            os._exit(FAILED)  # no rank has begun; a thread of torch may still wait for an answer
         except ChildFailedError as error:
             return explain({rank: failure.exitcode for rank, failure in error.failures.items()})
         except (KeyboardInterrupt, SignalException):
@@ -52,14 +55,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _meet(arguments: argparse.Namespace) -> Any:
-    """Of several nodes with a fixed address: see that all are here, within `--rdzv-conf timeout=SECONDS`."""
-    if not arguments.nnodes.isdigit() or int(arguments.nnodes) < 2 or arguments.rdzv_backend != "static":
+    """Of several nodes with a fixed address: see that all are here, within `--rdzv-conf timeout=SECONDS`; of a
+    rendezvous by torch's c10d, which finds that out by itself, that no other program answers there."""
+    if not arguments.nnodes.isdigit() or int(arguments.nnodes) < 2 or arguments.rdzv_backend not in ("static", "c10d"):
         return None
     from megaverl.cli.meeting import meet
+    from megaverl.fabric.first_store import store_at
 
     settings = dict(part.split("=", 1) for part in arguments.rdzv_conf.split(",") if "=" in part)
     endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
     host, _, port = endpoint.rpartition(":")
+    if arguments.rdzv_backend == "c10d":
+        with suppress(OSError):  # nobody is there yet
+            store_at(host or port, int(port) if host else C10D_PORT)
+        return None
     patience = float(settings.get("timeout", JOIN_SECONDS))
     return meet(host, int(port), arguments.node_rank, int(arguments.nnodes), patience)
 

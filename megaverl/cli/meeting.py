@@ -9,18 +9,19 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megaverl.errors import TrainingStopped
+from megaverl.fabric.first_store import keep_store, patiently, reach_store
 from megaverl.placement import ranks_text
 
 GRACE = 5.0  # seconds that others are given to hear the first node's verdict
-_EVERY = 0.1
+STRANGER = 10.0  # seconds within which a store's keeper says whose it is
 _CALL = timedelta(seconds=10)
+_WRONG, _VERDICT, _HEARD, _JOB = "agents/wrong", "agents/verdict", "agents/heard", "agents/job"
 
 
 def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.Store:
@@ -31,33 +32,26 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
 
     Raises:
         TrainingStopped: nodes that did not come, a number that two nodes have, a port that is taken; the same words on
-            all of them.
+            all that have come to the first node's store, and within seconds on those that find something else there.
     """
     end = time.monotonic() + patience
-    store = _first_store(port) if node == 0 else _store_of(host, port, node, end, patience)
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    store = keep_store(port, _CALL) if node == 0 else _store_of(host, port, node, end, patience)
     try:
-        times = store.add(f"agents/here/{node}", 1)
-        me = f"process {os.getpid()} on {socket.gethostname()}"
-        if times > 1:
-            first = store.get(f"agents/who/{node}").decode()
-            twice = (
-                f"node {node} is there {times} times: {first} came first, then {me}. Two jobs, or two nodes with one "
-                f"NODE_RANK, use {host}:{port}: end one of them, or give this one another MASTER_PORT."
-            )
-            store.compare_set("agents/twice", "", twice)
-            _until(lambda: store.check(["agents/verdict"]), min(end, time.monotonic() + GRACE))
-            raise TrainingStopped(twice)
-        store.set(f"agents/who/{node}", me)
+        if node == 0:
+            store.set(_JOB, f"{count} {me}")
+        _find_others(store, f"{host}:{port}", node, count, me, end)
+        store.set(_who(node), me)
         if node == 0:
             verdict = _verdict(store, count, end, patience)
-            store.set("agents/verdict", verdict)
+            store.set(_VERDICT, verdict)
         else:
-            _until(lambda: store.check(["agents/verdict"]), end + GRACE)
-            verdict = store.get("agents/verdict").decode()
-        store.add("agents/heard", 1)
+            _until(lambda: store.check([_VERDICT]), end + GRACE, lambda: _tell(_waiting(store, count), end))
+            verdict = store.get(_VERDICT).decode()
+        store.add(_HEARD, 1)
         if node == 0 and verdict:
-            here = sum(store.check([f"agents/who/{other}"]) for other in range(count))
-            _until(lambda: store.add("agents/heard", 0) >= here, time.monotonic() + GRACE)
+            here = count - len(_missing(store, count))
+            _until(lambda: store.add(_HEARD, 0) >= here, time.monotonic() + GRACE)
     except dist.DistError as error:
         raise TrainingStopped(
             f"node 0 at {host}:{port} has ended, or cannot be reached any more ({str(error).splitlines()[0][:160]})"
@@ -67,68 +61,79 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
     return store
 
 
+def _find_others(store: dist.Store, address: str, node: int, count: int, me: str, end: float) -> None:
+    """Raise a TrainingStopped, for all who wait here, if the store is another job's or another has this number."""
+    if not _until(lambda: store.check([_JOB]), min(end, time.monotonic() + STRANGER)):
+        raise TrainingStopped(
+            f"{address} (MASTER_ADDR, MASTER_PORT) is the store of another program of torch, such as a job that "
+            f"torchrun started, and of no node 0 of this one. Give all nodes another MASTER_PORT. Here: {me}."
+        )
+    number, _, keeper = store.get(_JOB).decode().partition(" ")
+    wrong = ""
+    if int(number) != count:
+        wrong = (
+            f"node 0 at {address} ({keeper}) is that of a job of {number} nodes, and node {node} ({me}) of one of "
+            f"{count} (NNODES). Give all nodes one NNODES, or, if these are two jobs, one of them another MASTER_PORT."
+        )
+    elif (times := store.add(f"agents/here/{node}", 1)) > 1:
+        first = store.get(_who(node)).decode()
+        wrong = (
+            f"node {node} is there {times} times: {first} came first, then {me}. Two jobs, or two nodes with one "
+            f"NODE_RANK, use {address}: end one of them, or give this one another MASTER_PORT."
+        )
+    if wrong:
+        store.compare_set(_WRONG, "", wrong)
+        _until(lambda: store.check([_VERDICT]), min(end, time.monotonic() + GRACE))
+        raise TrainingStopped(wrong)
+
+
 def _verdict(store: dist.Store, count: int, end: float, patience: float) -> str:
     """What is wrong, as the first node sees it; empty: all are here."""
-
-    def missing() -> list[int]:
-        return [node for node in range(count) if not store.check([f"agents/who/{node}"])]
-
-    _until(lambda: not missing() or store.check(["agents/twice"]), end)
-    if store.check(["agents/twice"]):
-        return store.get("agents/twice").decode()
-    if not (absent := missing()):
+    everyone = [_who(node) for node in range(count)]
+    _until(lambda: store.check(everyone) or store.check([_WRONG]), end, lambda: _tell(_waiting(store, count), end))
+    if store.check([_WRONG]):
+        return store.get(_WRONG).decode()
+    if not (absent := _missing(store, count)):
         return ""
-    here = [store.get(f"agents/who/{node}").decode() for node in range(count) if node not in absent]
-    nodes = f"node{'s' * (len(absent) > 1)} {ranks_text(absent)}"
+    here = [store.get(_who(node)).decode() for node in range(count) if node not in absent]
     return (
-        f"{nodes} of {count} did not come within {patience:g} s (JOIN_MINUTES). Here: {', '.join(here)}. Look at what "
-        "is missing (NODE_RANK counts from 0), or start the job with fewer (NNODES)."
+        f"{_nodes(absent)} of {count} did not come within {patience:g} s (JOIN_MINUTES). Here: {', '.join(here)}. Look "
+        "at what is missing (NODE_RANK counts from 0), or start the job with fewer (NNODES)."
     )
-
-
-def _first_store(port: int) -> dist.Store:
-    try:
-        return dist.TCPStore("localhost", port, None, True, _CALL, wait_for_workers=False, multi_tenant=True)
-    except dist.DistError as error:
-        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
-        cause = f"cannot be opened ({str(error).splitlines()[0][:160]})"
-        cause = "is taken: another job or program uses it. Choose another MASTER_PORT." if taken else cause
-        raise TrainingStopped(f"port {port} of this node {cause}") from error
 
 
 def _store_of(host: str, port: int, node: int, end: float, patience: float) -> dist.Store:
     """The first node's, as soon as it is there."""
-    said = "no answer"
-    while time.monotonic() < end:
-        try:
-            socket.create_connection((host, port), timeout=2.0).close()
-            with _without_errors_of_torch():
-                return dist.TCPStore(host, port, None, False, _CALL, wait_for_workers=False)
-        except OSError as error:
-            said = str(error)
-        except dist.DistError as error:
-            said = f"what answers is no job's store ({str(error).splitlines()[0][:100]})"
-        time.sleep(_EVERY)
+    found = reach_store(host, port, _CALL, end, lambda seen: _tell(f"node 0 at {host}:{port} ({seen})", end))
+    if not isinstance(found, str):
+        return found
     raise TrainingStopped(
         f"node 0 did not come within {patience:g} s (JOIN_MINUTES) at {host}:{port} (MASTER_ADDR, MASTER_PORT), where "
-        f"node {node}, process {os.getpid()} on {socket.gethostname()}, has looked for it: {said}."
+        f"node {node}, process {os.getpid()} on {socket.gethostname()}, has looked for it: {found}."
     )
 
 
-@contextmanager
-def _without_errors_of_torch() -> Iterator[None]:
-    """Of a try that fails torch's C++ prints its stack, whatever its level; what it raises says enough."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+def _who(node: int) -> str:
+    return f"agents/who/{node}"
 
 
-def _until(holds: Callable[[], bool], end: float) -> None:
-    while not holds() and time.monotonic() < end:
-        time.sleep(_EVERY)
+def _missing(store: dist.Store, count: int) -> list[int]:
+    return [node for node in range(count) if not store.check([_who(node)])]
+
+
+def _waiting(store: dist.Store, count: int) -> str:
+    absent = _missing(store, count)
+    return f"{_nodes(absent)} of {count}" if absent else "node 0"
+
+
+def _nodes(numbers: list[int]) -> str:
+    return f"node{'s' * (len(numbers) > 1)} {ranks_text(numbers)}"
+
+
+def _tell(what: str, end: float) -> None:
+    left = max(0.0, end - time.monotonic())
+    print(f"waiting for {what}, for {left:.0f} s more at most (JOIN_MINUTES)", file=sys.stderr, flush=True)
+
+
+def _until(holds: Callable[[], bool], end: float, tell: Callable[[], None] = lambda: None) -> bool:
+    return any(holds() for _ in patiently(end, tell))

@@ -101,6 +101,11 @@ class AlgorithmConfig(Section):
     policy_loss_options: Passthrough = Field(
         default_factory=dict, description="Options of the policy loss, and of its token selector if it has one."
     )
+    token_selector: str | None = Field(
+        default=None,
+        description="Tokens that a policy loss which reads `selected` treats apart: kl_cov, clip_cov, or "
+        "module:function. null: the policy loss's own.",
+    )
     group_size: Positive = Field(default=1, description="Responses sampled for each prompt; grpo needs at least 2.")
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="Refilling groups that tell nothing."
@@ -123,9 +128,11 @@ class AlgorithmConfig(Section):
     correction: CorrectionConfig = Field(
         default_factory=CorrectionConfig, description="Importance weights of samples that the engine drew."
     )
+    value_loss: str = Field(default="clipped", description="The critic's loss: clipped, or module:function.")
+    value_loss_options: Passthrough = Field(default_factory=dict, description="Options of the value loss.")
     value_clip_range: PositiveFloat | None = Field(
         default=0.2,
-        description="How far a value may move before its loss is clipped (ppo). null: no clip.",
+        description="How far a value may move before its loss is clipped (clip_range of value_loss). null: no clip.",
     )
     value_loss_coef: PositiveFloat = Field(default=1.0, description="Factor on the value loss (ppo).")
     entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the policy loss.")
@@ -160,6 +167,11 @@ class AlgorithmConfig(Section):
     def policy_loss_name(self) -> str:
         """The policy loss, registered or of the user's own."""
         return self.policy_loss or PRESETS[self.name].policy_loss
+
+    @property
+    def token_selector_name(self) -> str:
+        """Of a policy loss that reads `selected`: the selector, registered or of the user's own."""
+        return self.token_selector or self.policy_loss_name
 
     @property
     def preset_loss_options(self) -> Mapping[str, float]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
 
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.algorithm_conflicts import estimator_conflicts, kl_conflicts, loss_conflicts
-from megaverl.config.annotations import fits
+from megaverl.config.algorithm_functions import named_function, option_mistakes, reading_mistakes
 from megaverl.config.errors import Mistake, did_you_mean, divisors, found, listed
-from megaverl.config.option_ranges import out_of_order, out_of_range
-from megaverl.config.registered import Registered, of_the_users_own, registered
+from megaverl.config.option_ranges import out_of_order
+from megaverl.config.registered import Registered, registered
 from megaverl.config.schema import Config
 
 # What a training step can give an advantage estimator, and a policy loss.
@@ -40,6 +40,8 @@ LOSS_INPUTS = (
     "selected",
 )
 
+SELECTOR_INPUTS = ("log_probs", "advantages", "response_mask", "draws")
+VALUE_LOSS_INPUTS = ("values", "old_values", "returns", "weights")
 AGGREGATION_INPUTS = ("response_mask", "denominators")
 CORRECTION_INPUTS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages", "response_mask", "weights")
 KL_INPUTS = ("log_probs", "ref_log_probs")
@@ -49,13 +51,15 @@ DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
 def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
     """Every mistake in `algorithm`, and between it and the other sections."""
     algorithm = config.algorithm
-    estimator, mistakes = _function("advantage", "advantage_estimators", algorithm.advantage_name)
+    estimator, mistakes = named_function("advantage", "advantage_estimators", algorithm.advantage_name)
     yield from mistakes
-    loss, mistakes = _function("policy_loss", "policy_losses", algorithm.policy_loss_name)
+    loss, mistakes = named_function("policy_loss", "policy_losses", algorithm.policy_loss_name)
     yield from mistakes
-    aggregation, mistakes = _function("loss_aggregation", "aggregations", algorithm.aggregation_name)
+    aggregation, mistakes = named_function("loss_aggregation", "aggregations", algorithm.aggregation_name)
     yield from mistakes
-    yield from _reads("loss_aggregation", algorithm.aggregation_name, aggregation, AGGREGATION_INPUTS, ("max_tokens",))
+    yield from reading_mistakes(
+        "loss_aggregation", algorithm.aggregation_name, aggregation, AGGREGATION_INPUTS, ("max_tokens",)
+    )
     yield from _batches(config)
     yield from _kl(algorithm)
     yield from kl_conflicts(algorithm)
@@ -77,35 +81,6 @@ def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
         )
 
 
-def _function(key: str, registry: str, name: str) -> tuple[Registered | None, list[Mistake]]:
-    key = f"algorithm.{key}"
-    if ":" in name:
-        try:
-            return of_the_users_own(name), []
-        except LookupError as error:
-            return None, [Mistake(key, f"found {found(name)}: {error}.")]
-    known = registered(registry)
-    if name not in known:
-        text = f"found {found(name)}; known: {listed(sorted(known), most=40)}, or a function of your own as "
-        return None, [Mistake(key, f"{text}module:function.{did_you_mean(name, known)}")]
-    return known[name], []
-
-
-def _reads(
-    key: str, name: str, function: Registered | None, given: Sequence[str], options: Sequence[str]
-) -> Iterator[Mistake]:
-    """What a function wants and is not given: inputs, and options without a default."""
-    if function is None:
-        return
-    key = f"algorithm.{key}"
-    if unknown := [each for each in function.inputs if each not in given]:
-        yield Mistake(key, f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}.")
-    if missing := [each for each in function.required if each not in options]:
-        known = f"only {listed(options)}" if options else "none"
-        text = f"found {found(name)}, which needs the option {listed(missing)}, and {known} can be set. Give a default."
-        yield Mistake(key, text)
-
-
 def _batches(config: Config) -> Iterator[Mistake]:
     algorithm = config.algorithm
     if config.samples_per_step % algorithm.num_mini_batches:
@@ -121,9 +96,9 @@ def _batches(config: Config) -> Iterator[Mistake]:
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl = algorithm.kl
-    estimator, mistakes = _function("kl.kind", "kl_estimators", kl.kind)
+    estimator, mistakes = named_function("kl.kind", "kl_estimators", kl.kind)
     yield from mistakes
-    yield from _reads("kl.kind", kl.kind, estimator, KL_INPUTS, ())
+    yield from reading_mistakes("kl.kind", kl.kind, estimator, KL_INPUTS, ())
     if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
         key = "coef" if kl.coef > 0 else "target"
         yield Mistake(
@@ -181,8 +156,7 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
             "reference, no algorithm.entropy_coef, no mix. Name an estimator, or one of these.",
             involves=("algorithm.name",),
         )
-    if "values" not in inputs:
-        yield from _without_critic(algorithm)
+    yield from _value_loss(algorithm) if "values" in inputs else _without_critic(algorithm)
     if "greedy_rewards" in inputs and config.trainer.replay_rollouts is not None:
         yield Mistake(
             key,
@@ -196,7 +170,7 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
             f"found reward, but {name} reads neither rewards nor token_rewards. Use in: loss.",
             involves=("algorithm.name", key),
         )
-    yield from _options("algorithm.advantage_options", name, algorithm.advantage_options, estimator.options, estimator)
+    yield from option_mistakes("algorithm.advantage_options", name, algorithm.advantage_options, estimator)
 
 
 def _learns_otherwise(config: Config) -> bool:
@@ -211,7 +185,7 @@ def _learns_otherwise(config: Config) -> bool:
 def _without_critic(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     """A value loss where there are no values."""
     defaults = AlgorithmConfig()
-    for key in ("value_loss_coef", "value_clip_range", "critic_warmup_steps"):
+    for key in ("value_loss", "value_loss_options", "value_loss_coef", "value_clip_range", "critic_warmup_steps"):
         value = getattr(algorithm, key)
         if value != getattr(defaults, key):
             yield Mistake(
@@ -230,23 +204,64 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[Mistake]:
             "algorithm.policy_loss",
             f"found {found(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}.",
         )
-    options = dict(loss.options)
+    selector: Registered | None = Registered((), (), {}, ())
     if "selected" in loss.inputs:
-        selectors = registered("token_selectors")
-        if name not in selectors:
-            yield Mistake("algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector.")
-        else:
-            options |= selectors[name].options
+        selector, mistakes = _token_selector(algorithm)
+        yield from mistakes
+    elif algorithm.token_selector is not None:
+        yield Mistake(
+            "algorithm.token_selector",
+            f"found {found(algorithm.token_selector)}, but {name} does not read selected. Leave it out.",
+            involves=("algorithm.name", "algorithm.policy_loss"),
+        )
+    own = loss.options if selector is None else loss.options | selector.options
     clips = {"clip_range": "clip_low", "clip_range_high": "clip_high"}
     for key, option in clips.items():
-        if getattr(algorithm, key) is not None and option not in options:
+        if getattr(algorithm, key) is not None and option not in own:
             yield Mistake(
                 f"algorithm.{key}",
                 f"found {getattr(algorithm, key)}, but {name} has no {option}. Leave it out; {name} has: "
-                f"{listed(sorted(options)) or 'no options'}.",
+                f"{listed(sorted(own)) or 'no options'}.",
                 involves=("algorithm.name", "algorithm.policy_loss"),
             )
-    yield from _options("algorithm.policy_loss_options", name, algorithm.policy_loss_options, options, loss)
+    if selector is not None:
+        both = replace(loss, options=own, required=(*loss.required, *selector.required))
+        yield from option_mistakes("algorithm.policy_loss_options", name, algorithm.policy_loss_options, both)
+
+
+def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list[Mistake]]:
+    """Of a policy loss that reads `selected`: its selector, None where that cannot be told; and what is wrong."""
+    name = algorithm.token_selector_name
+    if algorithm.token_selector is None and name not in registered("token_selectors"):
+        key, text = "algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector of its "
+        return None, [Mistake(key, f"{text}own. Name one: algorithm.token_selector.")]
+    selector, mistakes = named_function("token_selector", "token_selectors", name)
+    reads = reading_mistakes("token_selector", name, selector, SELECTOR_INPUTS, selector.required if selector else ())
+    return selector, [*mistakes, *reads]
+
+
+def _value_loss(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+    """Of an estimator with a critic."""
+    name, given = algorithm.value_loss, algorithm.value_loss_options
+    loss, mistakes = named_function("value_loss", "value_losses", name)
+    yield from mistakes
+    if loss is None:
+        return
+    yield from reading_mistakes("value_loss", name, loss, VALUE_LOSS_INPUTS, loss.required)
+    yield from option_mistakes("algorithm.value_loss_options", name, given, loss)
+    if algorithm.value_clip_range == AlgorithmConfig().value_clip_range:
+        return
+    if "clip_range" in given:
+        yield Mistake(
+            "algorithm.value_loss_options.clip_range",
+            "is set, and so is algorithm.value_clip_range. Use one of the two.",
+        )
+    elif "clip_range" not in loss.options:
+        yield Mistake(
+            "algorithm.value_clip_range",
+            f"found {found(algorithm.value_clip_range)}, but {name} has no clip_range. Leave it out.",
+            involves=("algorithm.value_loss",),
+        )
 
 
 def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[Mistake]:
@@ -256,9 +271,9 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
             if getattr(correction, key) is not None:
                 yield Mistake(f"algorithm.correction.{key}", "is set, but algorithm.correction.kind is none.")
         return
-    signature, mistakes = _function("correction.kind", "corrections", correction.kind)
+    signature, mistakes = named_function("correction.kind", "corrections", correction.kind)
     yield from mistakes
-    yield from _reads("correction.kind", correction.kind, signature, CORRECTION_INPUTS, ("low", "high"))
+    yield from reading_mistakes("correction.kind", correction.kind, signature, CORRECTION_INPUTS, ("low", "high"))
     if signature is not None:
         if wrong := out_of_order(correction.model_dump()):
             limits = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
@@ -319,11 +334,11 @@ def _distillation(config: Config) -> Iterator[Mistake]:
             if getattr(given, option) != field.get_default(call_default_factory=True):
                 yield Mistake(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
         return
-    function, mistakes = _function("distillation.divergence", "divergences", name)
+    function, mistakes = named_function("distillation.divergence", "divergences", name)
     yield from mistakes
     if function is not None:
-        yield from _options(f"{key}.options", name, given.options, function.options, function)
-        yield from _reads("distillation.divergence", name, function, DIVERGENCE_INPUTS, [*function.options])
+        yield from option_mistakes(f"{key}.options", name, given.options, function)
+        yield from reading_mistakes("distillation.divergence", name, function, DIVERGENCE_INPUTS, [*function.options])
     beta = given.options.get("beta")
     if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
         yield Mistake(
@@ -347,22 +362,3 @@ def _distillation(config: Config) -> Iterator[Mistake]:
                 "vocabulary part. Leave it out.",
                 involves=(f"actor.{grid}", f"{key}.divergence"),
             )
-
-
-def _options(
-    key: str, name: str, given: Mapping[str, Any], options: Mapping[str, Any], function: Registered
-) -> Iterator[Mistake]:
-    for option, value in given.items():
-        if option not in options:
-            known = f" It has: {listed(sorted(options))}." if options else " It has none."
-            yield Mistake(f"{key}.{option}", f"{name} has no such option.{did_you_mean(option, options) or known}")
-        elif not fits(value, options[option]):
-            yield Mistake(f"{key}.{option}", f"found {found(value)}; expected {options[option].type_text}.")
-        elif expected := out_of_range(option, value):
-            yield Mistake(f"{key}.{option}", f"found {found(value)}; expected {expected}.")
-    if wrong := out_of_order(given):
-        low, high = wrong
-        yield Mistake(f"{key}.{low}", f"found {found(given[low])}; expected below {high}, {found(given[high])}.")
-    for option in function.required:
-        if option not in given:
-            yield Mistake(f"{key}.{option}", f"is not set, and {name} needs it.", involves=("algorithm.name",))

@@ -11,6 +11,10 @@ from megaverl.config.registered import Registered
 from megaverl.config.schema import Config
 
 _DEFAULTS = AlgorithmConfig()
+# Losses without a ratio to the policy that sampled, and estimators whose samples need not be the policy's own: what is
+# kept is learned like an answer, or nothing is.
+WITHOUT_RATIO, NOT_OF_SAMPLES = ("policy_gradient", "gpg"), ("raft", "none")
+WITH_RATIO = "Use 1, or a policy loss with a ratio, such as importance_sampling or ppo_clip."
 
 
 def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Mistake]:
@@ -100,6 +104,13 @@ def loss_conflicts(algorithm: AlgorithmConfig, loss: Registered, aggregation: Re
                 "that the clip lets through.",
                 involves=("algorithm.clip_range", "algorithm.clip_range_high"),
             )
+    if _wants_on_policy(algorithm) and algorithm.num_epochs > 1:
+        yield Mistake(
+            "algorithm.num_epochs",
+            f"found {algorithm.num_epochs}, but {name} has no ratio to the policy that sampled: in a second pass its "
+            f"gradient is no longer that of the expected reward, and nothing bounds how far it goes. {WITH_RATIO}",
+            involves=("algorithm.name", "algorithm.policy_loss"),
+        )
     if algorithm.loss_length is not None and aggregation is not None and "max_tokens" not in aggregation.options:
         yield Mistake(
             "algorithm.loss_length",
@@ -107,6 +118,21 @@ def loss_conflicts(algorithm: AlgorithmConfig, loss: Registered, aggregation: Re
             "loss_aggregation: fixed_length.",
             involves=("algorithm.name", "algorithm.loss_aggregation"),
         )
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
+    """What is done, and may not be meant."""
+    algorithm = config.algorithm
+    if _wants_on_policy(algorithm) and algorithm.num_mini_batches > 1:
+        yield (
+            f"algorithm.num_mini_batches={algorithm.num_mini_batches}: {algorithm.policy_loss_name} has no ratio to "
+            "the policy that sampled, so from the second update of a step on its gradient is off-policy and nothing "
+            f"corrects it. {WITH_RATIO}"
+        )
+
+
+def _wants_on_policy(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.policy_loss_name in WITHOUT_RATIO and algorithm.advantage_name not in NOT_OF_SAMPLES
 
 
 def kl_conflicts(algorithm: AlgorithmConfig) -> Iterator[Mistake]:

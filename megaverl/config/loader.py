@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from megaverl.config.algorithm_conflicts import algorithm_warnings
 from megaverl.config.checks import cross_mistakes
 from megaverl.config.errors import InvalidConfig, Mistake
 from megaverl.config.flat import translate
+from megaverl.config.grids import REINFORCING
 from megaverl.config.passthrough import passthrough_mistakes
 from megaverl.config.placement import CLAIMS
 from megaverl.config.schema import Config
@@ -50,6 +52,8 @@ def load_config(
     mistakes += _not_moot(cross_mistakes(config, command, check_paths, world_size), mistakes, source)
     if mistakes:
         raise InvalidConfig(mistakes, source.name)
+    if command in REINFORCING:
+        warnings += algorithm_warnings(config)
     config.note_warnings(warnings)
     return config
 

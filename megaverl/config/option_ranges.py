@@ -41,6 +41,7 @@ RANGES: dict[str, Range] = {
     "center_coef": NOT_NEGATIVE,
     "clip_low": SHARE,
     "clip_high": ABOVE_ZERO,
+    "clip_range": ABOVE_ZERO,
     "clip_dual": Range(1.0, above=True),
     "tau_positive": ABOVE_ZERO,
     "tau_negative": ABOVE_ZERO,

@@ -71,7 +71,9 @@ def of_the_users_own(path: str) -> Registered | None:
 _PLACES = {
     "advantage_estimators": "algorithm.advantage",
     "policy_losses": "algorithm.policy_loss",
+    "token_selectors": "algorithm.token_selector",
     "aggregations": "algorithm.loss_aggregation",
+    "value_losses": "algorithm.value_loss",
     "corrections": "algorithm.correction.kind",
     "kl_estimators": "algorithm.kl.kind",
     "divergences": "algorithm.distillation.divergence",

@@ -86,7 +86,7 @@ class Config(Section):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What could not be checked, and why."""
+        """What could not be checked, and why; what may not be meant."""
         return self._warnings
 
     def note_warnings(self, warnings: list[str]) -> None:

@@ -46,6 +46,7 @@ FIELDS: dict[str, Field] = {
     "margins": Field(torch.float32, "", 0.0, "how much better the better response of a sample's pair is"),
     "desirable": Field(torch.bool, "", False, "whether more of such responses is wanted (KTO)"),
     "agent_ids": Field(torch.int64, "", 0, "number of the agent whose sample it is, in a game of several"),
+    "prompt_numbers": Field(torch.int64, "", -1, "the same for equal prompts, where a rank has not all of them"),
     "group_ids": Field(torch.int64, "", -1, "index of the prompt; its responses share it"),
 }
 

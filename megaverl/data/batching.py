@@ -1,6 +1,6 @@
 """Which samples go to which rank, mini-batch and micro-batch: arithmetic on lengths, the same on every rank.
 
-The batch is replicated, so every rank computes the whole plan and takes its own part; nothing is
+Every rank knows the lengths of all samples, so it computes the whole plan and takes its own part; nothing is
 communicated. The order of work is: `mini_batches` splits a step's samples, `plan_micro_batches` splits one
 mini-batch over the data-parallel ranks (`balance`) and each rank's share into micro-batches under the token
 budget (`micro_batches`).
@@ -58,6 +58,11 @@ def mini_batches(
         sorted(sample for unit in order[start:stop] for sample in units[unit])
         for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
     ]
+
+
+def rows_of_rank(num_samples: int, rank: int, size: int) -> range:
+    """The samples of one of `size` ranks where their number alone decides: runs of equal length, up to one."""
+    return range(num_samples * rank // size, num_samples * (rank + 1) // size)
 
 
 def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = False) -> list[list[int]]:

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import check_cap, plan_micro_batches
 
 GOOD_ENOUGH = 1.02  # the busiest rank's tokens, of the mean; no finer cut is tried
+
+
+class Outline(NamedTuple):
+    """What every rank that plans with a batch knows of all its samples, whichever it has itself.
+
+    Attributes:
+        prompt_lengths, response_lengths: tokens.
+        prompts: the same number for samples whose prompts are the same, token for token.
+    """
+
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    prompts: list[int]
+
+    def __len__(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of prompt and response together."""
+        return [prompt + response for prompt, response in zip(self.prompt_lengths, self.response_lengths, strict=True)]
+
+
+def outline_of(batch: RolloutBatch) -> Outline:
+    """That of a batch; one that has some of its samples alone says itself which prompts are the same."""
+    said = batch.tensors.get("prompt_numbers")
+    prompts = prompt_numbers(batch) if said is None else said.tolist()
+    return Outline(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), prompts)
 
 
 def prompt_numbers(batch: RolloutBatch) -> list[int]:

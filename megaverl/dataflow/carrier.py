@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow.plan import Edge
 from megaverl.fabric import Fabric
-from megaverl.fabric.courier import Courier, Readers
+from megaverl.fabric.courier import Courier
+from megaverl.fabric.landing import Reads
 
 
 class Carrier:
@@ -16,14 +17,16 @@ class Carrier:
 
     Args:
         known: dataclasses that may travel, besides batches, tensors and plain values.
-        readers: operator -> who reads which rows of a batch that it takes; those left out read all. A batch goes in
-            parts only where all of its takers say so.
+        selective: operators that read some samples of a batch, and not all; known on every rank. Where all that take a
+            batch on other ranks are such, each of these ranks gets what it reads.
+
+    Attributes:
+        reads: of those of them that this rank runs, which samples; asked when a batch is here.
     """
 
-    def __init__(
-        self, fabric: Fabric, known: Sequence[type] = (), readers: Mapping[str, Readers] | None = None
-    ) -> None:
-        self.fabric, self._readers = fabric, dict(readers or {})
+    def __init__(self, fabric: Fabric, known: Sequence[type] = (), selective: Collection[str] = ()) -> None:
+        self.fabric, self._selective = fabric, frozenset(selective)
+        self.reads: Mapping[str, Reads] = {}
         self._courier = Courier(fabric, known)
 
     @property
@@ -38,33 +41,24 @@ class Carrier:
             edge.source,
             edge.dest,
             base=_base(edge, values),
-            readers=self._readers_of(edge),
+            lands=self._lands(edge),
         )
 
     def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
         """`edge.value`, when it is here."""
-        return self._courier.receive(
-            edge.value, edge.source, edge.dest, base=_base(edge, values), readers=self._readers_of(edge)
-        )
+        reads = self._reads_of(edge) if self._lands(edge) else None
+        return self._courier.receive(edge.value, edge.source, edge.dest, base=_base(edge, values), reads=reads)
 
     def settle(self) -> None:
         """Until all that was sent has been taken."""
         self._courier.settle()
 
-    def _readers_of(self, edge: Edge) -> Readers | None:
-        found = [self._readers.get(name) for name in edge.takers]
-        if any(reader is None for reader in found):
-            return None
+    def _lands(self, edge: Edge) -> bool:
+        """Whether every rank that an edge leads to reads some samples alone."""
+        return self._selective.issuperset(edge.takers)
 
-        def together(prompts: Sequence[int], responses: Sequence[int]) -> dict[int, list[int]]:
-            rows: dict[int, set[int]] = {rank: set() for rank in edge.dest}
-            for reader in found:
-                assert reader is not None
-                for rank, read in reader(prompts, responses).items():
-                    rows.get(rank, set()).update(read)
-            return {rank: sorted(read) for rank, read in rows.items()}
-
-        return together
+    def _reads_of(self, edge: Edge) -> Reads:
+        return Reads.together(self.reads[name] for name in edge.takers)
 
 
 def _base(edge: Edge, values: Mapping[str, Any]) -> RolloutBatch | None:

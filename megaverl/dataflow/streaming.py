@@ -1,28 +1,30 @@
 """Finished samples on their way while others are still being written: from the engines to reward, actor and critic.
 
 The first rank of each engine sends what is finished in parts; whoever takes the step's rollouts puts the parts in their
-places, and may work on each as it comes. In the end it has the batch that it would have had at once, to the bit.
+places, and may work on each as it comes. When all are there, they go on to the ranks that read them. In the end each
+has the batch that it would have had at once, to the bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline, prompt_numbers
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
 from megaverl.errors import DataError
 from megaverl.fabric import Fabric
-from megaverl.fabric.courier import Readers, spread_batch
+from megaverl.fabric.landing import go_on, landing
 from megaverl.fabric.move import Moving, receive_rows, send_rows, table_of
 from megaverl.fabric.post import Sent, receive_json, send_json
 from megaverl.fabric.rows import Move
 from megaverl.fabric.wire import Table, merge
 
 STREAMED = "rollouts"
-BY_NUMBER = frozenset({"reward"})  # operators whose ranks read rows by their number, which is known before they come
+BY_NUMBER = frozenset({"reward"})  # operators that work on samples as they come
 # A rank that sends waits until such a part of its samples is finished: small where each is worked on as it comes.
 PARTS, PARTS_THAT_WAIT = 16, 4
 
@@ -42,11 +44,11 @@ class StreamingCarrier(Carrier):
         self,
         fabric: Fabric,
         known: Sequence[type],
-        readers: Mapping[str, Readers],
+        selective: Collection[str],
         speakers: Sequence[int],
         samples_per_step: int,
     ) -> None:
-        super().__init__(fabric, known, readers)
+        super().__init__(fabric, known, selective)
         self.speakers, self._count = tuple(speakers), samples_per_step
         self._outgoing: dict[Edge, Outgoing] = {}
         self._arrived: dict[Edge, RolloutBatch] = {}
@@ -58,10 +60,8 @@ class StreamingCarrier(Carrier):
             self._outgoing = {edge: Outgoing(self.fabric, edge, self._rows_by_rank(edge)) for edge in mine}
 
     def streams(self, edge: Edge) -> bool:
-        """Whether an edge's value goes in parts: who reads which samples of it does not depend on their lengths."""
-        if edge.value != STREAMED or not self.speakers:
-            return False
-        return self._readers_of(edge) is None or BY_NUMBER.issuperset(edge.takers)
+        """Whether an edge's value goes in parts."""
+        return edge.value == STREAMED and bool(self.speakers)
 
     def begin(self) -> None:
         """A step's samples will be given as they are finished."""
@@ -88,14 +88,14 @@ class StreamingCarrier(Carrier):
 
         Args:
             span: opened with "wait" around waiting.
-            each: called with every part that comes, of the samples that this rank reads.
+            each: called with every part that comes, of the samples that land on this rank.
 
         Raises:
             TrainingStopped: an engine's rank did not send its part in time, by number and role.
             DataError: samples are missing.
         """
         parts: list[tuple[list[int], Table]] = []
-        lengths: dict[int, tuple[int, int]] = {}
+        known: dict[int, tuple[int, int, int]] = {}  # of each sample, its part of the outline
         waiting = list(self.speakers)
         while waiting:
             for sender in tuple(waiting):
@@ -104,10 +104,15 @@ class StreamingCarrier(Carrier):
                 if table is not None:
                     parts.append((head["rows"], table))
                     each(head["rows"], batch_of(table))
-                if head["lengths"] is not None:
-                    lengths |= {row: (prompt, response) for row, prompt, response in head["lengths"]}
+                if head["outline"] is not None:
+                    known |= {row: (prompt, response, number) for row, prompt, response, number in head["outline"]}
                     waiting.remove(sender)
-        self._arrived[edge] = put_together(parts, lengths)
+        outline = outline_from(known)
+        batch = put_together(parts)
+        if self._lands(edge):
+            with span("wait"):
+                batch = go_on(self.fabric, _name(edge), batch, outline, edge.dest, self._reads_of(edge))
+        self._arrived[edge] = batch
 
     def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
         return self._arrived.pop(edge) if edge in self._arrived else super().receive(edge, values)
@@ -118,18 +123,16 @@ class StreamingCarrier(Carrier):
             outgoing.sent.wait()
 
     def _rows_by_rank(self, edge: Edge) -> dict[int, frozenset[int]]:
-        readers, every = self._readers_of(edge), range(self._count)
-        if readers is None:
-            return dict.fromkeys(edge.dest, frozenset(every))
-        read = readers([0] * self._count, [0] * self._count)
-        return {rank: frozenset(read[rank]) for rank in edge.dest}
+        if not self._lands(edge):
+            return dict.fromkeys(edge.dest, frozenset(range(self._count)))
+        return {rank: frozenset(rows) for rank, rows in landing(self._count, edge.dest).items()}
 
 
 class Outgoing:
     """What one rank sends along one edge, step by step.
 
     Args:
-        wanted: by receiver, the samples that it reads.
+        wanted: by receiver, the samples that go to it.
 
     Attributes:
         sent: messages on their way.
@@ -162,26 +165,26 @@ class Outgoing:
         """
         if self._least is None and share:
             self.give(share, batch.select(share))
-        prompts, responses = batch.prompt_lengths.tolist(), batch.response_lengths.tolist()
-        # who reads nothing makes an empty batch, and must know of what
+        known = (batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), prompt_numbers(batch))
+        # who gets nothing makes an empty batch, and must know of what
         self._kept.append(([], batch.select([])))
-        self._send_kept([[row, prompts[row], responses[row]] for row in self._rows])
+        self._send_kept([[row, *(column[row] for column in known)] for row in self._rows])
         self._least, self._rows = None, []
 
-    def _send_kept(self, lengths: list[list[int]] | None = None) -> None:
-        """What was given and not sent; with the lengths of all, where it is the last."""
+    def _send_kept(self, outline: list[list[int]] | None = None) -> None:
+        """What was given and not sent; with the outline of all, where it is the last."""
         self.sent.forget_done()
         rows = [row for some, _ in self._kept for row in some]
         part = RolloutBatch.concat([batch for _, batch in self._kept])
         self._kept = []
         for dest, wanted in self.wanted.items():
             places = [place for place, row in enumerate(rows) if row in wanted]
-            if places or lengths is not None:
+            if places or outline is not None:
                 own = part.select(places) if places or not wanted else None
-                self._post(dest, [rows[place] for place in places], own, lengths)
+                self._post(dest, [rows[place] for place in places], own, outline)
 
-    def _post(self, dest: int, rows: list[int], part: RolloutBatch | None, lengths: Any) -> None:
-        head = {"rows": rows, "holds": part is not None, "lengths": lengths}
+    def _post(self, dest: int, rows: list[int], part: RolloutBatch | None, outline: Any) -> None:
+        head = {"rows": rows, "holds": part is not None, "outline": outline}
         self.sent.add(send_json(self.fabric, _name(self.edge), dest, head))
         if part is not None:
             moving = _moving(self.edge, rows, self.fabric.rank, dest, receives=False)
@@ -196,22 +199,25 @@ def receive_part(fabric: Fabric, edge: Edge, sender: int) -> tuple[dict[str, Any
     return head, receive_rows(fabric, _moving(edge, head["rows"], sender, fabric.rank, receives=True))
 
 
-def put_together(parts: Sequence[tuple[Sequence[int], Table]], lengths: Mapping[int, tuple[int, int]]) -> RolloutBatch:
-    """The step's batch from its parts; samples that are not read here have their lengths, and nothing else.
+def outline_from(known: Mapping[int, tuple[int, int, int]]) -> Outline:
+    """What is known of all samples, from what was said of each.
 
     Raises:
         DataError: a sample is missing.
     """
-    if missing := sorted(set(range(max(lengths, default=-1) + 1)) - lengths.keys()):
-        raise DataError(f"{STREAMED}: of {max(lengths) + 1} samples {missing} did not come")
-    rows = sorted({row for some, _ in parts for row in some})
+    count = max(known, default=-1) + 1
+    if missing := sorted(set(range(count)) - known.keys()):
+        raise DataError(f"{STREAMED}: of {count} samples {missing} did not come")
+    return Outline(*([known[row][part] for row in range(count)] for part in range(3)))
+
+
+def put_together(parts: Sequence[tuple[Sequence[int], Table]]) -> RolloutBatch:
+    """One batch from its parts, in the order of the samples' numbers."""
+    rows = sorted(row for some, _ in parts for row in some)
     place = {row: number for number, row in enumerate(rows)}
-    merged = merge(len(rows), [([place[row] for row in some], table, range(len(some))) for some, table in parts])
-    batch = batch_of(merged)
-    if len(rows) == len(lengths):
-        return batch
-    of_all = [lengths[row] for row in range(len(lengths))]
-    return spread_batch(batch, rows, [[prompt for prompt, _ in of_all], [response for _, response in of_all]])
+    return batch_of(
+        merge(len(rows), [([place[row] for row in some], table, range(len(some))) for some, table in parts])
+    )
 
 
 def batch_of(table: Table) -> RolloutBatch:

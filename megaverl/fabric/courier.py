@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
+from megaverl.data.sharing import outline_of
 from megaverl.errors import DataError
+from megaverl.fabric.landing import Reads, go_on, landing, read_outline
 from megaverl.fabric.move import Moving, receive_rows, send_rows, table_of
 from megaverl.fabric.post import Call, Sent, receive_json, send_json
 from megaverl.fabric.rows import Rows
@@ -20,15 +22,12 @@ from megaverl.fabric.wire import DTYPES
 from megaverl.fabric.worlds import Fabric
 from megaverl.platform import platform
 
-# (lengths of the prompts, of the responses) -> the rows that each rank of the receiving role reads
-Readers = Callable[[Sequence[int], Sequence[int]], Rows]
-
 
 class Courier:
     """One rank's end of all edges between roles. All ranks of an edge call with the same names, in the same order.
 
-    Batches go row by row, each rank getting those that it reads; fields of a batch that the receiver has go as their
-    rows too; anything else (plain values, tensors, and dataclasses of `known`) goes whole. Nothing is pickled.
+    Batches go row by row: all to every rank, or each to those that read it; fields of a batch that the receivers have
+    go as rows too; anything else (plain values, tensors, and dataclasses of `known`) goes whole. Nothing is pickled.
 
     Args:
         known: dataclasses that may travel.
@@ -47,7 +46,7 @@ class Courier:
         dest: Sequence[int],
         *,
         base: RolloutBatch | None = None,
-        readers: Readers | None = None,
+        lands: bool = False,
     ) -> None:
         """On the ranks that hold `value`, all of it; returns at once.
 
@@ -55,7 +54,7 @@ class Courier:
             name: of the edge.
             source, dest: ranks of the job.
             base: the batch that the receivers have already, which `value` adds to or is a field of.
-            readers: who reads which rows of it; None: every rank all of them.
+            lands: the receivers say which samples of a batch they read, and get no others.
         """
         self._sent.forget_done()
         head: dict[str, Any]
@@ -78,10 +77,12 @@ class Courier:
                     self._sent.add(self._bytes_to(name, rank, tensor))
             return
         assert batch is not None
-        head["lengths"] = [batch.prompt_lengths.tolist(), batch.response_lengths.tolist()]
+        head["count"] = len(batch)
+        if lands and head["kind"] == "batch" and base is None:
+            head["outline"] = outline_of(batch)
         for rank in self._my_receivers(source, dest):
             self._sent.add(send_json(self.fabric, name, rank, head))
-        moving = self._moving(name, head, source, dest, readers)
+        moving = self._moving(name, head, source, dest)
         self._sent.add(send_rows(self.fabric, moving, table))
 
     def receive(
@@ -91,9 +92,12 @@ class Courier:
         dest: Sequence[int],
         *,
         base: RolloutBatch | None = None,
-        readers: Readers | None = None,
+        reads: Reads | None = None,
     ) -> Any:
-        """On the ranks of `dest`: the value, when it is here. Rows that this rank does not read are empty.
+        """On the ranks of `dest`: the value, when it is here.
+
+        Args:
+            reads: of a batch that lands: which samples each rank reads; of the others it has what `go_on` says.
 
         Raises:
             TrainingStopped: a rank did not send its part in time, by number and role.
@@ -104,11 +108,11 @@ class Courier:
             sender = self._my_sender(source, dest)
             tensors = [self._bytes_from(name, sender, dtype, shape) for dtype, shape in head["tensors"]]
             return _whole(head["value"], tensors, self.known)
-        moving = self._moving(name, head, source, dest, readers)
+        moving = self._moving(name, head, source, dest)
         table = receive_rows(self.fabric, moving)
         assert table is not None
         tensors_here = {key: tensor.cpu() for key, tensor in table.tensors.items()}
-        rows, count = list(moving.wanted), len(head["lengths"][0])
+        rows = list(moving.wanted)
         if head["kind"] == "field":
             if base is None:
                 raise DataError(f"{name}: a field came, and this rank has no batch that it belongs to")
@@ -119,7 +123,11 @@ class Courier:
             fields = {key: _spread_like(key, tensor, rows, base) for key, tensor in tensors_here.items()}
             return base.with_(**fields)
         batch = RolloutBatch(tensors_here, table.columns)
-        return batch if rows == list(range(count)) else spread_batch(batch, rows, head["lengths"])
+        if "outline" not in head:
+            return batch
+        if reads is None:
+            raise DataError(f"{name}: a batch came of which each rank reads a part, and this rank reads it all")
+        return go_on(self.fabric, name, batch, read_outline(name, head["outline"]), dest, reads)
 
     def settle(self) -> None:
         """Until all that was sent has left.
@@ -129,12 +137,10 @@ class Courier:
         """
         self._sent.wait()
 
-    def _moving(
-        self, name: str, head: Mapping[str, Any], source: Sequence[int], dest: Sequence[int], readers: Readers | None
-    ) -> Moving:
-        rows = range(len(head["lengths"][0]))
-        wanted: Rows = readers(*head["lengths"]) if readers is not None else dict.fromkeys(dest, rows)
-        return Moving.plan(self.fabric, name, dict.fromkeys(source, rows), {rank: wanted[rank] for rank in dest})
+    def _moving(self, name: str, head: Mapping[str, Any], source: Sequence[int], dest: Sequence[int]) -> Moving:
+        rows = range(head["count"])
+        wanted: Rows = landing(len(rows), dest) if "outline" in head else dict.fromkeys(dest, rows)
+        return Moving.plan(self.fabric, name, dict.fromkeys(source, rows), wanted)
 
     def _my_sender(self, source: Sequence[int], dest: Sequence[int]) -> int:
         return sender_of(self.fabric.rank, source, dest, self.fabric.placement.node_of)
@@ -152,6 +158,7 @@ class Courier:
             raise DataError(f"{name}: a tensor of {dtype} came, which does not travel")
         data = torch.empty(math.prod(shape) * DTYPES[dtype].itemsize, dtype=torch.uint8, device=platform.device)
         Call(self.fabric, name).receive(self.fabric.road(source, self.fabric.rank), {source: data})
+        self.fabric.traffic.received += data.numel()
         return data.view(DTYPES[dtype]).reshape(list(shape)).cpu()
 
 
@@ -171,28 +178,6 @@ def _fresh(batch: RolloutBatch, base: RolloutBatch | None) -> dict[str, Tensor]:
     if base is None:
         return dict(batch.tensors)
     return {name: tensor for name, tensor in batch.tensors.items() if base.tensors.get(name) is not tensor}
-
-
-def spread_batch(part: RolloutBatch, rows: Sequence[int], lengths: Sequence[Sequence[int]]) -> RolloutBatch:
-    """A batch of all rows whose other rows have their lengths and nothing else, so that all ranks plan alike."""
-    count, index = len(lengths[0]), torch.tensor(list(rows), dtype=torch.int64)
-    wide = part.pad_to(prompt=max(lengths[0], default=0), response=max(lengths[1], default=0))
-    tensors = {}
-    for name, tensor in wide.tensors.items():
-        whole = tensor.new_full((count, *tensor.shape[1:]), FIELDS[name].fill)
-        whole[index] = tensor
-        tensors[name] = whole
-    tensors["prompt_lengths"] = torch.tensor(lengths[0], dtype=torch.int64)
-    tensors["response_lengths"] = torch.tensor(lengths[1], dtype=torch.int64)
-    columns = {name: _spread_column(column, rows, count) for name, column in part.columns.items()}
-    return RolloutBatch(tensors, columns)
-
-
-def _spread_column(column: Sequence[Any], rows: Sequence[int], count: int) -> list[Any]:
-    whole: list[Any] = [None] * count
-    for row, entry in zip(rows, column, strict=True):
-        whole[row] = entry
-    return whole
 
 
 def _spread_like(name: str, part: Tensor, rows: Sequence[int], base: RolloutBatch) -> Tensor:

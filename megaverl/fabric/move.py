@@ -201,4 +201,5 @@ def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], dict[int, T
     payloads = {
         source: torch.empty(int(found[2]), dtype=torch.uint8, device=platform.device) for source, found in sizes.items()
     }
+    fabric.traffic.received += sum(payload.numel() for payload in payloads.values())
     return {source: bytes(header.numpy()) for source, header in headers.items()}, payloads

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -13,8 +14,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megaverl.errors import TrainingStopped
+from megaverl.fabric.first_store import reach_store
 from megaverl.placement import ResolvedPlacement, World
 from megaverl.platform import platform
+
+
+@dataclass
+class Traffic:
+    """Bytes of batches and results that have come to this rank from others, since its start."""
+
+    received: int = 0
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,7 @@ class Fabric:
         control: all ranks, gloo on CPU tensors: reports and decisions, which must not wait for a device.
         store: the job's.
         timeout: of everything in these groups.
+        traffic: what the samples cost; weights are not in it.
     """
 
     placement: ResolvedPlacement
@@ -45,6 +55,7 @@ class Fabric:
     control: dist.ProcessGroup
     store: dist.Store
     timeout: timedelta
+    traffic: Traffic = field(default_factory=Traffic)
 
     @property
     def world_rank(self) -> int:
@@ -78,7 +89,7 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """The store of the torchrun job that this process belongs to, its rank and the number of ranks.
 
     Raises:
-        TrainingStopped: the store cannot be reached, or its port is taken.
+        TrainingStopped: the store cannot be reached, or its port is taken, by whom others then find there.
     """
     address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
@@ -87,13 +98,22 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
         else:  # torch's own would wait for all ranks, and not say which are missing
             rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = dist.TCPStore(host, port, size, rank == 0, timeout, wait_for_workers=False, multi_tenant=True)
+            store = _first_ranks_store(host, port, rank, timeout)
     except (dist.DistError, OSError, ValueError, KeyError) as error:
         taken = "EADDRINUSE" in str(error) or "address already in use" in str(error)
         cause = "the port is taken: choose another --master-port" if taken else "is the first node up, and reachable?"
         raise TrainingStopped(f"no store at {address}: {cause} ({str(error).splitlines()[0][:200]})") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"megaverl/job/{attempt}", store), rank, size
+
+
+def _first_ranks_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
+    if rank == 0:
+        return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+    found = reach_store(host, port, timeout, time.monotonic() + timeout.total_seconds(), lambda seen: None)
+    if isinstance(found, str):
+        raise TimeoutError(found)
+    return found
 
 
 def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> Fabric:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from megaverl.algorithms import value_losses
 from megaverl.data.batch import RolloutBatch
-from megaverl.roles.critic import heads_of
+from megaverl.roles.critic import heads_of, value_loss
 from megaverl.roles.megatron_model import MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.policy import Actor
@@ -26,7 +25,7 @@ class ActorCritic(Actor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._value_loss = value_losses.get("clipped")
+        self._value_loss = value_loss(self.algorithm)
         self._value_weighting = Weighting("token_mean")
 
     def values(self, batch: RolloutBatch) -> torch.Tensor:
@@ -61,7 +60,7 @@ class ActorCritic(Actor):
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         policy, metrics = super()._loss(logits, micro)
         given = {**micro.fields, "weights": micro.fields["value_weights"], "values": self.model.values(logits, micro)}
-        result = self._value_loss(given, clip_range=self.algorithm.value_clip_range)
+        result = self._value_loss(given)
         loss = self.algorithm.value_loss_coef * result.loss
         of_values = {f"{VALUES}{name}": value for name, value in result.metrics.items()}
         return policy + loss, {**metrics, **of_values, f"{VALUES}loss": share(loss)}

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from megaverl.algorithms import value_losses
+from megaverl.algorithms import LossOutput, value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline
 from megaverl.roles.megatron_model import MegatronModel, MicroBatch
-from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.roles.trainable import TrainableModel
 from megaverl.roles.updates import Weighting, run_updates, share
 
@@ -23,12 +25,16 @@ class Critic:
     ) -> None:
         self.trainable, self.model, self.algorithm = trainable, trainable.model, algorithm
         self.micro_batch_tokens, self.seed = micro_batch_tokens, seed
-        self._value_loss = value_losses.get("clipped")
+        self._value_loss = value_loss(algorithm)
 
     def values(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32: the value before each response token, the same on every rank."""
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, heads_of(batch, self.model))
         return self.model.score(micro, self.model.values, batch.response_shape)
+
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the model's grid reads for their values."""
+        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 
     def update(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
         """Take all updates of one step towards `returns`; `values` are the old ones. Returns metrics."""
@@ -45,11 +51,22 @@ class Critic:
         )
 
     def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        result = self._value_loss(
-            {"values": self.model.values(output, micro), **micro.fields}, clip_range=self.algorithm.value_clip_range
-        )
+        result = self._value_loss({**micro.fields, "values": self.model.values(output, micro)})
         loss = self.algorithm.value_loss_coef * result.loss
         return loss, {**result.metrics, "loss": share(loss)}
+
+
+def value_loss(algorithm: AlgorithmConfig) -> Callable[[Mapping[str, torch.Tensor]], LossOutput]:
+    """The loss that the configuration names, with its options.
+
+    Raises:
+        ConfigError: there is none of this name, or it does not have these options.
+    """
+    loss = value_losses.get(algorithm.value_loss)
+    own = {"clip_range": algorithm.value_clip_range} if "clip_range" in loss.options else {}
+    options = {**own, **algorithm.value_loss_options}
+    loss.check_options(options)
+    return partial(loss, **options)
 
 
 def heads_of(batch: RolloutBatch, model: MegatronModel) -> dict[str, torch.Tensor]:

@@ -9,12 +9,16 @@ import torch
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import plan_micro_batches
-from megaverl.data.sharing import plan_packed_micro_batches, prompt_numbers, shared_tokens
+from megaverl.data.sharing import Outline, outline_of, plan_packed_micro_batches, shared_tokens
 from megaverl.models.packing import pack
 from megaverl.roles.megatron_model import MegatronModel, MicroBatch
 
 READ = ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
 DRAWING = ("temperatures", "top_ks")
+
+
+# for each data-parallel rank its micro-batches, as the numbers of samples
+MicroBatchPlan = list[list[list[int]]]
 
 
 def micro_batches_for(
@@ -30,52 +34,96 @@ def micro_batches_for(
 ) -> list[MicroBatch]:
     """This rank's share of `batch`, cut under the token budget; every data-parallel rank gets as many.
 
-    The batch is the same on all ranks, so each computes the same plan and takes its own part.
+    Args:
+        batch: with the tokens of the samples that are this rank's, and the lengths of all.
+        fields: [B, R] tensors that the loss needs.
+        part: (which, of how many): this model's share, where others elsewhere work on the rest.
+        max_tokens, samples, least, unit: see `plan_for`.
+
+    Raises:
+        DataError: one sample alone is above the budget.
+    """
+    outline = outline_of(batch)
+    plan = plan_for(model, outline, max_tokens, samples, least=least, unit=unit, parts=part[1])
+    return micro_batches_of(model, batch, outline, plan, fields, unit=unit, part=part[0])
+
+
+def plan_for(
+    model: MegatronModel,
+    outline: Outline,
+    max_tokens: int,
+    samples: Sequence[int] | None = None,
+    *,
+    least: int = 1,
+    unit: int = 1,
+    parts: int = 1,
+) -> MicroBatchPlan:
+    """Micro-batches of all data-parallel ranks, the same on every rank: it follows from the lengths.
 
     Args:
         max_tokens: rows x longest row of a micro-batch never exceed it; where the model packs, the row's tokens.
-        fields: [B, R] tensors that the loss needs.
         samples: the samples of this mini-batch; all if not given.
         least: micro-batches at least, where there are as many samples.
-        part: (which, of how many): this model's share, where others elsewhere work on the rest.
+        parts: models like this that share the work, each with data-parallel ranks of its own.
         unit: so many neighbours are never split: 2 for pairs. `samples` are then numbers of units.
+
+    Returns: those of this model's ranks if there is one part; else of the first part's, then of the second's ...
 
     Raises:
         DataError: one sample alone is above the budget.
     """
     shape = model.grid.shape
-    multiple_of = shape.tp if model.config.sequence_parallel else 1
     given: dict[str, Any] = {
+        "multiple_of": _multiple_of(model),
         # an interleaved pipeline takes micro-batches in groups of its stages
         "count_multiple_of": shape.pp if shape.vpp else 1,
         "least": least,
         "key": f"{model.role}.micro_batch_tokens",
     }
-    units = range(len(batch) // unit) if samples is None else samples
+    units = range(len(outline) // unit) if samples is None else samples
     whole = [[number * unit + i for i in range(unit)] for number in units]
-    lengths, num_ranks = batch.sequence_lengths, shape.dp * part[1]
-    prompts: list[int] = []
+    lengths, num_ranks = outline.lengths, shape.dp * parts
     if model.packs:
-        prompts, shared = prompt_numbers(batch), shared_tokens(batch.prompt_lengths.tolist())
-        plan = plan_packed_micro_batches(
-            whole, lengths.tolist(), shared, prompts, num_ranks, max_tokens, multiple_of=multiple_of, **given
-        )
-    else:
-        # a unit costs as much as its rows, all as long as the longest
-        costs = (lengths.view(-1, unit).amax(dim=1) * unit).tolist()
-        plan = [
-            [[number * unit + i for number in micro for i in range(unit)] for micro in mine]
-            for mine in plan_micro_batches(
-                costs, num_ranks, max_tokens, indices=units, multiple_of=multiple_of * unit, **given
-            )
-        ]
+        shared = shared_tokens(outline.prompt_lengths)
+        return plan_packed_micro_batches(whole, lengths, shared, outline.prompts, num_ranks, max_tokens, **given)
+    # a unit costs as much as its rows, all as long as the longest
+    costs = [unit * max(lengths[first : first + unit]) for first in range(0, len(outline) - unit + 1, unit)]
+    given["multiple_of"] *= unit
+    return [
+        [[number * unit + i for number in micro for i in range(unit)] for micro in mine]
+        for mine in plan_micro_batches(costs, num_ranks, max_tokens, indices=units, **given)
+    ]
+
+
+def of_each_rank(model: MegatronModel, plan: MicroBatchPlan, part: int = 0) -> list[Sequence[int]]:
+    """The samples that each rank of the model's grid works on: those of its data-parallel rank."""
+    shape = model.grid.shape
+    parts = [[row for micro in mine for row in micro] for mine in plan[part * shape.dp : (part + 1) * shape.dp]]
+    return [parts[shape.coords(rank).dp] for rank in range(shape.world_size)]
+
+
+def micro_batches_of(
+    model: MegatronModel,
+    batch: RolloutBatch,
+    outline: Outline,
+    plan: MicroBatchPlan,
+    fields: Mapping[str, torch.Tensor] | None = None,
+    *,
+    unit: int = 1,
+    part: int = 0,
+) -> list[MicroBatch]:
+    """Those of a plan that are this rank's."""
     bare = RolloutBatch({name: batch[name] for name in READ})
     # how each sample was drawn: its log-probs are of that distribution
     fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
-    mine = plan[part[0] * shape.dp + model.grid.coords.dp]
+    mine, multiple_of = plan[part * model.grid.shape.dp + model.grid.coords.dp], _multiple_of(model)
     if model.packs:
-        return [_packed(bare, rows, fields, prompts, multiple_of, unit) for rows in mine]
+        return [_packed(bare, rows, fields, outline.prompts, multiple_of, unit) for rows in mine]
     return [_padded(bare, rows, fields, multiple_of, unit) for rows in mine]
+
+
+def _multiple_of(model: MegatronModel) -> int:
+    return model.grid.shape.tp if model.config.sequence_parallel else 1
 
 
 def _padded(

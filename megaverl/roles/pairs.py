@@ -22,8 +22,9 @@ from megaverl.algorithms import (
     reward_model_losses,
 )
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline
 from megaverl.roles.megatron_model import Loss, MegatronModel, MicroBatch
-from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.roles.policy import Policy
 from megaverl.roles.trainable import TrainableModel, UpdateReport
 from megaverl.roles.updates import share
@@ -195,6 +196,10 @@ class RewardModel:
         """[B] float32, the same on every rank."""
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
         return self.model.score(micro, at_the_end, (len(batch), 1))[:, 0]
+
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the model's grid reads."""
+        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 
 
 class RewardModelUpdates(PairUpdates):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,9 +26,10 @@ from megaverl.algorithms import (
 )
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline
 from megaverl.platform import platform
 from megaverl.roles.megatron_model import MegatronModel, MicroBatch
-from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.roles.teacher import Teacher
 from megaverl.roles.trainable import TrainableModel
 from megaverl.roles.updates import Selection, Weighting, run_updates, share
@@ -59,6 +60,10 @@ class Policy:
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
         with nullcontext() if self._with_adapters else self.model.without_adapters():
             return self.model.score(micro, score, batch.response_shape)
+
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the model's grid reads to score a batch."""
+        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 
     def untempered(self) -> Policy:
         """The same model, whose log-probs are of its own distribution: at temperature 1."""
@@ -96,7 +101,7 @@ class Actor(Policy):
         self.trainable, self.algorithm, self.seed = trainable, algorithm, seed
         self._policy_loss = policy_losses.get(algorithm.policy_loss_name)
         selects = "selected" in self._policy_loss.inputs
-        self._selector = token_selectors.get(algorithm.policy_loss_name) if selects else None
+        self._selector = token_selectors.get(algorithm.token_selector_name) if selects else None
         self._weighting = Weighting(algorithm.aggregation_name, max_tokens=algorithm.loss_length)
         self._correction = rollout_correction(algorithm)
         self.teacher: Teacher | None = None

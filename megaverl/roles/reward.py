@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import rows_of_rank
+from megaverl.data.sharing import Outline
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import RewardError
 from megaverl.parallel.collectives import gather_rows, together
@@ -56,6 +58,9 @@ class ScoringModel(Protocol):
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """[B] float32, the same on every rank; all ranks take part."""
 
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the role reads."""
+
 
 @dataclass(frozen=True)
 class LearnedReward:
@@ -64,11 +69,6 @@ class LearnedReward:
     name: str
     weight: float
     model: ScoringModel
-
-
-def rows_of_rank(num_samples: int, rank: int, size: int) -> range:
-    """The samples that a rank of the role scores."""
-    return range(num_samples * rank // size, num_samples * (rank + 1) // size)
 
 
 class RewardRole:
@@ -145,6 +145,15 @@ class RewardRole:
             if self.reward.accuracy_component is None and not self.learned:
                 correct = components[ENVIRONMENT] > 0
         return Scores(total, components, correct)
+
+    def rows(self, outline: Outline) -> list[set[int]]:
+        """The samples that each rank of the role reads, those of its models among them."""
+        size = dist.get_world_size(self.world)
+        found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
+        for each in self.learned:
+            for mine, rows in zip(found, each.model.rows(outline), strict=True):
+                mine.update(rows)
+        return found
 
     def weights(self, scores: Scores) -> dict[str, float]:
         """The weight of every component in the total."""

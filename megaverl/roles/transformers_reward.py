@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import rows_of_rank
+from megaverl.data.sharing import Outline
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.errors import ModelError, RewardError
 from megaverl.parallel.collectives import gather_rows, together
@@ -69,7 +71,7 @@ class TransformersRewardModel:
             RewardError: on every rank: a response too long for it, or a score that is no number.
         """
         size, rank = dist.get_world_size(self.world), dist.get_rank(self.world)
-        rows = range(len(batch) * rank // size, len(batch) * (rank + 1) // size)
+        rows = rows_of_rank(len(batch), rank, size)
         found = torch.zeros(len(rows))
         with together(self.world), torch.no_grad():
             tokens = [self._tokens(batch, row) for row in rows]
@@ -82,6 +84,11 @@ class TransformersRewardModel:
                 row = rows[int((~found.isfinite()).nonzero()[0, 0])]
                 raise RewardError(f"{self.folder}: the score of response {row} is {found[row - rows[0]]}.")
         return gather_rows(found.to(platform.device), self.world).cpu()
+
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the role reads."""
+        size = dist.get_world_size(self.world)
+        return [rows_of_rank(len(outline), rank, size) for rank in range(size)]
 
     def _tokens(self, batch: RolloutBatch, row: int) -> list[int]:
         prompt = batch.input_ids[row, : int(batch.prompt_lengths[row])].tolist()

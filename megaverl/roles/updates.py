@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -10,8 +11,9 @@ from megaverl.algorithms import Entry, MetricSums, add_metrics, aggregations, co
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches
+from megaverl.data.sharing import Outline, outline_of
 from megaverl.roles.megatron_model import Loss, MicroBatch
-from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.micro_batches import MicroBatchPlan, micro_batches_of, of_each_rank, plan_for
 from megaverl.roles.trainable import TrainableModel, UpdateReport
 
 # (mask of a mini-batch [B, R], (step, epoch, number of the mini-batch)) -> further fields of its loss
@@ -47,21 +49,17 @@ def run_updates(
         Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`.
     """
     reports: list[UpdateReport] = []
-    sums = MetricSums()
+    sums, outline = MetricSums(), outline_of(batch)
     with trainable.updating():
-        for epoch in range(algorithm.num_epochs):
-            parts = mini_batches(len(batch), algorithm.num_mini_batches, seed=seed, step=step, epoch=epoch)
-            for number, samples in enumerate(parts):
-                mask = mini_batch_mask(batch.response_mask, samples)
-                extra = select(mask, (step, epoch, number)) if select else {}
-                given = {**fields, **extra, "weights": weighting.weights(mask)}
-                least = trainable.gradient_accumulation
-                micro = micro_batches_for(
-                    trainable.model, batch, micro_batch_tokens, given, samples, least=least, part=trainable.part
-                )
-                micro = prepare(micro) if prepare else micro
-                reports.append(trainable.update(micro, loss, float(mask.sum())))
-                sums = add_metrics(sums, reports[-1].sums)
+        for planned in plan_updates(trainable, outline, algorithm, micro_batch_tokens, seed=seed, step=step):
+            mask = mini_batch_mask(batch.response_mask, planned.samples)
+            extra = select(mask, planned.number) if select else {}
+            given = {**fields, **extra, "weights": weighting.weights(mask)}
+            part = trainable.part[0]
+            micro = micro_batches_of(trainable.model, batch, outline, planned.micro_batches, given, part=part)
+            micro = prepare(micro) if prepare else micro
+            reports.append(trainable.update(micro, loss, float(mask.sum())))
+            sums = add_metrics(sums, reports[-1].sums)
     shares = {name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"}
     return {
         **finalize(sums),
@@ -70,6 +68,67 @@ def run_updates(
         "lr": reports[-1].learning_rate,
         "num_updates": float(len(reports)),
     }
+
+
+class PlannedUpdate(NamedTuple):
+    """One optimizer step: its number as (step, epoch, mini-batch), its samples, and who works on which."""
+
+    number: tuple[int, int, int]
+    samples: list[int]
+    micro_batches: MicroBatchPlan
+
+
+def plan_updates(
+    trainable: TrainableModel,
+    outline: Outline,
+    algorithm: AlgorithmConfig,
+    micro_batch_tokens: int,
+    *,
+    seed: int,
+    step: int,
+) -> Iterator[PlannedUpdate]:
+    """All updates of a step, the same on every rank, from what is known of all samples.
+
+    Raises:
+        DataError: one sample alone is above the budget; fewer samples than mini-batches.
+    """
+    for epoch in range(algorithm.num_epochs):
+        parts = mini_batches(len(outline), algorithm.num_mini_batches, seed=seed, step=step, epoch=epoch)
+        for number, samples in enumerate(parts):
+            plan = plan_for(
+                trainable.model,
+                outline,
+                micro_batch_tokens,
+                samples,
+                least=trainable.gradient_accumulation,
+                parts=trainable.part[1],
+            )
+            yield PlannedUpdate((step, epoch, number), samples, plan)
+
+
+class Updated(Protocol):
+    """A role that is trained: the actor, a critic."""
+
+    trainable: TrainableModel
+    algorithm: AlgorithmConfig
+    micro_batch_tokens: int
+    seed: int
+
+
+def rows_of_updates(role: Updated, outline: Outline, step: int, part: int) -> list[set[int]]:
+    """The samples that each rank of the model's grid trains on in any update of a step.
+
+    Args:
+        part: which of the islands' models.
+    """
+    model = role.trainable.model
+    found: list[set[int]] = [set() for _ in range(model.grid.shape.world_size)]
+    for update in plan_updates(
+        role.trainable, outline, role.algorithm, role.micro_batch_tokens, seed=role.seed, step=step
+    ):
+        for mine, rows in zip(found, of_each_rank(model, update.micro_batches, part), strict=True):
+            mine.update(rows)
+    return found
 
 
 class Weighting:

@@ -1,27 +1,24 @@
-"""Which samples of a step each rank of a role reads, where that is known before they come: they alone go to it."""
+"""Which samples of a step each rank of a role reads; they alone go to it, where nothing on it reads all."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from megaverl.algorithms import advantage_estimators
 from megaverl.config import Config
-from megaverl.data.batching import balance
-from megaverl.fabric.courier import Readers
-from megaverl.fabric.rows import rows_of_grid
-from megaverl.parallel.grid import GridShape
+from megaverl.data.sharing import Outline
+from megaverl.fabric import Fabric, Rows
+from megaverl.fabric.landing import Reads
 from megaverl.placement import ResolvedPlacement
-from megaverl.roles.reward import rows_of_rank
-from megaverl.trainer.build import grid_sizes
+from megaverl.roles.updates import Updated, rows_of_updates
+from megaverl.trainer.step import RLStep
 
-
-def readers_of(config: Config, placement: ResolvedPlacement) -> dict[str, Readers]:
-    """Operator -> who reads which rows of the rollouts. What trains weighs each sample against all, and reads all."""
-    found: dict[str, Readers] = {}
-    if config.environment.name is None and all(entry.path is None for entry in config.reward):  # rules alone
-        found["reward"] = _of_reward(placement.ranks["reward"])
-    if "reference" in placement.ranks:
-        found["ref_log_probs"] = _of_reference(config, placement.ranks["reference"])
-    return found
+# Operators that say what they read of the rollouts; any other (`mix`, a user's own) reads all of it.
+SELECTIVE = ("reward", "ref_log_probs", "old_log_probs", "score_norms", "implicit_rewards", "values", "advantages")
+TOKENS = frozenset({"input_ids", "generated_ids"})
+# What says which tokens train, and whose they are; and how the engine saw them.
+MASKS = frozenset({"response_mask", "turn_ids", "turn_rewards", "agent_ids", "group_ids"})
+OF_ENGINE = frozenset({"rollout_log_probs", "weight_versions"})
 
 
 def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]:
@@ -32,17 +29,99 @@ def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]
     return tuple(placement.ranks["rollout"][:: config.rollout.tp])
 
 
-def _of_reward(ranks: Sequence[int]) -> Readers:
-    def rows(prompts: Sequence[int], responses: Sequence[int]) -> dict[int, Sequence[int]]:
-        return {rank: rows_of_rank(len(prompts), number, len(ranks)) for number, rank in enumerate(ranks)}
+class Readers:
+    """What this rank's operators read, from what its roles will do with a step's samples.
 
-    return rows
+    Args:
+        reporter: the rank that keeps the run's records.
+
+    Attributes:
+        step: the running one, counted from 0.
+        first_step: of this start of the run.
+    """
+
+    def __init__(self, steps: RLStep, fabric: Fabric, reporter: int) -> None:
+        self._steps, self._fabric, self._reporter = steps, fabric, reporter
+        self.config, self.roles = steps.config, steps.roles
+        self.step = self.first_step = 0
+
+    def of_operators(self) -> dict[str, Reads]:
+        """By their names; the roles are asked when a batch is here."""
+        weighed = MASKS | OF_ENGINE | set(self._estimator_reads)
+        return {
+            "reward": Reads(self._reward, frozenset({"turn_rewards"})),
+            "ref_log_probs": Reads(self._reference),
+            "old_log_probs": Reads(self._old_log_probs, MASKS | OF_ENGINE),
+            "score_norms": Reads(self._scored, MASKS),
+            "implicit_rewards": Reads(self._implicit, MASKS),
+            "values": Reads(self._critic, MASKS),
+            "advantages": Reads(self._trained, weighed - TOKENS),
+        }
+
+    def _reward(self, outline: Outline) -> Rows:
+        return self._on("reward", self.roles.reward.rows(outline))
+
+    def _reference(self, outline: Outline) -> Rows:
+        assert self.roles.reference is not None
+        return self._on("reference", self.roles.reference.rows(outline))
+
+    def _old_log_probs(self, outline: Outline) -> Rows:
+        wanted = self.config.shares_backbone or self._steps.needs_log_probs(self.step) or self.step == self.first_step
+        return self._scored(outline) if wanted else {}
+
+    def _scored(self, outline: Outline) -> Rows:
+        """Every island scores all samples."""
+        return self._on("actor", self.roles.actor.rows(outline))
+
+    def _implicit(self, outline: Outline) -> Rows:
+        assert self.roles.implicit is not None
+        return self._on("actor", self.roles.implicit.rows(outline))
+
+    def _critic(self, outline: Outline) -> Rows:
+        critic = self.roles.critic
+        assert critic is not None
+        return _joined([self._on("critic", critic.rows(outline)), self._updates("critic", critic, outline)])
+
+    def _trained(self, outline: Outline) -> Rows:
+        """What the updates train on, and what is written down."""
+        if self._reads_all:
+            return dict.fromkeys(self._fabric.placement.ranks["actor"], range(len(outline)))
+        count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
+        written = {self._reporter: range(min(count, len(outline)))}
+        return _joined([written, self._updates("actor", self.roles.actor, outline)])
+
+    @property
+    def _reads_all(self) -> bool:
+        """Whether tokens of all samples are looked at where they are weighed."""
+        return self.config.algorithm.rollout_filter is not None or not TOKENS.isdisjoint(self._estimator_reads)
+
+    @property
+    def _estimator_reads(self) -> Collection[str]:
+        return advantage_estimators.get(self.config.algorithm.advantage_name).inputs
+
+    def _updates(self, role: str, trained: Updated, outline: Outline) -> Rows:
+        return _joined(
+            _by_rank(ranks, rows_of_updates(trained, outline, self.step, part))
+            for part, ranks in enumerate(self._worlds(role))
+        )
+
+    def _on(self, role: str, rows: Sequence[Iterable[int]]) -> Rows:
+        """Where each island has all of a role, each works on all samples."""
+        return _joined(_by_rank(ranks, rows) for ranks in self._worlds(role))
+
+    def _worlds(self, role: str) -> Sequence[Sequence[int]]:
+        """The ranks of a role; of each island where it is on those."""
+        placement = self._fabric.placement
+        return placement.islands if placement.colocated(role, "actor") else (placement.ranks[role],)
 
 
-def _of_reference(config: Config, ranks: Sequence[int]) -> Readers:
-    def rows(prompts: Sequence[int], responses: Sequence[int]) -> dict[int, Sequence[int]]:
-        grid = GridShape.fit(len(ranks), **grid_sizes(config.reference), role="reference")
-        lengths = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        return rows_of_grid(ranks, grid, balance(lengths, grid.dp))
+def _by_rank(ranks: Sequence[int], rows: Sequence[Iterable[int]]) -> dict[int, Sequence[int]]:
+    return {rank: sorted(mine) for rank, mine in zip(ranks, rows, strict=True)}
 
-    return rows
+
+def _joined(parts: Iterable[Mapping[int, Iterable[int]]]) -> dict[int, Sequence[int]]:
+    found: dict[int, set[int]] = {}
+    for part in parts:
+        for rank, rows in part.items():
+            found.setdefault(rank, set()).update(rows)
+    return {rank: sorted(rows) for rank, rows in found.items()}

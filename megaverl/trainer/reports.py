@@ -26,16 +26,19 @@ class Reports:
 
     def __init__(self, fabric: Fabric, reporter: int) -> None:
         self.fabric, self.reporter = fabric, reporter
-        self._sent, self._last = Sent(), time.perf_counter()
+        self._sent, self._last, self._received = Sent(), time.perf_counter(), 0
 
     def of_this_rank(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """A step's, with what the first rank of a world says of its roles: memory, and how long they were busy."""
+        """A step's, with what the first rank of a world says of its roles: memory, how long they were busy, and how
+        many bytes of samples and results came to it."""
         found = {name: value for name, value in metrics.items() if not name.startswith("busy/")}
         for role in self.fabric.world.roles:
             if (share := metrics.get(f"busy/{role}")) is not None:  # in seconds, until the whole step's are known
                 found[f"busy/{role}"] = share * metrics["time/step_ms"] / 1e3
         if self.fabric.rank == self.fabric.world.ranks[0]:
             found |= memory_metrics(*self.fabric.world.roles)
+            came, self._received = self.fabric.traffic.received - self._received, self.fabric.traffic.received
+            found |= {f"dataflow/{role}_bytes_received": float(came) for role in self.fabric.world.roles}
         return found
 
     def of_all(self, mine: Mapping[str, float]) -> dict[str, float]:

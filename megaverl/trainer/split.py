@@ -39,7 +39,7 @@ from megaverl.trainer.evaluate import Evaluation
 from megaverl.trainer.islands import Island, meetings, serve_update
 from megaverl.trainer.job import Job, reporter
 from megaverl.trainer.placed_roles import REWARD_MODEL, island_file, island_name, place_of, roles_here, seats_of
-from megaverl.trainer.readers import readers_of, speakers_of
+from megaverl.trainer.readers import SELECTIVE, Readers, speakers_of
 from megaverl.trainer.reports import Reports
 from megaverl.trainer.rl import RLTrainer, rules_of
 from megaverl.trainer.samples import append_samples, forget_samples, sample_records
@@ -58,11 +58,13 @@ class SplitTrainer(RLTrainer):
         self.carrier = StreamingCarrier(
             job.fabric,
             known=(Scores,),
-            readers=readers_of(config, self.placement),
+            selective=SELECTIVE,
             speakers=speakers_of(config, self.placement),
             samples_per_step=config.samples_per_step,
         )
         super().__init__(config, console, Builder(config, fabric=job.fabric), job)
+        self.readers = Readers(self.step, self.fabric, self.reporter)
+        self.carrier.reads = self.readers.of_operators()
         self.keeps_records = self.fabric.rank == self.reporter
         self.timeline.rank = self.fabric.rank
         self.schedule = Schedule.of(config, self.placement)
@@ -189,7 +191,7 @@ class SplitTrainer(RLTrainer):
 
     def _turns(self) -> dict[str, float]:
         """This world's part of every step, and the meetings in between."""
-        self._met = self.next_step
+        self._met = self.readers.first_step = self.next_step
         result = self._meet(self._met, starts=True)
         turn = self._met
         while turn < self.last:
@@ -223,7 +225,7 @@ class SplitTrainer(RLTrainer):
 
     def _turn(self, step: int) -> None:
         """This rank's operators of a step."""
-        self.stages.step = step + 1
+        self.stages.step, self.readers.step = step + 1, step
         self.step.metrics = {}
         apart = self.config.uses_critic and not self.placement.colocated("actor", "critic")
         for role, judge in self.judges.items():  # who updates at the same time is decided on together

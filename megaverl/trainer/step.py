@@ -269,12 +269,12 @@ class RLStep:
         log_probs, values = actor.log_probs_and_values(rollouts)
         return {"old_log_probs": self._compared(rollouts, log_probs, step), "values": values}
 
-    def _needs_log_probs(self, step: int) -> bool:
+    def needs_log_probs(self, step: int) -> bool:
         """Whether the step trains on old log-probs: its own forward pass does not give the same."""
         return not self.roles.actor.is_on_policy or self.config.algorithm.kl.place == "reward" or step == 0
 
     def _wants_log_probs(self, step: int) -> bool:
-        return self._needs_log_probs(step) or not self._has_compared
+        return self.needs_log_probs(step) or not self._has_compared
 
     def _compared(self, rollouts: RolloutBatch, log_probs: torch.Tensor, step: int) -> torch.Tensor | None:
         """Against the engine's, which the first step after a start does for itself; `old_log_probs` of the step."""
@@ -283,7 +283,7 @@ class RLStep:
         difference = (log_probs - rollouts.rollout_log_probs).abs().masked_fill(~rollouts.response_mask, 0.0)
         self._record_difference(masked_mean(difference, rollouts.response_mask), float(difference.max()))
         self._has_compared = True
-        return log_probs if self._needs_log_probs(step) else None
+        return log_probs if self.needs_log_probs(step) else None
 
     def ref_log_probs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """The reference's log-probs."""

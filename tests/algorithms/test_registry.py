@@ -147,6 +147,9 @@ def nothing(student_log_probs): return None
         (corrections, "plain", r"returned Tensor; expected Correction"),
         (corrections, "flat_factors", r"returned as factors shape \[2\]; expected \[2, 3\]"),
         (divergences, "every_entry", r"returned shape \[2, 5\]; expected \[2\]"),
+        (token_selectors, "row_sums", r"returned shape \[2\]; expected \[2, 3\]"),
+        (token_selectors, "plain", r"returned torch.float32; expected torch.bool"),
+        (value_losses, "plain", r"returned Tensor; expected LossOutput"),
         (divergences, "nothing", r"returned NoneType; expected a tensor of shape \[2\]"),
     ],
 )

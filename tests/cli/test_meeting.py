@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import socket
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
 from megaverl.cli import meeting
 from megaverl.cli.meeting import meet
 from megaverl.errors import TrainingStopped
+from megaverl.fabric import first_store
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "GRACE", 1.0)
-    monkeypatch.setattr(meeting, "_EVERY", 0.01)
+    monkeypatch.setattr(first_store, "EVERY", 0.01)
 
 
 def free_port() -> int:
@@ -74,3 +78,91 @@ def test_a_port_that_something_else_has() -> None:
         port = int(taken.getsockname()[1])
         with pytest.raises(TrainingStopped, match=f"port {port} of this node is taken: another job or program uses it"):
             meet("127.0.0.1", port, 0, 2, 1.0)
+
+
+def silent(connection: socket.socket) -> None:
+    connection.recv(1000)
+    threading.Event().wait()
+
+
+def closing(connection: socket.socket) -> None:
+    connection.close()
+
+
+def a_web_server(connection: socket.socket) -> None:
+    connection.recv(1000)
+    connection.sendall(b"HTTP/1.0 400 Bad Request\r\n\r\n")
+    connection.close()
+
+
+def a_shell(connection: socket.socket) -> None:
+    connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+    silent(connection)
+
+
+@pytest.mark.parametrize(
+    ("answer", "named"),
+    [
+        (silent, "takes connections and says nothing"),
+        (closing, "takes connections and closes them"),
+        (a_web_server, "answers 'HTTP/1.0 400 Bad Request'"),
+        (a_shell, "answers 'SSH-2.0-OpenSSH'"),
+    ],
+)
+def test_the_other_nodes_end_at_once_where_another_program_answers(
+    answer: Callable[[socket.socket], None], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would wait for JOIN_MINUTES, and with a silent one for ever: this test would hang."""
+    monkeypatch.setattr(first_store, "GREETING", 0.4)
+    monkeypatch.setattr(first_store, "_CONNECT", 1.0)
+
+    def serve(listening: socket.socket) -> None:
+        while True:
+            threading.Thread(target=answer, args=(listening.accept()[0],), daemon=True).start()
+
+    taken = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=serve, args=(taken,), daemon=True).start()
+    port = taken.getsockname()[1]
+    with pytest.raises(
+        TrainingStopped, match=rf"at 127.0.0.1:{port} \(MASTER_ADDR, MASTER_PORT\) another program {named}"
+    ):
+        meet("127.0.0.1", port, 1, 2, 600.0)
+
+
+def test_the_other_nodes_end_at_once_where_a_store_of_another_kind_of_job_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "STRANGER", 0.3)
+    port = free_port()
+    kept = first_store.keep_store(port, timedelta(seconds=5))
+    with pytest.raises(TrainingStopped, match=f"127.0.0.1:{port} .* is the store of another program of torch"):
+        meet("127.0.0.1", port, 1, 2, 600.0)
+    del kept
+
+
+def test_a_node_of_a_job_of_another_size() -> None:
+    """The first node ends as well, unless its job has begun."""
+    port = free_port()
+
+    def one(count: int) -> str:
+        with pytest.raises(TrainingStopped) as told:
+            meet("127.0.0.1", port, 0 if count == 3 else 3, count, 600.0)
+        return str(told.value)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, [3, 4])
+    assert first == second
+    assert (
+        f"node 0 at 127.0.0.1:{port} (process " in first and "that of a job of 3 nodes, and node 3 (process " in first
+    )
+
+
+def test_a_late_first_node_is_waited_for_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, told = free_port(), threading.Event()
+    words: list[str] = []
+    monkeypatch.setattr(first_store, "_FIRST_WORD", 0.0)
+    monkeypatch.setattr(meeting, "_tell", lambda what, end: (words.append(what), told.set()))
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(meet, "127.0.0.1", port, 1, 2, 600.0)
+        assert told.wait(20.0)
+        first = pool.submit(meet, "127.0.0.1", port, 0, 2, 600.0)
+        assert first.result() and other.result()
+    assert words[0].startswith(f"node 0 at 127.0.0.1:{port} (") and "refused" in words[0]

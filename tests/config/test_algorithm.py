@@ -23,6 +23,7 @@ REGISTRIES = (
     "kl_estimators",
     "preference_losses",
     "divergences",
+    "value_losses",
 )
 
 
@@ -309,6 +310,23 @@ IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
             "algorithm.advantage",
             "no algorithm.kl in: loss to another reference",
         ),
+        (["algorithm={policy_loss: policy_gradient, num_epochs: 2}"], "algorithm.num_epochs", "no ratio"),
+        (["algorithm.name=gpg", G, "algorithm.num_epochs=3"], "algorithm.num_epochs", "Use 1, or a policy loss with"),
+        (["algorithm.value_loss=cliped"], "algorithm.value_loss", "Did you mean `clipped`?"),
+        (["algorithm.value_loss_options.clip=1"], "algorithm.value_loss_options.clip", "no such option"),
+        (["algorithm.value_loss_options.clip_range=0"], "algorithm.value_loss_options.clip_range", "above 0"),
+        (
+            ["algorithm={value_clip_range: 0.1, value_loss_options: {clip_range: 0.3}}"],
+            "algorithm.value_loss_options.clip_range",
+            "so is algorithm.value_clip_range",
+        ),
+        (["algorithm.name=grpo", G, "algorithm.value_loss=a:b"], "algorithm.value_loss", "no critic"),
+        (["algorithm.token_selector=kl_cov"], "algorithm.token_selector", "ppo_clip does not read selected"),
+        (
+            ["algorithm.name=kl_cov", G, "algorithm.token_selector=clip_kov"],
+            "algorithm.token_selector",
+            "Did you mean `clip_cov`",
+        ),
         (["mix=[{update: sft, judge: exact_match}]"], "mix.0.judge", "nothing is judged"),
     ],
 )
@@ -330,13 +348,24 @@ def test_near_what_is_refused_stands_what_is_not(load):
         ["algorithm.name=raft", G, IN_REWARD],
         ["algorithm.name=turn_grpo", G, "environment.name=guess", "algorithm={gamma: 0.9, normalize_by_std: false}"],
         ["algorithm.critic_warmup_steps=99"],
+        ["algorithm.name=raft", G, "algorithm={num_epochs: 2, num_mini_batches: 2}"],
+        ["algorithm={policy_loss: importance_sampling, num_epochs: 2, num_mini_batches: 2}"],
+        ["algorithm.name=gkd", G, T, "algorithm.num_mini_batches=2"],
         ["algorithm={policy_loss: dual_clip, policy_loss_options: {clip_dual: 1.3}}"],
         ["algorithm={advantage: none, kl: {in: loss, coef: 0.1}}", T],
         ["algorithm.kl={in: none, coef: 0.0, kind: k1, gain: 0.5}"],  # what switches a recipe's penalty off
         ["algorithm={loss_aggregation: fixed_length, loss_length: 9}"],
         ["algorithm.name=reinforce_plus_plus", G, "data.prompts_per_step=1"],
     ):
-        assert load(*given).algorithm.name, given
+        assert load(*given).warnings == (), given
+
+
+@pytest.mark.parametrize("name", ["gpg", "distillation", "remax, policy_loss: policy_gradient"])
+def test_a_loss_without_a_ratio_wants_one_update_a_step(load, name):
+    [said] = load(f"algorithm={{name: {name}, num_mini_batches: 2}}", G, T).warnings
+    assert "algorithm.num_mini_batches=2: " in said and "off-policy" in said
+    assert load(f"algorithm={{name: {name}}}", G, T).warnings == ()
+    assert load("algorithm={name: gpg, num_mini_batches: 2}", G, command="sft").warnings == ()
 
 
 def test_k1_in_a_loss_with_its_gradient_from_k2(load):
@@ -349,6 +378,9 @@ def test_functions_of_the_users_own(load, mistakes, tmp_path, monkeypatch):
         "raise RuntimeError('not imported by a check')\n"
         "def credit(rewards, values, response_mask, *, strength: float = 1.0): ...\n"
         "def odd(rewards, weather): ...\n"
+        "def chosen(log_probs, selected, weights, *, sharpness: float = 1.0): ...\n"
+        "def largest(log_probs, response_mask, *, share: float): ...\n"
+        "def error(values, returns, weights, *, scale: float = 1.0): ...\n"
         "def strict(response_mask, denominators, *, sharpness: float): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -358,7 +390,14 @@ def test_functions_of_the_users_own(load, mistakes, tmp_path, monkeypatch):
     assert of_the_users_own("my_algorithms_for_test:made") is None
     assert "expected float" in mistakes(f"{own}:credit", "algorithm.advantage_options.strength=x").popitem()[1]
     assert "reads weather" in mistakes(f"{own}:odd")["algorithm.advantage"]
-    for key in ("loss_aggregation", "correction.kind", "policy_loss", "distillation.divergence", "kl.kind"):
+    for key in (
+        "loss_aggregation",
+        "correction.kind",
+        "policy_loss",
+        "distillation.divergence",
+        "kl.kind",
+        "value_loss",
+    ):
         said = mistakes(f"algorithm.{key}=my_algorithms_for_test:odd", T)[f"algorithm.{key}"]
         assert "reads" in said and "weather" in said, key
     strict = "my_algorithms_for_test:strict"
@@ -366,6 +405,14 @@ def test_functions_of_the_users_own(load, mistakes, tmp_path, monkeypatch):
         "needs the option sharpness" in mistakes(f"algorithm.loss_aggregation={strict}")["algorithm.loss_aggregation"]
     )
     assert "has no function 'creidt'" in mistakes(f"{own}:creidt")["algorithm.advantage"]
+    loss = "algorithm.policy_loss=my_algorithms_for_test:chosen"
+    assert "has no selector of its own. Name one" in mistakes(loss)["algorithm.policy_loss"]
+    selector = "algorithm.token_selector=my_algorithms_for_test:largest"
+    assert "needs it" in mistakes(loss, selector)["algorithm.policy_loss_options.share"]
+    assert load(loss, selector, "algorithm.policy_loss_options={share: 0.5, sharpness: 2.0}")
+    critic = "algorithm.value_loss=my_algorithms_for_test:error"
+    assert load(critic, "algorithm.value_loss_options.scale=2.0").algorithm.value_loss.endswith("error")
+    assert "has no clip_range" in mistakes(critic, "algorithm.value_clip_range=null")["algorithm.value_clip_range"]
     assert "is not found" in mistakes("algorithm.policy_loss=no_such_module_for_test:f")["algorithm.policy_loss"]
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megaverl.config import load_config, smallest_world
 from megaverl.config.loader import Command
+from megaverl.config.presets import PRESETS
+from megaverl.config.registered import registered
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("*.yaml"))
@@ -26,7 +29,7 @@ SMOLLM2 = {
     "tie_word_embeddings": True,
 }
 # Their model and data are made by the run, and their numbers of heads are not SmolLM2's.
-MADE_ON_THE_SPOT = ("quickstart", "guessing_game", "calculator_tool", "signalling_game")
+MADE_ON_THE_SPOT = ("quickstart", "guessing_game", "turn_grpo_guessing_game", "calculator_tool", "signalling_game")
 
 
 def command_of(path: Path) -> Command:
@@ -38,6 +41,31 @@ def test_there_are_recipes():
     assert {"quickstart", "ppo_gsm8k_smollm2", "grpo_gsm8k_smollm2_tp3", "grpo_gsm8k_smollm2_pp2"} <= {
         path.stem for path in RECIPES
     }
+
+
+def test_every_algorithm_and_each_of_its_parts_is_in_a_recipe():
+    """Used by it, or named in a remark beside the key that would set it."""
+    loaded = {path: load_config(path, command=command_of(path), check_paths=False) for path in RECIPES}
+    trained = [c.algorithm for path, c in loaded.items() if command_of(path) in ("train", "quickstart")]
+    remarks = " ".join(re.findall(r"^ *\w.*? #(.*)", "".join(path.read_text() for path in RECIPES), re.MULTILINE))
+    named = set(re.findall(r"\w+", remarks))
+    assert {algorithm.name for algorithm in trained} == set(PRESETS)
+    parts = {
+        "advantage_estimators": {each.advantage_name for each in trained},
+        "policy_losses": {each.policy_loss_name for each in trained},
+        "token_selectors": {each.token_selector_name for each in trained},
+        "aggregations": {each.aggregation_name for each in trained},
+        "corrections": {each.correction.kind for each in trained},
+        "kl_estimators": {each.kl.kind for each in trained if each.kl.place != "none"},
+        "value_losses": {each.value_loss for each in trained},
+        "divergences": {each.divergence_name for each in trained},
+        "preference_losses": {config.preference.loss for config in loaded.values()},
+        "reward_model_losses": {config.reward_model.loss for config in loaded.values()},
+    }
+    for registry, used in parts.items():
+        assert set(registered(registry)) - used - named == set(), registry
+    steered = {each.kl.target is not None for each in trained if each.kl.place != "none"}
+    assert steered == {True, False}, "a fixed and an adaptive coefficient"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -14,9 +13,11 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline, outline_of
 from megaverl.errors import DataError
 from megaverl.fabric import Fabric, Facts, Moving, introduce, job_store, join, move_batch, move_tensors
 from megaverl.fabric.courier import Courier
+from megaverl.fabric.landing import Reads
 from megaverl.fabric.rows import Rows
 from megaverl.parallel.collectives import gather_json
 from megaverl.placement import parse_wanted, resolve
@@ -176,13 +177,14 @@ def values_travel() -> dict[str, Any]:
     marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
     found: dict[str, Any] = {}
 
-    def parts(prompts: Sequence[int], responses: Sequence[int]) -> Rows:
-        assert list(responses) == full.response_lengths.tolist()
+    def parts(outline: Outline) -> Rows:
+        assert outline == outline_of(full)
         return {0: [0, 2, 5], 1: [1]}
 
+    reads = Reads(parts, frozenset({"rollout_log_probs", "group_ids", "values"}))
     if fabric.rank >= 2:
         courier.send("rollouts", full, *to)
-        courier.send("parts", full, *to, readers=parts)
+        courier.send("parts", full, *to, lands=True)
         courier.send("values", full.rollout_log_probs * 2, *to, base=full)
         courier.send("scores", marks, *to)
         courier.send("nothing", None, *to)
@@ -191,10 +193,13 @@ def values_travel() -> dict[str, Any]:
     else:
         whole = courier.receive("rollouts", *to)
         found["whole"] = same(whole, full)
-        part = courier.receive("parts", *to, readers=parts)
-        mine = parts(part.prompt_lengths.tolist(), part.response_lengths.tolist())[fabric.rank]
+        part = courier.receive("parts", *to, reads=reads)
+        mine = list(parts(outline_of(part))[fabric.rank])
         others = [row for row in range(7) if row not in mine]
-        found["part"] = same(part.select(mine), full.select(mine)) and not part.select(others).generated_ids.any()
+        known = RolloutBatch({name: part[name] for name in full}, part.columns)
+        found["part"] = same(known.select(mine), full.select(mine)) and not part.select(others).generated_ids.any()
+        found["of all"] = torch.equal(part.rollout_log_probs, full.trim().rollout_log_probs)
+        found["nothing else"] = not part.select(others).rewards.any() and not part.select(others).response_mask.any()
         found["column"] = [entry is None for entry in part.columns["answer"]] == [row in others for row in range(7)]
         found["field"] = torch.equal(courier.receive("values", *to, base=whole), full.rollout_log_probs * 2)
         scores = courier.receive("scores", *to)

@@ -6,27 +6,35 @@ import random
 from typing import Any
 
 import pytest
+import torch
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import outline_of
 from megaverl.dataflow.plan import Edge
-from megaverl.dataflow.streaming import StreamingCarrier, put_together
+from megaverl.dataflow.streaming import StreamingCarrier, outline_from
 from megaverl.errors import DataError
+from megaverl.fabric.landing import Reads
 from megaverl.fabric.post import receive_json, send_json
 from megaverl.metrics.timeline import Timeline
 from tests.fabric.forks import Server
 from tests.fabric.ranks import full_batch, same, start
 
 NUM = 8
-# who scores reads the first half; another of its ranks reads nothing
-HALF = {2: range(NUM // 2), 4: range(0)}
+# the ranks that score read what lands on them; one of those that train reads a few more than land there, one nothing
+LANDS = {2: range(NUM // 2), 4: range(NUM // 2, NUM)}
+TRAINS = {3: [0, 1, 6], 5: []}
 
 
 def samples_stream(seed: int) -> dict[str, Any]:
-    """Two engines, two ranks that score, one that trains; then a step whose samples come at once."""
-    fabric = start({"rollout": "0-1", "reward": "2,4", "actor": 3})
+    """Two engines, two ranks that score, two that train; then a step whose samples come at once."""
+    fabric = start({"rollout": "0-1", "reward": "2,4", "actor": "3,5"})
     to_reward = Edge("rollouts", "rollout", ("reward",), (0, 1), (2, 4), ())
-    to_actor = Edge("rollouts", "rollout", ("old_log_probs", "advantages"), (0, 1), (3,), ())
-    carrier = StreamingCarrier(fabric, (), {"reward": lambda prompts, responses: HALF}, (0, 1), NUM)
+    to_actor = Edge("rollouts", "rollout", ("advantages",), (0, 1), (3, 5), ())
+    carrier = StreamingCarrier(fabric, (), ("reward", "advantages"), (0, 1), NUM)
+    carrier.reads = {
+        "reward": Reads(lambda outline: LANDS),
+        "advantages": Reads(lambda outline: TRAINS, frozenset({"group_ids"})),
+    }
     carrier.follow([to_reward, to_actor])
     batch, seen = full_batch(random.Random(seed), NUM), Timeline()
     found: dict[str, Any] = {"same": [], "parts": []}
@@ -41,7 +49,7 @@ def samples_stream(seed: int) -> dict[str, Any]:
             for edge in (to_reward, to_actor):
                 carrier.send(edge, {"rollouts": batch})
             continue
-        edge = to_actor if fabric.rank == 3 else to_reward
+        edge = to_reward if fabric.rank in LANDS else to_actor
 
         def each(rows: Any, part: RolloutBatch) -> None:
             found["parts"].append(list(rows))
@@ -49,22 +57,26 @@ def samples_stream(seed: int) -> dict[str, Any]:
                 send_json(fabric, "worked on", rows[0] % 2, rows[0]).wait()
 
         carrier.arrive(edge, seen.span, each if one_by_one else lambda rows, part: None)
-        read = list(HALF[fabric.rank]) if fabric.rank != 3 else list(range(NUM))
+        read = list({**LANDS, **TRAINS}[fabric.rank])
         whole = carrier.receive(edge, {})
-        lengths = whole.prompt_lengths.tolist() == batch.prompt_lengths.tolist()
-        found["same"].append(lengths and same(whole.select(read), batch.select(read)))
+        alike = outline_of(whole) == outline_of(batch)
+        alike = alike and (fabric.rank in LANDS or torch.equal(whole.group_ids, batch.group_ids))
+        own = RolloutBatch({name: whole[name] for name in batch}, whole.columns)
+        found["same"].append(alike and same(own.select(read), batch.select(read)))
+        others = [row for row in range(NUM) if row not in read]
+        found["same"].append(not whole.select(others).generated_ids.any())
     carrier.settle()
     return found
 
 
 def test_samples_are_worked_on_before_the_last_is_finished(forks: Server) -> None:
     """An engine here waits for its first sample to have been scored: sent with the others, it would wait for good."""
-    found = forks.run("tests.fabric.test_streaming:samples_stream", ranks=5, seed=3).check()
-    assert [each["same"] for each in found] == [[], [], [True, True], [True, True], [True, True]]
-    assert sorted(found[2]["parts"]) == [[row] for row in HALF[2]]
-    assert sorted(found[3]["parts"]) == [[row] for row in range(NUM)]
+    found = forks.run("tests.fabric.test_streaming:samples_stream", ranks=6, seed=3).check()
+    assert [each["same"] for each in found] == [[], [], *([[True] * 4] * 4)]
+    assert sorted(found[2]["parts"]) == [[row] for row in LANDS[2]]
+    assert sorted(found[3]["parts"]) == [[row] for row in range(NUM // 2)]
 
 
 def test_a_sample_that_does_not_come_is_missed() -> None:
     with pytest.raises(DataError, match=r"of 4 samples \[2\] did not come"):
-        put_together([], {0: (1, 1), 1: (1, 1), 3: (1, 1)})
+        outline_from({0: (1, 1, 0), 1: (1, 1, 0), 3: (1, 1, 1)})

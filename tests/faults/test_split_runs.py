@@ -36,7 +36,7 @@ PPO = [
 FIVE = "placement={rollout: 0, reward: 1, critic: 2, actor: 3, reference: actor, coordinator: 4}"
 ASYNC = ["rollout={async_rollout: true, max_staleness: 2}", "trainer.validate_every=0", "checkpoint.save_interval=3"]
 # What only a run of several worlds has, or what depends on the way that weights take.
-OWN = ("busy/", "reshard/bytes", "rollout/staleness", "queue/", "coordinator/")
+OWN = ("busy/", "reshard/bytes", "rollout/staleness", "queue/", "coordinator/", "dataflow/")
 
 
 def run(server: Server, inputs: Path, runs: Path, ranks: int, *more: str, fault: Fault | None = None) -> Ended:
@@ -113,6 +113,30 @@ def test_grids_of_their_own(server: Server, inputs: Path, tmp_path: Path) -> Non
     assert together.codes == [0, 0] and apart.codes == [0] * 4, apart.text
     for before, after in zip(measured(tmp_path / "together"), measured(tmp_path / "apart"), strict=True):
         assert after == pytest.approx(before, abs=1e-4, rel=1e-4)
+
+
+def test_ranks_get_their_own_samples(server: Server, inputs: Path, shared: Path, tmp_path: Path) -> None:
+    """Two data-parallel ranks of each role: the numbers of one; and fewer bytes come than where an operator reads all.
+
+    The actor's first rank reads those that are written down as well: none here.
+    """
+    placed = ["placement={rollout: 0, actor: 1-2, critic: 3-4, reference: critic}", "trainer.save_samples=0"]
+    reads_all = tmp_path / "reads_all.py"
+    reads_all.write_text(
+        "from megaverl.dataflow import Operator\n"
+        "def add(flow):\n"
+        "    for role in ('actor', 'critic'):\n"
+        "        flow.add_operator(Operator(role + '_looks', lambda rollouts: {}, ('rollouts',), (), role=role))\n"
+    )
+    own = run(server, inputs, tmp_path / "own", 5, *placed)
+    every = run(server, inputs, tmp_path / "every", 5, *placed, f"trainer.operators=['{reads_all}:add']")
+    assert own.codes == every.codes == [0] * 5, own.text + every.text
+    for before, after in zip(measured(shared), measured(tmp_path / "own"), strict=True):
+        assert after == pytest.approx(before, abs=1e-5, rel=1e-5)
+    few, many = (metrics(tmp_path / name / "run")[2] for name in ("own", "every"))
+    for role in ("actor", "critic"):
+        key = f"dataflow/{role}_bytes_received"
+        assert 0 < few[key] < many[key]
 
 
 def test_rollouts_ahead(server: Server, inputs: Path, five: Path, ahead: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import outline_of
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.reshard.export import save_folder
@@ -18,6 +19,7 @@ from megaverl.roles.megatron_model import MegatronModel
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.policy import Actor
 from megaverl.roles.trainable import TrainableModel
+from megaverl.roles.updates import Updated, rows_of_updates
 from tests.models.ranks import manager
 
 
@@ -89,11 +91,12 @@ def update(
     config = AlgorithmConfig(**algorithm)
     batch = experience(same_prompts=same_prompts)
     if critic:
-        metrics = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0).update(batch, step=0)
+        role = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0)
+        metrics = role.update(with_own_tokens(role, batch), step=0)
     else:
-        role = ActorCritic if shared else Actor
-        actor = role(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
-        metrics = actor.update(batch, step=0, kl_coef=0.1)
+        kind = ActorCritic if shared else Actor
+        actor = kind(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
+        metrics = actor.update(with_own_tokens(actor, batch), step=0, kl_coef=0.1)
     save_folder(
         output,
         source_folder=folder,
@@ -103,6 +106,18 @@ def update(
         group=model.grid.world,
     )
     return metrics
+
+
+def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:
+    """The batch as it comes from elsewhere: of samples that this rank does not train on, the tokens are not there."""
+    outline = outline_of(batch)
+    own = sorted(rows_of_updates(role, outline, 0, 0)[dist.get_rank()])
+    if role.trainable.model.grid.shape.dp > 1 and role.algorithm.num_epochs == 1:  # each sample is one replica's
+        assert len(own) < len(batch)
+    tokens = {name: torch.zeros_like(batch[name]) for name in ("input_ids", "generated_ids")}
+    for name, tensor in tokens.items():
+        tensor[own] = batch[name][own]
+    return batch.with_(**tokens, prompt_numbers=torch.tensor(outline.prompts))
 
 
 def update_that_is_not_finite(folder: str) -> list[bool]:

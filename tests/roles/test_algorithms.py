@@ -34,6 +34,8 @@ OTHERS: dict[str, dict[str, Any]] = {name: {} for name in policy_losses if name 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     name: {**COMMON, "policy_loss": name, **part} for name, part in {**PARTS, **OTHERS}.items()
 }
+OWN = {"token_selector": "tests.roles.own:every_other", "policy_loss_options": {"offset": 1}}
+ALGORITHMS["own_selector"] = {**COMMON, "policy_loss": "clip_cov", **OWN}
 # A teacher over the whole vocabulary: alone, and beside a policy loss, with logits that are never whole.
 TAUGHT = {"divergence": "reverse_kl", "coef": 2.0}
 ALGORITHMS["gkd"] = {"name": "gkd", "num_mini_batches": 2, "distillation": {"options": {"beta": 0.3}}}
@@ -68,6 +70,7 @@ def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path
     torch.testing.assert_close(torch.tensor(found.pop("score_norms")), norms, atol=1e-5, rtol=0)
     for name, metrics in found.items():
         assert metrics == pytest.approx(expected[name], abs=2e-5, rel=2e-5), name
+    assert 0.4 < expected["own_selector"]["selected_fraction"] < 0.7
     for name in ("clip_cov", "kl_cov"):
         assert 0.0 < expected[name]["selected_fraction"] < 0.5
     for name in ("gspo", "gmpo", "cispo", "importance_sampling"):

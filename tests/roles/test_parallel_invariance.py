@@ -32,6 +32,7 @@ ACTOR = {
 CRITIC = {"critic": True, "num_mini_batches": 2}
 # An actor that is its own critic. Without a clip of values: at first all are zero, and as close to it on either side.
 SHARED = {**ACTOR, "shared": True, "value_loss_coef": 0.5, "value_clip_range": None}
+OWN_LOSS = {"value_loss": "tests.roles.own:squared", "value_loss_options": {"scale": 0.3}}
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -88,8 +89,9 @@ def test_log_probs_from_hidden_states_give_the_same(folder: Path, tmp_path: Path
 
 
 def test_sequence_parallel_gives_the_same(folder: Path, tmp_path: Path) -> None:
-    for options in (SHARED, CRITIC):
+    for options in ({**SHARED, **OWN_LOSS}, {**CRITIC, **OWN_LOSS}):
         expected = updated(folder, tmp_path / f"one{len(options)}", {}, **options)
+        assert any(name.endswith("own_error") for name in expected[0])
         parallel = {"megatron": {"sequence_parallel": True}, **options}
         assert_same(updated(folder, tmp_path / f"sp{len(options)}", {"tp": 2, "pp": 2}, **parallel), expected)
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.learning_curves import ALGORITHMS, MARKS, Result, draw, main, page, stored, table, write
+import pytest
+
+from megaverl.config.presets import PRESETS
+from megaverl.data.tasks import make_task
+from megaverl.data.tokenizers import Tokenizer, load_tokenizer
+from megaverl.environments import Codec, Start
+from megaverl.rewards import RewardSample
+from megaverl.rewards.matching import exact_match, positions
+from tools import learning_curves
+from tools.learning_curves import configuration, main, stored, write
+from tools.learning_curves_page import MARKS, Result, draw, page, table
+from tools.learning_curves_settings import ALGORITHMS, COMMON
+from tools.learning_curves_turns import TURN_TOKENS, DigitsInTurns, whole_answer
 
 RESULTS = [
     Result("grpo", 0, [(0, 0.1), (50, 0.5), (100, 0.9)], 60.0, None),
@@ -14,10 +26,37 @@ RESULTS = [
 ]
 
 
-def test_every_preset_that_needs_no_teacher_and_no_turns_is_tried() -> None:
-    from megaverl.config.presets import PRESETS
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_is_tried_with_the_same_budget(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning_curves, "teacher", lambda out, seed: out / "teacher")
+    config = configuration(tmp_path, 1, "run", name, tmp_path / "model", check_paths=False)
+    assert (config.algorithm.name, config.trainer.steps, config.samples_per_step) == (name, 100, 256)
+    assert config.actor.optimizer["lr"] == 4e-4 and config.algorithm.num_mini_batches == 2
+    assert not [key for key in ALGORITHMS[name] if key.startswith("actor") or key in COMMON]
 
-    assert set(ALGORITHMS) == set(PRESETS) - {"distillation", "gkd", "turn_ppo", "turn_grpo"}
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("task") / "tokenizer.model"
+    return load_tokenizer(make_task("reverse", num_train=200).train_tokenizer(path))
+
+
+@pytest.mark.parametrize("response", ["54321", "54", "54x21", "543219", "12345", ""])
+@pytest.mark.parametrize("stops", [True, False])
+def test_in_turns_an_episode_is_paid_as_the_response_is(response: str, stops: bool, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode(response) + tokenizer.stop_token_ids[:1] * stops
+    episode = DigitsInTurns(Codec(tokenizer, chat=False))
+    episode.reset(Start([1], "reverse 12345 =", "54321"))
+    turns = [tokens[at : at + TURN_TOKENS] for at in range(0, len(tokens), TURN_TOKENS)]
+    outcomes = [episode.step(turn) for turn in turns]
+    text = tokenizer.decode(tokens)
+    sample = RewardSample("reverse 12345 =", "", "54321", transcript=text)
+    whole = RewardSample("reverse 12345 =", text, "54321")
+    paid = sum(outcome.reward for outcome in outcomes) + whole_answer(sample)
+    assert paid == pytest.approx(positions(whole) + exact_match(whole))
+    assert [outcome.done for outcome in outcomes] == [False] * (len(turns) - 1) + [stops] * bool(turns)
+    if response == "54321":
+        assert outcomes[0].reward > 0, "at once, not at the end"
 
 
 def test_the_table_hides_nothing() -> None:
@@ -36,6 +75,9 @@ def test_results_are_kept_and_drawn(tmp_path: Path) -> None:
     draw(list(stored(tmp_path)), tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["run", "--out", str(tmp_path), "--algorithms", "grpo", "--seeds", "0", "1"]) == 0, "all is done"
+    with_teacher = Result("gkd", 0, [(0, 0.1), (100, 0.5)], 60.0, None, [], 0.9)
+    assert "| gkd (teacher: ppo) | 1 |" in table([with_teacher])
+    assert "The teachers reach 90.0%." in " ".join(page([with_teacher]).split())
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{MARKS[0]}\nold\n{MARKS[1]}\nafter\n")
     assert main(["report", "--out", str(tmp_path), "--docs", str(tmp_path), "--readme", str(readme)]) == 0

@@ -1,0 +1,140 @@
+"""The store that the first node keeps: opened there, and reached from the others, which say what they find instead.
+
+torch's own client waits without end, in a call that no signal ends, for a program that takes connections and says
+nothing, and until its deadline for one that says something else.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megaverl.errors import TrainingStopped
+
+EVERY = 0.1  # seconds between two looks
+GREETING = 10.0  # seconds that a store may take to greet; other programs are given them twice
+_FIRST_WORD, _NEXT_WORD = 5.0, 60.0  # seconds until a wait is told, and told again
+_CONNECT = 2.0
+
+
+def keep_store(port: int, timeout: timedelta) -> dist.Store:
+    """The job's store, of which this process is the keeper.
+
+    Raises:
+        TrainingStopped: the port is taken.
+    """
+    try:
+        return dist.TCPStore("localhost", port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+    except dist.DistError as error:
+        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
+        cause = f"cannot be opened ({str(error).splitlines()[0][:160]})"
+        cause = "is taken: another job or program uses it. Choose another MASTER_PORT." if taken else cause
+        raise TrainingStopped(f"port {port} of this node {cause}") from error
+
+
+def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]) -> dist.Store | str:
+    """The first node's store, as soon as it is there; what was seen last instead, where it did not come until `end`.
+
+    Args:
+        timeout: of calls to the store.
+        end: on the monotonic clock. tell: hears what is seen, each time that the wait is long.
+
+    Raises:
+        TrainingStopped: what answers there is no store. A first node that is late is nobody who answers.
+    """
+    seen = "no answer"
+    turns = patiently(end, lambda: tell(seen))
+    for _ in turns:
+        try:
+            store = store_at(host, port)
+        except OSError as error:
+            seen = str(error)
+        else:
+            store.set_timeout(timeout)
+            return store
+    return seen
+
+
+def store_at(host: str, port: int) -> dist.Store:
+    """The store that is there.
+
+    Raises:
+        OSError: nobody listens there.
+        TrainingStopped: somebody does who is no store.
+    """
+    for _ in range(2):  # a first node that was just ending is gone the second time
+        socket.create_connection((host, port), timeout=_CONNECT).close()
+        if store := _greeted(host, port):
+            return store
+    raise TrainingStopped(
+        f"at {host}:{port} (MASTER_ADDR, MASTER_PORT) another program {_what_answers(host, port)}, and no job's store. "
+        "Give all nodes another MASTER_PORT, or correct MASTER_ADDR."
+    )
+
+
+def patiently(end: float, tell: Callable[[], None]) -> Iterator[None]:
+    """Turns of a wait until `end` (monotonic seconds), of which `tell` says now and then that it goes on."""
+    word = time.monotonic() + _FIRST_WORD
+    yield
+    while (now := time.monotonic()) < end:
+        if now >= word:
+            tell()
+            word = now + _NEXT_WORD
+        time.sleep(EVERY)
+        yield
+
+
+def _greeted(host: str, port: int) -> dist.Store | None:
+    """A connection to the store there; None: it is none. On a thread, which may never come back."""
+    found: list[dist.Store] = []
+
+    def connect() -> None:
+        try:
+            seconds = timedelta(
+                seconds=GREETING / 2
+            )  # torch takes up to half as long again; without an answer for ever
+            found.append(dist.TCPStore(host, port, None, False, seconds, wait_for_workers=False))
+        except dist.DistError:
+            return
+
+    thread = threading.Thread(target=connect, name="greeting", daemon=True)
+    with _without_errors_of_torch():
+        thread.start()
+        thread.join(GREETING)
+    return found[0] if found else None
+
+
+def _what_answers(host: str, port: int) -> str:
+    """Of a program that is no store: what it does when it is spoken to."""
+    try:
+        with socket.create_connection((host, port), timeout=_CONNECT) as connection:
+            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            data = connection.recv(120)
+    except TimeoutError:
+        return "takes connections and says nothing"
+    except OSError:
+        data = b""
+    line = data.splitlines()[0].decode("ascii", "replace")[:60] if data else ""
+    return f"answers {line!r}" if line else "takes connections and closes them"
+
+
+@contextmanager
+def _without_errors_of_torch() -> Iterator[None]:
+    """Of a try that fails torch's C++ prints its stack, whatever its level; what is raised says enough."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

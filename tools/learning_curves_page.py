@@ -1,0 +1,236 @@
+"""The page, the picture and the README's table of learning curves: every run, also one that failed or did not learn."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from pathlib import Path
+from typing import NamedTuple
+
+from tools.learning_curves_settings import ALGORITHMS, GROUP, IN_TURNS, STEPS, TAUGHT, TEACHER
+
+WANTED_GAIN, WANTED_SEEDS = 0.30, 3
+MARKS = ("<!-- learning curves -->", "<!-- end of learning curves -->")  # the table's place in the README
+# What is known of those that gained less than was wanted, shown where they did.
+BELOW = {
+    "remax": "its baseline is the reward of the greedy response, and after the warm-up the greedy response is far "
+    "better than a sampled one (rewards of 1.5 to 2.0 against 0.5 to 0.8). So nearly every response is pushed down at "
+    "first, with gradient norms of 20 to 25 (RLOO from the same start: 5) of which clipping leaves 1, and accuracy "
+    "falls for 20 steps on every seed before it climbs. It is still climbing at step 100. This is the algorithm as "
+    "published; a longer budget or a policy nearer to its greedy one suits it better.",
+    "best_of_group": f"it does not optimise accuracy; see pass@{GROUP} below.",
+}
+
+# What some algorithms need and the quickstart's task does not have.
+ADDED = (
+    f"Two need a teacher: `{'` and `'.join(TAUGHT)}` learn from the model that `{TEACHER}` has made of the same warm "
+    "start on the same budget, exported and given as the reference; rewards are measured, and train nothing. Two need "
+    f"turns: for `{'` and `'.join(IN_TURNS)}` the same answer is written in turns of two tokens, to which nothing is "
+    "said, and the same rewards are paid turn by turn (`tools/learning_curves_turns.py`)."
+)
+# What this task cannot show, measured once by `megaverl quickstart --config FILE run.nproc=1 actor.tp=1
+# rollout.engine=hf`.
+ELSEWHERE = (
+    "With turns that are answered, on the guessing game (`configs/guessing_game.yaml`, `turn_grpo_guessing_game.yaml`; "
+    "one seed, one process), accuracy goes from 32.3% to 62.3% with `turn_ppo` and to 60.0% with `turn_grpo` in 80 "
+    "steps."
+)
+REMARKS = {
+    "distillation": "credits a sampled token with the teacher's log-prob less its own, down to -20: where the teacher "
+    "is sure, nearly all is pushed down at first. On seed 1 accuracy has fallen to 2% at step 20, with gradient norms "
+    "of 13 to 31, before it climbs; `gkd`, with the same teacher's whole distributions, has no such dip.",
+}
+
+
+class Result(NamedTuple):
+    """One run: accuracy on held-out prompts by step, and what ended it early, if anything did.
+
+    passes: pass@8 by step, where it was measured. teacher: accuracy of the model that it learned from.
+    """
+
+    algorithm: str
+    seed: int
+    curve: list[tuple[int, float]]
+    seconds: float
+    error: str | None
+    passes: list[tuple[int, float]] = []
+    teacher: float | None = None
+
+    @property
+    def gain(self) -> float:
+        return self.curve[-1][1] - self.curve[0][1] if len(self.curve) > 1 else 0.0
+
+
+def by_algorithm(results: list[Result]) -> dict[str, list[Result]]:
+    """In the order of `ALGORITHMS`, each with its seeds in order."""
+    found = {name: sorted((r for r in results if r.algorithm == name), key=lambda r: r.seed) for name in ALGORITHMS}
+    return {name: runs for name, runs in found.items() if runs}
+
+
+def table(results: list[Result]) -> str:
+    """Markdown: before, after and gain of every seed."""
+    lines = [
+        "| algorithm | seeds | before | after, each seed | mean gain | least gain | 30 points on each seed |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, runs in by_algorithm(results).items():
+        finished = [run for run in runs if run.error is None and len(run.curve) > 1]
+        if not finished:
+            lines.append(f"| {label(name)} | {len(runs)} | | {runs[0].error} | | | no |")
+            continue
+        gains = [run.gain for run in runs]
+        before = statistics.mean(run.curve[0][1] for run in finished)
+        after = ", ".join(f"{run.curve[-1][1]:.1%}" if run.error is None else "failed" for run in runs)
+        verdict, mean, least = "yes" if enough(runs) else "NO", statistics.mean(gains), min(gains)
+        gained = f"{mean:+.1%} | {least:+.1%} | {verdict}"
+        lines.append(f"| {label(name)} | {len(runs)} | {before:.1%} | {after} | {gained} |")
+    return "\n".join(lines)
+
+
+def label(name: str) -> str:
+    """An algorithm in the table, with what it was given beyond the others."""
+    given = f" (teacher: {TEACHER})" if name in TAUGHT else " (in turns)" if name in IN_TURNS else ""
+    return f"{name}{given}"
+
+
+def with_table(readme: str, results: list[Result]) -> str:
+    """The README with the table of these results between its marks."""
+    before, _, rest = readme.partition(MARKS[0])
+    _, mark, after = rest.partition(MARKS[1])
+    if not mark:
+        raise SystemExit(f"the README has no place for the table: the lines {MARKS[0]} and {MARKS[1]}")
+    return f"{before}{MARKS[0]}\n{table(results)}\n{MARKS[1]}{after}"
+
+
+def summary(results: list[Result]) -> str:
+    """How many gained what was wanted, in the mean and on each seed."""
+    found = by_algorithm(results)
+    means = sum(statistics.mean(run.gain for run in runs) >= WANTED_GAIN for runs in found.values())
+    each = sum(enough(runs) for runs in found.values())
+    wanted, number = f"{WANTED_GAIN * 100:.0f} points", len(found)
+    return f"{means} of {number} gain {wanted} or more in the mean of their seeds, {each} of {number} on each seed."
+
+
+def enough(runs: list[Result]) -> bool:
+    """Whether every seed has gained what was wanted."""
+    return all(run.error is None and len(run.curve) > 1 and run.gain >= WANTED_GAIN for run in runs)
+
+
+def below(results: list[Result]) -> list[str]:
+    """Of those that did not, what is known."""
+    lines: list[str] = []
+    for name, runs in by_algorithm(results).items():
+        if name in BELOW and not enough(runs):
+            lines += [*textwrap.wrap(f"`{name}` gains less than 30 points on some seed: {BELOW[name]}", 110), ""]
+    return lines
+
+
+def remarks(results: list[Result]) -> list[str]:
+    """What some were given, and what else is known of some."""
+    found = by_algorithm(results)
+    lines = [textwrap.wrap(f"`{name}` {text}", 110) for name, text in REMARKS.items() if name in found]
+    taught = {run.seed: run.teacher for name in TAUGHT for run in found.get(name, []) if run.teacher is not None}
+    reached = f" The teachers reach {', '.join(f'{taught[seed]:.1%}' for seed in sorted(taught))}." if taught else ""
+    said = textwrap.wrap(ADDED + reached, 110, break_on_hyphens=False)
+    return [line for part in (said, *lines) for line in (*part, "")]
+
+
+def passes(results: list[Result]) -> list[str]:
+    """What those that are paid for one right response in several are for, where it was measured."""
+    found = {name: [r for r in runs if len(r.passes) > 1] for name, runs in by_algorithm(results).items()}
+    lines = [
+        f"| {name} | {', '.join(f'{run.passes[0][1]:.1%}' for run in runs)} "
+        f"| {', '.join(f'{run.passes[-1][1]:.1%}' for run in runs)} "
+        f"| {', '.join(f'{run.curve[-1][1]:.1%}' for run in runs)} |"
+        for name, runs in found.items()
+        if runs
+    ]
+    if not lines:
+        return []
+    text = (
+        "`best_of_group` pays a response for what the group's maximum would lose without it: its lead over the second "
+        f"best. Where two of the {GROUP} are right nobody is paid: at an accuracy p a share of (1 - p)^8 + 8 p "
+        "(1 - p)^7 of the groups tells something, 74% at p = 12.5%, 4% at p = 50%. So its accuracy levels off as soon "
+        "as most groups hold two right responses, and the gradient with it (on seed 0 it is 0 at the end). "
+        "`pass_at_k` asks for one right response of 4, and levels off later. Nothing is wrong with either, and more "
+        "steps would not help: accuracy is not what they optimise. "
+        f"pass@{GROUP}, the chance that one of {GROUP} responses is right, is; for these runs accuracy is the mean of "
+        f"{GROUP} responses to each prompt."
+    )
+    return [
+        f"## pass@{GROUP}",
+        "",
+        *textwrap.wrap(text, 110),
+        "",
+        f"| algorithm | pass@{GROUP} before, each seed | pass@{GROUP} after | accuracy after |",
+        "| --- | --- | --- | --- |",
+        *lines,
+        "",
+    ]
+
+
+def page(results: list[Result]) -> str:
+    """docs/learning_curves.md."""
+    seconds = sum(result.seconds for result in results)
+    failed = [result for result in results if result.error is not None]
+    few = [name for name, runs in by_algorithm(results).items() if len(runs) < WANTED_SEEDS]
+    unfinished = []
+    if few:
+        text = f"**Not finished**: fewer than {WANTED_SEEDS} seeds have run of {', '.join(few)}."
+        unfinished = [*textwrap.wrap(text, 110), ""]
+    said = [f"- {result.algorithm}, seed {result.seed}: {result.error}" for result in failed]
+    return "\n".join(
+        [
+            "# Learning curves",
+            "",
+            "Every on-policy algorithm on the quickstart's task (write five digits backwards; a model of two layers",
+            "after a short supervised warm-up), all from the same warm start of a seed, all with the same learning",
+            f"rate, {STEPS} steps of 32 prompts x 8 responses and two mini-batches. Nothing is tuned for any of them.",
+            "Accuracy on 256 held-out prompts, sampled at temperature 1. Steps are the budget: DAPO generates further",
+            "groups in a step, ReMax a greedy response to each prompt, and PRIME trains a second model.",
+            "",
+            *unfinished,
+            summary(results),
+            "",
+            "![accuracy by step](learning_curves.png)",
+            "",
+            table(results),
+            "",
+            *remarks(results),
+            *below(results),
+            *passes(results),
+            *textwrap.wrap(ELSEWHERE, 110, break_on_hyphens=False),
+            "",
+            *(["Runs that ended with an error:", "", *said, ""] if said else []),
+            f"{len(results)} runs, {seconds / 60:.0f} minutes on one CPU core. Made by `tools/learning_curves.py`:",
+            "`run` until all are done, then `report`.",
+            "",
+        ]
+    )
+
+
+def draw(results: list[Result], path: Path) -> None:
+    """One panel per algorithm: the mean over the seeds, and a band from the worst to the best."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = by_algorithm(results)
+    columns = min(4, len(found))
+    rows = -(-len(found) // columns)
+    figure = Figure(figsize=(3.2 * columns, 2.3 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for axes, (name, runs) in zip(panels, found.items(), strict=False):
+        steps = [step for step, _ in max((run.curve for run in runs), key=len)]
+        values = [[value for run in runs for at, value in run.curve if at == step] for step in steps]
+        axes.fill_between(steps, [min(v) for v in values], [max(v) for v in values], alpha=0.25, linewidth=0)
+        axes.plot(steps, [statistics.mean(v) for v in values], linewidth=1.5)
+        axes.set_title(f"{name} ({len(runs)})", fontsize=9)
+        axes.set_ylim(0, 1)
+        axes.grid(True, alpha=0.3)
+    for axes in panels[len(found) :]:
+        axes.set_axis_off()
+    figure.supxlabel("step", fontsize=9)
+    figure.supylabel("accuracy on held-out prompts", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=90)
