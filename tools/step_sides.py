@@ -209,7 +209,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))
 
     class Bench(RLTrainer):
-        def one_step(self, step: int, tracker: Any, rollouts: Any = None) -> dict[str, float]:
+        def one_step(self, step: int, rollouts: Any = None) -> dict[str, float]:
             if step == 0:
                 self.watch = watch_roles(self)
             turns.wait(step)
@@ -217,7 +217,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
             dist.barrier()
             self.watch.seconds.clear()
             with self.watch.measure("step"):
-                metrics = super().one_step(step, tracker, rollouts)
+                metrics = super().one_step(step, rollouts)
             assert metrics["rollout/response_length_mean"] == job.response_tokens
             turns.report(step, self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3, "gflops": rate})
             return metrics

@@ -21,7 +21,6 @@ from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
     from megaverl.metrics.console import Console
-    from megaverl.metrics.tracker import Tracker
     from megaverl.trainer.job import Job
     from megaverl.trainer.rl import RLTrainer as Loop
     from megaverl.trainer.stored_rollouts import StoredRollouts
@@ -126,7 +125,6 @@ class PPOTrainer(RLTrainer):
     _measured: Mapping[str, float] = {}
     _records: ExitStack | None = None
     _has_begun = False
-    _tracker: Tracker | None = None
 
     @property
     def num_steps(self) -> int:
@@ -156,9 +154,9 @@ class PPOTrainer(RLTrainer):
         with explained():
             self._begin()
             loop, trainer = self.loop, self.config.trainer
-            metrics = loop.one_step(loop.next_step, self._tracker, self._given(rollouts))
+            metrics = loop.one_step(loop.next_step, self._given(rollouts))
             loop.next_step += 1
-            metrics |= loop.after_step(loop.next_step, self._tracker) or {}
+            metrics |= loop.after_step(loop.next_step) or {}
             loop.safe_point()
             if loop.next_step == trainer.steps and self.config.checkpoint.export_hf:
                 loop.export()
@@ -198,7 +196,7 @@ class PPOTrainer(RLTrainer):
         self.loop.resume()
         self._records = ExitStack()
         self._records.enter_context(self.loop.leave.listening())
-        self._tracker = self._records.enter_context(self.loop.records())
+        self._records.enter_context(self.loop.recording())
         atexit.register(self.close)
 
 

@@ -13,7 +13,6 @@ from megaverl.errors import ConfigError
 from megaverl.fabric.courier import Courier
 from megaverl.fabric.post import broadcast_json
 from megaverl.metrics.console import Console
-from megaverl.metrics.tracker import Tracker
 from megaverl.trainer.job import Job
 from megaverl.trainer.split import SplitTrainer
 from megaverl.trainer.stored_rollouts import StoredRollouts
@@ -45,11 +44,11 @@ class StepsAskedFor(SplitTrainer):
         return self.step.flow(self.placement.ranks)
 
     @contextmanager
-    def records(self) -> Iterator[Tracker | None]:
-        with super().records() as tracker:
+    def recording(self) -> Iterator[None]:
+        with super().recording():
             self._met = self.next_step
             self._meet(self._met, starts=True)
-            yield tracker
+            yield
 
     def rollouts(self, step: int) -> StoredRollouts:
         self.step.metrics = {}
@@ -66,18 +65,18 @@ class StepsAskedFor(SplitTrainer):
                 batch = self._courier.receive("drawn", engines, others)
         return self._rollouts(step, {"rollouts": batch})
 
-    def one_step(self, step: int, tracker: Tracker | None, rollouts: StoredRollouts | None = None) -> dict[str, float]:
+    def one_step(self, step: int, rollouts: StoredRollouts | None = None) -> dict[str, float]:
         """This rank's part of it; what was measured, `after_step` tells."""
         assert rollouts is not None, "a program gives them"
         self._given = rollouts
         self._turn(step)
         return {}
 
-    def after_step(self, done: int, tracker: Tracker | None) -> dict[str, float]:
+    def after_step(self, done: int) -> dict[str, float]:
         """Where all meet. Returns what was measured in the step and in a validation after it, on every rank."""
         self._met = done
         self._meet(done)
-        mine = [metrics for step, metrics in self.history if step == done]
+        mine = [metrics for step, metrics in self.records.history if step == done]
         found = {name: value for metrics in mine for name, value in metrics.items()}
         return dict(broadcast_json(self.fabric, self.reporter, found))
 
@@ -89,8 +88,8 @@ class StepsAskedFor(SplitTrainer):
         self._courier.settle()
         self.carrier.settle()
         self.coordinator.close()
-        self._write_aside(lambda: self.reports.write_timeline(self.timeline, self.run_dir))
-        self._write_aside(lambda: self.reports.join_timelines(self.run_dir))
+        self.records.aside(lambda: self.reports.write_timeline(self.timeline, self.run_dir))
+        self.records.aside(lambda: self.reports.join_timelines(self.run_dir))
 
     def _starts_from(self, step: int, moving: dict[str, Any]) -> tuple[dict[str, Any], Sequence[PromptRecord]]:
         assert self._given is not None

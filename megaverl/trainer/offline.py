@@ -17,10 +17,10 @@ from megaverl.errors import MegaverlError
 from megaverl.metrics.console import Console
 from megaverl.metrics.memory import memory_metrics
 from megaverl.metrics.timeline import Timeline
-from megaverl.metrics.tracker import Tracker
 from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
+from megaverl.trainer.records import Records
 from megaverl.trainer.rl import kept_objects
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.trainer.signals import LeaveRequest, Leaving
@@ -62,6 +62,7 @@ class OfflineTrainer(ABC):
         self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)
         builder.resumes = self.resumed_from is not None
         self.leave = LeaveRequest()
+        self.records = Records(config, builder.run_dir, console, keeps=self.is_first)
         self.next_step = 0
 
     # --- what a stage is ------------------------------------------------------------------------------------------
@@ -110,47 +111,40 @@ class OfflineTrainer(ABC):
 
     def _train(self) -> dict[str, float]:
         self._resume()
-        tracker = self._tracker()
         result: dict[str, float] = {}
         try:
-            for step in range(self.next_step, self.steps):
-                self.stages.step = step + 1
-                start = time.perf_counter()
-                with self.stages(self.name):
-                    found = self.one_step([self.data[i] for i in self.sampler.indices(step)], step)
-                self.next_step = step + 1
-                metrics = {f"{self.name}/{name}": value for name, value in found.items()}
-                metrics[f"{self.name}/step_time_ms"] = (time.perf_counter() - start) * 1e3
-                metrics |= memory_metrics("actor")
-                result = self._after(step + 1, metrics, tracker)
+            with self.records.opened(self.next_step):
+                for step in range(self.next_step, self.steps):
+                    result = self._after(step + 1, self._measured_step(step))
         except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
             self.saving.commit_written()
             raise
         finally:
-            if tracker is not None:
-                tracker.close()
-                self._write_timeline()
+            if self.is_first:
+                self.records.aside(lambda: self.stages.timeline.export(self.builder.run_dir / "timeline.json"))
         if self.config.checkpoint.export_hf:
             self.stages.note("export")
             self.export(self.builder.run_dir / "hf")
             self.console.print(f"model written to {self.builder.run_dir / 'hf'}")
         return result
 
-    def _write_timeline(self) -> None:
-        """Nothing depends on it: where it cannot be written, that is told."""
-        try:
-            self.stages.timeline.export(self.builder.run_dir / "timeline.json")
-        except OSError as error:
-            self.console.warn(f"{error}; the run goes on without this file")
+    def _measured_step(self, step: int) -> dict[str, float]:
+        self.stages.step = step + 1
+        start = time.perf_counter()
+        with self.stages(self.name):
+            found = self.one_step([self.data[i] for i in self.sampler.indices(step)], step)
+        self.next_step = step + 1
+        metrics = {f"{self.name}/{name}": value for name, value in found.items()}
+        metrics[f"{self.name}/step_time_ms"] = (time.perf_counter() - start) * 1e3
+        return metrics | memory_metrics("actor")
 
-    def _after(self, done: int, metrics: dict[str, float], tracker: Tracker | None) -> dict[str, float]:
+    def _after(self, done: int, metrics: dict[str, float]) -> dict[str, float]:
         last = done == self.steps
         validated: dict[str, float] = {}
         if last or (self.validate_every and done % self.validate_every == 0):
             with self.stages("validation"):
                 validated = {f"validation/{name}": value for name, value in self.validate().items()}
-        if tracker is not None:
-            tracker.log(done, metrics | validated)
+        self.records.log(done, metrics | validated)
         shown = {"loss", "accuracy", "preference_accuracy", "margin"}
         text = [f"{n.rpartition('/')[2]} {v:.4f}" for n, v in metrics.items() if n.rpartition("/")[2] in shown]
         text += [f"{name} {value:.4f}" for name, value in validated.items()]
@@ -190,17 +184,3 @@ class OfflineTrainer(ABC):
         self.next_step = int(state["next_step"])
         self.saving.note_resumed(self.next_step, inside=False)
         self.console.print(f"resumed from {path}: {self.next_step} of {self.steps} steps are done")
-
-    def _tracker(self) -> Tracker | None:
-        if not self.is_first:
-            return None
-        run = self.config.run
-        return Tracker(
-            self.builder.run_dir,
-            run.log_with,
-            only=run.track_metrics,
-            resume_step=self.next_step if self.next_step else None,
-            name=run.name,
-            config=self.config.to_dict(),
-            warn=self.console.warn,
-        )

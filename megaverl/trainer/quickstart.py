@@ -89,8 +89,8 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
 
 
 def _report(trainer: RLTrainer, console: Console) -> None:
-    held_out = [(step, m["validation/accuracy"]) for step, m in trainer.history if "validation/accuracy" in m]
-    training = [(step, m["reward/accuracy"]) for step, m in trainer.history if "reward/accuracy" in m]
+    held_out = [(step, m["validation/accuracy"]) for step, m in trainer.records.history if "validation/accuracy" in m]
+    training = [(step, m["reward/accuracy"]) for step, m in trainer.records.history if "reward/accuracy" in m]
     picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", "accuracy")
     console.print(text_curve(training, "accuracy on training prompts", low=0.0, high=1.0))
     if held_out:  # trainer.validate_every=0: nobody looked

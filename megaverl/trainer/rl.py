@@ -6,7 +6,6 @@ import gc
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,27 +14,28 @@ import torch.distributed as dist
 from megaverl.checkpoint.commit import Committer, FirstRank
 from megaverl.config import Config
 from megaverl.coordinator import Alone, Judge, Progress, Rules
-from megaverl.data.datasets import PromptDataset
+from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.metrics.console import Console
 from megaverl.metrics.memory import memory_metrics
 from megaverl.metrics.timeline import Timeline
-from megaverl.metrics.tracker import Tracker
 from megaverl.parallel.collectives import on_first_rank, together
+from megaverl.roles.reward import Scores
 from megaverl.roles.rollout import Rollout
 from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.ahead import read_ahead
 from megaverl.trainer.build import Builder
-from megaverl.trainer.evaluate import Evaluation, evaluate
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
-from megaverl.trainer.samples import append_samples, forget_samples, sample_records
+from megaverl.trainer.records import Records
+from megaverl.trainer.samples import sample_records
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.trainer.signals import LeaveRequest, Leaving
 from megaverl.trainer.stages import Stages
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.trainer.validation import Validation
 
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")
@@ -43,14 +43,6 @@ ROLLOUT_FILE = "rollouts.safetensors"
 
 
 PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
-
-
-@dataclass
-class Best:
-    """The best validation so far."""
-
-    step: int = -1
-    value: float = float("-inf")
 
 
 class RLTrainer:
@@ -65,12 +57,11 @@ class RLTrainer:
     ) -> None:
         self.config, self.console = config, console
         self.job, self.rank = job, dist.get_rank()
-        self.keeps_records = self.rank == 0
         builder = builder or Builder(config, fabric=job.fabric if job else None)
         self.builder, self.run_dir = builder, builder.run_dir
-        self.validation_data: PromptDataset | None = None
-        if config.data.validation:
-            self.validation_data = builder.dataset(config.data.validation)
+        self.records = Records(config, self.run_dir, console, keeps=self.keeps_records)
+        held_out = builder.dataset(config.data.validation) if config.data.validation else None
+        self.validation = Validation(config, held_out, self.records, console)
         self.prompts = builder.prompts()
         if self.prompts.losses:
             console.print(f"training prompts: {self.prompts.losses}")
@@ -93,12 +84,15 @@ class RLTrainer:
             here = [role for role in each.roles if job is None or job.fabric.rank in mine.get(role, ())]
             if here:
                 self.timeline.roles[each.name] = here[-1]
-        self.best = Best()
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
         self.leave = LeaveRequest()
-        self.history: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def keeps_records(self) -> bool:
+        """Whether this rank writes down what the run has measured."""
+        return self.rank == 0
 
     def committer(self) -> Committer:
         """Who marks a checkpoint complete."""
@@ -186,43 +180,44 @@ class RLTrainer:
         if self.step.replayed is not None:
             with together():
                 self.step.replayed.check(self.next_step, config.trainer.steps, config.samples_per_step)
-        with self.records() as tracker:
-            result = self._steps(tracker)
+        with self.recording():
+            result = self._steps()
         if config.checkpoint.export_hf:
             self.stages.note("export")
             self.export()
         return result
 
-    def _steps(self, tracker: Tracker | None) -> dict[str, float]:
+    def _steps(self) -> dict[str, float]:
         result: dict[str, float] = {}
         if self.next_step == 0 and self.config.trainer.validate_at_start:
-            result = self._validate(tracker, 0) or result
+            result = self._validate(0) or result
         self.safe_point()
         for step in range(self.next_step, self.config.trainer.steps):
             self.stages.step = step + 1
-            result = self.one_step(step, tracker) or result
+            result = self.one_step(step) or result
             self.next_step = step + 1
-            result = self.after_step(step + 1, tracker) or result
+            result = self.after_step(step + 1) or result
             self.safe_point()
         return result
 
     @contextmanager
-    def records(self) -> Iterator[Tracker | None]:
-        """Around the steps: the trackers, which go on from where the run stands, and the timeline at the end."""
-        tracker = self._tracker()
-        if self.keeps_records:
-            forget_samples(self.run_dir / "samples.jsonl", self.next_step)
-            if self.stored is not None:
-                self.stored.forget(self.next_step)
+    def recording(self) -> Iterator[None]:
+        """Around the steps: the records, which go on from where the run stands, and the timeline at the end."""
+        if self.keeps_records and self.stored is not None:
+            self.stored.forget(self.next_step)
         try:
-            yield tracker
+            with self.records.opened(self.next_step):
+                yield
         except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
             self.saving.commit_written()
             raise
         finally:
-            if tracker is not None:
-                tracker.close()
-                self._write_aside(lambda: self.timeline.export(self.run_dir / "timeline.json"))
+            self.write_timeline()
+
+    def write_timeline(self) -> None:
+        """What this rank did when; also of a run that has failed."""
+        if self.keeps_records:
+            self.records.aside(lambda: self.timeline.export(self.run_dir / "timeline.json"))
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder."""
@@ -250,7 +245,7 @@ class RLTrainer:
         """Wait for what is still being written; every rank does, at the end of a loop of one's own."""
         self.saving.settle()
 
-    def one_step(self, step: int, tracker: Tracker | None, rollouts: StoredRollouts | None = None) -> dict[str, float]:
+    def one_step(self, step: int, rollouts: StoredRollouts | None = None) -> dict[str, float]:
         """One step of training, on responses to the next prompts, or on `rollouts`; returns its metrics."""
         cut_off, self.cut_off = rollouts or self.cut_off, None
         self.step.stored = None
@@ -275,26 +270,25 @@ class RLTrainer:
             "train/epoch": self.prompts.epoch,
             "train/tokens_per_sec": float(batch.sequence_lengths.sum()) / seconds,
         }
-        if tracker is not None:
-            tracker.log(step + 1, metrics)
-            records = sample_records(batch, values["scores"], self.roles.reward, self.config.trainer.save_samples)
-            self._write_aside(lambda: append_samples(self.run_dir / "samples.jsonl", step + 1, records))
+        self.log_step(step + 1, metrics, batch, values["scores"])
         if self.stored is not None:
             rollouts = self._rollouts(step, values)
             on_first_rank(lambda: RolloutFolder(self.run_dir / "rollouts").append(rollouts))
-        self.console.step(step + 1, self.config.trainer.steps, metrics)
-        self.history.append((step + 1, metrics))
         return metrics
 
-    def after_step(self, done: int, tracker: Tracker | None) -> dict[str, float] | None:
-        """Validate and save where the configuration says so; `done` steps are behind us."""
+    def log_step(self, done: int, metrics: Mapping[str, float], batch: RolloutBatch, scores: Scores) -> None:
+        """Write and show what a step has measured, with some of its samples."""
         trainer = self.config.trainer
-        last = done == trainer.steps
-        result, is_best = None, False
-        if self.validation_data is not None and trainer.validate_every and (done % trainer.validate_every == 0 or last):
-            best_before = self.best.step
-            result = self._validate(tracker, done)
-            is_best = self.best.step != best_before
+        self.records.log(done, metrics)
+        if self.keeps_records:
+            self.records.log_samples(done, sample_records(batch, scores, self.roles.reward, trainer.save_samples))
+        self.console.step(done, trainer.steps, metrics)
+
+    def after_step(self, done: int) -> dict[str, float] | None:
+        """Validate and save where the configuration says so; `done` steps are behind us."""
+        last = done == self.config.trainer.steps
+        result = self._validate(done) if self.validation.is_due(done) else None
+        is_best = result is not None and self.validation.best.step == done
         if self.saving.is_due(done, last=last, is_best=is_best):
             self._save(done, best=is_best, wait=last)
         return result
@@ -329,61 +323,13 @@ class RLTrainer:
         version = self.engines.weight_version if self.engines else 0
         return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
 
-    def _write_aside(self, write: Any) -> None:
-        """Files that nothing depends on: one that cannot be written is told of, and does not end the run."""
-        try:
-            write()
-        except OSError as error:
-            self.console.warn(f"{error}; the run goes on without this file")
-
-    def _validate(self, tracker: Tracker | None, done: int) -> dict[str, float] | None:
-        if self.validation_data is None or not self.config.trainer.validate_every or self.roles.rollout is None:
+    def _validate(self, done: int) -> dict[str, float] | None:
+        if not self.validation.happens or self.roles.rollout is None:
             return None
         with self.stages("validation"):
-            evaluation = self.evaluate()
-            # A resumed run has not validated here: nothing of this may be found again by the next step.
-            with together():
-                self.roles.rollout.engine.reset_prefix_cache()
-        self._note_validation(tracker, done, evaluation)
+            evaluation = self.validation.evaluate(self.roles)
+        self.validation.note(done, evaluation)
         return evaluation.metrics
-
-    def _note_validation(self, tracker: Tracker | None, done: int, evaluation: Evaluation) -> None:
-        """Remember the best; write and show what was found."""
-        metrics = evaluation.metrics
-        value = metrics[f"validation/{self.config.trainer.best_metric}"]
-        if value > self.best.value:
-            self.best = Best(done, value)
-        if tracker is not None:
-            tracker.log(done, metrics)
-            path = self.run_dir / "samples.jsonl"
-            self._write_aside(lambda: append_samples(path, done, evaluation.samples, split="validation"))
-        self.history.append((done, metrics))
-        self.console.print(
-            f"validation after step {done}: "
-            + "  ".join(f"{name.removeprefix('validation/')} {value:.3f}" for name, value in metrics.items())
-        )
-
-    def evaluate(self) -> Evaluation:
-        """Validate the weights that the engine holds now."""
-        assert self.validation_data is not None and self.roles.rollout is not None
-        count = len(self.validation_data)
-        if self.config.trainer.validation_prompts is not None:
-            count = min(count, self.config.trainer.validation_prompts)
-        prompts = [self.validation_data[i] for i in range(count)]
-        return evaluate(self.config, self.roles.rollout, self.roles.reward, prompts, self.roles.player)
-
-    def _tracker(self) -> Tracker | None:
-        if not self.keeps_records:
-            return None
-        return Tracker(
-            self.run_dir,
-            self.config.run.log_with,
-            only=self.config.run.track_metrics,
-            resume_step=self.next_step if self.next_step else None,
-            name=self.config.run.name,
-            config=self.config.to_dict(),
-            warn=self.console.warn,
-        )
 
     def _save(
         self, done: int, *, best: bool = False, wait: bool = False, cut_off: StoredRollouts | None = None
@@ -410,7 +356,7 @@ class RLTrainer:
             "sampler": self.prompts.state_dict(),
             "tokenizer": tokenizer_digest(self.builder.tokenizer),
             "weight_version": rollout.weight_version if rollout else 0,
-            "best": {"step": self.best.step, "value": self.best.value},
+            "best": self.validation.state_dict(),
             "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
             "cut_off": cut_off.facts() if cut_off else None,
             "ahead": [],
@@ -449,7 +395,7 @@ class RLTrainer:
         self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
         self.roles.kl.load_state_dict(state["kl"])
         self.next_step = int(state["next_step"])
-        self.best = Best(int(state["best"]["step"]), float(state["best"]["value"]))
+        self.validation.load_state_dict(state["best"])
         self.saving.note_resumed(self.next_step, inside=state["cut_off"] is not None)
         if state["cut_off"] is not None and self.step.replayed is None:
             with together():

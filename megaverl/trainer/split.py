@@ -9,8 +9,7 @@ how many is settled before the run, so that two runs are the same to the bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,10 +24,8 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
-from megaverl.errors import MegaverlError
 from megaverl.fabric.post import broadcast_json
 from megaverl.metrics.console import Console
-from megaverl.metrics.tracker import Tracker
 from megaverl.parallel.collectives import together
 from megaverl.roles.reward import Scores
 from megaverl.roles.rollout import Rollout
@@ -42,7 +39,6 @@ from megaverl.trainer.placed_roles import REWARD_MODEL, island_file, island_name
 from megaverl.trainer.readers import SELECTIVE, Readers, speakers_of
 from megaverl.trainer.reports import Reports
 from megaverl.trainer.rl import RLTrainer, rules_of
-from megaverl.trainer.samples import append_samples, forget_samples, sample_records
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.scored_elsewhere import models_are_apart, serve_scores
 from megaverl.trainer.step import Roles
@@ -65,7 +61,6 @@ class SplitTrainer(RLTrainer):
         super().__init__(config, console, Builder(config, fabric=job.fabric), job)
         self.readers = Readers(self.step, self.fabric, self.reporter)
         self.carrier.reads = self.readers.of_operators()
-        self.keeps_records = self.fabric.rank == self.reporter
         self.timeline.rank = self.fabric.rank
         self.schedule = Schedule.of(config, self.placement)
         self.lag = self.schedule.lag(self.fabric.rank)
@@ -77,7 +72,6 @@ class SplitTrainer(RLTrainer):
         self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
         self.reports = Reports(self.fabric, self.reporter)
         self._met = 0  # steps before the last meeting
-        self._tracking: Tracker | None = None
 
     # --- what this rank has ---------------------------------------------------------------------------------------
 
@@ -93,6 +87,10 @@ class SplitTrainer(RLTrainer):
         if self.carrier.speakers:
             self.step.outlet = self.carrier
         return flow
+
+    @property
+    def keeps_records(self) -> bool:
+        return self.fabric.rank == self.reporter
 
     @property
     def engines(self) -> Rollout | None:
@@ -160,30 +158,16 @@ class SplitTrainer(RLTrainer):
         if self.step.replayed is not None:
             with together(self.fabric.control):
                 self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
-        with self.records():
+        with self.recording():
             result = self._turns()
-        self._write_aside(lambda: self.reports.join_timelines(self.run_dir))
+        self.records.aside(lambda: self.reports.join_timelines(self.run_dir))
         if self.config.checkpoint.export_hf:
             self.stages.note("export")
             self.export()
         return result
 
-    @contextmanager
-    def records(self) -> Iterator[Tracker | None]:
-        if self.keeps_records:
-            forget_samples(self.run_dir / "samples.jsonl", self.next_step)
-            if self.stored is not None:
-                self.stored.forget(self.next_step)
-        self._tracking = tracker = self._tracker()
-        try:
-            yield tracker
-        except MegaverlError:
-            self.saving.commit_written()
-            raise
-        finally:
-            if tracker is not None:
-                tracker.close()
-            self._write_aside(lambda: self.reports.write_timeline(self.timeline, self.run_dir))
+    def write_timeline(self) -> None:
+        self.records.aside(lambda: self.reports.write_timeline(self.timeline, self.run_dir))
 
     def export(self) -> None:
         if self.fabric.rank in self.placement.islands[0]:
@@ -293,19 +277,17 @@ class SplitTrainer(RLTrainer):
         Raises:
             Leaving: the run was asked to leave, and has saved.
         """
-        trainer, tracker, result = self.config.trainer, self._tracking, {}
+        trainer, result = self.config.trainer, {}
         self.next_step, self.stages.step = done, None
         self.stages.note(f"the meeting after step {done}")
         if not starts:
             self._sync_weights(done)
-            result = self._report(done, tracker)
+            result = self._report(done)
         last = done == trainer.steps
-        is_due = bool(trainer.validate_every) and (done % trainer.validate_every == 0 or last)
         is_best = False
-        if (trainer.validate_at_start and done == 0) if starts else is_due:
-            before = self.best.step
-            result = self._validate(tracker, done) or result
-            is_best = self.best.step != before
+        if (trainer.validate_at_start and done == 0) if starts else self.validation.is_due(done):
+            result = self._validate(done) or result
+            is_best = self.validation.best.step == done
         self.saving.look()
         if not starts and self.saving.is_due(done, last=last, is_best=is_best):
             self._save(done, best=is_best, wait=last)
@@ -337,39 +319,32 @@ class SplitTrainer(RLTrainer):
                 self._measured[done - 1] |= self.step.metrics
                 self._measured[done - 1]["time/reshard_ms"] = (time.perf_counter() - start) * 1e3
 
-    def _report(self, done: int, tracker: Tracker | None) -> dict[str, float]:
+    def _report(self, done: int) -> dict[str, float]:
         """Every world's first rank tells the reporter what it measured in the step that is over."""
         metrics = self.reports.of_all(self._measured.pop(done - 1))
         if not self.keeps_records:
             return {}
         batch, scores = self._values["rollouts"], self._values["scores"]
         metrics["train/tokens_per_sec"] = float(batch.sequence_lengths.sum()) / metrics["train/step_time_ms"] * 1e3
-        if tracker is not None:
-            tracker.log(done, metrics)
-            records = sample_records(batch, scores, self.roles.reward, self.config.trainer.save_samples)
-            self._write_aside(lambda: append_samples(self.run_dir / "samples.jsonl", done, records))
+        self.log_step(done, metrics, batch, scores)
         if self.stored is not None:
             self.step.metrics = metrics
             self.stored.append(self._rollouts(done - 1, self._values))
-        self.console.step(done, self.config.trainer.steps, metrics)
-        self.history.append((done, metrics))
         return metrics
 
-    def _validate(self, tracker: Tracker | None, done: int) -> dict[str, float] | None:
+    def _validate(self, done: int) -> dict[str, float] | None:
         """The engines' ranks validate; all ranks hear the result."""
-        if self.validation_data is None or not self.config.trainer.validate_every or self.roles.rollout is None:
+        if not self.validation.happens or self.roles.rollout is None:
             return None
         found: list[Any] = []
         with self.stages("validation"):
             if self.fabric.has("rollout"):
-                evaluation = self.evaluate()
-                with together():
-                    self.roles.rollout.engine.reset_prefix_cache()
+                evaluation = self.validation.evaluate(self.roles)
                 found = [evaluation.metrics, evaluation.samples]
             elif self.fabric.has("reward") and models_are_apart(self.config, self.fabric):
                 serve_scores(self.roles.reward, self.fabric)
         metrics, samples = broadcast_json(self.fabric, self.placement.ranks["rollout"][0], found)
-        self._note_validation(tracker, done, Evaluation(metrics, samples))
+        self.validation.note(done, Evaluation(metrics, samples))
         return dict(metrics)
 
     # --- checkpoints ----------------------------------------------------------------------------------------------
