@@ -146,13 +146,14 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     folder = tmp_path / "run" / "hf"
     model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    # on Megatron, and on transformers, on a rank of its own: what a validation generates goes there and back as well
+    # on Megatron, and on transformers, on two ranks of their own, each of which reads its own responses: what a
+    # validation generates goes there and back as well
     both = f"{{name: learned, path: '{folder}'}}, {{name: half, weight: 0.5, path: '{folder}', engine: transformers}}"
-    apart = ["run.nproc=3", "placement={rollout: 0, reward: 1, actor: 2}", "critic.pp=1", "trainer.save_samples=16"]
+    apart = ["run.nproc=4", "placement={rollout: 0, reward: 1-2, actor: 3}", "critic.pp=1", "trainer.save_samples=16"]
     apart += ["trainer.validate_every=1", f"data.validation={inputs / 'held_out.jsonl'}"]
     command = rewarded(inputs, tmp_path / "rl", *SHORT, *apart, f"reward=[{both}, {{name: exact_match}}]")
-    ended = server.run(command, logs=tmp_path / "logs", ranks=3)
-    assert ended.codes == [0] * 3, ended.text
+    ended = server.run(command, logs=tmp_path / "logs", ranks=4)
+    assert ended.codes == [0] * 4, ended.text
     lines = (tmp_path / "rl" / "run" / "samples.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["finish_reason"] == "stop"]
     text = [tokenizer.encode(r["prompt"]) + tokenizer.encode(r["response"]) for r in records]
