@@ -1,12 +1,13 @@
 """Reports to the coordinator, decisions back: two small messages for each role and update, whatever the model's size.
 
 A role's first rank sends its report to the coordinator, and passes the decision on to the role's other ranks along a
-tree. On the coordinator a thread for each role takes the reports, and one decides; so a rank that coordinates may have
-a role as well, and other roles need not wait until it comes to its own update.
+tree. On the coordinator a thread for each role takes its reports, and the one that comes last decides; so a rank that
+coordinates may have a role as well, and other roles need not wait until it comes to its own update.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import re
 import threading
@@ -14,13 +15,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from megaverl.coordinator.decide import Progress, Rules, Seat, decide
+from megaverl.coordinator.letters import Letter
 from megaverl.coordinator.liveness import Liveness
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
@@ -41,14 +38,6 @@ _REPORTS, _DECISIONS, _RELAYS = 0x100000, 0x200000, 0x300000
 GRACE = timedelta(seconds=10)
 _SOURCE = re.compile(r"^\[[^\]]*:\d+\] ")
 _FOREVER = timedelta(days=365)
-
-
-class Arrived(NamedTuple):
-    """A report of a seat, or why none will come."""
-
-    seat: int
-    report: GradientReport | None
-    why: str = ""
 
 
 class Coordinator:
@@ -73,6 +62,7 @@ class Coordinator:
         self.bytes_sent = self.bytes_received = 0
         self._seconds, self._bytes_told = 0.0, 0
         self.rank = fabric.placement.coordinator
+        self._report, self._decision = Letter(REPORT_SIZE), Letter(DECISION_SIZE)
         self._own: dict[int, queue.Queue[Decision]] = {}
         self._service: Service | None = None
         if fabric.rank == self.rank:
@@ -98,17 +88,20 @@ class Coordinator:
         start = time.perf_counter()
         number = self._seat_of(role)
         seat = self.seats[number]
+        self._settle(self._decision)  # of the update before
         if self.fabric.rank == seat.rank:
             if report is None:
                 raise ValueError(f"the first rank of {seat} reports")
             together = {role, *partners}
             bits = sum(1 << n for n, other in enumerate(self.seats) if other.role in together)
-            decision = self._ask(number, _with_partners(report, bits))
+            decision = self._ask(number, replace(report, partners=bits))
         else:
-            decision = Decision.unpack(self._wait(torch.zeros(DECISION_SIZE, dtype=torch.float64), number))
-        self._relay(number, decision)
+            parent = tree_parent(self.fabric.world.ranks, seat.rank, self.fabric.rank)
+            decision = self._hear(parent, _RELAYS + number)
+        self._relay(number)
         self._seconds += max(0.0, time.perf_counter() - start - decision.waited)
         if decision.verdict is Verdict.STOP:
+            self._settle(self._decision)
             raise TrainingStopped(self._why(decision))
         return decision
 
@@ -127,9 +120,11 @@ class Coordinator:
         Raises:
             TrainingStopped: on the coordinator, if the run was stopped: the same as on the roles.
         """
+        self._settle(self._decision)
         for number, seat in enumerate(self.seats):
             if seat.rank == self.fabric.rank and self._service is None:
-                self._send(GradientReport(0, 0, 0.0, 0.0, flags=Flag.DONE).pack(), self.rank, _REPORTS + number)
+                self._send(self._report, GradientReport(0, 0, 0.0, 0.0, flags=Flag.DONE), _REPORTS + number)
+                self._settle(self._report)
         if self._service is not None:
             self._service.close()
             if self._service.end is not None:
@@ -143,47 +138,44 @@ class Coordinator:
         raise ValueError(f"no seat of {role} is in the world {self.fabric.world.name}")
 
     def _ask(self, number: int, report: GradientReport) -> Decision:
-        if self._service is not None:
-            self._service.arrived.put(Arrived(number, report))
-            patience = self.fabric.timeout + GRACE
-            try:
-                return self._own[number].get(timeout=patience.total_seconds())
-            except queue.Empty as error:
-                raise self._lost(self.rank, f"no decision over {self.seats[number]}", error) from error
-        self._send(report.pack(), self.rank, _REPORTS + number)
-        return Decision.unpack(self._receive(self.rank, _DECISIONS + number, DECISION_SIZE))
+        if self._service is None:
+            self._send(self._report, report, _REPORTS + number)
+            decision = self._hear(self.rank, _DECISIONS + number)
+            self._settle(self._report)  # it has long arrived
+            return decision
+        self._service.take(number, report)
+        patience = self.fabric.timeout + GRACE
+        try:
+            decision = self._own[number].get(timeout=patience.total_seconds())
+        except queue.Empty as error:
+            raise self._lost(self.rank, f"no decision over {self.seats[number]}", error) from error
+        self._decision.write(decision.numbers())
+        return decision
 
-    def _relay(self, number: int, decision: Decision) -> None:
-        """Down a binary tree over the world's ranks, whose root is the seat's first rank."""
+    def _relay(self, number: int) -> None:
+        """The decision that was heard, down a binary tree over the world's ranks, whose root is the seat's first."""
         for child in tree_children(self.fabric.world.ranks, self.seats[number].rank, self.fabric.rank):
-            self._send(decision.pack(), child, _RELAYS + number)
+            self._decision.send(self.fabric.control, child, _RELAYS + number)
+            self.bytes_sent += self._decision.num_bytes
 
-    def _wait(self, into: Tensor, number: int) -> Tensor:
-        parent = tree_parent(self.fabric.world.ranks, self.seats[number].rank, self.fabric.rank)
-        return self._receive(parent, _RELAYS + number, into.numel())
+    def _send(self, letter: Letter, report: GradientReport, tag: int) -> None:
+        letter.write(report.numbers())
+        letter.send(self.fabric.control, self.rank, tag)
+        self.bytes_sent += letter.num_bytes
 
-    def _send(self, data: Tensor, to: int, tag: int) -> None:
+    def _settle(self, letter: Letter) -> None:
         try:
-            self._post(data, to, tag)
+            letter.settle(self.fabric.timeout)
         except RuntimeError as error:
-            raise self._lost(to, "sending to it failed", error) from error
+            raise self._lost(letter.peer, "sending to it failed", error) from error
 
-    def _post(self, data: Tensor, to: int, tag: int) -> None:
-        work = dist.isend(data, group=self.fabric.control, group_dst=to, tag=tag)
-        assert work is not None
-        work.wait(self.fabric.timeout)
-        self.bytes_sent += data.numel() * data.element_size()
-
-    def _receive(self, source: int, tag: int, count: int) -> Tensor:
-        data = torch.zeros(count, dtype=torch.float64)
+    def _hear(self, source: int, tag: int) -> Decision:
         try:
-            work = dist.irecv(data, group=self.fabric.control, group_src=source, tag=tag)
-            assert work is not None
-            work.wait(self.fabric.timeout + GRACE)
+            numbers = self._decision.receive(self.fabric.control, source, tag, self.fabric.timeout + GRACE)
         except RuntimeError as error:
             raise self._lost(source, "nothing came from it", error) from error
-        self.bytes_received += data.numel() * data.element_size()
-        return data
+        self.bytes_received += self._decision.num_bytes
+        return Decision.of(numbers)
 
     def _lost(self, peer: int, what: str, error: Exception) -> TrainingStopped:
         text = f"{self.fabric.describe(peer)} died or stalled: {what} ({cause_of(error)}){self._last_heard(peer)}"
@@ -203,85 +195,74 @@ class Coordinator:
 
 
 class Service:
-    """The coordinator itself: takes reports, decides when all partners have come, and answers."""
+    """The coordinator itself: the thread that takes the last of the reports that belong together decides, and answers.
+
+    One lock: a report is handled whole before the next.
+    """
 
     def __init__(self, end: Coordinator, rules: Rules, progress: Progress) -> None:
         self._end, self._rules = end, rules
         self.progress = progress
-        self.arrived: queue.Queue[Arrived] = queue.Queue()
-        self._reports: dict[int, tuple[GradientReport, float]] = {}
         self.end: Decision | None = None  # that stopped the run
+        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._reports: dict[int, tuple[GradientReport, float]] = {}
+        self._answers = [Letter(DECISION_SIZE) for _ in end.seats]
         remote = [number for number, seat in enumerate(end.seats) if seat.rank != end.fabric.rank]
-        self._threads = [threading.Thread(target=self._listen, args=(number,), daemon=True) for number in remote]
-        self._threads.append(threading.Thread(target=self._serve, name="coordinator", daemon=True))
-        for thread in self._threads:
+        self._listeners = [threading.Thread(target=self._listen, args=(number,), daemon=True) for number in remote]
+        watch = threading.Thread(target=self._watch, name="coordinator", daemon=True)
+        for thread in (*self._listeners, watch):
             thread.start()
 
     def close(self) -> None:
         """Wait until every other rank has said that it is done."""
-        for thread in self._threads[:-1]:
+        for thread in self._listeners:
             thread.join()
-        self.arrived.put(Arrived(-1, None))  # behind all that came before
-        self._threads[-1].join()
+        self._closed.set()
+
+    def take(self, number: int, report: GradientReport) -> None:
+        """A report of a seat: decide over every set of partners that is complete with it."""
+        with self._lock:
+            self._reports[number] = (report, time.monotonic())
+            if self.end is not None:
+                self._refuse_all()
+            while members := complete_set({n: report for n, (report, _) in self._reports.items()}):
+                now = time.monotonic()
+                waited = {n: now - self._reports[n][1] for n in members}
+                found = {n: self._reports.pop(n)[0] for n in members}
+                decisions, self.progress = decide(found, self._end.seats, self.progress, self._rules)
+                for n, decision in decisions.items():
+                    if decision.verdict is Verdict.STOP:
+                        self.end = decision
+                    self._tell(n, replace(decision, waited=waited[n]))
 
     def _listen(self, number: int) -> None:
         """Reports of one seat, for as long as it reports."""
-        fabric, seat = self._end.fabric, self._end.seats[number]
+        fabric, seat, letter = self._end.fabric, self._end.seats[number], Letter(REPORT_SIZE)
         while True:
-            data = torch.zeros(REPORT_SIZE, dtype=torch.float64)
             try:
-                work = dist.irecv(data, group=fabric.control, group_src=seat.rank, tag=_REPORTS + number)
-                assert work is not None
-                work.wait(_FOREVER)
-                report = GradientReport.unpack(data)
+                report = GradientReport.of(letter.receive(fabric.control, seat.rank, _REPORTS + number, _FOREVER))
             except (RuntimeError, TrainingStopped) as error:
-                self.arrived.put(Arrived(number, None, cause_of(error)))
+                with self._lock:
+                    self._fail(number, cause_of(error))
                 return
-            self._end.bytes_received += data.numel() * data.element_size()
+            self._end.bytes_received += letter.num_bytes
             if Flag.DONE in report.flags:
                 return
-            self.arrived.put(Arrived(number, report))
+            self.take(number, report)
 
-    def _serve(self) -> None:
-        while True:
-            try:
-                seat, report, why = self.arrived.get(timeout=self._patience())
-            except queue.Empty:
-                self._fail(self._missing(), "its partners have reported, and it has not")
-                continue
-            if report is not None:
-                self._reports[seat] = (report, time.monotonic())
-                self._answer()
-            elif seat >= 0:
-                self._fail(seat, why)
-            else:
-                return
-
-    def _patience(self) -> float | None:
-        """Seconds until the oldest report has waited too long for its partners."""
-        if not self._reports or self.end is not None:
-            return None
-        oldest = min(since for _, since in self._reports.values())
-        return max(0.0, oldest + self._end.fabric.timeout.total_seconds() - time.monotonic())
+    def _watch(self) -> None:
+        """Whether a report waits too long for its partners'."""
+        patience = self._end.fabric.timeout.total_seconds()
+        while not self._closed.wait(min(1.0, patience / 10)):
+            with self._lock:
+                since = min((since for _, since in self._reports.values()), default=math.inf)
+                if self.end is None and time.monotonic() - since > patience:
+                    self._fail(self._missing(), "its partners have reported, and it has not")
 
     def _missing(self) -> int:
         bits = min(self._reports.values(), key=lambda one: one[1])[0].partners
         with_it = [n for n, (report, _) in self._reports.items() if report.partners == bits]
         return next(n for n in range(len(self._end.seats)) if bits >> n & 1 and n not in with_it)
-
-    def _answer(self) -> None:
-        """Decide over every set of partners that is complete."""
-        if self.end is not None:
-            self._refuse_all()
-            return
-        while members := complete_set({n: report for n, (report, _) in self._reports.items()}):
-            waited = {n: time.monotonic() - self._reports[n][1] for n in members}
-            found = {n: self._reports.pop(n)[0] for n in members}
-            decisions, self.progress = decide(found, self._end.seats, self.progress, self._rules)
-            for n, decision in decisions.items():
-                if decision.verdict is Verdict.STOP:
-                    self.end = decision
-                self._tell(n, replace(decision, waited=waited[n]))
 
     def _fail(self, lost: int, why: str) -> None:
         """A seat will not report any more: all that have reported, and all that will, are told so."""
@@ -304,14 +285,19 @@ class Service:
             self._tell(number, replace(self.end, step=report.step))
 
     def _tell(self, number: int, decision: Decision) -> None:
-        seat = self._end.seats[number]
-        if seat.rank == self._end.fabric.rank:
-            self._end._own[number].put(decision)
+        end, seat, letter = self._end, self._end.seats[number], self._answers[number]
+        if seat.rank == end.fabric.rank:
+            end._own[number].put(decision)
             return
         try:
-            self._end._post(decision.pack(), seat.rank, _DECISIONS + number)
+            letter.settle(end.fabric.timeout)  # of the update before: it has reported since, and so has it
+            letter.write(decision.numbers())
+            letter.send(end.fabric.control, seat.rank, _DECISIONS + number)
+            end.bytes_sent += letter.num_bytes
+            if decision.verdict is Verdict.STOP:
+                letter.settle(end.fabric.timeout)
         except RuntimeError as error:
-            self.arrived.put(Arrived(number, None, cause_of(error)))
+            self._fail(number, cause_of(error))
 
 
 def cause_of(error: Exception) -> str:
@@ -335,10 +321,6 @@ def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:
 def _hearing(liveness: Liveness) -> float:
     """Seconds within which a rank that is gone is found to be: two beats to miss it, two to tell."""
     return 4 * liveness.patience.interval + 0.5
-
-
-def _with_partners(report: GradientReport, bits: int) -> GradientReport:
-    return replace(report, partners=bits)
 
 
 def tree_children(ranks: Sequence[int], root: int, rank: int) -> list[int]:

@@ -154,7 +154,7 @@ class Liveness:
         while not self._stop.wait(self.patience.interval):
             rounds, seen = (0, self._rounds) if seen != self._rounds else (rounds + 1, seen)
             if rounds * self.patience.interval > self.patience.lost_after:
-                self._end(f"nothing was heard of the job's store for {rounds * self.patience.interval:.0f} s")
+                self._end(self._without_a_store(silent=rounds * self.patience.interval))
 
     def _watch(self) -> None:
         try:
@@ -168,13 +168,17 @@ class Liveness:
             if not self._stop.is_set():
                 self._end(self._without_a_store(error))
 
-    def _without_a_store(self, error: Exception) -> str:
-        """Whoever kept it is gone: torchrun's agent, or the first rank, whose last beat may be known here."""
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return f"torchrun's agent, which kept the job's store, is gone ({error})"
+    def _without_a_store(self, error: Exception | None = None, silent: float = 0.0) -> str:
+        """Whoever keeps it is gone, or silent for so many seconds: torchrun's agent, or the first rank, whose last beat
+        may be known here."""
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeper = "torchrun's agent" if agent else self.name(0)
+        what = "is gone" if error is not None else f"has not been heard of for {silent:.0f} s"
+        if agent:
+            return f"{keeper}, which keeps the job's store, {what}" + (f" ({error})" if error is not None else "")
         last = self._seen.get(0)
         was = str(last[0]) if last else "nothing was heard of it"
-        return f"{self.name(0)}, which kept the job's store, is gone: {was}"
+        return f"{keeper}, which keeps the job's store, {what}: {was}"
 
     def _look(self) -> str:
         """The verdict, if there is one or this rank finds it."""

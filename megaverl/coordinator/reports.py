@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
-
-import torch
-from torch import Tensor
 
 from megaverl.errors import TrainingStopped
 
 # Statistics of the loss that a report carries, each as count, sum, sum of squares, so that they add up over roles.
 STATISTICS = ("loss", "kl", "entropy", "ratio", "clipped", "value_error", "advantage", "reward")
+_KNOWN = frozenset(STATISTICS)
 _MAGIC = 5010.0
 _HEAD = 11
 REPORT_SIZE = _HEAD + 3 * len(STATISTICS)
@@ -67,40 +65,28 @@ class GradientReport:
         numbers = [self.tokens, self.squared_norm, self.divided_by, *(x for m in self.statistics.values() for x in m)]
         return not self.flags & (Flag.BAD_LOSS | Flag.BAD_GRADIENT) and all(map(math.isfinite, numbers))
 
-    def pack(self) -> Tensor:
-        """[REPORT_SIZE] float64."""
-        head = [
-            _MAGIC,
-            self.step,
-            self.version,
-            self.tokens,
-            self.divided_by,
-            self.squared_norm,
-            self.oldest,
-            int(self.flags),
-        ]
-        head += [self.partners, self.newest, self.max_norm]
-        unknown = sorted(set(self.statistics) - set(STATISTICS))
-        if unknown:
-            raise ValueError(f"statistics {unknown} are none of {STATISTICS}")
-        numbers = [number for name in STATISTICS for number in self.statistics.get(name, NONE)]
-        return torch.tensor([*head, *numbers], dtype=torch.float64)
+    def numbers(self) -> list[float]:
+        """As REPORT_SIZE numbers."""
+        numbers = [_MAGIC, self.step, self.version, self.tokens, self.divided_by, self.squared_norm, self.oldest]
+        numbers += [int(self.flags), self.partners, self.newest, self.max_norm]
+        if not self.statistics.keys() <= _KNOWN:
+            raise ValueError(f"statistics {sorted(self.statistics.keys() - _KNOWN)} are none of {STATISTICS}")
+        for name in STATISTICS:
+            numbers += self.statistics.get(name, NONE)
+        return numbers
 
     @classmethod
-    def unpack(cls, data: Tensor) -> GradientReport:
-        """Undo `pack`.
+    def of(cls, numbers: Sequence[float]) -> GradientReport:
+        """Undo `numbers`.
 
         Raises:
-            TrainingStopped: something else came.
+            TrainingStopped: these are others.
         """
-        numbers = data.tolist()
         if len(numbers) != REPORT_SIZE or numbers[0] != _MAGIC:
             raise TrainingStopped(f"a message of {len(numbers)} numbers came where a gradient report was expected")
-        _, step, version, tokens, divided_by, squared_norm, oldest, flags, partners, newest = numbers[:10]
-        max_norm = numbers[10]
+        _, step, version, tokens, divided_by, squared_norm, oldest, flags, partners, newest, max_norm = numbers[:_HEAD]
         rest = numbers[_HEAD:]
         moments = {name: (rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i, name in enumerate(STATISTICS)}
-        given = {name: found for name, found in moments.items() if found != NONE}
         return cls(
             int(step),
             int(version),
@@ -112,7 +98,7 @@ class GradientReport:
             Flag(int(flags)),
             int(partners),
             max_norm,
-            given,
+            {name: found for name, found in moments.items() if found != NONE},
         )
 
 
@@ -185,20 +171,18 @@ class Decision:
     def applies(self) -> bool:
         return self.verdict is Verdict.APPLY
 
-    def pack(self) -> Tensor:
-        """[DECISION_SIZE] float64."""
+    def numbers(self) -> list[float]:
+        """As DECISION_SIZE numbers."""
         numbers = [_MAGIC, self.step, self.verdict, self.reason, self.seat, self.version, self.scale, self.clip]
-        numbers += [self.norm, self.schedule_step, self.waited]
-        return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+        return [*numbers, self.norm, self.schedule_step, self.waited]
 
     @classmethod
-    def unpack(cls, data: Tensor) -> Decision:
-        """Undo `pack`.
+    def of(cls, numbers: Sequence[float]) -> Decision:
+        """Undo `numbers`.
 
         Raises:
-            TrainingStopped: something else came.
+            TrainingStopped: these are others.
         """
-        numbers = data.tolist()
         if len(numbers) != DECISION_SIZE or numbers[0] != _MAGIC:
             raise TrainingStopped(f"a message of {len(numbers)} numbers came where a decision was expected")
         _, step, verdict, reason, seat, version, scale, clip, norm, schedule_step, waited = numbers

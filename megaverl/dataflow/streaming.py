@@ -38,6 +38,7 @@ class StreamingCarrier(Carrier):
     Args:
         speakers: the engines' first ranks, which have the samples; none: everything goes whole.
         samples_per_step: how many samples a step has.
+        ahead: rollouts are steps ahead of training, which then finds its samples finished: an engine's go together.
     """
 
     def __init__(
@@ -47,8 +48,10 @@ class StreamingCarrier(Carrier):
         selective: Collection[str],
         speakers: Sequence[int],
         samples_per_step: int,
+        ahead: bool = False,
     ) -> None:
         super().__init__(fabric, known, selective)
+        self._parts_that_wait = 1 if ahead else PARTS_THAT_WAIT
         self.speakers, self._count = tuple(speakers), samples_per_step
         self._outgoing: dict[Edge, Outgoing] = {}
         self._arrived: dict[Edge, RolloutBatch] = {}
@@ -66,7 +69,7 @@ class StreamingCarrier(Carrier):
     def begin(self) -> None:
         """A step's samples will be given as they are finished."""
         for edge, outgoing in self._outgoing.items():
-            parts = PARTS if BY_NUMBER.issuperset(edge.takers) else PARTS_THAT_WAIT
+            parts = PARTS if BY_NUMBER.issuperset(edge.takers) else self._parts_that_wait
             outgoing.begin(max(1, self._count // (parts * len(self.speakers))))
 
     def give(self, rows: Sequence[int], part: RolloutBatch) -> None:

@@ -57,6 +57,7 @@ class SplitTrainer(RLTrainer):
             selective=SELECTIVE,
             speakers=speakers_of(config, self.placement),
             samples_per_step=config.samples_per_step,
+            ahead=config.rollout.async_rollout and config.rollout.max_staleness > 0,
         )
         super().__init__(config, console, Builder(config, fabric=job.fabric), job)
         self.readers = Readers(self.step, self.fabric, self.reporter)

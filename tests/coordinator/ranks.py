@@ -126,6 +126,24 @@ def lost(rank: int, how: str) -> str:
     return "nothing happened"
 
 
+def unheard() -> str:
+    """The critic is there, and does not report: nobody else would notice."""
+    fabric = replace(start({**ROLES, "rollout": "actor"}), timeout=timedelta(seconds=1))
+    coordinator = Coordinator(fabric, (Seat("actor", 0), Seat("critic", 2)), Rules())
+    told = ""
+    try:
+        if role_of(fabric) == "actor":
+            coordinator.decide("actor", good(0), ["critic"])
+        dist.barrier(fabric.control)
+        coordinator.close()
+    except TrainingStopped as error:
+        told = str(error)
+        if role_of(fabric) == "actor":
+            dist.barrier(fabric.control)
+            coordinator.close()
+    return told
+
+
 def vanish(how: str) -> None:
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megaverl.coordinator import Alone, Judge
 from megaverl.coordinator.decide import Progress, Rules, Seat, decide
+from megaverl.coordinator.letters import Letter
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
     REPORT_SIZE,
@@ -145,12 +146,14 @@ def test_messages_come_back_and_are_small() -> None:
         newest=7,
         statistics={name: (1.0, 2.0, 3.0) for name in STATISTICS},
     )
-    assert report.pack().shape == (REPORT_SIZE,) and REPORT_SIZE * 8 <= 512
-    assert GradientReport.unpack(report.pack()) == report
+    letter = Letter(REPORT_SIZE)
+    letter.write(report.numbers())
+    assert letter.num_bytes == letter.data.nbytes <= 512 and torch.equal(letter.data, torch.tensor(report.numbers()))
+    assert GradientReport.of(letter.read()) == report
     decision = Decision(3, Verdict.STOP, Reason.STALE, 1, 7, 0.5, 0.25, 2.0, 9, 0.125)
-    assert Decision.unpack(decision.pack()) == decision and decision.pack().shape == (DECISION_SIZE,)
+    assert Decision.of(decision.numbers()) == decision and len(decision.numbers()) == DECISION_SIZE
     for kind in (GradientReport, Decision):
         with pytest.raises(TrainingStopped, match="came where"):
-            kind.unpack(torch.zeros(DECISION_SIZE, dtype=torch.float64))
+            kind.of([0.0] * DECISION_SIZE)
     with pytest.raises(ValueError, match="none of"):
-        replace(GOOD, statistics={"other": (0.0, 0.0, 0.0)}).pack()
+        replace(GOOD, statistics={"other": (0.0, 0.0, 0.0)}).numbers()

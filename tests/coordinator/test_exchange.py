@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import TCPStore
 
+from megaverl.coordinator import Liveness, Patience
 from megaverl.coordinator.beats import Beat, who_is_gone, who_stalls
 from megaverl.coordinator.exchange import cause_of, complete_set, tree_children, tree_parent
 from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
@@ -47,6 +49,12 @@ def test_a_lost_rank_is_named_on_every_rank(forks: Server, rank: int, how: str, 
         told = str(ended.results[other]) + ended.output[other]
         assert words in told, (other, told)
         assert ended.seconds[other] < 11, "ended by itself"
+
+
+def test_a_role_that_does_not_report_with_its_partner(forks: Server) -> None:
+    first, second, critic, alone = forks.run("tests.coordinator.ranks:unheard", ranks=4, deadline=20.0).check()
+    assert first == second == alone == "rank 2 (critic, here) died or stalled: no report of critic came"
+    assert critic == ""
 
 
 def beat(**changes: object) -> Beat:
@@ -103,3 +111,20 @@ def test_the_tree_reaches_every_rank_once(size: int) -> None:
     reached = [child for rank in ranks for child in tree_children(ranks, root, rank)]
     assert sorted([*reached, root]) == ranks
     assert all(rank in tree_children(ranks, root, tree_parent(ranks, root, rank)) for rank in ranks if rank != root)
+
+
+def test_who_keeps_the_store_is_named_when_it_is_silent_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    liveness = Liveness(store, 0, 1, coordinator=0, patience=Patience(stalled_after=9.0))
+    liveness.leave()
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    keeper = "rank 0, which keeps the job's store,"
+    assert liveness._without_a_store(silent=31.2) == f"{keeper} has not been heard of for 31 s: nothing was heard of it"
+    liveness._seen[0] = (beat(doing="step 2: values", host="here"), 0.0)
+    known = "it was in step 2: values for 3 s (process 7 on here)"
+    assert liveness._without_a_store(silent=31.2) == f"{keeper} has not been heard of for 31 s: {known}"
+    assert liveness._without_a_store(RuntimeError("reset")) == f"{keeper} is gone: {known}"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    agent = "torchrun's agent, which keeps the job's store,"
+    assert liveness._without_a_store(silent=31.2) == f"{agent} has not been heard of for 31 s"
+    assert liveness._without_a_store(RuntimeError("reset")) == f"{agent} is gone (reset)"

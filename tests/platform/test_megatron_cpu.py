@@ -29,6 +29,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "uneven rows over gloo",
         "latent attention without Transformer Engine",
         "buffers of one rank",
+        "gates in place",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
     assert list(REWRITES) == [

@@ -21,6 +21,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "weights beside packed copies",
         "experts beside packed copies",
         "no sgl kernels",
+        "norms in one kernel",
         "shared memory by job",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
@@ -29,8 +30,15 @@ def test_the_list_is_whole_and_says_why() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
 def test_each_changes_what_it_says_and_twice_is_once(world: Run) -> None:
     before, once, twice = world(1, f"{RANKS}:apply_twice", fresh=True)[0]
-    assert before == {"weight_kept": False, "wrapped": [0, 0]}
-    assert once == twice == {"weight_kept": True, "wrapped": [1, 1], "sgl": False}
+    assert before == {"weight_kept": False, "wrapped": [0, 0], "own_norm": False}
+    assert once == twice == {"weight_kept": True, "wrapped": [1, 1], "own_norm": True, "sgl": False}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
+def test_norms_in_one_kernel_are_those_of_pytorch(world: Run) -> None:
+    errors = world(1, f"{RANKS}:norm_errors")[0]
+    assert len(errors) == 8
+    assert all(error < 2.0 for error in errors.values()), errors
 
 
 def test_nothing_happens_on_cuda(world: Run) -> None:

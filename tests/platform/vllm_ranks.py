@@ -15,12 +15,17 @@ def apply_twice() -> list[dict[str, Any]]:
     """What the adaptations change: before them, after them, and after them again."""
     import vllm.v1.worker.cpu_worker as cpu_worker
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.layernorm import RMSNorm
 
     def state() -> dict[str, Any]:
         layer = torch.nn.Linear(64, 64, bias=False)
         utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
         wrapped = (utils.dispatch_cpu_unquantized_gemm, cpu_worker.init_worker_distributed_environment)
-        return {"weight_kept": layer.weight.numel() == 64 * 64, "wrapped": [times_wrapped(f) for f in wrapped]}
+        return {
+            "weight_kept": layer.weight.numel() == 64 * 64,
+            "wrapped": [times_wrapped(f) for f in wrapped],
+            "own_norm": "forward_cpu" in vars(RMSNorm),
+        }
 
     found = [state()]
     for _ in range(2):
@@ -28,6 +33,33 @@ def apply_twice() -> list[dict[str, Any]]:
             adaptation.apply()
         found.append(state() | {"sgl": utils.check_cpu_sgl_kernel(8, 64, torch.bfloat16)})
     return found
+
+
+def norm_errors() -> dict[str, float]:
+    """By case, how far norms in one kernel are from PyTorch's in float64, relative to what their dtype can tell."""
+    Platform(is_cuda=False).adapt_vllm()
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+        return float(((found - expected).abs() / (1 + expected.abs())).max()) / torch.finfo(found.dtype).eps
+
+    errors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with set_current_vllm_config(VllmConfig()):
+            norm = RMSNorm(64, eps=1e-5, dtype=dtype)
+        torch.nn.init.normal_(norm.weight)
+        x, residual = torch.randn(2, 5, 3, 64).to(dtype)
+        heads = torch.randn(5, 2, 3, 64).to(dtype)[:, 0]  # as of queries that were cut out of a wider tensor
+        for name, given, before in (("alone", x, None), ("cut out", heads, None), ("added", x, residual)):
+            exact = given.double() if before is None else given.double() + before.double()
+            expected = torch.nn.functional.rms_norm(exact, (64,), norm.weight.double(), 1e-5)
+            found = norm.forward_cpu(given.clone() if before is not None else given, before)
+            normed = found if before is None else found[0]
+            errors[f"{name} {dtype}"] = error(normed, expected)
+            if before is not None:
+                errors[f"sum {dtype}"] = error(found[1], exact)
+    return errors
 
 
 def times_wrapped(function: Any) -> int:

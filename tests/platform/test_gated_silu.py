@@ -1,0 +1,68 @@
+"""The gated activation, its gradient, and the MLPs of megatron-core that take it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megaverl.platform.gated_silu import gated_silu
+from megaverl.platform.megatron_cpu import _gates_plainly
+
+
+def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(4)
+    return torch.randn(3, 2, 24).to(dtype).requires_grad_(), torch.randn(3, 2, 12).to(dtype)
+
+
+def test_values_and_gradients_are_pytorchs_own() -> None:
+    joined, grad = example(torch.float64)
+    gate, up = joined.chunk(2, dim=-1)
+    expected = F.silu(gate) * up
+    [expected_grad] = torch.autograd.grad(expected, joined, grad)
+    found = gated_silu(joined)
+    [found_grad] = torch.autograd.grad(found, joined, grad)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found_grad, expected_grad)
+    with torch.no_grad():
+        torch.testing.assert_close(gated_silu(joined), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_leaves_what_it_was_given_and_keeps_its_dtype(dtype: torch.dtype) -> None:
+    joined, grad = example(dtype)
+    before = joined.detach().clone(), grad.clone()
+    result = gated_silu(joined)
+    result.backward(grad)
+    assert joined.grad is not None
+    assert result.dtype == joined.grad.dtype == dtype
+    assert torch.equal(joined.detach(), before[0])
+    assert torch.equal(grad, before[1])
+
+
+@pytest.mark.parametrize(
+    ("changes", "plainly"),
+    [
+        ({}, True),
+        ({"activation_func": F.gelu}, False),
+        ({"gated_linear_unit": False}, False),
+        ({"activation_func_clamp_value": 7.0}, False),
+        ({"glu_linear_offset": 1.0}, False),
+        ({"use_te_activation_func": True}, False),
+        ({"bias_activation_fusion": True}, False),
+    ],
+    ids=str,
+)
+def test_what_else_a_configuration_asks_for_is_left_to_megatron_core(changes: dict[str, Any], plainly: bool) -> None:
+    plain = {
+        "activation_func": F.silu,
+        "gated_linear_unit": True,
+        "activation_func_clamp_value": None,
+        "glu_linear_offset": 0.0,
+        "use_te_activation_func": False,
+        "bias_activation_fusion": False,
+    }
+    assert _gates_plainly(SimpleNamespace(**(plain | changes))) == plainly
