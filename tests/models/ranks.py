@@ -41,6 +41,18 @@ def load(folder: str, *, value_head: bool = False, dtype: torch.dtype = torch.fl
     return model
 
 
+def operators_of_a_gated_mlp(folder: str) -> list[str]:
+    """What autograd recorded of the first layer's MLP."""
+    mlp = next(module for module in load(folder).chunks[0].modules() if type(module).__name__ == "MLP")
+    output, _ = mlp(torch.randn(3, 1, mlp.config.hidden_size, requires_grad=True))
+    seen, waiting = set(), [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        seen.add(node.name())
+        waiting += [before for before, _ in node.next_functions if before is not None]
+    return sorted(seen)
+
+
 def whole_rows(tokens: list[list[int]]) -> RolloutBatch:
     """[b][s] tokens as a batch whose responses are everything after the first token."""
     ids = torch.tensor(tokens)

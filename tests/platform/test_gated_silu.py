@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.platform import platform
 from megaverl.platform.gated_silu import gated_silu
 from megaverl.platform.megatron_cpu import _gates_plainly
+from tests.worlds import run_world
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,3 +70,9 @@ def test_what_else_a_configuration_asks_for_is_left_to_megatron_core(changes: di
         "bias_activation_fusion": False,
     }
     assert _gates_plainly(SimpleNamespace(**(plain | changes))) == plainly
+
+
+def test_mlps_of_megatron_core_take_it_where_there_is_no_gpu(tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
+    [operators] = run_world(1, "tests.models.ranks:operators_of_a_gated_mlp", folder=folder)
+    assert ("_GatedSiluBackward" in operators) != platform.is_cuda
