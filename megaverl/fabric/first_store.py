@@ -98,9 +98,8 @@ def _greeted(host: str, port: int) -> dist.Store | None:
 
     def connect() -> None:
         try:
-            seconds = timedelta(
-                seconds=GREETING / 2
-            )  # torch takes up to half as long again; without an answer for ever
+            # torch takes up to half as long again; without an answer for ever
+            seconds = timedelta(seconds=GREETING / 2)
             found.append(dist.TCPStore(host, port, None, False, seconds, wait_for_workers=False))
         except dist.DistError:
             return

@@ -19,7 +19,7 @@ from megaverl.data.batching import rows_of_rank
 from megaverl.data.sharing import Outline
 from megaverl.errors import DataError
 from megaverl.fabric.move import Moving, move_batch, move_tensors
-from megaverl.fabric.rows import Rows
+from megaverl.fabric.rows import Rows, join_rows
 from megaverl.fabric.worlds import Fabric
 
 
@@ -40,15 +40,10 @@ class Reads:
     def together(reads: Iterable[Reads]) -> Reads:
         """What several operators on the same ranks read."""
         parts = list(reads)
-
-        def rows(outline: Outline) -> Rows:
-            found: dict[int, set[int]] = {}
-            for part in parts:
-                for rank, mine in part.rows(outline).items():
-                    found.setdefault(rank, set()).update(mine)
-            return {rank: sorted(mine) for rank, mine in found.items()}
-
-        return Reads(rows, frozenset[str]().union(*(part.of_all for part in parts)))
+        return Reads(
+            lambda outline: join_rows(part.rows(outline) for part in parts),
+            frozenset[str]().union(*(part.of_all for part in parts)),
+        )
 
 
 def landing(count: int, dest: Sequence[int]) -> dict[int, range]:

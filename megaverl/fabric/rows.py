@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megaverl.errors import DataError
@@ -35,6 +35,15 @@ def rows_of_grid(ranks: Sequence[int], grid: GridShape, parts: Sequence[Sequence
     if grid.world_size != len(ranks) or grid.dp != len(parts):
         raise DataError(f"{len(ranks)} ranks and {len(parts)} parts of a batch do not fit the grid {grid}")
     return {rank: parts[grid.coords(number).dp] for number, rank in enumerate(ranks)}
+
+
+def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
+    """Whatever a rank has in any of the parts, ascending."""
+    found: dict[int, set[int]] = {}
+    for part in parts:
+        for rank, rows in part.items():
+            found.setdefault(rank, set()).update(rows)
+    return {rank: sorted(rows) for rank, rows in found.items()}
 
 
 def rows_of_engines(ranks: Sequence[int], tp: int, parts: Sequence[Sequence[int]]) -> dict[int, Sequence[int]]:

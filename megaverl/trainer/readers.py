@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from megaverl.algorithms import advantage_estimators
 from megaverl.config import Config
 from megaverl.data.sharing import Outline
 from megaverl.fabric import Fabric, Rows
 from megaverl.fabric.landing import Reads
+from megaverl.fabric.rows import join_rows
 from megaverl.placement import ResolvedPlacement
 from megaverl.roles.updates import Updated, rows_of_updates
 from megaverl.trainer.step import RLStep
@@ -47,7 +48,7 @@ class Readers:
 
     def of_operators(self) -> dict[str, Reads]:
         """By their names; the roles are asked when a batch is here."""
-        weighed = MASKS | OF_ENGINE | set(self._estimator_reads)
+        weighed = MASKS | OF_ENGINE | self._estimator_reads
         return {
             "reward": Reads(self._reward, frozenset({"turn_rewards"})),
             "ref_log_probs": Reads(self._reference),
@@ -80,7 +81,7 @@ class Readers:
     def _critic(self, outline: Outline) -> Rows:
         critic = self.roles.critic
         assert critic is not None
-        return _joined([self._on("critic", critic.rows(outline)), self._updates("critic", critic, outline)])
+        return join_rows([self._on("critic", critic.rows(outline)), self._updates("critic", critic, outline)])
 
     def _trained(self, outline: Outline) -> Rows:
         """What the updates train on, and what is written down."""
@@ -88,7 +89,7 @@ class Readers:
             return dict.fromkeys(self._fabric.placement.ranks["actor"], range(len(outline)))
         count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
         written = {self._reporter: range(min(count, len(outline)))}
-        return _joined([written, self._updates("actor", self.roles.actor, outline)])
+        return join_rows([written, self._updates("actor", self.roles.actor, outline)])
 
     @property
     def _reads_all(self) -> bool:
@@ -96,18 +97,19 @@ class Readers:
         return self.config.algorithm.rollout_filter is not None or not TOKENS.isdisjoint(self._estimator_reads)
 
     @property
-    def _estimator_reads(self) -> Collection[str]:
-        return advantage_estimators.get(self.config.algorithm.advantage_name).inputs
+    def _estimator_reads(self) -> frozenset[str]:
+        estimator = advantage_estimators.get(self.config.algorithm.advantage_name)
+        return frozenset(estimator.inputs) | frozenset(estimator.optional_inputs)
 
     def _updates(self, role: str, trained: Updated, outline: Outline) -> Rows:
-        return _joined(
+        return join_rows(
             _by_rank(ranks, rows_of_updates(trained, outline, self.step, part))
             for part, ranks in enumerate(self._worlds(role))
         )
 
     def _on(self, role: str, rows: Sequence[Iterable[int]]) -> Rows:
         """Where each island has all of a role, each works on all samples."""
-        return _joined(_by_rank(ranks, rows) for ranks in self._worlds(role))
+        return join_rows(_by_rank(ranks, rows) for ranks in self._worlds(role))
 
     def _worlds(self, role: str) -> Sequence[Sequence[int]]:
         """The ranks of a role; of each island where it is on those."""
@@ -117,11 +119,3 @@ class Readers:
 
 def _by_rank(ranks: Sequence[int], rows: Sequence[Iterable[int]]) -> dict[int, Sequence[int]]:
     return {rank: sorted(mine) for rank, mine in zip(ranks, rows, strict=True)}
-
-
-def _joined(parts: Iterable[Mapping[int, Iterable[int]]]) -> dict[int, Sequence[int]]:
-    found: dict[int, set[int]] = {}
-    for part in parts:
-        for rank, rows in part.items():
-            found.setdefault(rank, set()).update(rows)
-    return {rank: sorted(rows) for rank, rows in found.items()}

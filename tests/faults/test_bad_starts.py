@@ -39,14 +39,15 @@ def start(
     return ended
 
 
-def said(ended: Ended, tmp_path: Path, code: int, *words: str) -> None:
-    """Every rank ended with `code` and wrote why to its log, where it got so far; the terminal was told once."""
-    assert ended.codes == [code] * len(ended.codes), ended.text
+def unlike(ended: Ended, tmp_path: Path, code: int, *words: str) -> list[str]:
+    """Where a job differs from one whose every rank ended with `code` and wrote why to its log, where it got so far,
+    and which told the terminal once."""
     logs = [path.read_text() for path in sorted((tmp_path / "run" / "logs").glob("rank_*.log"))]
-    assert len(logs) in (0, len(ended.codes))
-    for text in (*logs, ended.text):
-        assert [word for word in words if word not in text] == [], text
-    assert ended.text.count(words[0]) == 1, ended.text
+    wrong = [f"exit codes {ended.codes}"] if ended.codes != [code] * len(ended.codes) else []
+    wrong += [] if len(logs) in (0, len(ended.codes)) else [f"{len(logs)} logs of {len(ended.codes)} ranks"]
+    wrong += [f"{word!r} is not in: {text}" for text in (*logs, ended.text) for word in words if word not in text]
+    times = ended.text.count(words[0])
+    return wrong + ([] if times == 1 else [f"told {times} times: {ended.text}"])
 
 
 @pytest.mark.parametrize(
@@ -64,12 +65,12 @@ def test_roles_that_do_not_fit(
     server: Server, inputs: Path, tmp_path: Path, roles: list[str], more: list[str], words: list[str]
 ) -> None:
     ended = start(server, inputs, tmp_path, roles, *more, "algorithm={name: grpo, group_size: 2}")
-    said(ended, tmp_path, 2, *words)
+    assert unlike(ended, tmp_path, 2, *words) == []
 
 
 def test_a_late_node(server: Server, inputs: Path, tmp_path: Path) -> None:
     ended = start(server, inputs, tmp_path, ["train", "rollout"], WORLD_SIZE="3")
-    said(ended, tmp_path, 1, "rank 2 of 3 did not come within 3 s (run.timeout_minutes)")
+    assert unlike(ended, tmp_path, 1, "rank 2 of 3 did not come within 3 s (run.timeout_minutes)") == []
 
 
 def test_two_jobs_at_one_rendezvous(server: Server, inputs: Path, tmp_path: Path) -> None:
@@ -92,7 +93,12 @@ def test_two_jobs_at_one_rendezvous(server: Server, inputs: Path, tmp_path: Path
 
 def test_another_configuration(server: Server, inputs: Path, tmp_path: Path) -> None:
     ended = start(server, inputs, tmp_path, ["train", "rollout"], also={1: ["algorithm.gamma=0.9"]})
-    said(ended, tmp_path, 2, "algorithm.gamma differs: 0.9 on rank 1 (", ", 1.0 on rank 0", "All nodes need the same")
+    assert (
+        unlike(
+            ended, tmp_path, 2, "algorithm.gamma differs: 0.9 on rank 1 (", ", 1.0 on rank 0", "All nodes need the same"
+        )
+        == []
+    )
 
 
 def test_a_port_in_use(server: Server, inputs: Path, tmp_path: Path) -> None:
@@ -101,4 +107,7 @@ def test_a_port_in_use(server: Server, inputs: Path, tmp_path: Path) -> None:
         taken.listen()
         port = str(taken.getsockname()[1])
         ended = start(server, inputs, tmp_path, ["train"], MASTER_PORT=port, WORLD_SIZE="1")
-    said(ended, tmp_path, 1, f"no store at 127.0.0.1:{port}: the port is taken: choose another --master-port")
+    assert (
+        unlike(ended, tmp_path, 1, f"no store at 127.0.0.1:{port}: the port is taken: choose another --master-port")
+        == []
+    )
