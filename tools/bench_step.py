@@ -61,6 +61,7 @@ def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict
         for process in processes.values():
             process.wait(timeout=300)
     finally:
+        Turns.end(folder)
         for process in processes.values():
             if process.poll() is None:
                 process.terminate()

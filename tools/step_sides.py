@@ -128,10 +128,18 @@ class Turns:
         self.folder, self.side, self.rank = folder / "turns", side, rank
         self.folder.mkdir(exist_ok=True)
 
+    @staticmethod
+    def end(folder: Path) -> None:
+        """No turns are given any more: whoever waits for one ends."""
+        (folder / "turns").mkdir(exist_ok=True)
+        (folder / "turns" / "end").touch()
+
     def wait(self, step: int) -> None:
         """Return when it is this side's turn to take `step`."""
         self._write(f"{self.side}.{step}.ready.{self.rank}", {})
         while not (self.folder / f"{self.side}.{step}.go").exists():
+            if (self.folder / "end").exists():
+                raise SystemExit("the other side failed, or the benchmark was stopped")
             time.sleep(0.005)
 
     def report(self, step: int, seconds: Mapping[str, float]) -> None:

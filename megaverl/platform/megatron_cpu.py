@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.kernels.gated_silu import gated_silu
 from megaverl.platform.adaptation import Adaptation
-from megaverl.platform.gated_silu import gated_silu
 
 PACKAGE = "megatron.core"
 SHIM = "megaverl.platform.cuda_on_cpu"

@@ -1,0 +1,48 @@
+// What the kernels share: registers of sixteen float32, and bfloat16 that becomes them.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+constexpr int LANES = 16;  // float32 in a register
+constexpr float LOG2_E = 1.44269504f;
+
+using bf16 = uint16_t;
+
+// 2^x to 2e-7 of it; 0 from -200 down, infinite for what is too large; not a number where x is none.
+inline __m512 exp2(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m512 part = _mm512_sub_ps(x, whole);  // in [-0.5, 0.5]; coefficients: ln(2)^n / n!
+  __m512 sum = _mm512_set1_ps(1.5403530e-4f);
+  for (float coefficient : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+    sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(coefficient));
+  return _mm512_scalef_ps(sum, whole);
+}
+
+inline __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+inline __m512 load(const bf16* from, __mmask16 mask) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
+}
+inline void store(float* to, __mmask16 mask, __m512 x) { _mm512_mask_storeu_ps(to, mask, x); }
+inline void store(bf16* to, __mmask16 mask, __m512 x) {
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)_mm512_cvtneps_pbh(x));
+}
+
+// 32 bf16: those of `first`, then those of `second`.
+inline __m512i round_two(__m512 first, __m512 second) { return (__m512i)_mm512_cvtne2ps_pbh(second, first); }
+
+// The bf16 of the first half and of the second in turn: a, b, c ... A, B, C ... -> a, A, b, B, c, C ...
+inline __m512i interleave(__m512i halves) {
+  struct Order {
+    alignas(64) uint16_t of[32];
+    constexpr Order() : of() {
+      for (int i = 0; i < 32; i++) of[i] = (uint16_t)((i & 1) * LANES + i / 2);
+    }
+  };
+  static constexpr Order order;
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order.of), halves);
+}

@@ -1,0 +1,58 @@
+"""The compiled part: a shared library, built when megaverl is installed, that knows neither PyTorch nor Python."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+NAME = "megaverl.kernels._extension"  # as setup.py names it
+INSTRUCTIONS = {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "_bf16")}  # that it compiles for
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@functools.cache
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    found = importlib.util.find_spec(NAME)
+    if found is None or found.origin is None:
+        return None, "not built: no C++ compiler for x86-64 was there when megaverl was installed"
+    if not _instructions() >= INSTRUCTIONS:
+        return None, "this processor lacks AVX512-BF16"
+    return ctypes.CDLL(found.origin), ""
+
+
+def _instructions() -> set[str]:
+    """What the processor can do, in Linux's names."""
+    text = CPUINFO.read_text(encoding="utf-8") if CPUINFO.exists() else ""
+    return set(text.partition("\nflags")[2].partition("\n")[0].split())
+
+
+def library() -> ctypes.CDLL | None:
+    """The kernels; None where they were not built, or where the processor cannot run them."""
+    return _load()[0]
+
+
+def why_not() -> str:
+    """Why `library` is None; empty: it is there."""
+    return _load()[1]
+
+
+def in_threads(work: Iterable[Callable[[], object]]) -> None:
+    """Do all of it, on as many threads as PyTorch has; the kernels do not hold Python's lock."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        for each in work:
+            each()
+    else:
+        for done in [_pool(threads).submit(each) for each in work]:
+            done.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="megaverl-kernels")

@@ -1,0 +1,59 @@
+"""The compiled part: where it is used, and what is said where it is not."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megaverl.kernels import extension
+from megaverl.kernels.extension import in_threads, library, why_not
+
+
+@pytest.fixture(autouse=True)
+def looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_load", extension._load.__wrapped__)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")
+def test_it_was_built_if_there_was_a_compiler() -> None:
+    """Else every other test of the kernels would be left out unseen."""
+    assert not why_not().startswith("not built"), "install again: pip install --no-build-isolation --no-deps -e ."
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_another_processor_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "cpuinfo"
+    other.write_text("processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512bw avx512dq avx512vl\nbugs\t\t: avx512_bf16\n")
+    monkeypatch.setattr(extension, "CPUINFO", other)
+    assert library() is None and why_not() == "this processor lacks AVX512-BF16"
+    monkeypatch.setattr(extension, "CPUINFO", tmp_path / "no Linux")
+    assert library() is None
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "NAME", "megaverl.kernels._never_built")
+    assert library() is None and "no C++ compiler" in why_not()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_work_is_done_in_as_many_threads_as_pytorch_has(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    everyone = threading.Barrier(threads, timeout=60)
+    seen = []
+
+    def work() -> None:
+        everyone.wait()  # passes only where so many run at once
+        seen.append(threading.current_thread() is threading.main_thread())
+
+    in_threads(work for _ in range(threads))
+    assert seen == [threads == 1] * threads
+
+    def fails() -> None:
+        raise ValueError("a kernel's")
+
+    with pytest.raises(ValueError, match="a kernel's"):
+        in_threads([fails])
