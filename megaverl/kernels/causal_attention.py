@@ -55,7 +55,7 @@ def packed_causal_attention(
         query: [t, heads, d] bfloat16, on a CPU. key, value: [t, kv_heads, d]; d a multiple of 16.
         segments: [n, 4] int64, contiguous: (beginning, common, start, count). The tokens [start, start + count) of the
             row follow the `common` tokens at `beginning`, which they see, and see those of their own up to themselves.
-            A beginning with common > 0 is a segment of its own, the first of those that share it.
+            A shared beginning is a segment of its own (its `common` is 0), just before those that share it.
         scale: of the scores. None: 1 / sqrt(d).
 
     Returns:
