@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--hidden", "128", "--ffn", "128", "--heads", "2", "--vocab", "130", "--repeats", "1"]
 
 
-def test_defaults_are_the_issues_size() -> None:
+def test_defaults_are_the_size_of_half_a_billion_parameters() -> None:
     job = parse([]).job
     assert (job.layers, job.hidden, job.ffn, job.heads, job.kv_heads, job.vocab) == (24, 896, 4864, 14, 2, 151936)
     assert {"tp2pp2-vllm2", "tp2pp2-vllm1", "tp1pp4-vllm2", "tp4-vllm2"} <= set(job.pairs) == set(PAIRS)
