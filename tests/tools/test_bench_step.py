@@ -113,6 +113,13 @@ def test_a_step_is_what_its_ranks_report(tmp_path: Path) -> None:
     process.wait()
 
 
+def test_a_side_ends_when_the_other_one_fails(tmp_path: Path) -> None:
+    """It would wait for its turn for ever, and the benchmark for it: this test would hang."""
+    Turns.end(tmp_path)
+    with pytest.raises(SystemExit, match="the other side failed"):
+        Turns(tmp_path, "megaverl").wait(1)
+
+
 def test_inputs_fit_both_sides(tmp_path: Path) -> None:
     """The configuration passes every check, and each prompt has the length that was asked for."""
     job = Job(layers=1, hidden=32, ffn=64, heads=1, kv_heads=1, vocab=50, prompts=2, prompt_tokens=7, steps=1, warmup=0)
