@@ -173,3 +173,8 @@ def _lazy_call(function: Callable[[], None], **kwargs: Any) -> None:
 
 def record_stream(tensor: torch.Tensor, stream: Any) -> None:
     """Memory is not reused before the program says so."""
+
+
+def uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Stands for `torch.compile`: the function as it is; given options alone, what decorates one so."""
+    return uncompiled if function is None else function

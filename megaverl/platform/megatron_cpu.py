@@ -36,6 +36,7 @@ REWRITES = {
     "the string 'cuda'": "becomes 'cpu': devices named in calls to torch.tensor, zeros, empty, device",
     "the string 'torch.cuda.<T>Tensor'": "becomes 'torch.<T>Tensor': optimizers match parameter types by name",
     "torch.cuda and from torch.cuda import ...": f"become {SHIM}: streams, events, random state, current device",
+    "torch.compile": f"becomes {SHIM}.uncompiled: a C++ compiler may be missing, and torch's own is slow to import",
     ".cuda(...)": "becomes .cpu(): tensors are already where they are computed on",
     ".record_stream(stream)": f"becomes {SHIM}.record_stream: only the CUDA allocator reuses memory early",
     "pin_memory=...": "becomes False: page-locked memory serves transfers to a GPU",
@@ -63,8 +64,11 @@ class CudaToCpu(ast.NodeTransformer):
         return ast.copy_location(ast.Constant(replacement), node)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
-            return self._shim(node)
+        if isinstance(node.value, ast.Name) and node.value.id == "torch":
+            if node.attr == "cuda":
+                return self._shim(node)
+            if node.attr == "compile":
+                return ast.copy_location(ast.Attribute(self._shim(node), "uncompiled", ast.Load()), node)
         return self.generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST:

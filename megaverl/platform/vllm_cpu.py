@@ -25,6 +25,8 @@ DEFAULT_NUM_SEQUENCES = 128
 MAX_CACHE_BYTES = 1 << 30
 BLOCK_TOKENS = 32  # the CPU attention kernel works on multiples of this
 SHARED_MEMORY = Path("/dev/shm")
+NORM_LANES = 16  # the CPU norm kernels work on multiples of this
+LATENT_ATTENTION = "CPU_MLA"
 EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 REPACK = "megaverl_repack_experts"
 
@@ -131,6 +133,7 @@ def _norm_in_one_kernel() -> None:
 
     def forward_cpu(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         plain = self.has_weight and self.variance_size_override is None and self.weight.dtype == x.dtype
+        plain = plain and x.shape[-1] % NORM_LANES == 0
         if not plain or type(self).forward_native is not native:
             return self.forward_native(x, residual)
         x = x.contiguous()  # the kernels know no strides
@@ -223,12 +226,14 @@ def engine_defaults(
     dtype: torch.dtype,
     max_model_len: int,
     num_sequences: int | None,
+    latent_attention: bool,
 ) -> dict[str, Any]:
     """EngineArgs that suit a CPU where the user has set none.
 
     Eager, as compiling takes longer than it saves and needs a C++ compiler; a cache for
-    `num_sequences` full-length responses (by default vLLM would take 92 % of the machine's memory); and blocks
-    small enough that short prompts share a prefix.
+    `num_sequences` full-length responses (by default vLLM would take 92 % of the machine's memory); blocks small
+    enough that short prompts share a prefix; and for latent attention not the backend that vLLM takes where there is
+    AMX (see `check_runs_here`).
 
     Args:
         num_kv_heads: on one rank.
@@ -239,7 +244,8 @@ def engine_defaults(
     wanted = (num_sequences or DEFAULT_NUM_SEQUENCES) * blocks_each * block_bytes
     # vLLM keeps one block for itself, and one response must fit whatever the limit.
     cache_bytes = max(min(wanted, MAX_CACHE_BYTES), blocks_each * block_bytes) + 2 * block_bytes
-    return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS}
+    backend = {"attention_backend": LATENT_ATTENTION} if latent_attention else {}
+    return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS, **backend}
 
 
 def check_runs_here(head_dim: int, arguments: dict[str, Any]) -> None:
@@ -250,11 +256,17 @@ def check_runs_here(head_dim: int, arguments: dict[str, Any]) -> None:
         arguments: EngineArgs.
 
     Raises:
-        RolloutError: a head size without an attention kernel; compiled models, which would keep old weights.
+        RolloutError: a head size without an attention kernel; compiled models, which would keep old weights; a backend
+            of latent attention that throws away the weights that an update is written to, and knows no float32.
     """
     if not arguments["enforce_eager"]:
         raise RolloutError(
             "rollout.vllm.enforce_eager=false: a compiled model would not see updated weights on a CPU. Leave it out."
+        )
+    if arguments.get("attention_backend") == "AMX_MLA":
+        raise RolloutError(
+            "rollout.vllm.attention_backend=AMX_MLA: it drops weights that every update is written to. Leave it out: "
+            f"{LATENT_ATTENTION} is taken."
         )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

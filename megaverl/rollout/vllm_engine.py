@@ -103,6 +103,7 @@ class VLLMEngine:
         self._vocab_size = spec.vocab_size
         _check_model(spec, config.tp, max_model_len)
         self._prepare_vllm()
+        _inspect_here(spec.architecture)
         arguments: dict[str, Any] = {
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": config.tp,
@@ -165,6 +166,7 @@ class VLLMEngine:
             dtype=dtype,
             max_model_len=self.max_model_len,
             num_sequences=num_sequences,
+            latent_attention=spec.mla is not None,
         )
 
     @property
@@ -349,6 +351,18 @@ def vllm_cpu() -> ModuleType:
 def _eager() -> AbstractContextManager[Any]:
     """Around everything that runs the model on a CPU: eager means eager in vLLM's helpers too."""
     return nullcontext() if platform.is_cuda else vllm_cpu().without_compiler()
+
+
+def _inspect_here(architecture: str) -> None:
+    """Let vLLM look at the model's class in this process.
+
+    To keep CUDA out of its own, it would start another that imports vLLM anew: on a new machine ten seconds on every
+    rank, for a class that is imported here a moment later.
+    """
+    from vllm import ModelRegistry
+
+    if known := ModelRegistry.models.get(architecture):
+        ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
 def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megaverl.platform.vllm_cpu import ADAPTATIONS, BLOCK_TOKENS, MAX_CACHE_BYTES, engine_defaults
+from megaverl.errors import RolloutError
+from megaverl.platform.vllm_cpu import ADAPTATIONS, BLOCK_TOKENS, MAX_CACHE_BYTES, check_runs_here, engine_defaults
 
 Run = Callable[..., list[Any]]
 RANKS = "tests.platform.vllm_ranks"
@@ -37,7 +38,7 @@ def test_each_changes_what_it_says_and_twice_is_once(world: Run) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
 def test_norms_in_one_kernel_are_those_of_pytorch(world: Run) -> None:
     errors = world(1, f"{RANKS}:norm_errors")[0]
-    assert len(errors) == 8
+    assert len(errors) == 16
     assert all(error < 2.0 for error in errors.values()), errors
 
 
@@ -53,7 +54,7 @@ def test_shared_memory_has_one_name_in_an_engine_and_another_in_the_next(world: 
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
-    model = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32}
+    model = {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "dtype": torch.float32, "latent_attention": False}
     return engine_defaults(**(model | {"max_model_len": 100, "num_sequences": 16} | changes))
 
 
@@ -64,3 +65,11 @@ def test_cache_holds_what_is_asked_for_within_limits() -> None:
     assert sizes(num_sequences=10**6)["kv_cache_memory_bytes"] == MAX_CACHE_BYTES + 2 * BLOCK_TOKENS * ONE_TOKEN
     one_long = sizes(max_model_len=10**6, num_sequences=None)
     assert one_long["kv_cache_memory_bytes"] > 10**6 * ONE_TOKEN > MAX_CACHE_BYTES
+
+
+def test_latent_attention_keeps_the_weights_that_updates_are_written_to() -> None:
+    """Where there is AMX vLLM would take a backend without them."""
+    assert sizes(latent_attention=True)["attention_backend"] == "CPU_MLA"
+    assert "attention_backend" not in sizes()
+    with pytest.raises(RolloutError, match="rollout.vllm.attention_backend=AMX_MLA: .* Leave it out"):
+        check_runs_here(64, {"enforce_eager": True, "attention_backend": "AMX_MLA"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -45,20 +46,21 @@ def norm_errors() -> dict[str, float]:
         return float(((found - expected).abs() / (1 + expected.abs())).max()) / torch.finfo(found.dtype).eps
 
     errors = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    # the kernels know no width of 12
+    for dtype, width in itertools.product((torch.float32, torch.bfloat16), (64, 12)):
         with set_current_vllm_config(VllmConfig()):
-            norm = RMSNorm(64, eps=1e-5, dtype=dtype)
+            norm = RMSNorm(width, eps=1e-5, dtype=dtype)
         torch.nn.init.normal_(norm.weight)
-        x, residual = torch.randn(2, 5, 3, 64).to(dtype)
-        heads = torch.randn(5, 2, 3, 64).to(dtype)[:, 0]  # as of queries that were cut out of a wider tensor
+        x, residual = torch.randn(2, 5, 3, width).to(dtype)
+        heads = torch.randn(5, 2, 3, width).to(dtype)[:, 0]  # as of queries that were cut out of a wider tensor
         for name, given, before in (("alone", x, None), ("cut out", heads, None), ("added", x, residual)):
             exact = given.double() if before is None else given.double() + before.double()
-            expected = torch.nn.functional.rms_norm(exact, (64,), norm.weight.double(), 1e-5)
+            expected = torch.nn.functional.rms_norm(exact, (width,), norm.weight.double(), 1e-5)
             found = norm.forward_cpu(given.clone() if before is not None else given, before)
             normed = found if before is None else found[0]
-            errors[f"{name} {dtype}"] = error(normed, expected)
+            errors[f"{name} {width} {dtype}"] = error(normed, expected)
             if before is not None:
-                errors[f"sum {dtype}"] = error(found[1], exact)
+                errors[f"sum {width} {dtype}"] = error(found[1], exact)
     return errors
 
 

@@ -120,6 +120,23 @@ def unset_then_filled(folder: str, tp: int, request: dict[str, Any]) -> dict[str
     return {"refusal": refusal, "filled": answers(made, **request)}
 
 
+def looked_at_elsewhere(folder: str) -> int:
+    """On a machine that vLLM never saw: how often a new engine looks at a model's class in another process."""
+    from unittest.mock import patch
+
+    from vllm.model_executor.models import registry
+
+    close()
+    registry._try_inspect_model_cls.cache_clear()
+    lazy, elsewhere = registry._LazyRegisteredModel, registry._run_in_subprocess
+    with (
+        patch.object(lazy, "_load_modelinfo_from_cache", lambda self, module_hash: None),
+        patch.object(registry, "_run_in_subprocess", wraps=elsewhere) as run,
+    ):
+        engine(folder, 1)
+    return run.call_count
+
+
 def reset_while_running(folder: str) -> str:
     from vllm import SamplingParams
 

@@ -172,6 +172,10 @@ def test_engine_without_weights_is_filled(world: Run, folder: str) -> None:
     assert log_prob_error(folder, found["filled"], SAMPLING) < 1e-4
 
 
+def test_no_process_is_started_to_look_at_a_model(world: Run, folder: str) -> None:
+    assert world(2, f"{RANKS}:looked_at_elsewhere", folder=folder) == [0, 0]
+
+
 def test_refused_engine_arguments(world: Run, folder: str) -> None:
     for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"block_size": -1}):
         assert "vLLM refuses to start" in found
