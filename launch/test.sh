@@ -3,7 +3,7 @@
 #
 #   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/layout -k qwen3
 #
-# Without arguments: the whole suite, in two workers (tests/conftest.py says which tests run beside one another).
+# Without arguments: the whole suite, its files shared by two workers.
 # shellcheck source=launch/bootstrap.sh
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
@@ -14,5 +14,5 @@ export HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-(($#)) || set -- --numprocesses 2 --dist loadgroup
+(($#)) || set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder
 exec "$PYTHON" -m pytest "$@"

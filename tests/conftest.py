@@ -20,17 +20,12 @@ settings.load_profile("megaverl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Which tests run beside one another where pytest-xdist has two workers (`--dist loadgroup`).
-
-    Files whose tests share worlds, servers and engines follow each other in one worker; of the others, each goes to
-    whichever worker is free.
-    """
-    sharing = {item.path for item in items if _shares_ranks(item)}
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("ranks" if item.path in sharing else str(item.path)))
+    """Files that start ranks first, so that short ones fill the end of two workers' time (`--dist loadfile`)."""
+    starting = {item.path for item in items if _starts_ranks(item)}
+    items.sort(key=lambda item: item.path not in starting)
 
 
-def _shares_ranks(item: pytest.Item) -> bool:
+def _starts_ranks(item: pytest.Item) -> bool:
     fixtures = getattr(item, "fixturenames", ())
     return "world" in fixtures or "server" in fixtures or hasattr(getattr(item, "module", None), "run_world")
 

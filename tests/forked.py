@@ -12,7 +12,6 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -20,7 +19,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.worlds import ROOT, free_port, rank_environment
+from tests.worlds import free_port, rank_environment
+from tests.zygote import start
 
 TIMED_OUT = "still there at the deadline"
 
@@ -42,28 +42,22 @@ class ForkServer:
         environment = rank_environment(0, 1, 0) | self._environment
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del environment[name]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", self._module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        )
+        (stdin, jobs), (answers, output) = os.pipe(), os.pipe()
+        self._process = start(self._module, environment, stdin=stdin, output=output, errors=2)
+        for end in (stdin, output):
+            os.close(end)
+        self._jobs, self._answers = os.fdopen(jobs, "w", buffering=1), os.fdopen(answers)
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()
+        self._jobs.close()
         self._process.wait(timeout=30)
-        self._process.stdout.close()
+        self._answers.close()
 
     def ask(self, job: Job) -> tuple[list[int], list[float], list[str]]:
         """Run a job's ranks until all have ended: exit codes (negative: the signal), when in seconds, output."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(job, default=os.fspath) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
+        self._jobs.write(json.dumps(job, default=os.fspath) + "\n")
+        line = self._answers.readline()
         assert line, "the server of ranks has ended"
         answer = json.loads(line)
         folder = Path(job["folder"])

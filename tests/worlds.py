@@ -20,16 +20,18 @@ import selectors
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.zygote import ROOT, Process, start
+
+__all__ = ["ROOT", "World", "WorldError", "close_worlds", "free_port", "rank_environment", "run_world"]
+
 JOB_DEADLINE = float(os.environ.get("MEGAVERL_TEST_DEADLINE", "120"))  # seconds until a job counts as hung
-START_DEADLINE = 180.0  # seconds: importing torch in several processes on a busy machine
+START_DEADLINE = 180.0  # seconds: the first world waits for the zygote's imports, on a busy machine
 GRACE_AFTER_ERROR = 10.0  # seconds in which the other ranks may answer once one has raised
 LOG_LINES_SHOWN = 40
 MAX_WORLDS = int(os.environ.get("MEGAVERL_TEST_WORLDS", "3"))  # worlds alive at once; memory bounds it
@@ -42,10 +44,11 @@ class WorldError(AssertionError):
 class World:
     """`num_ranks` worker processes (`tests.world_worker`) and the pipes to them."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
+    def __init__(self, num_ranks: int, *, bare: bool = False) -> None:
+        self.num_ranks, self.bare = num_ranks, bare
         self.folder = Path(tempfile.mkdtemp(prefix=f"megaverl_world{num_ranks}_"))
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Process] = []
+        self.jobs: list[BinaryIO] = []  # write ends of the pipes that jobs go through
         self.answers: list[int] = []  # read ends of the ranks' answer pipes
         self.unread = [b""] * num_ranks
         self.num_jobs = 0
@@ -59,21 +62,15 @@ class World:
             raise
 
     def _start_rank(self, rank: int, port: int) -> None:
-        read_end, write_end = os.pipe()
-        with open(self.log_file(rank), "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.world_worker", str(write_end)],
-                cwd=ROOT,
-                env=rank_environment(rank, self.num_ranks, port),
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[write_end],
-                start_new_session=True,  # so that kill() also reaches what the rank itself started
-            )
-        os.close(write_end)
+        (jobs, to_rank), (from_rank, answers) = os.pipe(), os.pipe()
+        log = os.open(self.log_file(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        environment = rank_environment(rank, self.num_ranks, port)
+        process = start("tests.world_worker", environment, stdin=jobs, output=log, further=answers, bare=self.bare)
+        for end in (jobs, log, answers):
+            os.close(end)
         self.processes.append(process)
-        self.answers.append(read_end)
+        self.jobs.append(os.fdopen(to_rank, "wb"))
+        self.answers.append(from_rank)
 
     def log_file(self, rank: int) -> Path:
         return self.folder / f"rank{rank}.log"
@@ -83,11 +80,10 @@ class World:
         self.num_jobs += 1
         job = {"id": self.num_jobs, "target": target, "kwargs": kwargs}
         line = json.dumps(job, default=os.fspath).encode() + b"\n"
-        for rank, process in enumerate(self.processes):
-            assert process.stdin is not None
+        for rank, jobs in enumerate(self.jobs):
             try:
-                process.stdin.write(line)
-                process.stdin.flush()
+                jobs.write(line)
+                jobs.flush()
             except BrokenPipeError as error:
                 raise WorldError(f"rank {rank} died before {target}:\n{self._log_tail(rank)}") from error
         return [answer["result"] for answer in self._collect(target, deadline)]
@@ -166,11 +162,11 @@ class World:
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-        for process, pipe in zip(self.processes, self.answers, strict=True):
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
-            os.close(pipe)
+        for process, jobs, answers in zip(self.processes, self.jobs, self.answers, strict=True):
+            process.wait(timeout=GRACE_AFTER_ERROR)
+            with suppress(BrokenPipeError):  # of what could not be written
+                jobs.close()
+            os.close(answers)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -183,6 +179,7 @@ def run_world(
     *,
     deadline: float = JOB_DEADLINE,
     fresh: bool = False,
+    bare: bool = False,
     pool: str = "",
     **kwargs: Any,
 ) -> list[Any]:
@@ -193,6 +190,7 @@ def run_world(
         target: function importable by name; must return something JSON can hold.
         deadline: seconds until a job counts as hung.
         fresh: run in new processes that end afterwards, for what cannot share a process with other tests.
+        bare: the same in interpreters that have imported nothing, for tests of what an import does.
         pool: name of a separate world of that size, e.g. to keep engines out of other tests' memory.
 
     Returns:
@@ -201,9 +199,9 @@ def run_world(
     Raises:
         WorldError: a rank raised, died or hung.
     """
-    if fresh:
+    if fresh or bare:
         make_room(MAX_WORLDS - 1)
-        world = World(num_ranks)
+        world = World(num_ranks, bare=bare)
         try:
             return world.run(target, kwargs, deadline)
         finally:

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core in this process: its parameters are ours to write
     "VLLM_NO_USAGE_STATS": "1",
     # Its warnings are about the tokenizer, compiler and sampling defaults that are left out here on purpose.
@@ -150,7 +150,7 @@ class VLLMEngine:
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
-        os.environ.update(_ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
+        os.environ.update(ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
         platform.adapt_vllm()
         keep_default_group()
         # Some 300,000 objects of imported modules would be walked by each of the five collections of a start.

@@ -30,7 +30,7 @@ def test_the_list_is_whole_and_says_why() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
 def test_each_changes_what_it_says_and_twice_is_once(world: Run) -> None:
-    before, once, twice = world(1, f"{RANKS}:apply_twice", fresh=True)[0]
+    before, once, twice = world(1, f"{RANKS}:apply_twice", bare=True)[0]
     assert before == {"weight_kept": False, "wrapped": [0, 0], "own_norm": False}
     assert once == twice == {"weight_kept": True, "wrapped": [1, 1], "own_norm": True, "sgl": False}
 
@@ -43,7 +43,7 @@ def test_norms_in_one_kernel_are_those_of_pytorch(world: Run) -> None:
 
 
 def test_nothing_happens_on_cuda(world: Run) -> None:
-    assert world(1, f"{RANKS}:adapt_cuda", fresh=True) == [[]]
+    assert world(1, f"{RANKS}:adapt_cuda", bare=True) == [[]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")

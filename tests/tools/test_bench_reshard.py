@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,12 @@ from hypothesis import strategies as st
 from megaverl.layout.boxes import Box
 from megaverl.layout.layout import Layout, Piece
 from megaverl.reshard.plan import make_plans
+from tests.faults.server import Server
+from tools import bench_reshard
 from tools.bench_reshard import parse, summarise, table
 from tools.reshard_measure import MB, PAIRS, End, Job, ends, fill, least_elements, peak_memory, share_in_place
 from tools.reshard_peers import PlainExchange
 
-ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--hidden", "128", "--ffn", "128", "--heads", "2", "--vocab", "130", "--repeats", "1"]
 
 
@@ -147,13 +146,21 @@ def test_the_table_shows_medians_of_the_slowest_ranks_and_both_sides_of_a_ratio(
     assert "NOT what ours receives" in table(Job(), "tp2pp2-vllm2", found)
 
 
-def test_the_whole_benchmark_runs(tmp_path: Path) -> None:
+def test_the_whole_benchmark_runs(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two processes, vLLM's real model, megatron.core.resharding; every way's weights are compared on the way."""
+
+    def start_copies(arguments: list[str], nproc: int) -> int:
+        ended = server.run(arguments, ranks=nproc, logs=tmp_path / "output")
+        assert ended.codes == [0] * nproc, ended.text
+        return 0
+
+    monkeypatch.setattr(bench_reshard, "start_ranks", start_copies)
     pairs = ["--nproc", "2", "--pairs", "tp1pp2-vllm2", "tp2-tp1dp2"]
-    command = [sys.executable, "tools/bench_reshard.py", *TINY, *pairs, "--json", str(tmp_path / "found.json")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "TP1xPP2 -> vLLM TP2" in done.stdout and "TP2 -> TP1xDP2" in done.stdout
+    assert bench_reshard.main([*TINY, *pairs, "--json", str(tmp_path / "found.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "TP1xPP2 -> vLLM TP2" in shown and "TP2 -> TP1xDP2" in shown
     for pair, peer in (("tp1pp2-vllm2", "bridge"), ("tp2-tp1dp2", "megatron.core")):
         found = json.loads((tmp_path / "found.json").read_text())["pairs"][pair]
         for name in ("ours", "ours, network"):

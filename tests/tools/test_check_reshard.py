@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults.server import Server
 from tests.trainer.conftest import ROOT, command_arguments, environment, inputs  # noqa: F401  (a fixture)
 from tools.check_reshard import add_up, kind_of
 
@@ -35,11 +36,11 @@ def test_every_weight_of_a_configuration_arrives(tiny: list[str]) -> None:
     assert "DIFFERS" not in done.stdout and "tensors compared" in done.stdout
 
 
-def test_a_flipped_bit_is_named_and_fails(tiny: list[str]) -> None:
-    done = check(*tiny, "--flip-a-bit")
-    assert done.returncode == 1, done.stderr
-    assert done.stdout.count("DIFFERS") == 1
-    assert "of the destination on rank 1 is not what the source holds on rank" in done.stderr
+def test_a_flipped_bit_is_named_and_fails(tiny: list[str], server: Server, tmp_path: Path) -> None:
+    ended = server.run(["tools/check_reshard.py", *tiny, "--flip-a-bit"], logs=tmp_path / "logs")
+    assert ended.codes == [1, 1], ended.text
+    assert ended.text.count("DIFFERS") == 1
+    assert "of the destination on rank 1 is not what the source holds on rank" in ended.text
 
 
 def test_plans_of_a_large_configuration_are_proved_without_weights() -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaverl.cli.main import main
-from tests.trainer.conftest import ROOT, environment
-from tests.worlds import free_port, rank_environment, run_world
+from tests.faults.server import Server
+from tests.worlds import run_world
 
 WHOLE = {"train.yaml", "sft.yaml", "versions.json", "metrics.jsonl", "samples.jsonl", "timeline.json"}
 
@@ -282,49 +279,32 @@ def test_a_reward_that_only_one_machine_has(arguments: list[str], tmp_path: Path
 # --- The real command and its exit status.
 
 
-def assert_one_message(done: subprocess.CompletedProcess[str] | list[str], *said: str) -> None:
-    errors = done if isinstance(done, list) else [done.stderr]
-    lines = [line for error in errors for line in error.splitlines() if line.strip()]
+def assert_one_message(outputs: list[str], *said: str) -> None:
+    lines = [line for output in outputs for line in output.splitlines() if line.strip()]
     assert sum("error:" in line for line in lines) == 1, lines
     assert not any("Traceback" in line or "Warning" in line for line in lines), lines
     for text in said:
         assert any(text in line for line in lines), lines
 
 
-def test_the_command_ends_with_one_message(
-    arguments: list[str], model: Path, tmp_path: Path, run_command: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_the_command_ends_with_one_message(arguments: list[str], model: Path, tmp_path: Path, server: Server) -> None:
     """A default run, vLLM and all: it ends before the engine starts."""
     (shard,) = model.glob(SHARD)
     truncate(shard)
-    done = run_command("train", [*arguments, f"model.path={model}"])
-    assert done.returncode == 1
-    assert done.stdout == ""
-    assert_one_message(done, f"error: {shard}: truncated: ")
+    ended = server.run(["train", *arguments, f"model.path={model}"], logs=tmp_path / "logs")
+    assert ended.codes == [1, 1]
+    assert_one_message(ended.output, f"error: {shard}: truncated: ")
     assert_nothing_half_written(tmp_path / "runs")
 
 
-def test_every_rank_ends_with_a_status_of_its_own(arguments: list[str], tmp_path: Path) -> None:
+def test_every_rank_ends_with_a_status_of_its_own(arguments: list[str], tmp_path: Path, server: Server) -> None:
     """Two ranks as torchrun starts them, and a reward that fails on one of them in the middle of training."""
     (tmp_path / "mine.py").write_text(REWARDS)
     reward = json.dumps({"function": f"{tmp_path / 'mine.py'}:late"})
     given = [*arguments, "rollout.engine=hf", "checkpoint.save_interval=1", f"reward={reward}"]
-    port = free_port()
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "megaverl.cli.train", *given],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env=environment(**rank_environment(rank, 2, port)),
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=300) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, 1], outputs
-    errors = [error for _, error in outputs]
-    assert_one_message(errors, "error: rank 1: reward 'late' raised ValueError: in the second step")
+    ended = server.run(["train", *given], logs=tmp_path / "logs")
+    assert ended.codes == [1, 1], ended.text
+    assert_one_message(ended.output, "error: rank 1: reward 'late' raised ValueError: in the second step")
     # the first step is whole: its metrics and its checkpoint; of the second there is nothing
     run = tmp_path / "runs" / "run"
     assert [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [1]

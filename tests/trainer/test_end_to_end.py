@@ -14,6 +14,7 @@ import pytest
 import torch
 import yaml
 
+from tests.faults.server import Server
 from tests.trainer.conftest import command_arguments
 from tests.worlds import run_world
 
@@ -77,6 +78,13 @@ class Run:
     def __init__(self, done: subprocess.CompletedProcess[str], arguments: list[str], folder: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         self.done, self.arguments, self.folder = done, arguments, folder
+
+
+def train(server: Server, arguments: list[str], logs: Path, ranks: int = 2) -> str:
+    """What the ranks of `megaverl train` say, which all end well; they start in a moment, as copies."""
+    ended = server.run(["train", *arguments], logs=logs, ranks=ranks)
+    assert ended.codes == [0] * ranks, ended.text
+    return ended.text
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +170,7 @@ def test_the_export_is_what_was_trained(ppo: Run, inputs: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("reverse 123 =")).strip() == "reverse 123 ="
 
 
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: Path, run_command: Command) -> None:
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: Path, server: Server) -> None:
     """Killed after step 3, before its checkpoint: step 3 is taken again, to the same numbers, and then step 4."""
     killed = tmp_path / "runs" / "run"
     shutil.copytree(ppo.folder, killed)
@@ -170,10 +178,9 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     shutil.rmtree(killed / "hf")
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rewa')
-    done = run_command("train", [*ppo.arguments, f"run.dir={tmp_path / 'runs'}", "trainer.steps=4"])
-    assert done.returncode == 0, done.stderr
-    assert "checkpoints/step_00000002: 2 of 4 steps are done" in done.stdout
-    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step ")] == ["3/4", "4/4"]
+    said = train(server, [*ppo.arguments, f"run.dir={tmp_path / 'runs'}", "trainer.steps=4"], tmp_path / "logs")
+    assert "checkpoints/step_00000002: 2 of 4 steps are done" in said
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("step ")] == ["3/4", "4/4"]
     before, after = metrics_of(ppo.folder), metrics_of(killed)
     assert sorted(after) == [0, 1, 2, 3, 4]
     lines = (killed / "metrics.jsonl").read_text().splitlines()
@@ -187,11 +194,10 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     assert (killed / "hf" / "config.json").exists()
 
 
-def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, run_command: Command) -> None:
+def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, server: Server) -> None:
     """Actor and critic on two ranks, vLLM and the rewards on a third: the same numbers as with all on two."""
     placement = ["run.nproc=3", "placement={actor: 0-1, rollout: 2}", f"run.dir={tmp_path}"]
-    done = run_command("train", [*ppo.arguments, *placement])
-    assert done.returncode == 0, done.stderr
+    said = train(server, [*ppo.arguments, *placement], tmp_path / "logs", ranks=3)
     before, after = metrics_of(ppo.folder), metrics_of(tmp_path / "run")
     assert sorted(after) == sorted(before)
     # what depends on the clock, the memory or the way
@@ -202,18 +208,14 @@ def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, run_command: C
                 assert after[step][name] == pytest.approx(value, rel=1e-4, abs=1e-4), (step, name)
     assert after[3]["reshard/bytes_received"] > 0, "the engine's rank gets the weights from the others"
     assert {"busy/actor", "busy/critic", "busy/reward", "busy/rollout"} <= after[3].keys()
-    lines = done.stdout.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in said.splitlines() if line.startswith("step ")] == ["1/3", "2/3", "3/3"]
     trace = json.loads((tmp_path / "run" / "timeline.json").read_text())
     ranks = {event["name"]: event["pid"] for event in trace["traceEvents"]}
     assert (ranks["rollout"], ranks["reward"], ranks["actor_update"]) == (2, 2, 0)
 
 
-def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
-    arguments: list[str], tmp_path: Path, run_command: Command
-) -> None:
-    done = run_command("train", [*arguments, *GRPO])
-    assert done.returncode == 0, done.stderr
+def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(arguments: list[str], tmp_path: Path, server: Server) -> None:
+    train(server, [*arguments, *GRPO], tmp_path / "logs")
     metrics = metrics_of(tmp_path / "runs" / "run")
     assert sorted(metrics) == [1, 2]
     for found in metrics.values():
