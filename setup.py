@@ -80,7 +80,7 @@ EXTRAS_REQUIRE = {
 KERNELS = Extension(
     "megaverl.kernels._extension",
     sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megaverl" / "kernels").glob("*.cpp")),
-    depends=["megaverl/kernels/avx512.hpp"],
+    depends=["megaverl/kernels/amx.hpp", "megaverl/kernels/avx512.hpp"],
     language="c++",
     extra_compile_args=["-O3", "-std=c++17", *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16"))],
     optional=True,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaverl.doctor.finding import Finding
-from megaverl.kernels.extension import why_not
+from megaverl.kernels.extension import has_tiles, why_not
 from megaverl.platform import platform
 
 
@@ -105,8 +105,10 @@ def kernels() -> Iterator[Finding]:
 
 
 def _our_own() -> Finding:
-    reason = why_not()
-    found = f"PyTorch's ({reason}): a bfloat16 step takes a fifth longer" if reason else "megaverl's, for AVX512-BF16"
+    if reason := why_not():
+        found = f"PyTorch's ({reason}): a bfloat16 step takes a fifth longer"
+    else:
+        found = f"megaverl's, for AVX512-BF16{' and AMX' if has_tiles() else ''}"
     return Finding("kernels", "packed bfloat16 attention, gates", "note", found)
 
 

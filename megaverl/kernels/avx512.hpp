@@ -12,15 +12,16 @@ constexpr float LOG2_E = 1.44269504f;
 
 using bf16 = uint16_t;
 
-// 2^x to 2e-7 of it; 0 from -200 down, infinite for what is too large; not a number where x is none.
+// 2^x to 2e-7 of it; 0 below 2^-126, as denormal numbers are slow; infinite for what is too large; not a number where x
+// is none.
 inline __m512 exp2(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   const __m512 part = _mm512_sub_ps(x, whole);  // in [-0.5, 0.5]; coefficients: ln(2)^n / n!
   __m512 sum = _mm512_set1_ps(1.5403530e-4f);
   for (float coefficient : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
     sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(coefficient));
-  return _mm512_scalef_ps(sum, whole);
+  return _mm512_maskz_scalef_ps(normal, sum, whole);
 }
 
 inline __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }

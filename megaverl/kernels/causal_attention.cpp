@@ -1,4 +1,5 @@
-// Causal attention of sequences in one packed row, in bfloat16 with sums in float32, on AVX512-BF16.
+// Causal attention of sequences in one packed row, in bfloat16 with sums in float32, on AVX512-BF16, and where there
+// is AMX with the products on its tiles.
 //
 // Scores are computed transposed, [keys, queries]: a register holds sixteen queries of one head, so that maxima and
 // sums of the softmax are of whole registers, and one key's row is what the next product reads. Queries of all heads
@@ -11,7 +12,7 @@
 #include <cstring>
 #include <vector>
 
-#include "avx512.hpp"
+#include "amx.hpp"
 
 namespace {
 
@@ -23,7 +24,8 @@ using pair = uint32_t;  // two bf16 that a product adds up, neighbours in its in
 
 // c [rows, 16 NV] (+)= a [rows, pairs] b [pairs, 16 NV]
 template <int NV, int MR = 16 / NV>
-void multiply(int rows, int pairs, const pair* a, int lda, const pair* b, int ldb, float* c, int ldc, bool add) {
+void multiply_registers(
+    int rows, int pairs, const pair* a, int lda, const pair* b, int ldb, float* c, int ldc, bool add) {
   for (int row = 0; row < rows; row += MR, a += MR * lda, c += MR * ldc) {
     __m512 sums[MR][NV];
     for (int i = 0; i < MR; i++)
@@ -41,15 +43,21 @@ void multiply(int rows, int pairs, const pair* a, int lda, const pair* b, int ld
   }
 }
 
-// c [rows, columns] += a [rows, pairs] b [pairs, columns]
-void multiply_wide(int rows, int pairs, const pair* a, int lda, const pair* b, int columns, float* c) {
+// c [rows, columns] (+)= a [rows, pairs] b [pairs, columns]; rows and columns multiples of 16
+void multiply(bool tiles, int rows, int pairs, const pair* a, int lda, const pair* b, int ldb, int columns, float* c,
+              int ldc, bool add) {
+  if (const int whole = tiles ? pairs / TILE_PAIRS * TILE_PAIRS : 0) {
+    multiply_tiles(rows, whole, a, lda, b, ldb, columns, c, ldc, add);
+    if (whole == pairs) return;
+    a += whole, b += (size_t)whole * ldb, pairs -= whole, add = true;
+  }
   int j = 0;
   for (; j + 4 * LANES <= columns; j += 4 * LANES)
-    multiply<4>(rows, pairs, a, lda, b + j, columns, c + j, columns, true);
+    multiply_registers<4>(rows, pairs, a, lda, b + j, ldb, c + j, ldc, add);
   for (; j + 2 * LANES <= columns; j += 2 * LANES)
-    multiply<2>(rows, pairs, a, lda, b + j, columns, c + j, columns, true);
+    multiply_registers<2>(rows, pairs, a, lda, b + j, ldb, c + j, ldc, add);
   for (; j + LANES <= columns; j += LANES)
-    multiply<1>(rows, pairs, a, lda, b + j, columns, c + j, columns, true);
+    multiply_registers<1>(rows, pairs, a, lda, b + j, ldb, c + j, ldc, add);
 }
 
 struct Matrix {  // bf16 [tokens, heads, head_dim], the last dimension without gaps
@@ -64,6 +72,7 @@ struct Segment {  // tokens that attend to themselves and to those of a shared b
 };
 
 struct Job {
+  int64_t tiles;  // whether products are AMX's
   int64_t head_dim, heads, kv_heads, tokens;
   float scale;
   Matrix query, key, value, output, output_grad, query_grad;
@@ -194,35 +203,40 @@ void forward(const Job& job, const Segment& segment, int64_t kv_head) {
     for (int key = 0; key < lanes.limit; key += KEYS) {
       const int rows = std::min(KEYS, round_up(lanes.limit - key, LANES));
       const pair* key_rows = &keys.rows[(size_t)key * dim / 2];
-      multiply<4>(rows, dim / 2, key_rows, dim / 2, queries.data(), QUERIES, scores, QUERIES, false);
+      multiply(job.tiles, rows, dim / 2, key_rows, dim / 2, queries.data(), QUERIES, QUERIES, scores, QUERIES, false);
       const bool masked = key + rows > lanes.full;
-      for (int v = 0; v < VECTORS; v++) {
-        float* column = scores + v * LANES;
-        __m512 highest = most[v];
-        for (int row = 0; row < rows; row++) {
-          __m512 score = _mm512_mul_ps(_mm512_load_ps(column + row * QUERIES), factor);
+      __m512 highest[VECTORS];
+      for (int v = 0; v < VECTORS; v++) highest[v] = most[v];
+      for (int row = 0; row < rows; row++)
+        for (int v = 0; v < VECTORS; v++) {
+          float* place = scores + row * QUERIES + v * LANES;
+          __m512 score = _mm512_mul_ps(_mm512_load_ps(place), factor);
           if (masked) score = _mm512_mask_mov_ps(_mm512_set1_ps(-INFINITY), lanes.seen(key + row, v), score);
-          _mm512_store_ps(column + row * QUERIES, score);
-          highest = _mm512_max_ps(highest, score);
+          _mm512_store_ps(place, score);
+          highest[v] = _mm512_max_ps(highest[v], score);
         }
-        const __m512 shrink = exp2(_mm512_sub_ps(most[v], highest));
-        most[v] = highest;
-        __m512 sum = _mm512_mul_ps(total[v], shrink);
-        for (int row = 0; row < rows; row += 2) {
-          const __m512 a = exp2(_mm512_sub_ps(_mm512_load_ps(column + row * QUERIES), highest));
-          const __m512 b = exp2(_mm512_sub_ps(_mm512_load_ps(column + (row + 1) * QUERIES), highest));
-          sum = _mm512_add_ps(sum, _mm512_add_ps(a, b));
+      __m512 shrink[VECTORS];
+      for (int v = 0; v < VECTORS; v++) {
+        shrink[v] = exp2(_mm512_sub_ps(most[v], highest[v]));
+        most[v] = highest[v];
+        total[v] = _mm512_mul_ps(total[v], shrink[v]);
+      }
+      for (int row = 0; row < rows; row += 2)
+        for (int v = 0; v < VECTORS; v++) {
+          const float* place = scores + row * QUERIES + v * LANES;
+          const __m512 a = exp2(_mm512_sub_ps(_mm512_load_ps(place), most[v]));
+          const __m512 b = exp2(_mm512_sub_ps(_mm512_load_ps(place + QUERIES), most[v]));
+          total[v] = _mm512_add_ps(total[v], _mm512_add_ps(a, b));
           _mm512_store_si512(weights + row / 2 * QUERIES + v * LANES, interleave(round_two(a, b)));
         }
-        total[v] = sum;
-        if (key)
-          for (int n = 0; n < dim; n++) {
+      if (key)
+        for (int n = 0; n < dim; n++)
+          for (int v = 0; v < VECTORS; v++) {
             float* x = sums.data() + (size_t)n * QUERIES + v * LANES;
-            _mm512_storeu_ps(x, _mm512_mul_ps(_mm512_loadu_ps(x), shrink));
+            _mm512_storeu_ps(x, _mm512_mul_ps(_mm512_loadu_ps(x), shrink[v]));
           }
-      }
-      multiply<4>(dim, rows / 2, &values.columns[key / 2], values.length / 2, weights, QUERIES, sums.data(), QUERIES,
-                  key > 0);
+      multiply(job.tiles, dim, rows / 2, &values.columns[key / 2], values.length / 2, weights, QUERIES, QUERIES, sums.data(),
+               QUERIES, key > 0);
     }
     for (int v = 0; v < VECTORS; v++) {
       total[v] = _mm512_div_ps(_mm512_set1_ps(1.0f), total[v]);
@@ -287,8 +301,8 @@ void backward(const Job& job, const Segment& segment, int64_t kv_head) {
     for (int key = 0; key < lanes.limit; key += KEYS) {
       const int rows = std::min(KEYS, round_up(lanes.limit - key, LANES));
       const size_t first = (size_t)key * dim;
-      multiply<4>(rows, dim / 2, &keys.rows[first / 2], dim / 2, query, QUERIES, scores, QUERIES, false);
-      multiply<4>(rows, dim / 2, &values.rows[first / 2], dim / 2, grad, QUERIES, weight_grads, QUERIES, false);
+      multiply(job.tiles, rows, dim / 2, &keys.rows[first / 2], dim / 2, query, QUERIES, QUERIES, scores, QUERIES, false);
+      multiply(job.tiles, rows, dim / 2, &values.rows[first / 2], dim / 2, grad, QUERIES, QUERIES, weight_grads, QUERIES, false);
       const bool masked = key + rows > lanes.full;
       for (int row = 0; row < rows; row += 2)
         for (int v = 0; v < VECTORS; v++) {
@@ -309,10 +323,11 @@ void backward(const Job& job, const Segment& segment, int64_t kv_head) {
           _mm256_store_si256((__m256i*)(score_grads + place + QUERIES), _mm512_extracti64x4_epi64(g, 1));
           _mm512_store_si512(score_grad_pairs + row / 2 * QUERIES + v * LANES, interleave(g));
         }
-      multiply_wide(rows, QUERIES / 2, (const pair*)weights, QUERIES / 2, grad_pairs, dim, &value_grad[first]);
-      multiply_wide(rows, QUERIES / 2, (const pair*)score_grads, QUERIES / 2, query_pairs, dim, &key_grad[first]);
-      multiply<4>(dim, rows / 2, &keys.columns[key / 2], keys.length / 2, score_grad_pairs, QUERIES, query_grad.data(),
-                  QUERIES, key > 0);
+      constexpr int PAIRS = QUERIES / 2;
+      multiply(job.tiles, rows, PAIRS, (const pair*)weights, PAIRS, grad_pairs, dim, dim, &value_grad[first], dim, true);
+      multiply(job.tiles, rows, PAIRS, (const pair*)score_grads, PAIRS, query_pairs, dim, dim, &key_grad[first], dim, true);
+      multiply(job.tiles, dim, rows / 2, &keys.columns[key / 2], keys.length / 2, score_grad_pairs, QUERIES, QUERIES,
+               query_grad.data(), QUERIES, key > 0);
     }
     lanes.store(job.query_grad, segment, dim, query_grad.data(), ones);
   }
@@ -322,9 +337,12 @@ void backward(const Job& job, const Segment& segment, int64_t kv_head) {
 
 }  // namespace
 
+extern "C" int prepare_tiles() { return request_tiles(); }
+
 // Forward: fills output and statistics. Backward: query_grad, and adds to key_grad and value_grad.
 extern "C" void causal_attention(
     const Job* job, const Segment* segments, int64_t num_segments, int64_t kv_head, int backwards) {
+  const Tiles tiles(job->tiles);
   for (int64_t i = 0; i < num_segments; i++)
     if (segments[i].count) backwards ? backward(*job, segments[i], kv_head) : forward(*job, segments[i], kv_head);
 }

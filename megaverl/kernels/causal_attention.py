@@ -1,4 +1,4 @@
-"""Causal attention of packed bfloat16 rows, on processors with AVX512-BF16: `causal_attention.cpp`.
+"""Causal attention of packed bfloat16 rows, on processors with AVX512-BF16, best with AMX: `causal_attention.cpp`.
 
 PyTorch's kernel multiplies blocks of scores through a library made for large matrices, and its backward pass takes up
 to four times as long in bfloat16 as in float32.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from megaverl.kernels.extension import in_threads, library
+from megaverl.kernels.extension import has_tiles, in_threads, library
 
 HEAD_DIM_MULTIPLE = 16
 
@@ -24,7 +24,7 @@ class _Matrix(ctypes.Structure):
 
 class _Job(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("head_dim", "heads", "kv_heads", "tokens")),
+        *((name, ctypes.c_int64) for name in ("tiles", "head_dim", "heads", "kv_heads", "tokens")),
         ("scale", ctypes.c_float),
         *((name, _Matrix) for name in ("query", "key", "value", "output", "output_grad", "query_grad")),
         *((name, ctypes.c_void_p) for name in ("statistics", "key_grad", "value_grad")),
@@ -111,7 +111,7 @@ def _job(
     scale: float,
 ) -> _Job:
     tokens, heads, head_dim = query.shape
-    job = _Job(head_dim=head_dim, heads=heads, kv_heads=key.shape[1], tokens=tokens, scale=scale)
+    job = _Job(tiles=has_tiles(), head_dim=head_dim, heads=heads, kv_heads=key.shape[1], tokens=tokens, scale=scale)
     job.query, job.key, job.value, job.output = (_matrix(x) for x in (query, key, value, output))
     job.statistics = statistics.data_ptr()
     return job

@@ -13,6 +13,7 @@ import torch
 
 NAME = "megaverl.kernels._extension"  # as setup.py names it
 INSTRUCTIONS = {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "_bf16")}  # that it compiles for
+TILES = {"amx_tile", "amx_bf16"}  # that products of matrices use where they are
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -40,6 +41,13 @@ def library() -> ctypes.CDLL | None:
 def why_not() -> str:
     """Why `library` is None; empty: it is there."""
     return _load()[1]
+
+
+@functools.cache
+def has_tiles() -> bool:
+    """Whether the processor multiplies bfloat16 on AMX's tiles, and Linux lets this process use them."""
+    kernels = library()
+    return kernels is not None and _instructions() >= TILES and bool(kernels.prepare_tiles())
 
 
 def in_threads(work: Iterable[Callable[[], object]]) -> None:

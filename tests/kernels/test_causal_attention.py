@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,17 @@ from megaverl.models.packing import Packing, pack
 needs_kernel = pytest.mark.skipif(bool(why_not()), reason=f"the kernel cannot be used here: {why_not()}")
 # Weights and the gradients of scores are rounded to 8 bits before they are multiplied, the results once more.
 TOLERANCE = 2**-7
+
+
+@pytest.fixture(autouse=True, scope="module", params=["registers", "tiles"])
+def products(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How matrices are multiplied: the one that every processor has that the kernel runs on, and AMX's."""
+    if request.param == "tiles" and not extension.has_tiles():
+        pytest.skip("this processor has no AMX")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_attention, "has_tiles", lambda: request.param == "tiles")
+        yield
+
 
 # groups of sequences: (tokens that all of a group share, [tokens of each one's own])
 GROUPS = st.lists(
@@ -98,6 +110,17 @@ def test_values_and_gradients_are_the_equations(
     filling = tokens - int(packing.segments[:, 3].sum())
     if filling:
         assert not any(x[-filling:].any() for x in (output, *grads))
+
+
+@needs_kernel
+def test_pytorchs_products_find_their_tiles_as_they_left_them() -> None:
+    packing = packing_of([(40, [60, 5, 90])])
+    tensors = drawn(len(packing.source), 4, 2, 32)
+    left, right = torch.randn(100, 72).bfloat16(), torch.randn(72, 40).bfloat16()
+    product = left @ right
+    output = packed_causal_attention(*tensors, packing.segments)
+    assert torch.equal(left @ right, product)
+    assert torch.equal(packed_causal_attention(*tensors, packing.segments), output)
 
 
 @needs_kernel

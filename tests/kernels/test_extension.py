@@ -39,6 +39,13 @@ def test_another_processor_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mon
     assert library() is None
 
 
+def test_tiles_are_left_alone_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = tmp_path / "cpuinfo"
+    other.write_text(f"processor\t: 0\nflags\t\t: {' '.join(extension.INSTRUCTIONS)} amx_tile amx_int8\n")
+    monkeypatch.setattr(extension, "CPUINFO", other)
+    assert not extension.has_tiles.__wrapped__()
+
+
 def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "NAME", "megaverl.kernels._never_built")
     assert library() is None and "no C++ compiler" in why_not()
