@@ -14,13 +14,12 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.worlds import free_port, rank_environment
-from tests.zygote import start
+from tests.zygote import end_with, start
 
 TIMED_OUT = "still there at the deadline"
 
@@ -119,19 +118,12 @@ def _fork(job: Job, rank: int, port: int, body: Callable[[Job, int], int]) -> in
 
 
 def _be_rank(job: Job, rank: int, port: int, body: Callable[[Job, int], int]) -> NoReturn:
-    code = 1
-    try:
+    def as_rank() -> int:
         log = os.open(Path(job["folder"], f"rank_{rank}.out"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
         os.environ.update(rank_environment(rank, job["ranks"], port))
-        code = body(job, rank)
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        return body(job, rank)
+
+    end_with(as_rank)

@@ -16,13 +16,12 @@ import importlib
 import json
 import os
 import runpy
-import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -181,13 +180,14 @@ def _import_everything() -> None:
     from megaverl.rollout.vllm_engine import ENVIRONMENT
 
     os.environ.update(ENVIRONMENT)
+    usual = gc.get_threshold()
     gc.set_threshold(100_000)
     platform.adapt_megatron()
     platform.adapt_vllm()
     for name in IMPORTED:
         importlib.import_module(name)
     gc.freeze()  # copies share these pages, and need not look through them for garbage
-    gc.set_threshold(700, 10, 10)
+    gc.set_threshold(*usual)
 
 
 def _wait(pid: int, seconds: float) -> int | None:
@@ -202,10 +202,8 @@ def _wait(pid: int, seconds: float) -> int | None:
 
 
 def _be_a_copy(module: str, environment: dict[str, str], files: list[int]) -> NoReturn:
-    code = 1
-    try:
+    def body() -> int:
         os.setsid()
-        signal.set_wakeup_fd(-1)
         for number, file in enumerate(files[:3]):
             os.dup2(file, number)
             os.close(file)
@@ -213,7 +211,16 @@ def _be_a_copy(module: str, environment: dict[str, str], files: list[int]) -> No
         os.environ.update(environment)
         sys.argv = [module, *map(str, files[3:])]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-        code = 0
+        return 0
+
+    end_with(body)
+
+
+def end_with(body: Callable[[], int]) -> NoReturn:
+    """End this copy with the exit code that `body` returns, or leaves with, and without what ends an interpreter."""
+    code = 1
+    try:
+        code = body()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 1
     except BaseException:
