@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -36,7 +37,8 @@ class Fault:
             good); of a write also full and readonly (the system's errors); vanish (`folder` is there no more).
         stage: as `Stages.note` gets it, without its step.
         step: in this one, counted from 1, or the first later one that has such a stage; None: whichever comes first.
-        byte: of this rank's writes in that stage; None: as the stage begins.
+        byte: of what this rank writes from then on for that step's checkpoint, or a later one: an earlier one may still
+            be on its way to the disk; None: as the stage begins.
         delay: seconds after that, while the stage runs (signals only).
         folder: renamed by vanish, as if its file system were not mounted any more.
         mark: this file is made when it happens; while it is there, nothing does, so that a restart goes well.
@@ -120,6 +122,8 @@ class _Patches:
                     self.armed, self.written = True, 0
 
         def write_with_fault(file: ChecksummedFile, data: Any, known_crc32: int | None = None) -> int:
+            if not self._is_meant(str(file.name)):
+                return write(file, data, known_crc32)
             view = memoryview(data).cast("B")
             size, byte, before = len(view), self.fault.byte, 0
             if self.armed and byte is not None and self.written + size > byte:
@@ -133,3 +137,7 @@ class _Patches:
 
         Stages.note = note_with_fault  # type: ignore[assignment, method-assign]
         ChecksummedFile.write = write_with_fault  # type: ignore[assignment, method-assign]
+
+    def _is_meant(self, path: str) -> bool:
+        found = re.search(r"/step_(\d+)", path)
+        return found is None or self.fault.step is None or int(found[1]) >= self.fault.step
