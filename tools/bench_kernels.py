@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs
 import torch  # noqa: E402
 
 from megaverl.kernels import gated_silu as gates  # noqa: E402
+from megaverl.kernels import linear, rms_norm, rotary  # noqa: E402
 from megaverl.kernels.causal_attention import packed_causal_attention  # noqa: E402
 from megaverl.kernels.extension import why_not  # noqa: E402
 from megaverl.models.attention import CausalAttention  # noqa: E402
@@ -40,7 +41,48 @@ def compare(what: str, ours: Function, theirs: Function, inputs: list[torch.Tens
             seconds.setdefault(("backward", side), []).append(time.perf_counter() - middle)
     for way in ("forward", "backward"):
         mine, other = (1e3 * statistics.median(seconds[way, side][1:]) for side in ("ours", "PyTorch"))
-        print(f"{what:40} {way:9} ours {mine:7.2f} ms   PyTorch {other:7.2f} ms   {other / mine:5.2f} x")
+        print(line(what, way, mine, other))
+
+
+def compare_norms(tokens: int, width: int, dtype: torch.dtype, repeats: int) -> None:
+    inputs = [torch.randn(tokens, width).to(dtype), torch.randn(width).to(dtype)]
+    kernel, operators = rms_norm._RMSNorm, rms_norm._RMSNormOfOperators
+    name = f"norms, {width} wide, {str(dtype).removeprefix('torch.')}"
+    compare(name, lambda x, w: kernel.apply(x, w, 1e-5), lambda x, w: operators.apply(x, w, 1e-5), inputs, repeats)
+
+
+def compare_rotations(tokens: int, heads: int, head_dim: int, dtype: torch.dtype, repeats: int) -> None:
+    from megaverl.platform import platform
+
+    platform.adapt_megatron()
+    from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd as adapted
+
+    queries = torch.randn(tokens, 1, heads, head_dim).to(dtype)
+    angles = torch.rand(tokens, 1, 1, head_dim)
+    theirs = getattr(adapted, "__wrapped__", adapted)
+    name = f"rotary embeddings, {str(dtype).removeprefix('torch.')}"
+    compare(name, lambda q: rotary.rotate(q, angles), lambda q: theirs(q, angles), [queries], repeats)
+
+
+def compare_products(rows: int, inner: int, outputs: int, repeats: int) -> None:
+    """As in decoding: forward alone, and as many weights by turns as no cache holds."""
+    weights = [torch.randn(outputs, inner).bfloat16() for _ in range(8)]
+    if not linear.fits(weights[0]):
+        return
+    x = torch.randn(rows, inner).bfloat16()
+    seconds: dict[str, list[float]] = {}
+    for _ in range(repeats + 1):
+        for side, function in (("ours", linear.linear), ("PyTorch", torch.nn.functional.linear)):
+            start = time.perf_counter()
+            for weight in weights:
+                function(x, weight)
+            seconds.setdefault(side, []).append((time.perf_counter() - start) / len(weights))
+    mine, other = (1e3 * statistics.median(seconds[side][1:]) for side in ("ours", "PyTorch"))
+    print(line(f"{rows} rows times {inner} x {outputs}", "forward", mine, other))
+
+
+def line(what: str, way: str, mine: float, other: float) -> str:
+    return f"{what:40} {way:9} ours {mine:7.2f} ms   PyTorch {other:7.2f} ms   {other / mine:5.2f} x"
 
 
 def main() -> None:
@@ -79,6 +121,9 @@ def main() -> None:
         both = torch.randn(tokens, 2 * args.ffn).to(dtype)
         name = f"silu(gate) * up, {args.ffn} wide, {str(dtype).removeprefix('torch.')}"
         compare(name, gates.gated_silu, gates._GatedSiluOfOperators.apply, [both], args.repeats)
+        compare_norms(tokens, args.heads * args.head_dim, dtype, args.repeats)
+        compare_rotations(tokens, args.heads, args.head_dim, dtype, args.repeats)
+    compare_products(count, args.heads * args.head_dim, 2 * args.ffn, args.repeats)
 
 
 if __name__ == "__main__":

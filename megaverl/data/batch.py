@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -372,9 +374,12 @@ def _check_lengths(name: str, lengths: Tensor, width: int) -> None:
 
 
 def _rows(lists: Sequence[Sequence[Any]], dtype: torch.dtype, fill: int | float) -> Tensor:
-    rows = torch.full((len(lists), max((len(row) for row in lists), default=0)), fill, dtype=dtype)
-    for i, row in enumerate(lists):
-        rows[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
+    lengths = torch.tensor([len(row) for row in lists], dtype=torch.int64)
+    width = int(lengths.max()) if len(lists) else 0
+    rows = torch.full((len(lists), width), fill, dtype=dtype)
+    kind = np.float64 if dtype.is_floating_point else np.int64
+    values = np.fromiter(itertools.chain.from_iterable(lists), dtype=kind, count=int(lengths.sum()))
+    rows[torch.arange(width) < lengths.unsqueeze(1)] = torch.from_numpy(values).to(dtype)
     return rows
 
 

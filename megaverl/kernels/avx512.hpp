@@ -24,6 +24,9 @@ inline __m512 exp2(__m512 x) {
   return _mm512_maskz_scalef_ps(normal, sum, whole);
 }
 
+// Of the first sixteen of so many that are left.
+inline __mmask16 mask_of(int64_t left) { return left < LANES ? (__mmask16)((1u << left) - 1) : (__mmask16)0xffff; }
+
 inline __m512 load(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
 inline __m512 load(const bf16* from, __mmask16 mask) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16));
@@ -46,4 +49,27 @@ inline __m512i interleave(__m512i halves) {
   };
   static constexpr Order order;
   return _mm512_permutexvar_epi16(_mm512_load_si512(order.of), halves);
+}
+
+// A square of sixteen by sixteen values of four bytes, in place.
+inline void transpose(__m512i rows[LANES]) {
+  __m512i pairs[LANES];
+  for (int i = 0; i < LANES; i += 2) {
+    pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (int i = 0; i < LANES; i += 4)
+    for (int j = 0; j < 2; j++) {
+      rows[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+      rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+    }
+  for (int i = 0; i < LANES; i += 8)  // now whole lanes of four: the first and third of two rows, the second and fourth
+    for (int j = 0; j < 4; j++) {
+      pairs[i + j] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0x88);
+      pairs[i + j + 4] = _mm512_shuffle_i32x4(rows[i + j], rows[i + j + 4], 0xdd);
+    }
+  for (int j = 0; j < 8; j++) {
+    rows[j] = _mm512_shuffle_i32x4(pairs[j], pairs[j + 8], 0x88);
+    rows[j + 8] = _mm512_shuffle_i32x4(pairs[j], pairs[j + 8], 0xdd);
+  }
 }

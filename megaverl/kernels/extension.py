@@ -8,6 +8,7 @@ import importlib.util
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ NAME = "megaverl.kernels._extension"  # as setup.py names it
 INSTRUCTIONS = {f"avx512{part}" for part in ("f", "bw", "dq", "vl", "_bf16")}  # that it compiles for
 TILES = {"amx_tile", "amx_bf16"}  # that products of matrices use where they are
 CPUINFO = Path("/proc/cpuinfo")
+TYPE_NAMES = {torch.float32: "float", torch.bfloat16: "bfloat16"}  # how names of kernels for both end
+CHUNK_ELEMENTS = 1 << 16  # of a thread at a time
 
 
 @functools.cache
@@ -48,6 +51,28 @@ def has_tiles() -> bool:
     """Whether the processor multiplies bfloat16 on AMX's tiles, and Linux lets this process use them."""
     kernels = library()
     return kernels is not None and _instructions() >= TILES and bool(kernels.prepare_tiles())
+
+
+@functools.cache
+def kernel(name: str, *types: type) -> Callable[..., Any]:
+    """A function of the library, which must be there; types: of its arguments, in ctypes."""
+    function = getattr(library(), name)
+    function.restype, function.argtypes = None, types
+    return function  # type: ignore[no-any-return]
+
+
+def over_rows(rows: int, width: int, work: Callable[[int, int], object]) -> None:
+    """work(first, count) for chunks of the rows, on as many threads as PyTorch has.
+
+    The chunks, `chunk_rows(width)` long, are the same for any number of threads.
+    """
+    step = chunk_rows(width)
+    in_threads(functools.partial(work, first, min(step, rows - first)) for first in range(0, rows, step))
+
+
+def chunk_rows(width: int) -> int:
+    """The rows of a chunk of `over_rows`."""
+    return max(1, CHUNK_ELEMENTS // max(1, width))
 
 
 def in_threads(work: Iterable[Callable[[], object]]) -> None:

@@ -9,8 +9,6 @@ __m512 sigmoid(__m512 x) {
   return _mm512_div_ps(one, _mm512_add_ps(one, exp2(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)))));
 }
 
-__mmask16 mask_of(int64_t left) { return left < LANES ? (__mmask16)((1u << left) - 1) : (__mmask16)0xffff; }
-
 // joined [rows, 2 width] -> output [rows, width]
 template <class T>
 void forward(const T* joined, T* output, int64_t rows, int64_t width) {

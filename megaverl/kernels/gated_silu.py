@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
+from ctypes import c_int64, c_void_p
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megaverl.kernels.extension import in_threads, library
-
-NAME_OF = {torch.float32: "float", torch.bfloat16: "bfloat16"}
-CHUNK_ELEMENTS = 1 << 16  # of a thread at a time
+from megaverl.kernels.extension import TYPE_NAMES, kernel, library, over_rows
 
 
 def gated_silu(joined: torch.Tensor) -> torch.Tensor:
     """SwiGLU (arXiv 2002.05202, eq. 6): [..., 2 * ffn], gate before up -> [..., ffn]."""
-    fits = joined.device.type == "cpu" and joined.dtype in NAME_OF and joined.is_contiguous()
-    function = _GatedSilu if fits and library() is not None else _GatedSiluOfOperators
-    result: torch.Tensor = function.apply(joined)
+    fits = joined.device.type == "cpu" and joined.dtype in TYPE_NAMES and joined.is_contiguous()
+    if not fits or library() is None:
+        result: torch.Tensor = _GatedSiluOfOperators.apply(joined)
+    elif joined.requires_grad and torch.is_grad_enabled():
+        result = _GatedSilu.apply(joined)
+    else:
+        result = _gated(joined)
     return result
 
 
@@ -28,9 +28,7 @@ class _GatedSilu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joined: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(joined)
-        result = joined.new_empty(*joined.shape[:-1], joined.shape[-1] // 2)
-        _call("gated_silu", joined, result)
-        return result
+        return _gated(joined)
 
     @staticmethod
     @once_differentiable
@@ -41,19 +39,23 @@ class _GatedSilu(torch.autograd.Function):
         return result
 
 
+def _gated(joined: torch.Tensor) -> torch.Tensor:
+    result = torch.empty(*joined.shape[:-1], joined.shape[-1] // 2, dtype=joined.dtype)
+    _call("gated_silu", joined, result)
+    return result
+
+
 def _call(name: str, *tensors: torch.Tensor) -> None:
     """A kernel over the rows of contiguous tensors, the first of which is [..., 2 * width]."""
-    function = getattr(library(), f"{name}_{NAME_OF[tensors[0].dtype]}")
-    function.restype = None
+    function = kernel(f"{name}_{TYPE_NAMES[tensors[0].dtype]}", *[c_void_p] * len(tensors), c_int64, c_int64)
     width = tensors[0].shape[-1] // 2
-    rows = tensors[0].numel() // max(1, 2 * width)
-    step = rows if torch.get_num_threads() == 1 else max(1, CHUNK_ELEMENTS // max(1, width))
+    row_bytes = [x.shape[-1] * x.element_size() for x in tensors]
 
-    def run(first: int) -> None:
-        places = (x.data_ptr() + first * x.shape[-1] * x.element_size() for x in tensors)
-        function(*map(ctypes.c_void_p, places), *map(ctypes.c_int64, (min(step, rows - first), width)))
+    def run(first: int, rows: int) -> None:
+        places = (x.data_ptr() + first * size for x, size in zip(tensors, row_bytes, strict=True))
+        function(*places, rows, width)
 
-    in_threads(functools.partial(run, first) for first in range(0, rows, max(1, step)))
+    over_rows(tensors[0].numel() // max(1, 2 * width), width, run)
 
 
 class _GatedSiluOfOperators(torch.autograd.Function):

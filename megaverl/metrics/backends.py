@@ -92,7 +92,8 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         purge = None if info.resume_step is None else info.resume_step + 1
-        self._writer = SummaryWriter(str(info.run_dir / "tensorboard"), purge_step=purge)
+        # as long a queue as a step has metrics: `write` flushes it
+        self._writer = SummaryWriter(str(info.run_dir / "tensorboard"), purge_step=purge, max_queue=1000)
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         for key, value in metrics.items():

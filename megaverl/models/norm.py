@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
+
+from megaverl.kernels.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -32,43 +33,7 @@ class RMSNorm(nn.Module):
         """[..., hidden] -> the same shape and dtype."""
         factor = 1.0 + self.weight.float() if self.zero_centred else self.weight
         if hidden.device.type == "cpu":
-            result: torch.Tensor = _InPlace.apply(hidden, factor, self.eps)
-            return result
+            return rms_norm(hidden, factor, self.eps)
         if self.zero_centred:
             return F.rms_norm(hidden.float(), self.hidden_size, factor, self.eps).to(hidden.dtype)
         return F.rms_norm(hidden, self.hidden_size, factor, self.eps)
-
-
-class _InPlace(torch.autograd.Function):
-    """The same on a CPU, in float32 or wider. PyTorch has no kernel for it there and takes eight operators forward and
-    more backward: here are half of them, that write over what they read.
-
-    With n = x / rms(x) and h = dL/dy * weight: dL/dx = (h - n mean(h n)) / rms(x), and dL/dweight = sum dL/dy n.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        inverse = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x))
-        inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        return _scaled(x, inverse).mul_(weight).to(x.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-        x, weight, inverse = ctx.saved_tensors
-        normed, wide = _scaled(x, inverse), grad.to(_wide(grad))
-        product = (wide * normed).reshape(-1, x.shape[-1])
-        by_weight = product.sum(dim=0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        mean = product.mv(weight.to(product.dtype)).div_(x.shape[-1]).view_as(inverse)
-        by_x = (wide * weight).sub_(normed.mul_(mean)).mul_(inverse)
-        return by_x.to(x.dtype), by_weight, None
-
-
-def _wide(x: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """A new tensor of the dtype of `factor`, float32 or wider: x * factor."""
-    return x * factor if x.dtype == factor.dtype else x.to(factor.dtype).mul_(factor)

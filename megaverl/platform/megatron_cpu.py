@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.kernels import rotary
 from megaverl.kernels.gated_silu import gated_silu
 from megaverl.platform.adaptation import Adaptation
 
@@ -287,6 +288,55 @@ def _gates_plainly(config: Any) -> bool:
     )
 
 
+def _rotate_in_one_pass() -> None:
+    """What megatron-core computes where nothing is fused negates, joins, multiplies and adds whole tensors, twice."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    in_operators = rope_utils._apply_rotary_pos_emb_bshd
+    if hasattr(in_operators, "__wrapped__"):
+        return
+
+    @functools.wraps(in_operators)
+    def rotate(
+        t: torch.Tensor,
+        freqs: torch.Tensor,
+        rotary_interleaved: bool = False,
+        multi_latent_attention: bool = False,
+        mscale: float = 1.0,
+        **options: Any,
+    ) -> Any:
+        if rotary_interleaved or multi_latent_attention or options or not rotary.fits(t, freqs):
+            return in_operators(t, freqs, rotary_interleaved, multi_latent_attention, mscale, **options)
+        return rotary.rotate(t, freqs, mscale)
+
+    rope_utils._apply_rotary_pos_emb_bshd = rotate
+
+
+def _adam_in_one_kernel() -> None:
+    """PyTorch has one for CPUs, which has to be asked for, and takes eight operators per tensor."""
+    from megatron.core import optimizer as optimizers
+
+    make = optimizers._get_megatron_optimizer_based_on_param_groups
+    if hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def make_fused(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        inner = getattr(made, "optimizer", None)
+        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+            inner.register_step_pre_hook(_fuse)
+        return made
+
+    optimizers._get_megatron_optimizer_based_on_param_groups = make_fused
+
+
+def _fuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Before every step, as groups that come from a checkpoint may say otherwise."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+
+
 def _set_missing(module: ModuleType, name: str, value: Any) -> None:
     if not hasattr(module, name):
         setattr(module, name, value)
@@ -324,5 +374,15 @@ ADAPTATIONS = (
         "gates in place",
         "without a compiler, gated MLPs read and write their widest tensors four times more than they must",
         _gate_in_place,
+    ),
+    Adaptation(
+        "rotary embeddings in one pass",
+        "what is not fused reads and writes queries and keys six times, and makes the same sines in every layer",
+        _rotate_in_one_pass,
+    ),
+    Adaptation(
+        "Adam in one kernel",
+        "PyTorch's Adam reads and writes its state eight times where a fused step is not asked for",
+        _adam_in_one_kernel,
     ),
 )

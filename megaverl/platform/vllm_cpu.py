@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 
 from megaverl.errors import RolloutError
+from megaverl.kernels import linear
+from megaverl.kernels.gated_silu import gated_silu
 from megaverl.platform.adaptation import Adaptation
 
 # The key-value cache when the user sets none: for this many full-length responses, up to a limit.
@@ -32,7 +34,8 @@ REPACK = "megaverl_repack_experts"
 
 
 def _keep_weights_beside_packed() -> None:
-    """Linear layers run on oneDNN's packed copies of their weights; keep the weights too, for updates in place."""
+    """Linear layers run on oneDNN's packed copies of their weights; keep the weights too, for updates in place, and
+    multiply by them as they lie where there is a kernel for that."""
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
@@ -41,7 +44,11 @@ def _keep_weights_beside_packed() -> None:
 
     @functools.wraps(pack)
     def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        pack(layer, remove_weight=False)
+        weight: Any = layer.weight
+        if linear.fits(weight, getattr(layer, "bias", None)):
+            layer.cpu_linear = linear.linear  # type: ignore[assignment]
+        else:
+            pack(layer, remove_weight=False)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
@@ -148,6 +155,39 @@ def _norm_in_one_kernel() -> None:
     RMSNorm.forward_cpu = forward_cpu
 
 
+def _gate_in_one_kernel() -> None:
+    """vLLM takes two operators of PyTorch for it, and rounds between them."""
+    from vllm.model_executor.layers.activation import SiluAndMul
+
+    native = SiluAndMul.forward_native
+    if hasattr(SiluAndMul.forward_cpu, "__wrapped__"):
+        return
+
+    @functools.wraps(SiluAndMul.forward_cpu)
+    def forward_cpu(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return gated_silu(x) if type(self).forward_native is native else self.forward_native(x)
+
+    SiluAndMul.forward_cpu = forward_cpu
+
+
+def _attend_without_a_wrapper() -> None:
+    """Custom operators hide attention from `torch.compile`, which is not used here."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
+
+
+def _leave_ranks_out() -> None:
+    """Every drawn token is compared with the whole vocabulary for its rank among log-probs."""
+    from vllm.v1.sample import sampler
+
+    sampler.batched_count_greater_than = _no_ranks
+
+
+def _no_ranks(log_probs: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(len(log_probs), dtype=torch.int64)
+
+
 def _own_shared_memory_by_job() -> None:
     """vLLM names it after its init method, which under torchrun is the same in every job on the machine."""
     import vllm.v1.worker.cpu_worker as cpu_worker
@@ -208,6 +248,22 @@ ADAPTATIONS = (
         "norms in one kernel",
         "norms take eight operators of PyTorch each, a tenth of decoding a small model, though their kernels are there",
         _norm_in_one_kernel,
+    ),
+    Adaptation(
+        "gates in one kernel",
+        "gated MLPs take two operators of PyTorch; one is quicker, and rounds as the trained model does",
+        _gate_in_one_kernel,
+    ),
+    Adaptation(
+        "attention without a wrapper",
+        "two custom operators per layer hide attention from a compiler that is not used, a fiftieth of a small model's "
+        "decoding",
+        _attend_without_a_wrapper,
+    ),
+    Adaptation(
+        "no ranks of drawn tokens",
+        "what nobody reads is counted over the whole vocabulary for every token",
+        _leave_ranks_out,
     ),
     Adaptation(
         "shared memory by job",

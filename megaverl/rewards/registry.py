@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -36,7 +37,7 @@ class RewardFunction:
     batched: bool = False
     check: Callable[..., None] | None = None
 
-    @property
+    @functools.cached_property
     def takes_samples(self) -> bool:
         """Whether its first parameter is named `sample` (`samples`)."""
         return next(iter(inspect.signature(self.function).parameters), None) == SAMPLE_STYLE[self.batched][0]

@@ -163,18 +163,19 @@ class RewardRole:
 
     def samples(self, batch: RolloutBatch, rows: Sequence[int]) -> list[RewardSample]:
         """What a reward function sees of the samples `rows`."""
-        return [
-            RewardSample(
-                prompt=batch.columns["prompt"][i],
-                response=self.response(batch, i),
-                transcript=self.transcript(batch, i),
-                reference=batch.columns["reference"][i],
-                extra=batch.columns["extra"][i],
-                num_tokens=int(batch.response_mask[i].sum()),
-                finish_reason=batch.columns["finish_reason"][i],
-            )
-            for i in rows
-        ]
+        return [self._sample(batch, row) for row in rows]
+
+    def _sample(self, batch: RolloutBatch, row: int) -> RewardSample:
+        transcript = self.transcript(batch, row)
+        return RewardSample(
+            prompt=batch.columns["prompt"][row],
+            response=self.response(batch, row) if "turns" in batch.columns else transcript,
+            transcript=transcript,
+            reference=batch.columns["reference"][row],
+            extra=batch.columns["extra"][row],
+            num_tokens=int(batch.response_mask[row].sum()),
+            finish_reason=batch.columns["finish_reason"][row],
+        )
 
     def response(self, batch: RolloutBatch, row: int) -> str:
         """A response as text, without special tokens; of an episode its last turn."""

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from megaverl.kernels import extension
-from megaverl.kernels import gated_silu as kernel
 from megaverl.kernels.gated_silu import gated_silu
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.platform import platform
@@ -47,7 +46,7 @@ def test_values_and_gradients_are_the_equations(
     if not with_kernel:
         monkeypatch.setattr(extension, "_load", lambda: (None, "left out"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(kernel, "CHUNK_ELEMENTS", 80)  # two rows
+    monkeypatch.setattr(extension, "CHUNK_ELEMENTS", 80)  # two rows
     joined, grad = example(dtype)
     expected, expected_grad = by_the_equation(joined, grad)
     found = gated_silu(joined)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +31,8 @@ def test_the_list_is_whole_and_says_why() -> None:
         "latent attention without Transformer Engine",
         "buffers of one rank",
         "gates in place",
+        "rotary embeddings in one pass",
+        "Adam in one kernel",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
     assert list(REWRITES) == [
@@ -210,3 +213,27 @@ def test_one_rank_keeps_its_buffers_and_several_places_are_still_filled() -> Non
         assert torch.equal(elsewhere, values)
     finally:
         dist.destroy_process_group()
+
+
+@on_cpu
+def test_adam_takes_its_kernel_whatever_a_checkpoint_says() -> None:
+    platform.adapt_megatron()
+    from megatron.core import optimizer as optimizers
+
+    weight = torch.nn.Parameter(torch.ones(5))
+    config = optimizers.OptimizerConfig(optimizer="adam", lr=0.1, weight_decay=0.0, clip_grad=0.0)
+    groups = [{"params": [weight], "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False}]
+    made = optimizers._get_megatron_optimizer_based_on_param_groups(
+        config=config, model_chunks=[], param_groups=groups, pg_collection=SimpleNamespace(tp=None)
+    )
+    seen = []
+    made.optimizer.register_step_post_hook(lambda adam, *_: seen.append([g["fused"] for g in adam.param_groups]))
+    for told in (None, False):
+        for group in made.optimizer.param_groups:
+            group["fused"] = told
+        weight.grad = torch.ones(5)
+        made.optimizer.step()
+    assert seen == [[True], [True]]
+    assert torch.allclose(weight, torch.full((5,), 0.8)), (
+        "a gradient that stays the same moves a weight by lr each time"
+    )
