@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from ctypes import c_int64, c_void_p
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megaverl.kernels.extension import TYPE_NAMES, kernel, library, over_rows
+from megaverl.kernels.extension import CHUNK_ELEMENTS, TYPE_NAMES, kernel, library, over_rows
 
 
 def gated_silu(joined: torch.Tensor) -> torch.Tensor:
@@ -40,14 +42,26 @@ class _GatedSilu(torch.autograd.Function):
 
 
 def _gated(joined: torch.Tensor) -> torch.Tensor:
-    result = torch.empty(*joined.shape[:-1], joined.shape[-1] // 2, dtype=joined.dtype)
-    _call("gated_silu", joined, result)
+    width = joined.shape[-1] // 2
+    result = torch.empty(*joined.shape[:-1], width, dtype=joined.dtype)
+    if result.numel() <= CHUNK_ELEMENTS:  # as in decoding, where what is around the kernel takes longer than it
+        _kernel("gated_silu", joined.dtype)(
+            joined.data_ptr(), result.data_ptr(), result.numel() // max(1, width), width
+        )
+    else:
+        _call("gated_silu", joined, result)
     return result
+
+
+@functools.cache
+def _kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
+    num_tensors = {"gated_silu": 2, "gated_silu_grad": 3}[name]
+    return kernel(f"{name}_{TYPE_NAMES[dtype]}", *[c_void_p] * num_tensors, c_int64, c_int64)
 
 
 def _call(name: str, *tensors: torch.Tensor) -> None:
     """A kernel over the rows of contiguous tensors, the first of which is [..., 2 * width]."""
-    function = kernel(f"{name}_{TYPE_NAMES[tensors[0].dtype]}", *[c_void_p] * len(tensors), c_int64, c_int64)
+    function = _kernel(name, tensors[0].dtype)
     width = tensors[0].shape[-1] // 2
     row_bytes = [x.shape[-1] * x.element_size() for x in tensors]
 

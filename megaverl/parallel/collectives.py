@@ -60,14 +60,17 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     Every rank of `group` takes part. All raise the same: the error of the lowest failing rank, with its class
     where it is one of megaverl's own. It names that rank, unless all ranks failed alike.
     """
+    failed = torch.tensor([error is not None], dtype=torch.int32, device=device_of(group))
+    if dist.get_world_size(group) > 1:
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if not failed.item():
+        return
     report = None
     if error is not None:
         own = isinstance(error, MegaverlError)
         report = [type(error).__name__ if own else "", str(error) if own else f"{type(error).__name__}: {error}"]
     reports = gather_json(report, group)
-    rank = next((rank for rank, found in enumerate(reports) if found is not None), None)
-    if rank is None:
-        return
+    rank = next(rank for rank, found in enumerate(reports) if found is not None)
     name, text = reports[rank]
     if any(other != reports[rank] for other in reports):
         text = f"rank {rank}: {text}"

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from megaverl.kernels import rotary
 from megaverl.kernels.gated_silu import gated_silu
+from megaverl.platform import direct_exchange
 from megaverl.platform.adaptation import Adaptation
 
 PACKAGE = "megatron.core"
@@ -237,24 +238,38 @@ def _gather_uneven_rows() -> None:
     mappings._reduce_scatter_along_first_dim = scatter_any
 
 
-def _leave_buffers_of_one_rank() -> None:
-    """Over one data-parallel rank gloo copies the whole gradient buffer, and all parameters, twice for nothing."""
+def _exchange_buffers_directly() -> None:
+    """Gradients on their way to the ranks that step on them, and weights on their way back."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+    directly = {
+        "dist_reduce_scatter_func": direct_exchange.reduce_scatter,
+        "dist_all_gather_func": direct_exchange.all_gather,
+    }
+    for name, exchange in directly.items():
         collective = getattr(buffers, name)
-        if not hasattr(collective, "over_several"):
-            setattr(buffers, name, _over_several(collective))
+        if not hasattr(collective, "directly"):
+            setattr(buffers, name, _directly(collective, exchange))
 
 
-def _over_several(collective: Callable[..., Any]) -> Callable[..., Any]:
+def _directly(collective: Callable[..., Any], exchange: Callable[..., None]) -> Callable[..., Any]:
     @functools.wraps(collective)
-    def call(output: torch.Tensor, given: torch.Tensor, *arguments: Any, group: Any = None, **options: Any) -> Any:
+    def call(
+        output: torch.Tensor,
+        given: torch.Tensor,
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+        **options: Any,
+    ) -> Any:
         if dist.get_world_size(group) == 1 and output.data_ptr() == given.data_ptr():
             return None
-        return collective(output, given, *arguments, group=group, **options)
+        if async_op or options or op != dist.ReduceOp.SUM:
+            reduces = {"op": op} if exchange is direct_exchange.reduce_scatter else {}
+            return collective(output, given, group=group, async_op=async_op, **reduces, **options)
+        return exchange(output, given, group or dist.group.WORLD)
 
-    call.over_several = True  # type: ignore[attr-defined]
+    call.directly = True  # type: ignore[attr-defined]
     return call
 
 
@@ -366,9 +381,9 @@ ADAPTATIONS = (
         _tell_latent_attention_of_the_missing_engine,
     ),
     Adaptation(
-        "buffers of one rank",
-        "gloo copies gradients and parameters whole where one data-parallel rank has them already",
-        _leave_buffers_of_one_rank,
+        "buffers exchanged directly",
+        "gloo copies all gradients and parameters, twice as long as it takes to send them; on one rank for nothing",
+        _exchange_buffers_directly,
     ),
     Adaptation(
         "gates in place",

@@ -163,9 +163,10 @@ class RewardRole:
 
     def samples(self, batch: RolloutBatch, rows: Sequence[int]) -> list[RewardSample]:
         """What a reward function sees of the samples `rows`."""
-        return [self._sample(batch, row) for row in rows]
+        num_tokens = batch.response_mask.sum(dim=1).tolist()
+        return [self._sample(batch, row, num_tokens[row]) for row in rows]
 
-    def _sample(self, batch: RolloutBatch, row: int) -> RewardSample:
+    def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:
         transcript = self.transcript(batch, row)
         return RewardSample(
             prompt=batch.columns["prompt"][row],
@@ -173,7 +174,7 @@ class RewardRole:
             transcript=transcript,
             reference=batch.columns["reference"][row],
             extra=batch.columns["extra"][row],
-            num_tokens=int(batch.response_mask[row].sum()),
+            num_tokens=num_tokens,
             finish_reason=batch.columns["finish_reason"][row],
         )
 

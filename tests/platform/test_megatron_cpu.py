@@ -29,7 +29,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "moe split sizes",
         "uneven rows over gloo",
         "latent attention without Transformer Engine",
-        "buffers of one rank",
+        "buffers exchanged directly",
         "gates in place",
         "rotary embeddings in one pass",
         "Adam in one kernel",
