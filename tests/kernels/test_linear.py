@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -58,6 +61,17 @@ def test_a_weight_that_was_written_to_is_the_one_that_counts() -> None:
     assert linear(x, weight).eq(32).all()
     weight.mul_(2)
     assert linear(x, weight).eq(64).all()
+
+
+@on_tiles
+def test_nothing_behind_the_rows_is_read() -> None:
+    """They end where a page begins that nobody may read."""
+    pages = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    place = ctypes.addressof(ctypes.c_char.from_buffer(pages))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(place + mmap.PAGESIZE), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    x = torch.frombuffer(pages, dtype=torch.bfloat16, count=mmap.PAGESIZE // 2)[-3 * 32 :].view(3, 32).fill_(1.0)
+    assert linear(x, torch.ones(16, 32, dtype=torch.bfloat16)).eq(32).all()
 
 
 @on_tiles

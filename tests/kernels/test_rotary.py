@@ -62,12 +62,14 @@ def test_values_and_gradients_are_turned_complex_numbers(
 
 @built
 def test_both_halves_may_turn_by_angles_of_their_own() -> None:
-    x, angles, _ = example(torch.float32, rotated=44)
+    x, angles, grad = example(torch.float32, rotated=44)
     angles = torch.rand_like(angles)
-    first, second = x.detach().chunk(2, dim=-1)
-    cosines, sines = angles.cos(), angles.sin()
-    expected = x * cosines + torch.cat([-second, first], dim=-1) * sines
-    torch.testing.assert_close(rotate(x, angles), expected)
+    first, second = x.chunk(2, dim=-1)
+    expected = x * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+    found = rotate(x, angles)
+    torch.testing.assert_close(found, expected)
+    [found_grad], [expected_grad] = (torch.autograd.grad(y, x, grad) for y in (found, expected))
+    torch.testing.assert_close(found_grad, expected_grad)
 
 
 @built
