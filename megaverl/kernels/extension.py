@@ -24,7 +24,10 @@ CHUNK_ELEMENTS = 1 << 16  # of a thread at a time
 def _load() -> tuple[ctypes.CDLL | None, str]:
     found = importlib.util.find_spec(NAME)
     if found is None or found.origin is None:
-        return None, "not built: no C++ compiler for x86-64 was there when megaverl was installed"
+        return (
+            None,
+            "not built: no C++ compiler that knows AMX (GCC 11, Clang 12) was there when megaverl was installed",
+        )
     if not _instructions() >= INSTRUCTIONS:
         return None, "this processor lacks AVX512-BF16"
     return ctypes.CDLL(found.origin), ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import platform
+import os
 import shutil
+import subprocess
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +21,16 @@ def looked_at_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "_load", extension._load.__wrapped__)
 
 
+def compiler_knows_amx() -> bool:
+    if shutil.which("c++") is None:
+        return False
+    look = ["c++", "-mamx-tile", "-mamx-bf16", "-x", "c++", "-E", os.devnull]
+    return subprocess.run(look, capture_output=True, check=False).returncode == 0
+
+
 @pytest.mark.skipif(
-    shutil.which("c++") is None or platform.machine() != "x86_64" or not list(metadata.distributions(name="megaverl")),
-    reason="there is no C++ compiler for x86-64, or megaverl is run from a checkout that was not installed",
+    not compiler_knows_amx() or not list(metadata.distributions(name="megaverl")),
+    reason="there is no C++ compiler that knows AMX, or megaverl is run from a checkout that was not installed",
 )
 def test_it_was_built_if_there_was_a_compiler() -> None:
     """Else every other test of the kernels would be left out unseen."""
