@@ -106,7 +106,7 @@ def kernels() -> Iterator[Finding]:
 
 def _our_own() -> Finding:
     if reason := why_not():
-        found = f"PyTorch's ({reason}): a bfloat16 step takes a third longer"
+        found = f"PyTorch's ({reason}): a bfloat16 step takes a quarter longer"
     else:
         found = f"megaverl's, for AVX512-BF16{' and AMX' if has_tiles() else ''}"
     return Finding("kernels", "attention, norms, gates and rotary embeddings", "note", found)
