@@ -16,6 +16,7 @@ _venv="$MEGAVERL_ROOT/.venv"
 _log="$_venv/install.log"
 _base_lock="cpu-py311"
 _torch_cpu_index="https://download.pytorch.org/whl/cpu"
+_uv="uv==0.13.9"
 
 _say() { printf 'megaverl: %s\n' "$*" >&2; }
 
@@ -46,30 +47,56 @@ _find_python() {
     return 1
 }
 
-# Options that let pip find torch's CPU wheel: none when one lies in a find-links folder.
+# Sets `pip`, `uv` (nothing where it cannot be had) and `wheel_folders`. uv looks where pip would.
+_find_installers() {
+    local python="$_venv/bin/python" settings=() variables=() arguments=() i
+    pip=("$python" -m pip --disable-pip-version-check install --no-input --no-deps)
+    uv=() wheel_folders=()
+    mapfile -t settings < <("$python" -m pip config list 2>/dev/null | "$python" "$MEGAVERL_ROOT/launch/pip_settings.py")
+    for ((i = 0; i < ${#settings[@]}; i++)); do
+        case "${settings[i]}" in
+            [A-Z]*=*) variables+=("${settings[i]}") ;;
+            --find-links) wheel_folders+=("${settings[i + 1]#file://}") ;;& # and is an argument
+            *) arguments+=("${settings[i]}") ;;
+        esac
+    done
+    if _logged "fetching uv" "${pip[@]}" "$_uv"; then
+        uv=(env "${variables[@]}" "$_venv/bin/uv" pip install --python "$python" --no-deps "${arguments[@]}")
+    else
+        _say "uv could not be fetched; pip serves, and takes a few minutes"
+    fi
+}
+
+# Installs with uv, several times as quick, or else with pip.
+_fetch() {
+    local what="$1"
+    shift
+    if ((${#uv[@]})); then
+        _logged "$what" "${uv[@]}" "$@" && return
+        _say "$what with uv failed (see .venv/install.log); pip is tried, and takes a few minutes"
+    fi
+    _logged "$what" "${pip[@]}" "$@"
+}
+
+# Options for torch's CPU wheel: none when one lies in a find-links folder.
 _torch_options() {
-    local torch_line="$1" index="${MEGAVERL_TORCH_INDEX:-}" version folder wheels
+    local version="${1#torch==}" index="${MEGAVERL_TORCH_INDEX:-}" folder wheels
     if [[ -z "$index" ]]; then
-        version="${torch_line#torch==}"
-        # pip names its settings, from files and from the environment, one a line: key='value value'
-        while IFS= read -r folder; do
-            wheels=("${folder#file://}"/torch-"${version%%+*}"*cpu*cp311*.whl)
-            if [[ -e "${wheels[0]}" ]]; then
-                index="none"
-            fi
-        done < <("$_venv/bin/python" -m pip config list 2>/dev/null | sed -n "s/.*find-links='\(.*\)'$/\1/p" |
-            sed 's/\\n/ /g' | tr -s ' ' '\n')
+        for folder in "${wheel_folders[@]}"; do
+            wheels=("$folder"/torch-"${version%%+*}"*cpu*cp311*.whl)
+            [[ -e "${wheels[0]}" ]] && index="none"
+        done
     fi
     [[ "$index" == "none" ]] || printf '%s\n' --extra-index-url "${index:-$_torch_cpu_index}"
 }
 
-# Runs a command with its output in the log; on a terminal a line tells how far it is.
+# Runs a command with its output in the log; on a terminal a line tells for how long.
 _logged() {
-    local what="$1" total="$2" ticker=""
-    shift 2
+    local what="$1" ticker=""
+    shift
     printf '\n$ %s\n' "$*" >>"$_log"
     if [[ -t 2 ]]; then
-        _tick "$what" "$total" &
+        _tick "$what" &
         ticker=$!
     fi
     local code=0
@@ -83,13 +110,9 @@ _logged() {
 }
 
 _tick() {
-    local what="$1" total="$2" begin=$SECONDS seen=""
+    local begin=$SECONDS
     while kill -0 $$ 2>/dev/null; do
-        if ((total > 1)); then
-            seen="$(grep -cE '^(Collecting|Processing) ' "$_log" || true) of $total fetched, "
-            grep -q '^Installing collected' "$_log" && seen="unpacking $total, "
-        fi
-        printf '\r\033[Kmegaverl: %s: %s%d s' "$what" "$seen" "$((SECONDS - begin))" >&2
+        printf '\r\033[Kmegaverl: %s: %d s' "$1" "$((SECONDS - begin))" >&2
         sleep 1
     done
 }
@@ -105,38 +128,38 @@ _explain_failure() {
 
 # Installs one lock. Called with the install lock held.
 _install() {
-    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" count torch_line base_python options
-    # An interrupted install can leave half a package that pip takes for whole: begin again.
+    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python options=()
+    local pip uv wheel_folders
+    # An interrupted install can leave half a package that is taken for whole: begin again.
     if [[ -e "$_venv/.installing" || ! -x "$_venv/bin/python" ]] || ! "$_venv/bin/python" -m pip --version >/dev/null 2>&1; then
         base_python="$(_find_python)" || return 1
         mkdir -p "$_venv"
         touch "$_venv/.installing"
         find "$_venv" -mindepth 1 -maxdepth 1 ! -name .installing -exec rm -rf {} +
-        if ! _logged "making .venv" 1 "$base_python" -m venv "$_venv"; then
+        if ! _logged "making .venv" "$base_python" -m venv "$_venv"; then
             _explain_failure "making .venv with $base_python"
             return 1
         fi
     fi
     touch "$_venv/.installing"
     : >"$_log"
-    count="$(grep -c == "$lock")"
     local begin=$SECONDS
-    _say "installing $count pinned packages ($name) into .venv, once; log: .venv/install.log"
-    local pip=("$_venv/bin/python" -m pip --disable-pip-version-check install --no-input --no-deps)
+    _say "installing $(grep -c == "$lock") pinned packages ($name) into .venv, once; log: .venv/install.log"
+    _find_installers
     torch_line="$(grep -E '^torch==' "$lock" || true)"
     if [[ -n "$torch_line" ]]; then
         mapfile -t options < <(_torch_options "$torch_line")
-        if ! _logged "installing torch" 1 "${pip[@]}" "${options[@]}" "$torch_line"; then
+        if ! _fetch "installing torch" "${options[@]}" "$torch_line"; then
             _explain_failure "installing $torch_line"
             return 1
         fi
     fi
-    if ! _logged "installing" "$count" "${pip[@]}" -r "$lock"; then
+    if ! _fetch "installing" -r "$lock"; then
         _explain_failure "installing requirements/$name.lock"
         return 1
     fi
     if [[ "$name" == "$_base_lock" ]] &&
-        ! _logged "installing megaverl" 1 "${pip[@]}" --no-build-isolation -e "$MEGAVERL_ROOT"; then
+        ! _fetch "installing megaverl" --no-build-isolation -e "$MEGAVERL_ROOT"; then
         _explain_failure "installing megaverl itself"
         return 1
     fi

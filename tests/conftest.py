@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that start ranks first, so that short ones fill the end of two workers' time (`--dist loadfile`)."""
     starting = {item.path for item in items if _starts_ranks(item)}
     items.sort(key=lambda item: item.path not in starting)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped, and what it wants, in a line each."""
+    for line in skipped_lines(report.longrepr for report in terminalreporter.stats.get("skipped", ())):
+        terminalreporter.write_line(line)
+
+
+def skipped_lines(places: Iterable[Any]) -> list[str]:
+    """A line for each reason, from what reports of skipped tests have: (file, line, "Skipped: reason")."""
+    reasons = Counter((reason.removeprefix("Skipped: "), Path(file).name) for file, _, reason in places)
+    return [f"skipped: {count} of {file}: {reason}" for (reason, file), count in sorted(reasons.items())]
 
 
 def _starts_ranks(item: pytest.Item) -> bool:

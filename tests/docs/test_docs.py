@@ -210,8 +210,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_every_page_is_in_the_site_and_what_is_in_the_site_is_there() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
-    named = set(re.findall(r"([\w/]+\.md)", text))
-    assert named == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    named = re.findall(r"([\w/]+\.md)", text)
+    assert len(named) == len(set(named)), "a page stands in the menu once"
+    assert set(named) == {str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")}
 
 
 def test_pages_made_from_the_code_are_current() -> None:
