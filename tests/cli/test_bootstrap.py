@@ -33,16 +33,16 @@ def test_uv_looks_where_pip_does() -> None:
         "global.cert='/ca.crt'",
         "global.constraint='/constraints.txt'",
         "global.default-timeout='60'",
-        "global.extra-index-url='https://a/simple\\nfile:///b/simple'",
+        "global.extra-index-url='https://a.example/index\\nfile:///b/index'",
         "global.find-links='/wheels'",
-        "global.index-url='https://mirror/simple'",
-        "install.trusted-host='mirror'",
+        "global.index-url='https://own.example/index'",
+        "install.trusted-host='own.example'",
         "list.format='columns'",
     ]
     assert list(uv_settings(lines)) == [
-        *("SSL_CERT_FILE=/ca.crt", "UV_HTTP_TIMEOUT=60", "--default-index", "https://mirror/simple"),
-        *("--index", "https://a/simple", "--index", "file:///b/simple"),
-        *("--find-links", "/own", "--allow-insecure-host", "mirror", *BEST),
+        *("SSL_CERT_FILE=/ca.crt", "UV_HTTP_TIMEOUT=60", "--default-index", "https://own.example/index"),
+        *("--index", "https://a.example/index", "--index", "file:///b/index"),
+        *("--find-links", "/own", "--allow-insecure-host", "own.example", *BEST),
     ], "what the environment says replaces what a file says, as in pip"
 
 
