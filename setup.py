@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import platform
 import re
 from pathlib import Path
 
-from setuptools import Extension, find_packages, setup
+from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 
@@ -76,16 +75,6 @@ EXTRAS_REQUIRE = {
     "trl": ["datasets>=4.7", "trl>=1.16"],
 }
 
-# Built if there is a C++ compiler, and used if the processor has its instructions; without it PyTorch's are used.
-KERNELS = Extension(
-    "megaverl.kernels._extension",
-    sorted(str(path.relative_to(ROOT)) for path in (ROOT / "megaverl" / "kernels").glob("*.cpp")),
-    depends=["megaverl/kernels/amx.hpp", "megaverl/kernels/avx512.hpp"],
-    language="c++",
-    extra_compile_args=["-O3", "-std=c++17", *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "bf16"))],
-    optional=True,
-)
-
 if __name__ == "__main__":
     setup(
         name="megaverl",
@@ -104,7 +93,6 @@ if __name__ == "__main__":
             "megaverl.report": ["page/*"],
             "megaverl.configs": ["*.yaml", "models/*.json"],
         },
-        ext_modules=[KERNELS] if platform.machine() in ("x86_64", "AMD64") else [],
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,
         entry_points={"console_scripts": ["megaverl = megaverl.cli.main:main"]},

@@ -23,7 +23,7 @@ _say() { printf 'megaverl: %s\n' "$*" >&2; }
 # The stamp of a lock: what was installed, from which files, at which place.
 _stamp_of() {
     local files=("$MEGAVERL_ROOT/requirements/$1.lock")
-    [[ "$1" == "$_base_lock" ]] && files+=("$MEGAVERL_ROOT/setup.py" "$MEGAVERL_ROOT"/megaverl/{version.py,kernels/*.?pp})
+    [[ "$1" == "$_base_lock" ]] && files+=("$MEGAVERL_ROOT/setup.py" "$MEGAVERL_ROOT/megaverl/version.py")
     { echo "$MEGAVERL_ROOT"; cat "${files[@]}"; } | sha256sum | cut -d' ' -f1
 }
 

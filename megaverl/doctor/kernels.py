@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaverl.doctor.finding import Finding
-from megaverl.kernels.extension import has_tiles, why_not
 from megaverl.platform import platform
 
 
@@ -91,7 +90,6 @@ def kernels() -> Iterator[Finding]:
     if not platform.is_cuda:
         for kernel in KERNELS:
             yield Finding("kernels", kernel.what, "note", f"{kernel.fallback} (a CPU has no other)")
-        yield _our_own()
         yield _vllm_on_cpu()
         return
     for kernel in KERNELS:
@@ -102,14 +100,6 @@ def kernels() -> Iterator[Finding]:
             found = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"
             yield Finding("kernels", kernel.what, "warn", found, kernel.mend)
     yield Finding("kernels", "attention of vLLM", "note", "chosen by vLLM for the GPU and model; its log says which")
-
-
-def _our_own() -> Finding:
-    if reason := why_not():
-        found = f"PyTorch's ({reason}): a bfloat16 step takes a quarter longer"
-    else:
-        found = f"megaverl's, for AVX512-BF16{' and AMX' if has_tiles() else ''}"
-    return Finding("kernels", "attention, norms, gates and rotary embeddings", "note", found)
 
 
 def _vllm_on_cpu() -> Finding:

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megaverl.kernels import causal_attention
 from megaverl.models.packing import Packing
 
 
@@ -60,10 +59,6 @@ class CausalAttention(nn.Module):
         if packed_seq_params is not None:
             assert isinstance(packed_seq_params, Packing) and attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
-            segments = packed_seq_params.segments
-            if self.window is None and causal_attention.fits(q, k, v, segments):
-                attended = causal_attention.packed_causal_attention(q, k, v, segments, self.softmax_scale)
-                return attended.flatten(1).unsqueeze(1)
             return packed_seq_params.attend(self._attend, q, k, v, self.window).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
         if look is None and self.window is not None and self.window < len(query):

@@ -43,7 +43,6 @@ class Packing(PackedSeqParams):
             with.
         later_offsets: [n] int64: the length of that beginning.
         place: [t] int64: where each token is in [m * a + n * q], the outputs of all.
-        segments: [n, 4] int64: the same for a kernel that finds the keys itself, see `packed_causal_attention`.
     """
 
     source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
@@ -54,7 +53,6 @@ class Packing(PackedSeqParams):
     later_keys: torch.Tensor = None  # type: ignore[assignment]
     later_offsets: torch.Tensor = None  # type: ignore[assignment]
     place: torch.Tensor = None  # type: ignore[assignment]
-    segments: torch.Tensor = None  # type: ignore[assignment]
 
     def to(self, device: torch.device) -> Packing:
         """The same on another device."""
@@ -120,13 +118,10 @@ def pack(
         own = [lengths[each] - common for each in alike]
         long = common > LONG_BEGINNING * max(own)
         beginning = row.lay(alike[0], 0, common)
-        if common:
-            row.segments.append((0, 0, beginning, common))
         if common and long:
             row.wholes.append((beginning, common, 0, 0, True))
         for sequence, count in zip(alike, own, strict=True):
             place = row.lay(sequence, common, count)
-            row.segments.append((beginning, common, place, count))
             starts[sequence] = place + shared[sequence] - common
             if common and long:
                 row.later.append((beginning, common, place, count, False))
@@ -149,7 +144,6 @@ class _Row:
         self.taken: list[tuple[int, int, int]] = []  # (sequence, first token, tokens), in the row's order
         self.wholes: list[_Part] = []
         self.later: list[_Part] = []
-        self.segments: list[tuple[int, int, int, int]] = []
 
     def lay(self, sequence: int, first: int, count: int) -> int:
         """Add tokens to the row; returns their place."""
@@ -184,7 +178,6 @@ class _Row:
             later_keys=keys,
             later_offsets=offsets,
             place=place,
-            segments=torch.tensor(self.segments, dtype=torch.int64).view(-1, 4),
         )
 
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from megaverl.kernels import rotary
-from megaverl.kernels.gated_silu import gated_silu
 from megaverl.platform import direct_exchange
 from megaverl.platform.adaptation import Adaptation
 
@@ -287,7 +287,7 @@ def _gate_in_place() -> None:
         if per_token_scale is not None or not _gates_plainly(self.config):
             return forward(self, hidden_states, per_token_scale, **options)
         joined, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(gated_silu(joined if bias is None else joined + bias))
+        return self.linear_fc2(GatedSilu.apply(joined if bias is None else joined + bias))
 
     MLP.forward = gate_in_place
 
@@ -295,7 +295,7 @@ def _gate_in_place() -> None:
 def _gates_plainly(config: Any) -> bool:
     return (
         config.gated_linear_unit
-        and config.activation_func is torch.nn.functional.silu
+        and config.activation_func is F.silu
         and config.activation_func_clamp_value is None
         and config.glu_linear_offset == 0.0
         and not config.use_te_activation_func
@@ -303,28 +303,29 @@ def _gates_plainly(config: Any) -> bool:
     )
 
 
-def _rotate_in_one_pass() -> None:
-    """What megatron-core computes where nothing is fused negates, joins, multiplies and adds whole tensors, twice."""
-    from megatron.core.models.common.embeddings import rope_utils
+class GatedSilu(torch.autograd.Function):
+    """SwiGLU (arXiv 2002.05202, eq. 6): [..., 2 * ffn], gate before up -> [..., ffn]."""
 
-    in_operators = rope_utils._apply_rotary_pos_emb_bshd
-    if hasattr(in_operators, "__wrapped__"):
-        return
+    @staticmethod
+    def forward(ctx: Any, joined: torch.Tensor) -> torch.Tensor:
+        gate, up = joined.chunk(2, dim=-1)
+        active = F.silu(gate)
+        if not ctx.needs_input_grad[0]:
+            return active.mul_(up)
+        ctx.save_for_backward(joined, active)
+        return active * up
 
-    @functools.wraps(in_operators)
-    def rotate(
-        t: torch.Tensor,
-        freqs: torch.Tensor,
-        rotary_interleaved: bool = False,
-        multi_latent_attention: bool = False,
-        mscale: float = 1.0,
-        **options: Any,
-    ) -> Any:
-        if rotary_interleaved or multi_latent_attention or options or not rotary.fits(t, freqs):
-            return in_operators(t, freqs, rotary_interleaved, multi_latent_attention, mscale, **options)
-        return rotary.rotate(t, freqs, mscale)
-
-    rope_utils._apply_rotary_pos_emb_bshd = rotate
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Writes both halves of the gradient in their places."""
+        joined, active = ctx.saved_tensors
+        gate, up = joined.chunk(2, dim=-1)
+        result = torch.empty_like(joined, memory_format=torch.contiguous_format)
+        by_gate, by_up = result.chunk(2, dim=-1)
+        torch.mul(grad, active, out=by_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=by_gate)
+        return result
 
 
 def _adam_in_one_kernel() -> None:
@@ -389,11 +390,6 @@ ADAPTATIONS = (
         "gates in place",
         "without a compiler, gated MLPs read and write their widest tensors four times more than they must",
         _gate_in_place,
-    ),
-    Adaptation(
-        "rotary embeddings in one pass",
-        "what is not fused reads and writes queries and keys six times, and makes the same sines in every layer",
-        _rotate_in_one_pass,
     ),
     Adaptation(
         "Adam in one kernel",

@@ -18,8 +18,6 @@ import torch
 import torch.distributed as dist
 
 from megaverl.errors import RolloutError
-from megaverl.kernels import linear
-from megaverl.kernels.gated_silu import gated_silu
 from megaverl.platform.adaptation import Adaptation
 
 # The key-value cache when the user sets none: for this many full-length responses, up to a limit.
@@ -34,8 +32,7 @@ REPACK = "megaverl_repack_experts"
 
 
 def _keep_weights_beside_packed() -> None:
-    """Linear layers run on oneDNN's packed copies of their weights; keep the weights too, for updates in place, and
-    multiply by them as they lie where there is a kernel for that."""
+    """Linear layers run on oneDNN's packed copies of their weights; keep the weights too, for updates in place."""
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm
@@ -44,11 +41,7 @@ def _keep_weights_beside_packed() -> None:
 
     @functools.wraps(pack)
     def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
-        weight: Any = layer.weight
-        if linear.fits(weight, getattr(layer, "bias", None)):
-            layer.cpu_linear = linear.linear  # type: ignore[assignment]
-        else:
-            pack(layer, remove_weight=False)
+        pack(layer, remove_weight=False)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
@@ -155,21 +148,6 @@ def _norm_in_one_kernel() -> None:
     RMSNorm.forward_cpu = forward_cpu
 
 
-def _gate_in_one_kernel() -> None:
-    """vLLM takes two operators of PyTorch for it, and rounds between them."""
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    native = SiluAndMul.forward_native
-    if hasattr(SiluAndMul.forward_cpu, "__wrapped__"):
-        return
-
-    @functools.wraps(SiluAndMul.forward_cpu)
-    def forward_cpu(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return gated_silu(x) if type(self).forward_native is native else self.forward_native(x)
-
-    SiluAndMul.forward_cpu = forward_cpu
-
-
 def _attend_without_a_wrapper() -> None:
     """Custom operators hide attention from `torch.compile`, which is not used here."""
     from vllm.platforms.cpu import CpuPlatform
@@ -248,11 +226,6 @@ ADAPTATIONS = (
         "norms in one kernel",
         "norms take eight operators of PyTorch each, a tenth of decoding a small model, though their kernels are there",
         _norm_in_one_kernel,
-    ),
-    Adaptation(
-        "gates in one kernel",
-        "gated MLPs take two operators of PyTorch; one is quicker, and rounds as the trained model does",
-        _gate_in_one_kernel,
     ),
     Adaptation(
         "attention without a wrapper",

@@ -48,26 +48,6 @@ def operators_of_a_gated_mlp(folder: str) -> list[str]:
     return operators(output)
 
 
-def rotary_embeddings(folder: str) -> dict[str, Any]:
-    """Whether a layer takes the kernel, how far that is from megatron-core's own, and what is left to it."""
-    from megatron.core.models.common.embeddings import rope_utils
-
-    layer = load(folder).chunks[0].decoder.layers[0].self_attention
-    hidden, angles = torch.randn(3, 1, layer.config.hidden_size), torch.rand(3, 1, 1, layer.config.kv_channels)
-    output, _ = layer(hidden.requires_grad_(), None, rotary_pos_emb=angles)
-    ours = rope_utils._apply_rotary_pos_emb_bshd
-    heads = torch.randn(3, 1, 2, layer.config.kv_channels)
-    theirs = ours.__wrapped__
-    found: dict[str, Any] = {
-        "recorded": "_RotatedBackward" in operators(output),
-        "difference": float((ours(heads, angles, mscale=1.5) - theirs(heads, angles, mscale=1.5)).abs().max()),
-    }
-    for name, option in (("interleaved", "rotary_interleaved"), ("latent", "multi_latent_attention")):
-        same = torch.equal(ours(heads, angles, **{option: True}), theirs(heads, angles, **{option: True}))
-        found[name] = "left to megatron-core" if same else "something else"
-    return found
-
-
 def operators(output: torch.Tensor) -> list[str]:
     """All that autograd recorded."""
     seen, waiting = set(), [output.grad_fn]

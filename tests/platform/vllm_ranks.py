@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from megaverl.kernels.linear import linear
 from megaverl.platform import Platform
 from megaverl.platform.vllm_cpu import ADAPTATIONS, shared_memory_name
 
@@ -17,7 +16,6 @@ def apply_twice() -> list[dict[str, Any]]:
     """What the adaptations change: before them, after them, and after them again."""
     import vllm.v1.worker.cpu_worker as cpu_worker
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.sample import sampler
@@ -28,7 +26,6 @@ def apply_twice() -> list[dict[str, Any]]:
         wrapped = (
             utils.dispatch_cpu_unquantized_gemm,
             cpu_worker.init_worker_distributed_environment,
-            SiluAndMul.forward_cpu,
         )
         log_probs = torch.tensor([[-1.0, -0.5, -3.0]])
         return {
@@ -74,50 +71,6 @@ def norm_errors() -> dict[str, float]:
                 errors[f"sum {width} {dtype}"] = error(found[1], exact)
     return errors
 
-
-def gate_errors() -> dict[str, Any]:
-    """How far gates are from the equation in float64, in units in the last place; and whose a subclass takes."""
-    Platform(is_cuda=False).adapt_vllm()
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.activation import SiluAndMul
-
-    class Other(SiluAndMul):
-        @staticmethod
-        def forward_native(x: torch.Tensor) -> str:  # type: ignore[override]
-            return "its own"
-
-    with set_current_vllm_config(VllmConfig()):
-        gate, other = SiluAndMul(), Other()
-    x = torch.randn(5, 2 * 37).bfloat16()
-    first, second = x.double().chunk(2, dim=-1)
-    exact = torch.nn.functional.silu(first) * second
-    unit = 2.0 ** (exact.abs().log2().floor() - 7)
-    return {
-        "own": float(((gate.forward_cpu(x).double() - exact).abs() / unit).max()),
-        "of another class": other.forward_cpu(x),
-    }
-
-
-def products_after_a_write() -> dict[str, dict[str, bool]]:
-    """By kind of weight: whether it is multiplied by as it lies, and counts as soon as it was written to."""
-    torch.set_num_threads(1)
-    Platform(is_cuda=False).adapt_vllm()
-    from vllm.model_executor.layers import utils
-
-    found = {}
-    kinds = {
-        "bfloat16": (64, torch.bfloat16),
-        "bfloat16, of another shape": (72, torch.bfloat16),
-        "float32": (64, torch.float32),
-    }
-    for name, (outputs, dtype) in kinds.items():
-        layer = torch.nn.Linear(64, outputs, dtype=dtype).requires_grad_(False)
-        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-        layer.weight.fill_(1.0)
-        layer.bias.fill_(2.0)
-        product = utils.cpu_unquantized_gemm(layer, torch.ones(3, 64, dtype=dtype), layer.weight, layer.bias)
-        found[name] = {"as it lies": layer.cpu_linear is linear, "seen unpacked": bool(product.eq(66.0).all())}
-    return found
 
 
 def times_wrapped(function: Any) -> int:

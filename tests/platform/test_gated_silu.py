@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaverl.kernels import extension
-from megaverl.kernels.gated_silu import gated_silu
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.platform import platform
-from megaverl.platform.megatron_cpu import _gates_plainly
+from megaverl.platform.megatron_cpu import GatedSilu, _gates_plainly
 from tests.worlds import run_world
 
 
@@ -35,49 +33,32 @@ def by_the_equation(joined: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Ten
     return expected.detach(), torch.autograd.grad(expected, joined, grad.double())[0]
 
 
-@pytest.mark.parametrize("with_kernel", [True, False])
-@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 0.02)], ids=str
 )
-def test_values_and_gradients_are_the_equations(
-    dtype: torch.dtype, tolerance: float, threads: int, with_kernel: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not with_kernel:
-        monkeypatch.setattr(extension, "_load", lambda: (None, "left out"))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(extension, "CHUNK_ELEMENTS", 80)  # two rows
+def test_values_and_gradients_are_the_equations(dtype: torch.dtype, tolerance: float) -> None:
     joined, grad = example(dtype)
     expected, expected_grad = by_the_equation(joined, grad)
-    found = gated_silu(joined)
+    found = GatedSilu.apply(joined)
     [found_grad] = torch.autograd.grad(found, joined, grad)
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(found_grad.double(), expected_grad, rtol=tolerance, atol=tolerance)
     with torch.no_grad():
-        torch.testing.assert_close(gated_silu(joined).double(), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.skipif(bool(extension.why_not()), reason=extension.why_not())
-def test_the_kernel_takes_what_it_can() -> None:
-    joined, _ = example(torch.bfloat16)
-    assert type(gated_silu(joined).grad_fn).__name__ == "_GatedSiluBackward"
-    for other in (joined.double(), joined.transpose(0, 1)):
-        assert type(gated_silu(other).grad_fn).__name__ == "_GatedSiluOfOperatorsBackward"
-    assert gated_silu(joined[:0]).shape == (0, 2, 37)
+        torch.testing.assert_close(GatedSilu.apply(joined).double(), expected, rtol=tolerance, atol=tolerance)
 
 
 def test_what_is_no_number_stays_none() -> None:
     joined, _ = example(torch.float32)
     with torch.no_grad():
         joined[0, 0, 1] = joined[1, 1, 40] = torch.nan
-    assert gated_silu(joined).isnan().nonzero().tolist() == [[0, 0, 1], [1, 1, 3]]
+    assert GatedSilu.apply(joined).isnan().nonzero().tolist() == [[0, 0, 1], [1, 1, 3]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_it_leaves_what_it_was_given_and_keeps_its_dtype(dtype: torch.dtype) -> None:
     joined, grad = example(dtype)
     before = joined.detach().clone(), grad.clone()
-    result = gated_silu(joined)
+    result = GatedSilu.apply(joined)
     result.backward(grad)
     assert joined.grad is not None
     assert result.dtype == joined.grad.dtype == dtype
@@ -113,4 +94,4 @@ def test_what_else_a_configuration_asks_for_is_left_to_megatron_core(changes: di
 def test_mlps_of_megatron_core_take_it_where_there_is_no_gpu(tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
     [operators] = run_world(1, "tests.models.ranks:operators_of_a_gated_mlp", folder=folder)
-    assert any(name.startswith("_GatedSilu") for name in operators) != platform.is_cuda
+    assert any(name.startswith("GatedSilu") for name in operators) != platform.is_cuda
