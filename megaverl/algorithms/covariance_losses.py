@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import LossOutput
+from megaverl.algorithms.loss import LossOutput, bounded
 from megaverl.algorithms.metrics import moments
 from megaverl.algorithms.policy_losses import policy_losses, ppo_clip, ratio_metrics, tokens_of
 from megaverl.algorithms.registry import Registry, tensor_problem
@@ -124,7 +124,7 @@ def kl_cov(
     """KL-Cov, arXiv 2505.22617, eq. 14: the surrogate r_t A_t, with a KL penalty on the selected tokens.
 
     loss = - sum_t weight_t (r_t A_t - penalty [t selected] |log r_t|). The paper's KL(old || new) is estimated, as in
-    the authors' program, by the size of the log-ratio.
+    the authors' program, by the size of the log-ratio: a selected token is pulled back from any distance.
 
     Args: see `policy_losses`; selected: bool, from `largest_covariances`. penalty: beta.
 
@@ -132,7 +132,7 @@ def kl_cov(
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
     spared = selected & active
-    surrogate = log_ratio.exp() * advantages - penalty * torch.where(spared, log_ratio.abs(), 0.0)
+    surrogate = bounded(log_ratio).exp() * advantages - penalty * torch.where(spared, log_ratio.abs(), 0.0)
     metrics = ratio_metrics(log_ratio, active, torch.zeros_like(active))
     return LossOutput(-(weights * surrogate).sum(), metrics | {"selected_fraction": moments(spared, active)})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import LossOutput
+from megaverl.algorithms.loss import LossOutput, bounded
 from megaverl.algorithms.policy_losses import Tokens, policy_losses, ratio_metrics, tokens_of
 
 
@@ -26,7 +26,7 @@ def dppo_tv(
     Metrics: `clip_fraction` (tokens with M_t = 0), `approx_kl`, `ratio`.
     """
     tokens = tokens_of(log_probs, rollout_log_probs, advantages, weights)
-    return _held_back(tokens, weights, binary_tv(*_detached(tokens, log_probs, rollout_log_probs)) > threshold)
+    return _held_back(tokens, weights, binary_tv(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold)
 
 
 @policy_losses.register("dppo_kl")
@@ -38,7 +38,7 @@ def dppo_kl(
     As `dppo_tv`, with D_t = mu_t log(mu_t / pi_t) + (1 - mu_t) log((1 - mu_t) / (1 - pi_t)).
     """
     tokens = tokens_of(log_probs, rollout_log_probs, advantages, weights)
-    return _held_back(tokens, weights, binary_kl(*_detached(tokens, log_probs, rollout_log_probs)) > threshold)
+    return _held_back(tokens, weights, binary_kl(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold)
 
 
 def binary_tv(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
@@ -55,15 +55,14 @@ def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
     return mu * (sampled_log_probs - log_probs) + torch.special.xlogy(others_mu, others_mu / others_pi)
 
 
-def _detached(tokens: Tokens, log_probs: Tensor, sampled: Tensor) -> tuple[Tensor, Tensor]:
-    """Both log-probs where a token trains, else log 1; the first is held within +-20 of the second, and below 0."""
-    sampled = torch.where(tokens.active, sampled.detach(), 0.0).clamp(max=0.0)
-    return (sampled + tokens.log_ratio.detach()).clamp(max=0.0), sampled
+def _detached(active: Tensor, *log_probs: Tensor) -> list[Tensor]:
+    """Log-probs without gradient where a token trains, else log 1; at most 0."""
+    return [torch.where(active, each.detach(), 0.0).clamp(max=0.0) for each in log_probs]
 
 
 def _held_back(tokens: Tokens, weights: Tensor, far: Tensor) -> LossOutput:
     log_ratio, advantages, active = tokens
     outwards = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     blocked = outwards & far
-    loss = -(weights * torch.where(blocked, 0.0, log_ratio.exp() * advantages)).sum()
+    loss = -(weights * torch.where(blocked, 0.0, bounded(log_ratio).exp() * advantages)).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, blocked))

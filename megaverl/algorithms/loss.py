@@ -14,6 +14,14 @@ from megaverl.algorithms.registry import tensor_problem
 MAX_LOG_RATIO = 20.0
 
 
+def bounded(log_ratio: Tensor) -> Tensor:
+    """A log-ratio held within +-20, as exp() takes it; beyond, it has no gradient. NaN stays. Shapes: any.
+
+    Only what goes into exp() is held: the log-ratio of a response is the sum or mean of its tokens' unbounded ones.
+    """
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 class LossOutput(NamedTuple):
     """A loss of one micro-batch.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import LossOutput
+from megaverl.algorithms.loss import LossOutput, bounded
 from megaverl.algorithms.metrics import moments
 from megaverl.algorithms.policy_losses import policy_losses, ratio_metrics, tokens_of
 
@@ -37,7 +37,7 @@ def importance_sampling(log_probs: Tensor, old_log_probs: Tensor, advantages: Te
     Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`.
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
-    loss = -(weights * log_ratio.exp() * advantages).sum()
+    loss = -(weights * bounded(log_ratio).exp() * advantages).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, torch.zeros_like(active)))
 
 
@@ -62,7 +62,7 @@ def cispo(
     Metrics: `clip_fraction` (weights that were limited), `approx_kl`, `ratio`.
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
-    ratio = log_ratio.detach().exp()
+    ratio = bounded(log_ratio.detach()).exp()
     limited = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     log_probs = torch.where(active, log_probs, 0.0)
     loss = -(weights * limited * advantages * log_probs).sum()
@@ -90,7 +90,7 @@ def sapo(
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
     tau = torch.full_like(log_ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
-    gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0))
+    gate = torch.sigmoid(tau * (bounded(log_ratio).exp() - 1.0))
     loss = -(weights * 4.0 / tau * gate * advantages).sum()
     slope = 4.0 * gate.detach() * (1.0 - gate.detach())
     return LossOutput(loss, ratio_metrics(log_ratio, active, slope < 0.5))

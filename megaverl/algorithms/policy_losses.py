@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput, loss_problem
+from megaverl.algorithms.loss import LossOutput, bounded, loss_problem
 from megaverl.algorithms.metrics import MetricSums, moments
 from megaverl.algorithms.registry import Registry
 
@@ -28,21 +28,21 @@ policy_losses: Registry[LossOutput] = Registry("policy loss", loss_problem)
 class Tokens(NamedTuple):
     """What most surrogates are made of, `[batch, response]`, 0 where there is no token to train."""
 
-    log_ratio: Tensor  # log_prob - old_log_prob, held within +-20: beyond, a token has no gradient
+    log_ratio: Tensor  # log_prob - old_log_prob, of any size: `bounded` before exp()
     advantages: Tensor
     active: Tensor  # bool
 
 
 def tokens_of(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor) -> Tokens:
-    """The log-ratio and the advantages of the tokens that train; nothing overflows, and no NaN gets through."""
+    """The log-ratio and the advantages of the tokens that train; what stands elsewhere is 0, NaN included."""
     active = weights != 0
-    log_ratio = torch.where(active, log_probs - old_log_probs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_ratio = torch.where(active, log_probs - old_log_probs, 0.0)
     return Tokens(log_ratio, torch.where(active, advantages, 0.0), active)
 
 
 def ratio_metrics(log_ratio: Tensor, active: Tensor, clipped: Tensor) -> MetricSums:
     """`clip_fraction` (tokens whose gradient was taken away), `approx_kl` (k3 of old against new), `ratio`."""
-    log_ratio = log_ratio.detach()
+    log_ratio = bounded(log_ratio.detach())
     return {
         "clip_fraction": moments(clipped, active),
         "approx_kl": moments(torch.expm1(log_ratio) - log_ratio, active),
@@ -64,15 +64,15 @@ def ppo_clip(
 
     loss = - sum_t weight_t min(r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t), with
     r_t = exp(log_prob - old_log_prob). GRPO (arXiv 2402.03300, eq. 3) uses the same; with clip_high above clip_low
-    it is DAPO's decoupled clip (arXiv 2503.14476, eq. 10, "clip-higher"). The log-ratio is clamped to +-20, beyond
-    which a token has no gradient, so that nothing overflows.
+    it is DAPO's decoupled clip (arXiv 2503.14476, eq. 10, "clip-higher"). Beyond a log-ratio of +-20 a token has no
+    gradient (`bounded`), so that nothing overflows.
 
     Args: see the module. clip_low, clip_high: how far the ratio may fall below, and rise above, 1.
 
     Metrics: `clip_fraction`, `approx_kl`, `ratio`.
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
-    ratio = log_ratio.exp()
+    ratio = bounded(log_ratio).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     loss = -(weights * torch.minimum(unclipped, clipped)).sum()
@@ -100,7 +100,7 @@ def dual_clip(
     Metrics: those of `ppo_clip`, and `dual_clip_fraction`, the tokens on the floor.
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
-    ratio = log_ratio.exp()
+    ratio = bounded(log_ratio).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     surrogate, floor = torch.minimum(unclipped, clipped), clip_dual * advantages

@@ -1,7 +1,8 @@
 """Corrections for samples of another policy than the trained one: the engine's rounding, or older weights.
 
 With rho_t = pi_old(t) / pi_rollout(t), old being Megatron's log-probs at the start of the update and rollout those
-that the engine reported, each function returns a factor per token; the factor multiplies the token's advantage.
+that the engine reported, each function returns a factor per token; the factor multiplies the token's advantage. A
+log-prob that is NaN makes NaN of the factors that depend on it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import MAX_LOG_RATIO
+from megaverl.algorithms.loss import bounded
 from megaverl.algorithms.metrics import MetricSums, moments
 from megaverl.algorithms.registry import Registry, tensor_problem
 
@@ -50,7 +51,7 @@ def token_truncate(
         response_mask: bool. high: C of the source.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
-    rho = log_rho.exp()
+    rho = bounded(log_rho).exp()
     return _correction(log_rho, response_mask, rho.clamp(max=high), rho > high)
 
 
@@ -65,7 +66,7 @@ def token_mask(
 ) -> Correction:
     """rho_t where low <= rho_t <= high, else 0: IcePop, arXiv 2510.18855. Arguments as `token_truncate`."""
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
-    rho = log_rho.exp()
+    rho = bounded(log_rho).exp()
     outside = (rho < low) | (rho > high)
     return _correction(log_rho, response_mask, torch.where(outside, 0.0, rho), outside)
 
@@ -80,7 +81,7 @@ def sequence_truncate(
     mismatch" (richardli.xyz/rl-collapse). Arguments as `token_truncate`.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
-    rho = _whole(log_rho.sum(dim=1, keepdim=True), log_rho)
+    rho = bounded(log_rho.sum(dim=1, keepdim=True)).exp().expand_as(log_rho)
     return _correction(log_rho, response_mask, rho.clamp(max=high), rho > high)
 
 
@@ -98,7 +99,7 @@ def sequence_mask(
     Source: masked importance sampling, as `sequence_truncate`. Arguments as `token_truncate`.
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
-    rho = _whole(log_rho.sum(dim=1, keepdim=True), log_rho)
+    rho = bounded(log_rho.sum(dim=1, keepdim=True)).exp().expand_as(log_rho)
     outside = (rho < low) | (rho > high)
     return _correction(log_rho, response_mask, torch.where(outside, 0.0, rho), outside)
 
@@ -119,23 +120,18 @@ def geometric_mask(
     """
     log_rho = _log_rho(old_log_probs, rollout_log_probs, response_mask)
     count = response_mask.sum(dim=1, keepdim=True).clamp(min=1)
-    mean = _whole(log_rho.sum(dim=1, keepdim=True) / count, log_rho)
+    mean = bounded(log_rho.sum(dim=1, keepdim=True) / count).exp().expand_as(log_rho)
     outside = (mean < low) | (mean > high)
-    return _correction(log_rho, response_mask, (~outside).to(log_rho.dtype), outside)
+    kept = torch.where(mean.isnan(), mean, 1.0)
+    return _correction(log_rho, response_mask, torch.where(outside, 0.0, kept), outside)
 
 
 def _log_rho(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> Tensor:
-    log_rho = torch.where(mask, old_log_probs.detach() - rollout_log_probs.detach(), 0.0)
-    return log_rho.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _whole(log_ratio: Tensor, like: Tensor) -> Tensor:
-    """exp of one log-ratio per response, held within +-20, at every token."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().expand_as(like)
+    return torch.where(mask, old_log_probs.detach() - rollout_log_probs.detach(), 0.0)
 
 
 def _correction(log_rho: Tensor, mask: Tensor, factors: Tensor, touched: Tensor) -> Correction:
-    factors = torch.where(mask, factors, 0.0)
+    factors, log_rho = torch.where(mask, factors, 0.0), bounded(log_rho)
     metrics = {
         "mismatch_ratio": moments(log_rho.exp(), mask),
         "mismatch_kl": moments(torch.expm1(log_rho) - log_rho, mask),

@@ -189,6 +189,37 @@ def test_gmpo_by_hand():
     torch.testing.assert_close(gradient, torch.tensor([[0.0, -math.exp(0.2) / 2]]).double())
 
 
+@QUICK
+@given(cases(holes=True), st.floats(-2.0, 2.0))
+def test_gmpo_of_rejected_tokens_is_gmpo_without_them(case: Case, bar: float):
+    """A correction rejects a token by a factor of 0 on its advantage."""
+    x, rejected = inputs_of(case, per_response=True), case.normal() > bar
+    weights = weights_of(case.mask, "seq_mean_token_mean")
+    result = call("gmpo", x._replace(advantages=x.advantages.masked_fill(rejected, 0.0)), weights)
+    remaining = weights_of(case.mask & ~rejected, "seq_mean_token_mean", whole=case.mask)
+    assert_same(result.loss, x.new, call("gmpo", x, remaining).loss, x.new)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo"])
+def test_a_ratio_of_responses_is_bounded_after_its_mean(name: str):
+    """One token of ten at -50: the geometric mean is e^-5, whatever a bound on single ratios would make of it."""
+    x = of([[1.0] * 10], [[1.0] * 10])
+    with torch.no_grad():
+        x.new[0, 3] = -50.0
+    assert value(name, x) == pytest.approx(-math.exp(-5))
+    (gradient,) = torch.autograd.grad(call(name, x, weights_of(x.mask, "seq_mean_token_mean")).loss, x.new)
+    torch.testing.assert_close(gradient, torch.full((1, 10), -math.exp(-5) / 10).double())
+
+
+def test_kl_cov_pulls_back_from_any_distance():
+    x = of([[1.0, 1.0]], [[0.0, 0.0]], selected=[[1, 1]])
+    with torch.no_grad():
+        x.new[0] = torch.tensor([-50.0, 50.0])
+    result = call("kl_cov", x, torch.ones(1, 2).double(), penalty=0.5)
+    (gradient,) = torch.autograd.grad(result.loss, x.new)
+    assert float(result.loss.detach()) == pytest.approx(50.0) and gradient.tolist() == [[-0.5, 0.5]]
+
+
 def test_dppo_by_hand():
     new, mu = torch.tensor([[0.9, 0.02, 0.3]]).log(), torch.tensor([[0.6, 0.01, 0.5]]).log()
     x = Inputs(new.requires_grad_(), mu, torch.ones(1, 3), torch.zeros(1, 3).bool(), torch.ones(1, 3).bool())

@@ -103,6 +103,23 @@ def test_a_huge_mismatch_stays_finite(name: str, gap: float):
     assert all(torch.isfinite(metric).all() for metric in result.metrics.values())
 
 
+@pytest.mark.parametrize("name", corrections)
+def test_a_log_prob_that_is_not_a_number_is_not_let_through(name: str):
+    rollout = torch.tensor([[math.nan, 0.0], [0.0, 0.0]])
+    factors = corrections.get(name).function(torch.zeros(2, 2), rollout, torch.ones(2, 2).bool()).factors
+    assert math.isnan(float(factors[0, 0])) and factors[1].tolist() == [1.0, 1.0]
+    hidden = torch.tensor([[False, True], [True, True]])
+    assert torch.equal(corrections.get(name).function(torch.zeros(2, 2), rollout, hidden).factors, hidden.float())
+
+
+@pytest.mark.parametrize("name", ["sequence_truncate", "sequence_mask", "geometric_mask"])
+def test_a_ratio_of_responses_is_bounded_after_its_sum(name: str):
+    """e^-50 e^25 e^25 is 1; with each factor bounded at e^20 first it would be e^20."""
+    old = torch.tensor([[-50.0, 25.0, 25.0]])
+    result = corrections.get(name).function(old, torch.zeros(1, 3), torch.ones(1, 3).bool())
+    torch.testing.assert_close(result.factors, torch.ones(1, 3))
+
+
 @settings(QUICK)
 @given(st.floats(-0.1, 0.1))
 def test_no_gradient_flows_through_a_correction(gap: float):
