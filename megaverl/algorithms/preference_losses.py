@@ -58,19 +58,26 @@ def ipo(
     rejected_log_probs: Tensor,
     ref_chosen_log_probs: Tensor,
     ref_rejected_log_probs: Tensor,
+    chosen_lengths: Tensor,
+    rejected_lengths: Tensor,
     weights: Tensor,
     *,
     beta: float = 0.1,
+    average_log_prob: bool = True,
 ) -> LossOutput:
     """Identity preference optimization, arXiv 2310.12036, eq. 17: (h - 1 / (2 beta))^2, h the difference of the two
     log(pi / pi_ref), beta the paper's tau.
 
-    Args: see the module; for long responses the paper's authors divide both log-ratios by the length (as TRL does):
-        give means over tokens in place of sums. Rewards in the metrics: beta log(pi / pi_ref).
+    Args: see the module. average_log_prob: take log(pi / pi_ref) per token, divided by the response's length, so that
+        beta means the same for short and long responses. So does TRL by default, on the authors' word that their
+        results are of this form (huggingface.co/blog/pref-tuning). False: of whole responses, as eq. 17 stands.
+        Rewards in the metrics: beta log(pi / pi_ref), averaged likewise.
     """
     active = weights != 0
     chosen = _difference(chosen_log_probs, ref_chosen_log_probs, active)
     rejected = _difference(rejected_log_probs, ref_rejected_log_probs, active)
+    if average_log_prob:
+        chosen, rejected = _mean(chosen, chosen_lengths, active), _mean(rejected, rejected_lengths, active)
     losses = (chosen - rejected - 1.0 / (2.0 * beta)).square()
     return LossOutput((weights * losses).sum(), _metrics(beta * chosen, beta * rejected, active))
 

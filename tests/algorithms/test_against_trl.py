@@ -208,7 +208,7 @@ def test_rloo_gradient_on_policy():
 
 @pytest.mark.parametrize(("loss_type", "name"), [("sigmoid", "dpo"), ("ipo", "ipo")])
 def test_dpo_loss_and_gradient(loss_type: str, name: str):
-    """Through TRL's own loss, given a model that says these log-probs; IPO there and here on means over tokens."""
+    """Through TRL's own loss, given a model that says these log-probs."""
     generator = torch.Generator().manual_seed(7)
     new, reference = (torch.randn(6, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     mask = torch.arange(8) < torch.tensor([[8], [3], [1], [5], [2], [8]])
@@ -238,10 +238,10 @@ def test_dpo_loss_and_gradient(loss_type: str, name: str):
         loss = trl_class("trl", "DPOTrainer")._compute_loss(trainer, lambda **given: outputs, batch, False)
     except (AttributeError, TypeError, KeyError) as error:
         pytest.skip(f"TRL {trl.__version__} computes its loss from other fields: {error}")
-    lengths = mask.sum(1) if name == "ipo" else torch.ones(6)
-    sums, refs = torch.where(mask, ours, 0.0).sum(1) / lengths, frozen / lengths
-    given = {"chosen_log_probs": sums[:3], "rejected_log_probs": sums[3:]}
-    given |= {"ref_chosen_log_probs": refs[:3], "ref_rejected_log_probs": refs[3:], "weights": torch.full((3,), 1 / 3)}
+    sums, lengths = torch.where(mask, ours, 0.0).sum(1), mask.sum(1)
+    given = {"chosen_log_probs": sums[:3], "rejected_log_probs": sums[3:], "weights": torch.full((3,), 1 / 3)}
+    given |= {"ref_chosen_log_probs": frozen[:3], "ref_rejected_log_probs": frozen[3:]}
+    given |= {"chosen_lengths": lengths[:3], "rejected_lengths": lengths[3:]}
     value = preference_losses.get(name)(given, beta=0.3).loss
     assert float(value.detach()) == pytest.approx(float(loss.detach()), abs=1e-7)
     gradients = [torch.autograd.grad(total, leaf)[0] for total, leaf in ((value, ours), (loss, theirs))]

@@ -47,6 +47,16 @@ def dpo(x: Pairs, i: int) -> Tensor:
 
 
 def ipo(x: Pairs, i: int) -> Tensor:
+    """Of log-probs per token."""
+    ratios = [
+        (x[f"{side}_log_probs"][i] - x[f"ref_{side}_log_probs"][i]) / x[f"{side}_lengths"][i]
+        for side in ("chosen", "rejected")
+    ]
+    return (ratios[0] - ratios[1] - 1 / (2 * 0.3)) ** 2
+
+
+def ipo_of_responses(x: Pairs, i: int) -> Tensor:
+    """Eq. 17 as it stands."""
     ratio = torch.exp(x["chosen_log_probs"][i] - x["rejected_log_probs"][i])
     ref_ratio = torch.exp(x["ref_chosen_log_probs"][i] - x["ref_rejected_log_probs"][i])
     return (torch.log(ratio / ref_ratio) - 1 / (2 * 0.3)) ** 2
@@ -73,6 +83,7 @@ def kto(x: Pairs, i: int) -> Tensor:
 LOSSES: dict[str, tuple[Callable[[Pairs, int], Tensor], dict[str, float]]] = {
     "dpo": (dpo, {"beta": 0.3, "label_smoothing": 0.1}),
     "ipo": (ipo, {"beta": 0.3}),
+    "ipo of responses": (ipo_of_responses, {"beta": 0.3, "average_log_prob": False}),
     "simpo": (simpo, {"beta": 2.5, "gamma": 0.7}),
     "orpo": (orpo, {"lam": 0.2}),
     "kto": (kto, {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}),
@@ -106,14 +117,14 @@ def gradients(loss: Tensor, x: Pairs) -> list[Tensor]:
 
 
 def test_every_preference_loss_is_tested():
-    assert set(LOSSES) == set(preference_losses)
+    assert {name.split()[0] for name in LOSSES} == set(preference_losses)
     assert list(reward_model_losses) == ["bradley_terry"]
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_its_equation_whole_and_in_parts(name: str):
     reference, options = LOSSES[name]
-    loss = preference_losses.get(name)
+    loss = preference_losses.get(name.split()[0])
 
     @QUICK
     @given(st.integers(1, 6), st.integers(0, 2**31), st.data())
@@ -133,7 +144,7 @@ def test_a_loss_is_its_equation_whole_and_in_parts(name: str):
     check()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", preference_losses)
 @pytest.mark.parametrize("log_prob", [-1e5, 0.0])
 def test_extremes_and_padding_stay_finite(name: str, log_prob: float):
     x = {key: value.detach().float() if value.is_floating_point() else value for key, value in pairs(3, 0).items()}
@@ -157,7 +168,9 @@ def test_dpo_and_ipo_by_hand():
     assert one("dpo", **same, ref_rejected_log_probs=-7.0) == pytest.approx(math.log(2))
     # the rejected one fell by 10: margin 0.1 x 10
     assert one("dpo", **same, ref_rejected_log_probs=3.0) == pytest.approx(math.log(1 + math.exp(-1.0)))
-    assert one("ipo", **same, ref_rejected_log_probs=-2.0) == pytest.approx(0.0)  # h = 5 = 1 / (2 x 0.1)
+    # h = 5 = 1 / (2 x 0.1): 0 - (-10) / 2 per token
+    lengths = {"chosen_lengths": 4.0, "rejected_lengths": 2.0}
+    assert one("ipo", **same, ref_rejected_log_probs=3.0, **lengths) == pytest.approx(0.0)
 
 
 def test_simpo_and_orpo_by_hand():
