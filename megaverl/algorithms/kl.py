@@ -2,6 +2,9 @@
 
 Source of k1, k2, k3: J. Schulman, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html, with
 r = reference / policy probability of the sampled token.
+
+In the reward, where an estimate weighs the score function and has no gradient of its own, k1 alone has the gradient of
+KL(policy || reference) on average (arXiv 2203.02155, eq. 2; arXiv 2510.01555); as a loss see `kl_loss`.
 """
 
 from __future__ import annotations

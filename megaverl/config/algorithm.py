@@ -19,10 +19,14 @@ class KLConfig(Section):
         alias="in",
         description="Where the penalty enters: in the reward of each token, in the loss, or nowhere.",
     )
-    kind: str = Field(
-        default="k3",
+    kind: str | None = Field(
+        default=None,
         description="Estimator of the KL (joschu.net/blog/kl-approx.html): k1 (no gradient in a loss), k2, k3, abs, "
-        "low_variance, or module:function.",
+        "low_variance, or module:function. null: k1 in the reward, where no other one has the KL's gradient, else k3.",
+    )
+    allow_biased: bool = Field(
+        default=False,
+        description="In the reward: take a kind other than k1, whose gradient is not the KL's (arXiv 2510.01555).",
     )
     straight_through: bool = Field(
         default=False, description="In the loss: the value of `kind`, with k2's gradient, that of the KL itself."
@@ -33,6 +37,11 @@ class KLConfig(Section):
         description="KL per token, in nats, that coef is steered to (arXiv 1909.08593). null: coef is fixed.",
     )
     gain: PositiveFloat = Field(default=0.1, description="How fast the adaptive coefficient moves, per step.")
+
+    @property
+    def kind_name(self) -> str:
+        """The estimator, registered or of the user's own."""
+        return self.kind or ("k1" if self.place == "reward" else "k3")
 
 
 class CorrectionConfig(Section):

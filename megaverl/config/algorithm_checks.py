@@ -96,9 +96,9 @@ def _batches(config: Config) -> Iterator[Mistake]:
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     kl = algorithm.kl
-    estimator, mistakes = named_function("kl.kind", "kl_estimators", kl.kind)
+    estimator, mistakes = named_function("kl.kind", "kl_estimators", kl.kind_name)
     yield from mistakes
-    yield from reading_mistakes("kl.kind", kl.kind, estimator, KL_INPUTS, ())
+    yield from reading_mistakes("kl.kind", kl.kind_name, estimator, KL_INPUTS, ())
     if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
         key = "coef" if kl.coef > 0 else "target"
         yield Mistake(
@@ -112,6 +112,18 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
             "algorithm.kl.kind",
             "found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3, or algorithm.kl.straight_through.",
         )
+    biased = kl.kind_name != "k1" and kl.kind_name in registered("kl_estimators")
+    if kl.place == "reward" and biased and not kl.allow_biased:
+        yield Mistake(
+            "algorithm.kl.kind",
+            f"found {found(kl.kind_name)}; in the reward only k1 has the gradient of the KL on average: that of others "
+            "is far too small near the reference, or points elsewhere. Leave it out, use in: loss, or "
+            "algorithm.kl.allow_biased: true.",
+        )
+    if kl.allow_biased and kl.place != "reward":
+        yield Mistake("algorithm.kl.allow_biased", f"is about kinds in the reward, and algorithm.kl.in={kl.place}.")
+    elif kl.allow_biased and not biased:
+        yield Mistake("algorithm.kl.allow_biased", f"found true; {kl.kind_name} needs no permission. Leave it out.")
     if kl.straight_through and kl.place != "loss":
         yield Mistake("algorithm.kl.straight_through", f"is about gradients, and algorithm.kl.in={kl.place} has none.")
 

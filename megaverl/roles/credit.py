@@ -64,7 +64,7 @@ class Credit:
         if "ref_log_probs" in batch:
             policy = batch.tensors.get("old_log_probs", batch.rollout_log_probs)
             found = {"log_probs": policy, "ref_log_probs": batch.ref_log_probs}
-            kl = kl_estimators.get(self.algorithm.kl.kind)(found)
+            kl = kl_estimators.get(self.algorithm.kl.kind_name)(found)
             metrics["kl"] = masked_mean(kl, mask)
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:

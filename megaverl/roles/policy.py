@@ -190,7 +190,7 @@ class Actor(Policy):
         if algorithm.kl.place == "loss":
             kl = algorithm.kl
             reference = fields["ref_log_probs"]
-            penalty = kl_loss(log_probs, reference, weights, kind=kl.kind, straight_through=kl.straight_through)
+            penalty = kl_loss(log_probs, reference, weights, kind=kl.kind_name, straight_through=kl.straight_through)
             terms.append((self._kl_coef, penalty))
         if with_entropy:
             terms.append((-algorithm.entropy_coef, entropy_sum(entropies, weights)))

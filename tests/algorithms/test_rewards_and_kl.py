@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.algorithms import AdaptiveKL, FixedKL, mean_pass_at_k, pass_at_k, token_rewards
+from megaverl.algorithms import (
+    AdaptiveKL,
+    FixedKL,
+    kl_estimators,
+    mean_pass_at_k,
+    pass_at_k,
+    policy_losses,
+    remax,
+    token_rewards,
+)
 from megaverl.errors import CheckpointError, ConfigError, DataError, TrainingStopped
 from tests.algorithms.strategies import PROPERTY, Case, cases
 
@@ -33,6 +42,37 @@ def test_token_rewards_of_no_tokens_and_of_a_bad_score():
     assert token_rewards(torch.ones(2), torch.zeros(2, 0, dtype=torch.bool)).shape == (2, 0)
     with pytest.raises(DataError, match="rewards of sample 1 is inf .*reward function"):
         token_rewards(torch.tensor([0.0, float("inf")]), torch.ones(2, 1, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("kind", kl_estimators)
+def test_in_the_reward_k1_alone_has_the_gradient_of_the_kl(kind: str):
+    """All responses of two tokens out of three, each with its probability: the expectation, and no sampling."""
+    generator = torch.Generator().manual_seed(0)
+    logits = [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in ((3,), (3, 3))]
+    moved = [each.detach() + 0.1 * torch.randn(each.shape, generator=generator).double() for each in logits]
+    first, second = torch.cartesian_prod(torch.arange(3), torch.arange(3)).T
+
+    def log_probs_of(parameters: list[torch.Tensor]) -> torch.Tensor:
+        start, then = (each.log_softmax(-1) for each in parameters)
+        return torch.stack([start[first], then[first, second]], dim=1)  # [9, 2]
+
+    policy, reference = log_probs_of(logits), log_probs_of(moved)
+    kl = (policy.sum(1).exp() * (policy - reference).sum(1)).sum()
+    mask = torch.ones(9, 2).bool()
+    estimate = kl_estimators.get(kind)({"log_probs": policy.detach(), "ref_log_probs": reference})
+    rewards = token_rewards(torch.zeros(9).double(), mask, estimate, kl_coef=1.0)
+    advantages = remax(rewards, torch.zeros(9).double(), mask).advantages
+    weights = policy.detach().sum(1, keepdim=True).exp().expand(9, 2)
+    loss = policy_losses.get("policy_gradient")(
+        {"log_probs": policy, "advantages": advantages, "weights": weights}
+    ).loss
+    expected, found = (
+        torch.cat([g.flatten() for g in torch.autograd.grad(value, logits, retain_graph=True)]) for value in (kl, loss)
+    )
+    if kind == "k1":
+        torch.testing.assert_close(found, expected)
+    else:
+        assert float((found - expected).norm() / expected.norm()) > 0.5
 
 
 def test_adaptive_kl_by_hand():

@@ -354,6 +354,7 @@ def test_near_what_is_refused_stands_what_is_not(load):
         ["algorithm={policy_loss: dual_clip, policy_loss_options: {clip_dual: 1.3}}"],
         ["algorithm={advantage: none, kl: {in: loss, coef: 0.1}}", T],
         ["algorithm.kl={in: none, coef: 0.0, kind: k1, gain: 0.5}"],  # what switches a recipe's penalty off
+        ["algorithm.kl={in: reward, coef: 0.1, kind: k2, allow_biased: true}"],
         ["algorithm={loss_aggregation: fixed_length, loss_length: 9}"],
         ["algorithm.name=reinforce_plus_plus", G, "data.prompts_per_step=1"],
     ):
@@ -366,6 +367,11 @@ def test_a_loss_without_a_ratio_wants_one_update_a_step(load, name):
     assert "algorithm.num_mini_batches=2: " in said and "off-policy" in said
     assert load(f"algorithm={{name: {name}}}", G, T).warnings == ()
     assert load("algorithm={name: gpg, num_mini_batches: 2}", G, command="sft").warnings == ()
+
+
+def test_the_estimator_of_the_kl_is_that_of_its_place(load):
+    for place, kind in (("reward", "k1"), ("loss", "k3")):
+        assert load(f"algorithm.kl={{in: {place}, coef: 0.1}}").algorithm.kl.kind_name == kind
 
 
 def test_k1_in_a_loss_with_its_gradient_from_k2(load):

@@ -56,7 +56,7 @@ def test_every_algorithm_and_each_of_its_parts_is_in_a_recipe():
         "token_selectors": {each.token_selector_name for each in trained},
         "aggregations": {each.aggregation_name for each in trained},
         "corrections": {each.correction.kind for each in trained},
-        "kl_estimators": {each.kl.kind for each in trained if each.kl.place != "none"},
+        "kl_estimators": {each.kl.kind_name for each in trained if each.kl.place != "none"},
         "value_losses": {each.value_loss for each in trained},
         "divergences": {each.divergence_name for each in trained},
         "preference_losses": {config.preference.loss for config in loaded.values()},

@@ -50,7 +50,7 @@ def test_a_kl_penalty_in_the_reward_of_tokens_and_of_responses() -> None:
     ref = -torch.rand(4, 3, generator=torch.Generator().manual_seed(2))
     given = batch(ref_log_probs=ref)
     kl = (given.rollout_log_probs - ref) * given.response_mask
-    kl_config = {"in": "reward", "kind": "k1", "coef": 0.5}
+    kl_config = {"in": "reward", "coef": 0.5}  # of k1
     found, metrics = Credit(config(name="grpo", group_size=2, kl=kl_config)).assign(given, kl_coef=0.5)
     expected = grpo(given.rewards - 0.5 * kl.sum(1), given.group_ids, given.response_mask)
     torch.testing.assert_close(found.advantages, expected.advantages)
