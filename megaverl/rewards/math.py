@@ -45,14 +45,16 @@ def gsm8k(sample: RewardSample, *, method: str = "strict", format_score: float =
     """1 for the reference's final number, `format_score` for another one, 0 for none.
 
     GSM8K (Cobbe et al. 2021, arXiv:2110.14168) ends every answer with `#### N`. The reference may be such an
-    answer or the number alone. Numbers are compared by value: 72 is 72.0.
+    answer, the number alone, or a text without `####`, whose last number counts: "The answer is 42." Numbers are
+    compared by value: 72 is 72.0.
     """
     [reference, *_] = references(sample)
     expected = final_number(reference)
+    if expected is None and "####" not in reference:
+        whole = _number(reference)
+        expected = final_number(reference, "flexible") if whole is None else whole
     if expected is None:
-        expected = _number(reference.strip())
-    if expected is None:
-        raise ValueError(f"the reference {reference[-60:]!r} has no number after '####' and is not a number")
+        raise ValueError(f"the reference {reference[-60:]!r} has no number after '####', or none at all")
     found = final_number(sample.response, method)
     if found is None:
         return 0.0

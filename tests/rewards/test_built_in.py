@@ -74,7 +74,7 @@ def test_positions_are_one_only_for_an_exact_match(response: str, reference: str
         ("", 0.0, 0.0),
     ],
 )
-@pytest.mark.parametrize("reference", ["48+24 = 72\n#### 72", "72", 72])
+@pytest.mark.parametrize("reference", ["48+24 = 72\n#### 72", "72", 72, "48 and 24: the answer is 72.", "$72.00"])
 def test_gsm8k(response: str, strict: float, flexible: float, reference: Any) -> None:
     assert score("gsm8k", response, reference) == strict
     assert score("gsm8k", response, reference, method="flexible") == flexible
@@ -90,8 +90,9 @@ def test_gsm8k_reads_large_numbers_and_rewards_the_form() -> None:
 
 
 def test_gsm8k_says_which_row_has_no_number() -> None:
-    with pytest.raises(RewardError, match="'gsm8k' raised ValueError: the reference 'many' .*sample 0 of 1"):
-        score("gsm8k", "#### 5", "many")
+    for reference in ("many", "48 and 24 #### many"):
+        with pytest.raises(RewardError, match=f"raised ValueError: the reference '{reference}' .*sample 0 of 1"):
+            score("gsm8k", "#### 5", reference)
     with pytest.raises(RewardError, match="no reference answer; .*data.answer_key"):
         score("gsm8k", "#### 5", None)
 
