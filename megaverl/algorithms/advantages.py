@@ -39,7 +39,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> Advantages:
-    """Generalised advantage estimation, arXiv 1506.02438, eq. 16 (with delta of eq. 9).
+    """Generalised advantage estimation, arXiv 1506.02438, eq. 16 (with delta as defined before eq. 10).
 
     delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V.
     The value after a response's last token is 0 (the episode is over), or `last_values`, where a response

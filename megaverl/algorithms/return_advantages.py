@@ -55,6 +55,7 @@ def optimal_token_baseline(
     *,
     gamma: float = 1.0,
     eps: float = 1e-8,
+    handle_zero_tail: bool = False,
 ) -> Advantages:
     """The optimal token baseline, arXiv 2602.07078 (equation number not checked): at each position the variance-minimal
     baseline of the group.
@@ -63,9 +64,14 @@ def optimal_token_baseline(
     with G_t the reward-to-go and W_t = sum_{s <= t} of the squared norm of the score, which the paper approximates by
     that of its logits, 1 - 2 pi(y_s) + sum_v pi(v)^2 (see `score_norms`). A group of one gets 0.
 
+    Where one response is longer than all others of its group, the equation makes it its own baseline: its tail gets 0,
+    and learns nothing from a reward that stands at its end. With `handle_zero_tail`, as with verl's option of this name
+    (True there), the baseline is 0 where one response is left, and the tail gets its whole reward-to-go.
+
     Args:
         token_rewards, score_norms: `[batch, response]` float, read under the mask only.
         group_ids: `[batch]` int64. response_mask: `[batch, response]` bool. eps: added to the sum of weights.
+        handle_zero_tail: no baseline where a group has one response left.
 
     Returns: advantages `[batch, response]`, 0 outside the mask; no returns.
     """
@@ -73,6 +79,8 @@ def optimal_token_baseline(
     norms = torch.where(response_mask, score_norms.double(), 0.0).cumsum(dim=1)
     norms = torch.where(response_mask, norms, 0.0)
     baseline = group_totals(gains * norms, group_ids) / (group_totals(norms, group_ids) + eps)
+    if handle_zero_tail:
+        baseline = torch.where(group_totals(response_mask.double(), group_ids) == 1, 0.0, baseline)
     alone = group_totals(torch.ones_like(group_ids), group_ids).unsqueeze(1) < 2
     advantages = torch.where(response_mask & ~alone, gains - baseline, 0.0)
     return Advantages(advantages.to(token_rewards.dtype), None)

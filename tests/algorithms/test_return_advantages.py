@@ -71,12 +71,17 @@ def test_remax_of_an_outcome_by_hand():
 
 
 @QUICK
-@given(cases(), st.data(), st.floats(0, 1))
-def test_optimal_token_baseline_is_its_equation(case: Case, data: st.DataObject, gamma: float):
+@given(cases(holes=True), st.data(), st.floats(0, 1), st.booleans())
+def test_optimal_token_baseline_is_its_equation(case: Case, data: st.DataObject, gamma: float, zero_tail: bool):
     groups = data.draw(st.lists(st.integers(0, 2), min_size=len(case.mask), max_size=len(case.mask)))
     rewards, norms = case.normal(), case.normal().abs() + 0.1
     result = optimal_token_baseline(
-        case.garbage(rewards), case.garbage(norms), torch.tensor(groups), case.mask, gamma=gamma
+        case.garbage(rewards),
+        case.garbage(norms),
+        torch.tensor(groups),
+        case.mask,
+        gamma=gamma,
+        handle_zero_tail=zero_tail,
     )
     gains = to_go(rewards, case.mask, gamma)
     for i, group in enumerate(groups):
@@ -85,9 +90,9 @@ def test_optimal_token_baseline_is_its_equation(case: Case, data: st.DataObject,
             expected = 0.0
             if case.mask[i, t] and len(mine) > 1:
                 there = [j for j in mine if case.mask[j, t]]
-                weights = {j: sum(float(norms[j, s]) for s in range(t + 1)) for j in there}
+                weights = {j: sum(float(norms[j, s]) for s in tokens(case.mask, j) if s <= t) for j in there}
                 baseline = sum(float(gains[j, t]) * weights[j] for j in there) / (sum(weights.values()) + 1e-8)
-                expected = float(gains[i, t]) - baseline
+                expected = float(gains[i, t]) - (0.0 if zero_tail and len(there) == 1 else baseline)
             assert float(result.advantages[i, t]) == pytest.approx(expected, abs=1e-6)
 
 
@@ -96,6 +101,15 @@ def test_optimal_token_baseline_by_hand():
     result = optimal_token_baseline(rewards, norms, torch.tensor([0, 0, 1]), torch.ones(3, 2).bool()).advantages
     # baselines 3 / (3 + 1) and 4 / (4 + 2); the third is alone, and says nothing whatever its weights
     torch.testing.assert_close(result, torch.tensor([[0.25, 1 / 3], [-0.75, -2 / 3], [0.0, 0.0]]))
+
+
+def test_the_tail_of_the_only_response_left_is_its_own_baseline_or_has_none():
+    rewards, mask = torch.tensor([[0.0, 0.0, 2.0], [1.0, 0.0, 0.0]]), torch.tensor([[1, 1, 1], [1, 0, 0]]).bool()
+    given = (rewards, torch.ones(2, 3), torch.tensor([0, 0]), mask)
+    head = [[0.5, 0.0, 0.0], [-0.5, 0.0, 0.0]]  # baseline (2 + 1) / 2 at the first token
+    torch.testing.assert_close(optimal_token_baseline(*given).advantages, torch.tensor(head))
+    head[0][1:] = [2.0, 2.0]
+    torch.testing.assert_close(optimal_token_baseline(*given, handle_zero_tail=True).advantages, torch.tensor(head))
 
 
 def test_score_norms_are_squared_gradients_by_the_logits():
