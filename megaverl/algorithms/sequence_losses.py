@@ -29,7 +29,8 @@ def gspo(
 
     s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|), loss = - sum_t weight_t min(s_i A_t, clip(s_i) A_t); with respect to the
     policy, s_i counts as stop_gradient(s_i) pi_t / stop_gradient(pi_t). With the same advantage at every token of a
-    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5.
+    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens with an advantage of 0,
+    as a correction gives to those that it rejects, do not count in s_i.
 
     Args: see `policy_losses`. clip_low, clip_high: how far s_i may fall below, and rise above, 1; the defaults are
         section 5.1's.
@@ -37,7 +38,9 @@ def gspo(
     Metrics: `clip_fraction`, `approx_kl`, `ratio` (of responses, weighed by their tokens).
     """
     log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
-    mean = mean_over_tokens(log_ratio.detach(), active)
+    kept = active & (advantages != 0)
+    counted = torch.where(kept.any(dim=1, keepdim=True), kept, active)
+    mean = mean_over_tokens(log_ratio.detach(), counted)
     ratio = bounded(mean + (log_ratio - log_ratio.detach())).exp()
     unclipped = ratio * advantages
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages

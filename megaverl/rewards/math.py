@@ -30,9 +30,10 @@ def final_number(text: str, method: str = "strict") -> Decimal | None:
 
 def _number(text: str) -> Decimal | None:
     try:
-        return Decimal(re.sub(r"[$,\s]", "", text))
+        number = Decimal(re.sub(r"[$,\s]", "", text))
     except InvalidOperation:
         return None
+    return number if number.is_finite() else None
 
 
 def _check_gsm8k(method: str = "strict", format_score: float = 0.0) -> None:

@@ -200,6 +200,15 @@ def test_gmpo_of_rejected_tokens_is_gmpo_without_them(case: Case, bar: float):
     assert_same(result.loss, x.new, call("gmpo", x, remaining).loss, x.new)
 
 
+@QUICK
+@given(cases(holes=True), st.floats(-2.0, 2.0))
+def test_gspo_of_rejected_tokens_has_the_ratio_of_those_that_remain(case: Case, bar: float):
+    x, rejected = inputs_of(case, per_response=True), case.normal() > bar
+    weights = weights_of(case.mask, "seq_mean_token_mean")
+    result = call("gspo", x._replace(advantages=x.advantages.masked_fill(rejected, 0.0)), weights)
+    assert_same(result.loss, x.new, call("gspo", x, weights.masked_fill(rejected, 0.0)).loss, x.new)
+
+
 @pytest.mark.parametrize("name", ["gspo", "gmpo"])
 def test_a_ratio_of_responses_is_bounded_after_its_mean(name: str):
     """One token of ten at -50: the geometric mean is e^-5, whatever a bound on single ratios would make of it."""

@@ -90,7 +90,7 @@ def test_gsm8k_reads_large_numbers_and_rewards_the_form() -> None:
 
 
 def test_gsm8k_says_which_row_has_no_number() -> None:
-    for reference in ("many", "48 and 24 #### many"):
+    for reference in ("many", "nan", "48 and 24 #### many"):
         with pytest.raises(RewardError, match=f"raised ValueError: the reference '{reference}' .*sample 0 of 1"):
             score("gsm8k", "#### 5", reference)
     with pytest.raises(RewardError, match="no reference answer; .*data.answer_key"):
