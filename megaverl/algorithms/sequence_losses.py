@@ -29,8 +29,8 @@ def gspo(
 
     s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|), loss = - sum_t weight_t min(s_i A_t, clip(s_i) A_t); with respect to the
     policy, s_i counts as stop_gradient(s_i) pi_t / stop_gradient(pi_t). With the same advantage at every token of a
-    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens with an advantage of 0,
-    as a correction gives to those that it rejects, do not count in s_i.
+    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens with an advantage of
+    0, as a correction gives to those that it rejects, do not count in s_i.
 
     Args: see `policy_losses`. clip_low, clip_high: how far s_i may fall below, and rise above, 1; the defaults are
         section 5.1's.
