@@ -19,7 +19,7 @@ from megaverl.config.schedule import scheduler_mistakes
 from megaverl.config.schema import Config
 from megaverl.config.shared_critic import shared_critic_mistakes
 from megaverl.config.sources import is_hub_name
-from megaverl.config.stages import mix_mistakes, preference_mistakes
+from megaverl.config.stages import mix_mistakes, preference_mistakes, reward_model_mistakes
 from megaverl.errors import ModelError, RewardError
 from megaverl.models.spec import ModelSpec
 from megaverl.rewards import find_reward, reward_names
@@ -34,7 +34,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes = [Mistake("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
     mistakes += _needed(config, command)
     mistakes += _lengths(config, command, spec)
-    mistakes += grid_mistakes(config, command, spec, world_size)
+    mistakes += [*grid_mistakes(config, command, spec, world_size), *reward_model_mistakes(config, command)]
     if command in REINFORCING:
         mistakes += [*environment_mistakes(config), *algorithm_mistakes(config), *mix_mistakes(config)]
         mistakes += shared_critic_mistakes(config)

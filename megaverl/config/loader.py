@@ -14,11 +14,11 @@ from megaverl.config.flat import translate
 from megaverl.config.grids import REINFORCING
 from megaverl.config.passthrough import passthrough_mistakes
 from megaverl.config.placement import CLAIMS
+from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
 from megaverl.config.validate import validate
 from megaverl.config.yaml_source import Source, read_source
 
-DEFAULTS_OF_THE_ACTOR = ("critic", "reference", "reward_model")
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
 
@@ -61,7 +61,7 @@ def load_config(
 def _own_defaults() -> dict[str, Any]:
     """Defaults that depend on no other key: the critic's and the reference's may be the actor's."""
     values = Config().to_dict()
-    return {section: value for section, value in values.items() if section not in DEFAULTS_OF_THE_ACTOR}
+    return {section: value for section, value in values.items() if section not in INHERITED}
 
 
 def _world_size(config: Config) -> int | None:

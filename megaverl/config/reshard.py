@@ -27,8 +27,9 @@ class ReshardConfig(Section):
     )
     overlap: bool = Field(
         default=False,
-        description="Move the next weights into a second set while the last generation drains; needs memory for "
-        "the engine's weights twice, and implies alias: never.",
+        description="Move the next weights into a second set of the engine's weights, in the background; implies "
+        "alias: never. Every loop of this version waits for the move at once: it costs the memory of the second set "
+        "and hides nothing.",
     )
     check_every: Annotated[int, Field(ge=-1)] = Field(
         default=0,

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 
 from megaverl.config.section import Passthrough, Positive, PositiveFloat, Section, over
 
 # Fields that decide which rank holds which part of a model, and how it computes.
 LAID_OUT_BY = ("tp", "pp", "cp", "ep", "etp", "vpp", "megatron")
-# The critic and the reference take these from the actor where they do not say otherwise.
 SHARED_BY_REFERENCE = (*LAID_OUT_BY, "micro_batch_tokens", "pack_samples", "chunked_logits")
 SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp", "activation_checkpointing", "gradient_accumulation", "offload")
+# Roles that take these from the actor where they do not say otherwise.
+INHERITED = {"critic": SHARED_BY_CRITIC, "reference": SHARED_BY_REFERENCE, "reward_model": SHARED_BY_CRITIC}
 
 ACTOR_OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-6, "weight_decay": 0.0, "clip_grad": 1.0}
 CRITIC_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-5}
 SCHEDULER: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_steps": 0}
+
+
+def _whole_sequence(size: int) -> int:
+    if size > 1:
+        raise PydanticCustomError(
+            "context_parallel",
+            "this version cuts no sequence over ranks. Leave it out; for long samples see docs/memory.md",
+        )
+    return size
 
 
 class GridConfig(Section):
@@ -24,7 +35,9 @@ class GridConfig(Section):
 
     tp: Positive = Field(default=1, description="Tensor-parallel size.")
     pp: Positive = Field(default=1, description="Pipeline-parallel size.")
-    cp: Positive = Field(default=1, description="Context-parallel size (GPU with Transformer Engine only).")
+    cp: Annotated[Positive, AfterValidator(_whole_sequence)] = Field(
+        default=1, description="Context-parallel size. Only 1: this version cuts no sequence over ranks."
+    )
     ep: Positive = Field(default=1, description="Expert-parallel size.")
     etp: Positive | None = Field(default=None, description="Tensor-parallel size inside an expert. null: tp.")
     vpp: Positive | None = Field(

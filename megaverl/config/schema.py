@@ -15,9 +15,8 @@ from megaverl.config.placement import PlacementConfig
 from megaverl.config.registered import estimator_inputs
 from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import (
+    INHERITED,
     LAID_OUT_BY,
-    SHARED_BY_CRITIC,
-    SHARED_BY_REFERENCE,
     ActorConfig,
     CriticConfig,
     ReferenceConfig,
@@ -72,11 +71,7 @@ class Config(Section):
         if not isinstance(raw, dict):
             return raw
         raw = dict(raw)
-        for role, shared in (
-            ("critic", SHARED_BY_CRITIC),
-            ("reference", SHARED_BY_REFERENCE),
-            ("reward_model", SHARED_BY_CRITIC),
-        ):
+        for role, shared in INHERITED.items():
             actor, own = _mapping(raw.get("actor")), raw.get(role, {})
             if isinstance(own, dict):
                 raw[role] = {**{key: actor[key] for key in shared if key in actor}, **own}

@@ -103,7 +103,7 @@ class MixConfig(Section):
 
 
 def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iterator[Mistake]:
-    """Of `megaverl dpo` and `megaverl reward`."""
+    """Of the pairs of `megaverl dpo` and `megaverl reward`."""
     preference = config.preference
     if not preference.train:
         yield Mistake("preference.train", "is empty. Give one or more JSONL or Parquet files: preference.train=FILE.")
@@ -126,17 +126,20 @@ def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iter
         if preference.margin_key is not None:
             yield Mistake("preference.margin_key", "is of `megaverl reward`; no preference loss reads a margin.")
         yield from loss_mistakes("preference", "preference_losses", preference.loss, preference.options)
-    else:
-        section = config.reward_model
-        margins = preference.margin_key is not None
-        yield from loss_mistakes(
-            "reward_model", "reward_model_losses", section.loss, section.options, has_margins=margins
-        )
     if check_paths:
         for key, paths in (("train", preference.train), ("validation", preference.validation)):
             for index, name in enumerate(paths):
                 if not any(mark in name for mark in "*?[") and not Path(name).exists():
                     yield Mistake(f"preference.{key}.{index}", f"found {found(name)}, which does not exist.")
+
+
+def reward_model_mistakes(config: Config, command: str) -> Iterator[Mistake]:
+    """Of the loss of `reward_model`; also of a command that trains none, for what is written there is for another."""
+    section = config.reward_model
+    has_margins = config.preference.margin_key is not None and (command == "reward" or not config.mixes_reward_model)
+    yield from loss_mistakes(
+        "reward_model", "reward_model_losses", section.loss, section.options, has_margins=has_margins
+    )
 
 
 def mix_mistakes(config: Config) -> Iterator[Mistake]:
@@ -167,9 +170,6 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
             if "desirable" in loss_inputs("preference_losses", config.preference.loss):
                 text = f"found {found(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."
                 yield Mistake("preference.loss", text)
-        if entry.update == "reward_model":
-            section = config.reward_model
-            yield from loss_mistakes("reward_model", "reward_model_losses", section.loss, section.options)
         learned = [each for each in config.reward if each.path is not None and each.engine == "megatron"]
         if entry.update == "reward_model" and len(learned) != 1:
             yield Mistake(

@@ -11,6 +11,7 @@ from megaverl.config.describe import all_keys, keys_of, section_at
 from megaverl.config.errors import Mistake, did_you_mean, found
 from megaverl.config.passthrough import PLACES
 from megaverl.config.registered import place_of
+from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
 from megaverl.config.yaml_source import Key, Source
 
@@ -49,13 +50,13 @@ def validate(source: Source) -> tuple[Config, list[Mistake]]:
 
 
 def _written(loc: tuple[int | str, ...], values: Any) -> bool:
-    """False where the critic or the reference only inherited the actor's mistake."""
+    """False where another role only inherited the actor's mistake."""
     for part in loc[:-1]:
         try:
             values = values[part]
         except (KeyError, IndexError, TypeError):
             return False
-    return not isinstance(values, dict) or loc[-1] in values or loc[0] not in ("critic", "reference")
+    return not isinstance(values, dict) or loc[-1] in values or loc[0] not in INHERITED
 
 
 def _mistake(detail: ErrorDetails, source: Source) -> Mistake:

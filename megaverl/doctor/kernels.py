@@ -37,9 +37,9 @@ KERNELS = (
     Kernel(
         "layers of the actor",
         ("transformer_engine",),
-        "Transformer Engine: fused norms and linear layers, FP8, context parallel",
+        "Transformer Engine: fused norms and linear layers, FP8",
         "megatron-core's local layers with PyTorch's own norm and linear kernels",
-        "norm and linear layer in kernels of their own, no FP8, no context parallel (actor.cp stays 1)",
+        "norm and linear layer in kernels of their own, no FP8",
         TE,
     ),
     Kernel(

@@ -62,6 +62,10 @@ def test_which_roles_a_loss_needs(load, pairs):
         ("reward", ["preference.validate_every=5"], "preference.validate_every", "preference.validation is empty"),
         ("reward", ["reward_model.loss=bradley"], "reward_model.loss", "Did you mean `bradley_terry`?"),
         ("reward", ["reward_model.options.centre=1"], "reward_model.options.centre", "Did you mean `center_coef`?"),
+        *(
+            (command, ["reward_model.options.center_coef=-0.5"], "reward_model.options.center_coef", "at least 0")
+            for command in ("reward", "train", "dpo", "generate")
+        ),
         ("reward", ["reward_model.lr=1"], "reward_model.lr", "reward_model.optimizer.lr"),
         ("dpo", [f"preference.loss={OWN}:of_weather"], "preference.loss", "reads weather; it is given: chosen_log_pro"),
         ("dpo", [f"preference.loss={OWN}:of_ranks"], "preference.loss", "reads chosen_rewards, rejected_rewards, marg"),
