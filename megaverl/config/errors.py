@@ -50,8 +50,10 @@ def found(value: Any) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is most likely meant: close in spelling, or one that contains the other."""
+    """The known name that is most likely meant: it begins alike, is close in spelling, or one contains the other."""
     known = sorted(set(known))
+    if alike := [other for other in known if _shortens(name, other)]:
+        return min(alike, key=len)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if close:
         return close[0]
@@ -63,6 +65,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return min(containing, key=lambda other: abs(len(other) - len(folded)))
     loose = difflib.get_close_matches(folded, known, n=1, cutoff=0.55)
     return loose[0] if loose else None
+
+
+def _shortens(name: str, other: str) -> bool:
+    """Whether `name` is `other` cut short, part by part: gpu_mem of gpu_memory_utilization."""
+    parts, others = (text.lower().replace("-", "_").split("_") for text in (name, other))
+    alike = all(whole.startswith(part) for part, whole in zip(parts, others, strict=False))
+    return len(name) > 2 and len(parts) <= len(others) and alike
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

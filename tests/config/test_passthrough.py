@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megaverl.config import passthrough
 from megaverl.config.annotations import fits
+from megaverl.config.errors import nearest
 from megaverl.config.installed import class_fields, init_arguments, source_file
 from megaverl.config.passthrough import TARGETS, Target
 from megaverl.platform import platform
@@ -95,6 +96,7 @@ def test_own_defaults_fit_their_annotations():
         ("actor.ddp.overlap_grad_reduc=true", "overlap_grad_reduc", "Did you mean `overlap_grad_reduce`?"),
         ("actor.ddp.bucket_size=1e6", "bucket_size", "takes Optional[int]"),
         ("rollout.vllm.gpu_memory_utilisation=0.5", "gpu_memory_utilisation", "Did you mean `gpu_memory_utilization`?"),
+        ("rollout.vllm.gpu_mem=0.5", "gpu_mem", "Did you mean `gpu_memory_utilization`?"),
         ("rollout.vllm.tensor_parallel_size=2", "tensor_parallel_size", "Use rollout.tp."),
         ("rollout.vllm.seed=2", "seed", "Use run.seed."),
         ("rollout.vllm.model=2", "model", "Use model.path."),
@@ -116,6 +118,18 @@ def test_one_wrong_field(mistakes, override, key, said):
     assert full.endswith(key)
     assert set(found) == {full}
     assert said in found[full]
+
+
+@given(st.data())
+def test_a_shortened_name_suggests_one_that_begins_alike(data: st.DataObject):
+    names = sorted(data.draw(st.sampled_from(list(TARGETS.values()))).settable())
+    parts = data.draw(st.sampled_from(names)).split("_")
+    kept = data.draw(st.integers(1, len(parts)))
+    short = "_".join(part[: data.draw(st.integers(1, len(part)))] for part in parts[:kept])
+    assume(len(short) > 2)
+    suggested = nearest(short, names)
+    assert suggested is not None
+    assert all(whole.startswith(part) for part, whole in zip(short.split("_"), suggested.split("_"), strict=False))
 
 
 def test_right_fields_of_every_kind(load):
