@@ -105,6 +105,8 @@ class RLTrainer:
         on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)
         for warning in self.config.warnings:
             console.warn(warning)
+        for choice in self.config.choices:
+            console.print(choice)
         return make(self.config, console, job)
 
 
@@ -244,6 +246,8 @@ def _train_in_ranks(config: Config) -> dict[str, float]:
 
     count = _num_ranks(config)
     check_world(config, "train", count)
+    for choice in config.choices:  # to the ranks they are given
+        print(choice)
     with tempfile.TemporaryDirectory(prefix="megaverl_") as folder:
         file = Path(folder, "config.yaml")
         file.write_text(config.to_yaml(), encoding="utf-8")

@@ -114,3 +114,5 @@ def _print(config: Config) -> None:
     print(config.to_yaml(), end="")
     for warning in config.warnings:
         print(f"warning: {warning}", file=sys.stderr)
+    for choice in config.choices:
+        print(choice, file=sys.stderr)

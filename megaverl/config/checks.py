@@ -12,7 +12,8 @@ from typing import Any
 from megaverl.config.algorithm_checks import algorithm_mistakes
 from megaverl.config.environment import environment_mistakes
 from megaverl.config.errors import Mistake, did_you_mean, found, listed
-from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
+from megaverl.config.grids import REINFORCING, grid_mistakes
+from megaverl.config.lengths import length_mistakes
 from megaverl.config.rollout_checks import sampling_mistakes
 from megaverl.config.run import RewardConfig
 from megaverl.config.schedule import scheduler_mistakes
@@ -33,12 +34,12 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     if not config.model.path:
         mistakes = [Mistake("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
     mistakes += _needed(config, command)
-    mistakes += _lengths(config, command, spec)
+    mistakes += length_mistakes(config, command, spec)
     mistakes += [*grid_mistakes(config, command, spec, world_size), *reward_model_mistakes(config, command)]
     if command in REINFORCING:
         mistakes += [*environment_mistakes(config), *algorithm_mistakes(config), *mix_mistakes(config)]
         mistakes += shared_critic_mistakes(config)
-        mistakes += [*_optimizers(config), *_stored_rollouts(config), *sampling_mistakes(config)]
+        mistakes += [*_optimizers(config), *_stored_rollouts(config), *_temperature(config), *sampling_mistakes(config)]
     if command in ("dpo", "reward"):
         mistakes += preference_mistakes(config, command, check_paths)
     if command in (*REINFORCING, "eval"):
@@ -100,41 +101,14 @@ def _optimizers(config: Config) -> Iterator[Mistake]:
         yield from scheduler_mistakes(role, section, config.total_updates)
 
 
-def _lengths(config: Config, command: str, spec: ModelSpec | None) -> Iterator[Mistake]:
-    sampling = config.rollout.sampling
-    max_tokens, temperature = sampling["max_tokens"], sampling["temperature"]
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        yield Mistake("rollout.sampling.max_tokens", f"found {found(max_tokens)}; expected an integer of at least 1.")
-        return
-    if command in REINFORCING and not (_is_number(temperature) and temperature > 0):
+def _temperature(config: Config) -> Iterator[Mistake]:
+    temperature = config.rollout.sampling["temperature"]
+    if not (_is_number(temperature) and temperature > 0):
         yield Mistake(
             "rollout.sampling.temperature",
             f"found {found(temperature)}; expected above 0, since the loss divides logits by it. "
             "For greedy validation use trainer.validation_sampling.temperature=0.",
         )
-    response, length = "rollout.sampling.max_tokens", max_tokens
-    if command == "sft" and config.sft.max_answer_tokens is not None:
-        response, length = "sft.max_answer_tokens", config.sft.max_answer_tokens
-    if command in ("dpo", "reward") and config.preference.max_response_tokens is not None:
-        response, length = "preference.max_response_tokens", config.preference.max_response_tokens
-    longest = config.data.max_prompt_tokens + length
-    both = f"data.max_prompt_tokens={config.data.max_prompt_tokens} + {response}={length} = {longest}"
-    involved = ("data.max_prompt_tokens", response)
-    if spec and longest > spec.max_positions:
-        yield Mistake(
-            "data.max_prompt_tokens",
-            f"{both} exceeds the model's context of {spec.max_positions} tokens. Lower one of the two.",
-            involves=("model.path", *involved),
-        )
-    actors_cap = config.actor.micro_batch_tokens
-    for role in used_roles(config, command):
-        cap = getattr(config, role).micro_batch_tokens
-        if cap < longest and (role == "actor" or cap != actors_cap):  # an inherited cap is the actor's mistake
-            yield Mistake(
-                f"{role}.micro_batch_tokens",
-                f"found {cap}, less than the longest sample, which must fit: {both} tokens.",
-                involves=involved,
-            )
 
 
 def _stored_rollouts(config: Config) -> Iterator[Mistake]:

@@ -78,7 +78,7 @@ def translate(source: Source) -> None:
             if source.place(key) == COMMAND_LINE != source.place(name):
                 continue  # laid over the file
             source.add(name, f"is set, and so is {key}, which is the same. Use one of them.")
-        elif not _put(source.values, key.split("."), value):
+        elif not put(source.values, key.split("."), value):
             source.add(name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping.")
         else:
             _move_places(source, tuple(name.split(".")), tuple(key.split(".")))
@@ -130,7 +130,8 @@ def _take(values: dict[str, Any], path: list[str]) -> Any:
     return value
 
 
-def _put(values: dict[str, Any], path: list[str], value: Any) -> bool:
+def put(values: dict[str, Any], path: list[str], value: Any) -> bool:
+    """Set what stands at `path`, making the mappings around it; False where one of these is something else."""
     *parents, last = path
     around: Any = values
     for part in parents:

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from megaverl.config.algorithm_conflicts import algorithm_warnings
 from megaverl.config.checks import cross_mistakes
 from megaverl.config.errors import InvalidConfig, Mistake
-from megaverl.config.flat import translate
+from megaverl.config.flat import put, translate
 from megaverl.config.grids import REINFORCING
+from megaverl.config.lengths import fitted_lengths
 from megaverl.config.passthrough import passthrough_mistakes
 from megaverl.config.placement import CLAIMS
 from megaverl.config.roles import INHERITED
@@ -43,8 +44,7 @@ def load_config(
     Raises:
         InvalidConfig: (a ConfigError) lists every mistake: its key, place, what was found and is allowed.
     """
-    source = read_source(path, overrides or [], _own_defaults())
-    translate(source)
+    source, choice = _read(path, overrides or [], command)
     config, mistakes = validate(source)
     foreign, warnings = passthrough_mistakes(source.values, source.place)
     mistakes = _first_of_each_key([*source.mistakes, *mistakes, *foreign])
@@ -54,8 +54,24 @@ def load_config(
         raise InvalidConfig(mistakes, source.name)
     if command in REINFORCING:
         warnings += algorithm_warnings(config)
-    config.note_warnings(warnings)
+    config.note(warnings, [choice] if choice else [])
     return config
+
+
+def _read(path: str | Path | Mapping[str, Any] | None, overrides: list[str], command: Command) -> tuple[Source, str]:
+    """Everything that was written, and the lengths that were not where the model needs others than the defaults."""
+    defaults = _own_defaults()
+    source = read_source(path, overrides, defaults)
+    translate(source)
+    lengths, choice = fitted_lengths(source.values, command)
+    if lengths:  # once more, since `${...}` may name one of them
+        for key, length in lengths.items():
+            put(defaults, key.split("."), length)
+        source = read_source(path, overrides, defaults)
+        translate(source)
+        for key, length in lengths.items():
+            put(source.values, key.split("."), length)
+    return source, choice
 
 
 def _own_defaults() -> dict[str, Any]:

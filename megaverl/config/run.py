@@ -114,7 +114,11 @@ class DataConfig(Section):
         default=None, min_length=1, description="JSON file with the tools of every row that has none of its own."
     )
     min_prompt_tokens: NonNegative = Field(default=0, description="A shorter prompt is dropped, and counted.")
-    max_prompt_tokens: Positive = Field(default=512, description="Longest prompt.")
+    max_prompt_tokens: Positive = Field(
+        default=512,
+        description="Longest prompt. Where this or rollout.sampling.max_tokens is not given and the model's context "
+        "is smaller, what fits it is chosen.",
+    )
     too_long: Literal["error", "drop", "truncate_left"] = Field(
         default="error", description="What is done with a longer prompt; truncate_left keeps its last tokens."
     )

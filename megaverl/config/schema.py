@@ -64,6 +64,7 @@ class Config(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())
+    _choices: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="before")
     @classmethod
@@ -84,8 +85,13 @@ class Config(Section):
         """What could not be checked, and why; what may not be meant."""
         return self._warnings
 
-    def note_warnings(self, warnings: list[str]) -> None:
-        self._warnings = tuple(warnings)
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Settings that nobody gave and that are not their defaults, with the reason."""
+        return self._choices
+
+    def note(self, warnings: list[str], choices: list[str]) -> None:
+        self._warnings, self._choices = tuple(warnings), tuple(choices)
 
     @property
     def uses_critic(self) -> bool:

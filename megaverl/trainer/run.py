@@ -63,6 +63,8 @@ def _do(config: Config, command: str, console: Console, job: Job, options: dict[
     on_first_rank(lambda: prepare_folder(config.run_dir, config, command), job.fabric.control)
     for warning in config.warnings:
         console.warn(warning)
+    for choice in config.choices:
+        console.print(choice)
     try:
         COMMANDS[command](config, console, job, options)
     except Leaving as leaving:

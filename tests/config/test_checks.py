@@ -64,7 +64,12 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
             "all responses of a greedy prompt are the same",
         ),
         (["rollout.sampling.max_tokens=null"], "rollout.sampling.max_tokens", "an integer of at least 1"),
-        (["data.max_prompt_tokens=1000"], "data.max_prompt_tokens", "= 1256 exceeds the model's context of 1024"),
+        (
+            ["data.max_prompt_tokens=1000", "rollout.sampling.max_tokens=256"],
+            "data.max_prompt_tokens",
+            "= 1256 exceeds the model's context of 1024",
+        ),
+        (["data.max_prompt_tokens=1024"], "data.max_prompt_tokens", "= 1280 exceeds the model's context of 1024"),
         (["actor.micro_batch_tokens=767"], "actor.micro_batch_tokens", "found 767"),
         (["critic.micro_batch_tokens=767"], "critic.micro_batch_tokens", "512 + rollout.sampling.max_tokens=256 = 768"),
         (["actor.optimizer.lr=0"], "actor.optimizer.lr", "above 0"),

@@ -31,7 +31,6 @@ PAIRS = [
     f"run={{name: run, nproc: {RANKS}, log_with: jsonl, timeout_minutes: 2}}",
     f"actor={{tp: 1, pp: {RANKS}, optimizer: {{lr: 1.0e-3}}}}",
     "preference={steps: 6, batch_size: 8, lr: 2.0e-3, max_response_tokens: 8}",
-    "data.max_prompt_tokens=16",
     "checkpoint={save_interval: 2, resume: auto, async_save: false}",
 ]
 
@@ -79,6 +78,7 @@ def test_preferences_are_learned_and_a_killed_run_ends_with_the_same_bits(
     whole, hit = tmp_path / "whole", tmp_path / "hit"
     ended = run(server, on_pairs(inputs, whole, "dpo"), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
+    assert ended.text.count("data.max_prompt_tokens=56, not given, chosen to fit the model's context of 64") == 1
     found = metrics(whole / "run")
     assert found[-1]["dpo/loss"] < found[0]["dpo/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert found[-1]["validation/accuracy"] == 1.0
@@ -87,6 +87,7 @@ def test_preferences_are_learned_and_a_killed_run_ends_with_the_same_bits(
     ended = run(server, on_pairs(inputs, hit, "dpo"), tmp_path / "logs")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS and "2 of 6 steps are done" in ended.text
     assert metrics(hit / "run") == found
+    assert [(runs / "run" / "dpo.yaml").read_text().count("max_prompt_tokens: 56") for runs in (whole, hit)] == [1, 1]
     expected = exported(whole)
     assert all(torch.equal(expected[name], tensor) for name, tensor in exported(hit).items())
 
