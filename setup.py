@@ -91,7 +91,7 @@ if __name__ == "__main__":
         package_data={
             "megaverl": ["py.typed"],
             "megaverl.report": ["page/*"],
-            "megaverl.configs": ["*.yaml", "models/*.json"],
+            "megaverl.configs": ["**/*.yaml", "**/*.json"],
         },
         install_requires=INSTALL_REQUIRES,
         extras_require=EXTRAS_REQUIRE,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Training on this machine: one process per GPU, or as many as the grids need where there is none.
 #
-#   ./launch/train_one_node.sh --config configs/grpo_gsm8k_smollm2_pp2.yaml model.path=DIR key=value ...
+#   ./launch/train_one_node.sh --config configs/gsm8k_smollm2/grpo_pp2.yaml model.path=DIR key=value ...
 #
 # MEGAVERL_PYTHON   interpreter to use (default: .venv/bin/python if it is there, else python)
 # COMMAND           train (default), sft, eval or generate

@@ -14,7 +14,7 @@
 # when it is submitted again with the same run.name (checkpoint.resume=auto). Five minutes before the end of its time,
 # and when it is preempted, the run saves and leaves with exit code 75, and the job puts itself into the queue again.
 #
-#   sbatch --nodes=8 launch/train_slurm.sh --config configs/grpo_llama3_70b.yaml key=value ...
+#   sbatch --nodes=8 launch/train_slurm.sh --config configs/llama3_70b/grpo_8_nodes.yaml key=value ...
 #
 # Submit from the top of the repository. MEGAVERL_PYTHON, NPROC and COMMAND are passed on
 # (see launch/train_multi_node.sh).

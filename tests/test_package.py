@@ -166,6 +166,13 @@ def test_what_is_imported_is_declared() -> None:
     assert {entry for entry in undeclared if entry.split(": ")[1] not in known} == set()
 
 
+def test_a_wheel_carries_every_recipe(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", str(tmp_path), "build_py"]
+    subprocess.run([*command, "--build-lib", str(tmp_path)], cwd=ROOT, check=True, capture_output=True)
+    carried = {path.relative_to(tmp_path / "megaverl") for path in (tmp_path / "megaverl" / "configs").rglob("*.*")}
+    assert carried == {path.relative_to(ROOT) for path in (ROOT / "configs").rglob("*.*")}
+
+
 def test_apex_is_never_a_dependency() -> None:
     """PyPI's package of that name is unrelated to NVIDIA's."""
     files = [ROOT / "setup.py", *(ROOT / "requirements").glob("*.lock")]

@@ -54,7 +54,7 @@ class Shape:
     expert_parallel: bool = False
 
     def layouts(self) -> tuple[Layouts, Layouts]:
-        config = json.loads((ROOT / "configs" / "models" / f"{self.model}.json").read_text(encoding="utf-8"))
+        config = json.loads((ROOT / "configs" / self.model / "config.json").read_text(encoding="utf-8"))
         spec = ModelSpec.from_config(config)
         weights = weights_of(spec)
         padded = -(-spec.vocab_size // self.grid.tp) * self.grid.tp

@@ -1,7 +1,7 @@
 """Does every weight of a configuration arrive? Reshard once from its actor into its engine, and compare fingerprints.
 
     python tools/check_reshard.py configs/quickstart.yaml actor.tp=2 rollout.tp=1
-    python tools/check_reshard.py configs/grpo_llama3_70b.yaml --plan-only --world 1024
+    python tools/check_reshard.py configs/llama3_70b/grpo_8_nodes.yaml --plan-only --world 1024
     torchrun ... tools/check_reshard.py CONFIG       # on several nodes: each process is then one of the ranks
 
 Prints for every kind of tensor its bytes in the engines, how many of them each way brought there, and whether all

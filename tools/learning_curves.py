@@ -151,8 +151,8 @@ def configuration(
     out: Path, seed: int, run: str, name: str, model: Path, *overrides: str, check_paths: bool = True
 ) -> Any:
     """The recipe of the quickstart with one algorithm; `overrides` come last."""
-    from megaverl.cli.recipes import recipe
     from megaverl.config import load_config
+    from megaverl.config.recipes import recipe
 
     inputs = out / "runs" / f"warm_{seed}" / "inputs"
     settings = [

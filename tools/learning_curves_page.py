@@ -31,9 +31,9 @@ ADDED = (
 # What this task cannot show, measured once by `megaverl quickstart --config FILE run.nproc=1 actor.tp=1
 # rollout.engine=hf`.
 ELSEWHERE = (
-    "With turns that are answered, on the guessing game (`configs/guessing_game.yaml`, `turn_grpo_guessing_game.yaml`; "
-    "one seed, one process), accuracy goes from 32.3% to 62.3% with `turn_ppo` and to 60.0% with `turn_grpo` in 80 "
-    "steps."
+    "With turns that are answered, on the guessing game (`configs/games/guessing_game.yaml`, "
+    "`turn_grpo_guessing_game.yaml`; one seed, one process), accuracy goes from 32.3% to 62.3% with `turn_ppo` and to "
+    "60.0% with `turn_grpo` in 80 steps."
 )
 REMARKS = {
     "distillation": "credits a sampled token with the teacher's log-prob less its own, down to -20: where the teacher "

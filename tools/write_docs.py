@@ -23,7 +23,9 @@ Made by `tools/write_docs.py` from the schema: edit that, not this. `megaverl ke
 terminal, and for a place that hands its fields to another library (below) those of the installed version.
 
 N in a key is the number of an entry in a list. A key is written in YAML under its sections, or on the command line as
-`key=value`.
+`key=value`. A file may be laid over another one, as the recipes in `configs/` are: `base: FILE`, named from the file's
+own folder. Mappings merge, all else is replaced; a base may have a base. What a base sets cannot be taken out, only set
+otherwise.
 
 | place | fields of |
 | --- | --- |

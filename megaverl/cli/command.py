@@ -15,16 +15,18 @@ from megaverl.errors import ConfigError, MegaverlError
 UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
 EXAMPLES = {
     "train": """\
-  megaverl train --config configs/ppo_gsm8k_smollm2.yaml model.path=DIR 'data.train=[train.jsonl]'
+  megaverl train --config configs/gsm8k_smollm2/ppo.yaml model.path=DIR 'data.train=[train.jsonl]'
   megaverl train --config FILE actor.tp=2 rollout.tp=2 --nproc 4
   megaverl train --config FILE --dry-run""",
     "sft": """\
-  megaverl sft --config configs/sft_gsm8k.yaml model.path=DIR 'data.train=[train.jsonl]' sft.steps=200""",
+  megaverl sft --config configs/gsm8k_smollm2/sft.yaml model.path=DIR 'data.train=[train.jsonl]' sft.steps=200""",
     "dpo": """\
-  megaverl dpo --config configs/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]'
-  megaverl dpo --config configs/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]' preference.loss=simpo""",
+  megaverl dpo --config configs/preferences_smollm2/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]'
+  megaverl dpo --config configs/preferences_smollm2/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]' \\
+      preference.loss=simpo""",
     "reward": """\
-  megaverl reward --config configs/reward_model.yaml model.path=DIR 'preference.train=[pairs.jsonl]'""",
+  megaverl reward --config configs/preferences_smollm2/reward_model.yaml model.path=DIR \\
+      'preference.train=[pairs.jsonl]'""",
     "eval": """\
   megaverl eval --config FILE model.path=runs/mine/hf trainer.validation_samples=4 'trainer.pass_at=[1, 4]'""",
     "generate": """\

@@ -22,7 +22,7 @@ DESCRIPTION = """\
 Show the training step of a configuration: its operators, on which role each runs, what it takes and gives, which run
 side by side, and what moves between ranks where roles have ranks of their own (`placement`).
 
-  megaverl flow show --config configs/ppo_gsm8k_smollm2.yaml
+  megaverl flow show --config configs/gsm8k_smollm2/ppo.yaml
   megaverl flow show --config FILE --nproc 4 'placement={actor: [0, 1], rollout: [2, 3]}'
   megaverl flow show --config FILE --format mermaid       a picture for Markdown
 """

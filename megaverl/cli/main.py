@@ -35,7 +35,7 @@ _USAGE = """usage: megaverl COMMAND [--config FILE] [key=value ...]
 
 examples:
   megaverl quickstart                                          a tiny model learns a task, from nothing
-  megaverl train --config configs/grpo_gsm8k_smollm2_pp2.yaml model.path=DIR 'data.train=[train.jsonl]'
+  megaverl train --config configs/gsm8k_smollm2/grpo_pp2.yaml model.path=DIR 'data.train=[train.jsonl]'
   megaverl train --config FILE --dry-run                       check everything, print the resolved configuration
   megaverl report runs/quickstart                              what came of it, as one HTML page
 

@@ -27,7 +27,7 @@ MACHINE = {
 
 EXAMPLES = """\
 examples:
-  megaverl plan --config configs/llama3_70b_grpo.yaml --nodes 128
+  megaverl plan --config configs/llama3_70b/grpo_128_nodes.yaml --nodes 128
   megaverl plan --config FILE --nodes 16 actor.tp=8 actor.pp=4 --picture plan.png"""
 
 
@@ -111,7 +111,7 @@ def _spec(config: Config, arguments: argparse.Namespace) -> ModelSpec:
         return _read("model.config", Path(arguments.config or "").parent / config.model.config)
     raise ConfigError(
         f"model.path: {config.model.path} is not here. Give the model's config.json: --model-config FILE, or "
-        "model.config in the recipe (configs/models/ holds some)."
+        "model.config in the recipe (configs/llama3_70b/config.json is one)."
     )
 
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 
 from megaverl.cli.command import parser, run
-from megaverl.cli.recipes import recipe
 from megaverl.config import load_config
+from megaverl.config.recipes import recipe
 from megaverl.errors import ConfigError
 
 

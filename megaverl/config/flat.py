@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megaverl.config.errors import did_you_mean, found, listed
-from megaverl.config.yaml_source import COMMAND_LINE, Key, Source
+from megaverl.config.yaml_source import Key, Source
 
 ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"}
 MISSING = object()
@@ -74,14 +74,20 @@ def translate(source: Source) -> None:
         if name == CRITIC:
             if value != "megatron":
                 source.add(name, f"found {found(value)}; allowed: megatron, which trains actor and critic.")
-        elif _get(source.values, key.split(".")) is not MISSING:
-            if source.place(key) == COMMAND_LINE != source.place(name):
-                continue  # laid over the file
+            continue
+        existing = _get(source.values, key.split("."))
+        over = 1 if existing is MISSING else source.layer(name) - source.layer(key)
+        if over == 0:
             source.add(name, f"is set, and so is {key}, which is the same. Use one of them.")
-        elif not put(source.values, key.split("."), value):
+            continue
+        if isinstance(value, dict) and isinstance(existing, dict):
+            value = {**existing, **value} if over > 0 else {**value, **existing}
+        elif over < 0:
+            continue  # laid over this one
+        if not put(source.values, key.split("."), value):
             source.add(name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping.")
         else:
-            _move_places(source, tuple(name.split(".")), tuple(key.split(".")))
+            _move_places(source, tuple(name.split(".")), tuple(key.split(".")), over > 0)
     if source.values.get("engine") in ({}, None):
         source.values.pop("engine", None)
 
@@ -144,10 +150,13 @@ def put(values: dict[str, Any], path: list[str], value: Any) -> bool:
     return True
 
 
-def _move_places(source: Source, old: Key, new: Key) -> None:
+def _move_places(source: Source, old: Key, new: Key, is_over: bool) -> None:
     if len(old) == 1 and isinstance(_get(source.values, list(new)), dict):  # a whole section under another name
-        inside = [path for path in source.places if path[:1] == old]
-        for path in inside:
-            source.places[(*new, *path[1:])] = source.places.pop(path)
-    elif where := source.places.pop(old, ""):
+        for path in [path for path in source.places if path[:1] == old]:
+            place = source.places.pop(path)
+            if is_over or (*new, *path[1:]) not in source.places:
+                source.places[(*new, *path[1:])] = place
+        return
+    source.forget(new)
+    if where := source.places.pop(old, ""):
         source.places[new] = f"{where}, as {'.'.join(old)}"

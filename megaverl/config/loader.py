@@ -18,7 +18,7 @@ from megaverl.config.placement import CLAIMS
 from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
 from megaverl.config.validate import validate
-from megaverl.config.yaml_source import Source, read_source
+from megaverl.config.yaml_source import BASE, Source, read_source
 
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
@@ -99,7 +99,7 @@ def _first_of_each_key(mistakes: list[Mistake]) -> list[Mistake]:
 def _not_moot(found: list[Mistake], earlier: list[Mistake], source: Source) -> list[Mistake]:
     """Drop what rests on a key that is itself wrong, and say where the others were written."""
     wrong = [mistake.key for mistake in earlier]
-    if any(key.startswith("--") for key in wrong):  # the file itself could not be read
+    if any(key.startswith("--") or key == BASE for key in wrong):  # a file could not be read
         return []
     return [
         Mistake(mistake.key, mistake.message, source.place(mistake.key), mistake.involves)

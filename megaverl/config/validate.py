@@ -13,7 +13,7 @@ from megaverl.config.passthrough import PLACES
 from megaverl.config.registered import place_of
 from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
-from megaverl.config.yaml_source import Key, Source
+from megaverl.config.yaml_source import BASE, Key, Source
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -91,7 +91,7 @@ def _message(detail: ErrorDetails, path: Key) -> str:
 def _suggest(path: Key) -> str:
     """The sibling that is nearest in spelling; else the same name elsewhere in the configuration."""
     *parents, name = path
-    siblings = keys_of(section_at(tuple(parents)))
+    siblings = keys_of(section_at(tuple(parents))) + [BASE] * (not parents)
     hint = did_you_mean(name, siblings)
     exact = [key for key in all_keys() if key.rsplit(".", 1)[-1] == name]
     exact += [f"{place}.{name}" for place, target in PLACES.items() if name in (target.settable() or {})]

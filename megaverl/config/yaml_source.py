@@ -1,9 +1,13 @@
-"""YAML and `key=value` into one plain mapping, remembering where each key was written."""
+"""YAML and `key=value` into one plain mapping, remembering where each key was written.
+
+A file may be laid over another one: `base: FILE`, named from its own folder. Mappings merge, all else replaces.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +19,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megaverl.config.errors import Mistake, found
+from megaverl.config.recipes import similar_recipes
 
+BASE = "base"
 COMMAND_LINE = "command line"
 MISSING = object()
 _REFERENCE = re.compile(r"\$\{([a-z]\w*(?:\.\w+)+)\}")
@@ -41,11 +47,15 @@ SHORT = {"model": "path"}
 
 @dataclass
 class Source:
-    """What was read: `values` as plain dictionaries and lists, `places` by key path, `mistakes` so far."""
+    """What was read: `values` as plain dictionaries and lists, `places` by key path, `mistakes` so far.
+
+    `layers`: the files and the command line, each laid over those before it.
+    """
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, str] = field(default_factory=dict)
+    layers: list[str] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
 
     def place(self, key: str | Key) -> str:
@@ -56,6 +66,17 @@ class Source:
                 return self.places[path]
             path = path[:-1]
         return ""
+
+    def layer(self, key: str) -> int:
+        """The highest layer in which `key` or something inside it stands; -1 where none has it."""
+        path = tuple(key.split("."))
+        inside = [place for at, place in self.places.items() if at[: len(path)] == path] or [self.place(path)]
+        files = [place.rpartition(", line ")[0] or place for place in inside]
+        return max(self.layers.index(file) if file in self.layers else -1 for file in files)
+
+    def forget(self, path: Key) -> None:
+        """Drop the places of a key, and of all inside it, that is replaced."""
+        self.places = {at: place for at, place in self.places.items() if at[: len(path)] != path}
 
     def add(self, key: str, message: str, where: str | None = None) -> None:
         self.mistakes.append(Mistake(key, message, self.place(key) if where is None else where))
@@ -75,12 +96,12 @@ def read_source(
         source.name += " and the command line"
     if isinstance(path, Mapping):
         source.values = copy.deepcopy(dict(path))
+        _write_out_short(source.values, source.places)
+        if source.values.pop(BASE, None) is not None:
+            source.add(BASE, "stands in a file. Give the path of one instead of its content.")
     elif path:
-        _read_file(source, Path(path))
-    for name, key in SHORT.items():
-        if isinstance(source.values.get(name), str):
-            source.values[name] = {key: source.values[name]}
-            source.places.setdefault((name, key), source.place(name))
+        source.values = _read_file(source, Path(path), ())
+    source.layers.append(COMMAND_LINE)
     tree = _tree(source)
     for override in overrides:
         _apply(source, tree, override)
@@ -92,13 +113,19 @@ def read_source(
     return source
 
 
-def _read_file(source: Source, path: Path) -> None:
+def _read_file(source: Source, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A file, laid over its base if it names one; empty where it cannot be read. above: the files that led to it."""
+    places: dict[Key, str] = {}
     try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=_Loader)
         values = yaml.load(text, Loader=_Loader)
+        if node is not None:
+            _locate(source, places, node, (), str(path))
     except FileNotFoundError:
-        source.add("--config", f"{path} does not exist. Give the path of a YAML file.", where="")
+        hint = " or ".join(similar_recipes(path))
+        hint = f"Did you mean {hint}?" if hint else "Give the path of a YAML file."
+        source.add("--config", f"{path} does not exist. {hint}", where="")
     except (OSError, UnicodeDecodeError) as error:
         source.add("--config", f"{path} cannot be read: {error}.", where="")
     except yaml.MarkedYAMLError as error:
@@ -107,30 +134,83 @@ def _read_file(source: Source, path: Path) -> None:
         source.add("--config", f"{path}{line} is not valid YAML: {problem}.", where="")
     except (yaml.YAMLError, ValueError) as error:
         source.add("--config", f"{path} is not valid YAML: {error}.", where="")
+    except RecursionError:
+        source.add("--config", f"{path}: an anchor (&) stands inside what it names. Write the value out.", where="")
     else:
-        if values is not None and not isinstance(values, dict):
-            source.add(
-                "--config",
-                f"{path} holds a {type(values).__name__}; expected sections (`key: value`).",
-                where="",
-            )
-            return
-        try:
-            if node is not None:
-                _locate(source, node, (), str(path))
-        except RecursionError:
-            source.places.clear()
-            source.add("--config", f"{path}: an anchor (&) stands inside what it names. Write the value out.", where="")
-            return
-        source.values = values or {}
+        if values is None or isinstance(values, dict):
+            return _over_base(source, values or {}, places, (*above, path))
+        shape = f"holds a {type(values).__name__}; expected sections (`key: value`)."
+        source.add("--config", f"{path} {shape}", where="")
+    return {}
 
 
-def _locate(source: Source, node: yaml.Node, at: Key, file: str) -> None:
+def _over_base(
+    source: Source, values: dict[str, Any], places: dict[Key, str], files: tuple[Path, ...]
+) -> dict[str, Any]:
+    """`values` over those of the base that they name, and their places likewise.
+
+    Args:
+        files: from the first file to the one that holds the values.
+    """
+    _write_out_short(values, places)
+    if BASE in values:
+        below = _read_base(source, values.pop(BASE), places.pop((BASE,), ""), files)
+        replaced: list[Key] = []
+        values = _merged(below, values, (), replaced)
+        for path in replaced:
+            source.forget(path)
+    source.places.update(places)
+    source.layers.append(str(files[-1]))
+    return values
+
+
+def _write_out_short(values: dict[str, Any], places: dict[Key, str]) -> None:
+    for name, key in SHORT.items():
+        if isinstance(values.get(name), str):
+            values[name] = {key: values[name]}
+            places.setdefault((name, key), places.get((name,), ""))
+
+
+def _read_base(source: Source, name: Any, where: str, files: tuple[Path, ...]) -> dict[str, Any]:
+    """What the last of `files` is laid over."""
+    if not isinstance(name, str) or not name:
+        source.add(BASE, f"found {found(name)}; expected the path of a YAML file, from this one's folder.", where)
+        return {}
+    folder = files[-1].parent
+    base = Path(os.path.normpath(folder / name))
+    if not base.is_file():
+        source.add(BASE, f"found {found(name)}, but {base} is not a file. It is named from this file's folder.", where)
+        return {}
+    if base.resolve() in [file.resolve() for file in files]:
+        chain = " -> ".join(map(str, (*files, base)))
+        source.add(BASE, f"comes back to a file that is laid over it: {chain}. Leave one of these out.", where)
+        return {}
+    values = _read_file(source, base, files)
+    model = values.get("model")
+    if isinstance(model, dict) and isinstance(model.get("config"), str) and base.parent != folder:
+        model["config"] = os.path.relpath(base.parent / model["config"], folder)  # it is named from a file's folder
+    return values
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any], at: Key, replaced: list[Key]) -> dict[str, Any]:
+    """`above` laid over `below`; notes the paths of what it replaces as a whole."""
+    result = dict(below)
+    for key, value in above.items():
+        path = (*at, str(key))
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            value = _merged(below[key], value, path, replaced)
+        elif key in below:
+            replaced.append(path)
+        result[key] = value
+    return result
+
+
+def _locate(source: Source, places: dict[Key, str], node: yaml.Node, at: Key, file: str) -> None:
     """Note the line of every key below `node`, and report keys that stand twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            source.places[(*at, str(index))] = f"{file}, line {item.start_mark.line + 1}"
-            _locate(source, item, (*at, str(index)), file)
+            places[(*at, str(index))] = f"{file}, line {item.start_mark.line + 1}"
+            _locate(source, places, item, (*at, str(index)), file)
     if not isinstance(node, yaml.MappingNode):
         return
     seen: dict[str, int] = {}
@@ -144,8 +224,8 @@ def _locate(source: Source, node: yaml.Node, at: Key, file: str) -> None:
                 where="",
             )
         seen[name] = line
-        source.places[path] = f"{file}, line {line}"
-        _locate(source, value_node, path, file)
+        places[path] = f"{file}, line {line}"
+        _locate(source, places, value_node, path, file)
 
 
 def _tree(source: Source) -> DictConfig:
@@ -166,6 +246,9 @@ def _apply(source: Source, tree: DictConfig, override: str) -> None:
         value = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:
         source.add(key, f"found {found(text)}, which is not valid YAML: {_first_line(error)}", where=COMMAND_LINE)
+        return
+    if key == BASE:
+        source.add(key, "stands in a file, and names what that is laid over. Here --config names a file.", COMMAND_LINE)
         return
     if key in SHORT and isinstance(value, str):
         key = f"{key}.{SHORT[key]}"

@@ -20,7 +20,8 @@ def make(spec: ModelSpec, world: int, *overrides: str, machine: Machine | None =
 
 
 def recipe(name: str, world: int, *overrides: str, machine: Machine | None = None) -> Job:
-    config = load_config(CONFIGS / f"{name}.yaml", list(overrides), check_paths=False, world_size=world)
+    path = CONFIGS / f"{name}.yaml"
+    config = load_config(path, list(overrides), check_paths=False, world_size=world)
     assert config.model.config is not None
-    described = json.loads((CONFIGS / config.model.config).read_text())
+    described = json.loads((path.parent / config.model.config).read_text())
     return make_job(config, ModelSpec.from_config(described), world, machine)

@@ -119,7 +119,7 @@ def test_what_can_be_aliased() -> None:
 
 def test_the_70b_recipe_at_1024_ranks() -> None:
     """FACTS: 15.4 GB into each GPU, 0.31 s at 50 GB/s; the busiest sender within 1.5 times the mean."""
-    job = recipe("llama3_70b_grpo", 1024)
+    job = recipe("llama3_70b/grpo_128_nodes", 1024)
     traffic = make_traffic(job)
     assert len(traffic.ranks) == 1024
     assert sum(r.sent["network"] for r in traffic.ranks) == sum(r.received["network"] for r in traffic.ranks)
@@ -134,20 +134,24 @@ def test_the_70b_recipe_at_1024_ranks() -> None:
 
 
 def test_seconds_follow_the_bandwidths() -> None:
-    job = recipe("grpo_llama3_70b", 64)
+    job = recipe("llama3_70b/grpo_8_nodes", 64)
     slow = dataclasses.replace(job.machine, network=job.machine.network / 2)
     traffic = make_traffic(job)
     assert traffic.seconds(slow)[0] == pytest.approx(2 * traffic.seconds(job.machine)[0])
 
 
 def test_recipes_fit_the_machines_that_they_name() -> None:
-    for name, nodes in (("grpo_llama3_70b", 8), ("llama3_70b_ppo", 16), ("llama3_70b_grpo", 128)):
+    for name, nodes in (
+        ("llama3_70b/grpo_8_nodes", 8),
+        ("llama3_70b/ppo_16_nodes", 16),
+        ("llama3_70b/grpo_128_nodes", 128),
+    ):
         job = recipe(name, 8 * nodes)
         assert shortages(job, MemoryModel(job).ranks(stage_ranks(job))) == [], name
 
 
 def test_advice_is_the_nearest_setting_that_fits() -> None:
-    job = recipe("grpo_llama3_70b", 64, "rollout.vllm.gpu_memory_utilization=0.9")
+    job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.9")
     missing = shortages(job, MemoryModel(job).ranks(stage_ranks(job)))
     assert {s.what for s in missing} == {"engine start", "generate", "reshard"}
     assert "GB too much" in str(missing[0])
@@ -158,7 +162,7 @@ def test_advice_is_the_nearest_setting_that_fits() -> None:
 
 
 def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
-    spec = recipe("grpo_llama3_70b", 64).spec
+    spec = recipe("llama3_70b/grpo_8_nodes", 64).spec
     job = make(
         spec, 64, "actor.tp=8", "rollout.tp=8", "algorithm={name: grpo, group_size: 8, kl: {in: loss, coef: 0.1}}"
     )
@@ -171,13 +175,13 @@ def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
 
 
 def test_a_cache_that_holds_no_sequence_is_told() -> None:
-    job = recipe("grpo_llama3_70b", 64, "rollout.vllm.gpu_memory_utilization=0.2")
+    job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.2")
     [missing] = shortages(job, MemoryModel(job).ranks(stage_ranks(job)))
     assert missing.what == "KV cache" and "less than one sequence" in str(missing)
 
 
 def test_offload_and_sleep_free_what_they_say() -> None:
-    job = recipe("grpo_llama3_70b", 64, machine=Machine(reserve=0.0))
+    job = recipe("llama3_70b/grpo_8_nodes", 64, machine=Machine(reserve=0.0))
     [rank] = MemoryModel(job).ranks([0])
     awake = with_settings(job, (("rollout.sleep", False), ("reference.offload", False)))
     [other] = MemoryModel(awake).ranks([0])

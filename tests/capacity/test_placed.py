@@ -65,7 +65,7 @@ def test_memory_that_will_not_do_is_told_before_anything_starts(
 ) -> None:
     """With what would; a person who knows better starts it all the same."""
     monkeypatch.setattr(advice, "MOST_TRIED", 3)
-    (tmp_path / "config.json").write_text((CONFIGS / "models" / "llama3_70b.json").read_text())
+    (tmp_path / "config.json").write_text((CONFIGS / "llama3_70b" / "config.json").read_text())
 
     def start(*more: str, placed: str = PLACED, nodes: tuple[Node, ...] = ()) -> None:
         given = [f"model.path={tmp_path}", "data.train=absent.jsonl", "reward=exact_match", placed, *more]

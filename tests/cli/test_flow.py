@@ -9,7 +9,7 @@ import pytest
 
 from megaverl.cli.flow import main
 
-CONFIG = str(Path(__file__).parents[2] / "configs" / "ppo_gsm8k_smollm2.yaml")
+CONFIG = str(Path(__file__).parents[2] / "configs" / "gsm8k_smollm2" / "ppo.yaml")
 
 
 def test_the_flow_of_ppo_is_shown_stage_by_stage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from megaverl.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-RECIPE = ["plan", "--config", str(ROOT / "configs" / "grpo_llama3_70b.yaml"), "--nodes", "8"]
+RECIPE = ["plan", "--config", str(ROOT / "configs" / "llama3_70b" / "grpo_8_nodes.yaml"), "--nodes", "8"]
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "num_hidden_layers": 4,

@@ -172,7 +172,7 @@ def run_megaverl(block: Block, words: list[str]) -> None:
     if command == "plan":  # as for 16 nodes: tests/capacity plans for a thousand ranks
         words = [re.sub(r"^\d{3,}$", "16", word) for word in words]
     if "FILE" in words:
-        words[words.index("FILE")] = "configs/ppo_gsm8k_smollm2.yaml"
+        words[words.index("FILE")] = "configs/gsm8k_smollm2/ppo.yaml"
     code = main(words)
     assert code == 0 or (command == "doctor" and code == 1), f"{block}: megaverl {' '.join(words)} gave {code}"
 

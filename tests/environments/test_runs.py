@@ -1,4 +1,4 @@
-"""Whole runs with an environment: two ranks of the real command on the recipes of configs/, with plain transformers."""
+"""Whole runs with an environment: two ranks of the real command on recipes of configs/games, plain transformers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.faults.injector import Fault
 from tests.faults.runs import metrics
 from tests.faults.server import Server
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs" / "games"
 RANKS = 2
 SHORT = [
     "rollout.engine=hf",

@@ -44,7 +44,7 @@ def test_a_flipped_bit_is_named_and_fails(tiny: list[str], server: Server, tmp_p
 
 
 def test_plans_of_a_large_configuration_are_proved_without_weights() -> None:
-    done = check("configs/llama3_70b_grpo.yaml", "--plan-only", "--world", "64")
+    done = check("configs/llama3_70b/grpo_128_nodes.yaml", "--plan-only", "--world", "64")
     assert done.returncode == 0, done.stderr
     assert "64 plans are exact" in done.stdout
     assert "model.layers.*.mlp.down_proj.weight" in done.stdout
@@ -54,8 +54,8 @@ def test_plans_of_a_large_configuration_are_proved_without_weights() -> None:
     ("arguments", "message"),
     [
         (["no-such.yaml", "--plan-only"], "no-such.yaml"),
-        (["configs/llama3_70b_grpo.yaml", "--plan-only", "actor.tp=7", "--world", "56"], "actor.tp"),
-        (["configs/llama3_70b_grpo.yaml", "--plan-only", "actor.tq=8"], "actor.tq"),
+        (["configs/llama3_70b/grpo_128_nodes.yaml", "--plan-only", "actor.tp=7", "--world", "56"], "actor.tp"),
+        (["configs/llama3_70b/grpo_128_nodes.yaml", "--plan-only", "actor.tq=8"], "actor.tq"),
     ],
 )
 def test_mistakes_are_named_without_a_traceback(arguments: list[str], message: str) -> None:
