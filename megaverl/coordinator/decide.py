@@ -47,27 +47,22 @@ class Progress:
     """What the coordinator knows of the run; goes into a checkpoint.
 
     Attributes:
-        steps: role -> updates decided on. schedule: role -> updates that its schedule has taken.
-        versions: role -> version of its weights: one more with every update that was applied.
+        steps: role -> updates decided on.
+        versions: role -> version of its weights, which is where its schedule stands: one more with every update that
+            was applied.
         skips: skipped updates in a row.
     """
 
     steps: Mapping[str, int] = field(default_factory=dict)
-    schedule: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
     skips: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "steps": dict(self.steps),
-            "schedule": dict(self.schedule),
-            "versions": dict(self.versions),
-            "skips": self.skips,
-        }
+        return {"steps": dict(self.steps), "versions": dict(self.versions), "skips": self.skips}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Progress:
-        return cls(data["steps"], data["schedule"], data["versions"], data["skips"])
+        return cls(data["steps"], data["versions"], data["skips"])
 
 
 def decide(
@@ -79,7 +74,12 @@ def decide(
     """One verdict over gradients that belong together, and each one's factors.
 
     A role's islands share one gradient, added up before it is reported; its scale makes the loss the mean over the
-    tokens of all of them. A schedule steps with every update, applied or not, as megatron-core's does.
+    tokens of all of them.
+
+    A schedule steps with the updates that are applied, and waits with one that is skipped, as Megatron-LM's training
+    loop has it (`train_step`: the scheduler steps where the optimizer did). Learning rate, weight decay and Adam's
+    bias correction then count the same steps: while float16's loss scaling looks for its scale, a warm-up would be
+    over before the first step was taken. A run with skips ends that many steps before its schedule does.
 
     Args:
         reports: by number of the seat; all that decide together.
@@ -93,12 +93,12 @@ def decide(
         verdict, reason = Verdict.STOP, Reason.TOO_MANY_SKIPS
     roles = dict.fromkeys(seats[number].role for number in reports)
     versions = dict(progress.versions)
-    steps, schedule = dict(progress.steps), dict(progress.schedule)
+    steps = dict(progress.steps)
     decisions: dict[int, Decision] = {}
     for role in roles:
         members = [number for number in reports if seats[number].role == role]
-        before = schedule.get(role, 0)
-        versions[role] = versions.get(role, 0) + (verdict is Verdict.APPLY)
+        before = versions.get(role, 0)
+        versions[role] = before + (verdict is Verdict.APPLY)
         tokens = sum(reports[number].tokens for number in members)
         for number in members:
             report = reports[number]
@@ -116,8 +116,8 @@ def decide(
                 schedule_step=before,
             )
         if verdict is not Verdict.STOP:
-            steps[role], schedule[role] = steps.get(role, 0) + 1, before + 1
-    return decisions, replace(progress, steps=steps, schedule=schedule, versions=versions, skips=skips)
+            steps[role] = steps.get(role, 0) + 1
+    return decisions, replace(progress, steps=steps, versions=versions, skips=skips)
 
 
 def _judge(

@@ -152,7 +152,7 @@ class Decision:
         scale: what the gradient is multiplied by, so that its loss is the mean over all tokens of all islands.
         clip: what it is then multiplied by, so that its norm is at most the limit; 1 where it is.
         norm: of the role's gradient after scaling, before clipping.
-        schedule_step: updates that the role's schedule has taken before this one: where its learning rate stands.
+        schedule_step: updates that were applied before this one: where the role's learning rate stands.
         waited: seconds for which the report lay with the coordinator until its partners' had come.
     """
 

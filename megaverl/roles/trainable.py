@@ -39,7 +39,7 @@ class UpdateReport:
     Attributes:
         sums: the loss's sums, added over all micro-batches and data-parallel ranks, equal on every rank.
         grad_norm: of the whole model, before clipping.
-        applied: False if the step was skipped for a non-finite gradient (loss scaling with float16 only).
+        applied: False if the step was skipped: an overflow under loss scaling, or as the coordinator decided.
     """
 
     sums: MetricSums
@@ -52,7 +52,7 @@ class Ruling(Protocol):
     """What is to become of a gradient: `megaverl.coordinator.Decision`.
 
     It is multiplied by `scale` (its loss is then the mean over all tokens) and by `clip`; `schedule_step` updates were
-    taken before this one.
+    applied before this one.
     """
 
     @property
@@ -104,7 +104,8 @@ class TrainableModel:
     """Wraps a `MegatronModel` in megatron-core's DistributedDataParallel, optimizer and scheduler.
 
     Args:
-        total_updates: how many optimizer steps the run will take; the learning rate decays over them.
+        total_updates: how many optimizer steps the run will take; the learning rate decays over them. A skipped one
+            does not count.
         gradient_accumulation: micro-batches of an optimizer step, at least.
         offload: what is away while it is not needed.
 
@@ -283,7 +284,7 @@ class TrainableModel:
             if self._overlap_param_gather:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
-        self._take_schedule_to(ruling.schedule_step + 1)
+        self._take_schedule_to(ruling.schedule_step + ruling.applies)
         if self.islands is not None:
             self.islands.after_update()
         return UpdateReport(sums, grad_norm, learning_rate, applied=ruling.applies)
@@ -325,7 +326,7 @@ class TrainableModel:
             )
 
     def _take_schedule_to(self, steps: int) -> None:
-        """The learning rate and the weight decay after so many updates; the coordinator counts them."""
+        """The learning rate and the weight decay after so many applied updates; the coordinator counts them."""
         if steps != self.scheduler.num_steps:
             self.scheduler.step(increment=steps - self.scheduler.num_steps)
 

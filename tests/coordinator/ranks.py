@@ -45,7 +45,7 @@ def good(step: int, **changes: Any) -> GradientReport:
 def rounds(num: int) -> dict[str, Any]:
     """Decisions together and apart, then many for the clock, then a NaN of the critic's."""
     fabric, coordinator, liveness = make()
-    role, seen, stopped = role_of(fabric), [], ""
+    role, seen, stopped, next_schedule = role_of(fabric), [], "", None
     other = {"actor": "critic", "critic": "actor"}.get(role, "")
     committed = commit_things(fabric)
     if role:
@@ -58,7 +58,8 @@ def rounds(num: int) -> dict[str, Any]:
         start_time = time.perf_counter()
         for step in range(2, 2 + num):
             version = step if role == "actor" else step - 1  # one of the critic's was skipped
-            coordinator.decide(role, replace(good(step), version=version), [other])
+            decision = coordinator.decide(role, replace(good(step), version=version), [other])
+            next_schedule = decision.schedule_step if next_schedule is None else next_schedule
         seconds = (time.perf_counter() - start_time) / num
         num_bytes = (coordinator.bytes_sent + coordinator.bytes_received - begin) / num
         try:
@@ -78,6 +79,7 @@ def rounds(num: int) -> dict[str, Any]:
     liveness.leave()
     return {
         "seen": seen,
+        "next_schedule": next_schedule,
         "seconds": seconds,
         "bytes": num_bytes,
         "stopped": stopped,

@@ -175,6 +175,7 @@ def one_pass(folder: str) -> dict[str, Any]:
 def as_it_is_ruled(folder: str) -> dict[str, Any]:
     """Updates of the same weights on the same samples, under several rulings: how far the weights go, and how."""
     rulings = {"own": None, "the same": Ruled(1.0, None, 0), "less": Ruled(0.5, 0.5, 0), "later": Ruled(1.0, None, 4)}
+    rulings["skipped"] = Ruled(1.0, None, 4, applies=False)
     found: dict[str, Any] = {}
     ways: dict[str, torch.Tensor] = {}
     for name, ruling in rulings.items():
@@ -208,11 +209,10 @@ def as_it_is_ruled(folder: str) -> dict[str, Any]:
 class Ruled:
     """A judge that always says this; a `clip` of None is the one of megatron-core."""
 
-    applies = True
     oldest = newest = 0
 
-    def __init__(self, scale: float, clip: float | None, schedule_step: int) -> None:
-        self.scale, self._clip, self.schedule_step = scale, clip, schedule_step
+    def __init__(self, scale: float, clip: float | None, schedule_step: int, *, applies: bool = True) -> None:
+        self.scale, self._clip, self.schedule_step, self.applies = scale, clip, schedule_step, applies
         self.clip = self.max_norm = 0.0
 
     def __call__(self, sums: Any, norm: float, tokens: float, *, overflow: bool, max_norm: float) -> Ruled:

@@ -111,6 +111,7 @@ def test_a_gradient_is_multiplied_as_the_coordinator_says(folder: Path) -> None:
     lr, steps, _ = found["found"]["later"]
     assert lr == pytest.approx(0.1 * 6 / 10) and steps == 5
     assert found["far"]["later"] == pytest.approx(found["far"]["own"] * 6 / 10, rel=1e-2)
+    assert found["found"]["skipped"] == [lr, 4, 1e-3] and found["far"]["skipped"] == 0.0, "the schedule stays there"
 
 
 def test_a_shared_backbone_takes_the_step_of_both_losses(folder: Path, tmp_path: Path) -> None:
