@@ -155,6 +155,14 @@ def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[M
     if config.trains_reward_model:
         message = "is trained by the run, beside the actor, which has islands. Leave one of the two out."
         yield Mistake("reward_model", message, involves=("placement.actor_islands",))
+    alone = ["actor", "critic"] if config.coordinator.islands_every > 1 else []
+    for role in alone:
+        for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
+            set_here = role in placement.ranks and placement.colocated(role, "actor")
+            if set_here and getattr(config, role).optimizer.get(key):
+                message = "is true: such an optimizer has its float32 weights elsewhere than islands average them."
+                message = f"{message} Leave it out, or set coordinator.islands_every to 1."
+                yield Mistake(f"{role}.optimizer.{key}", message, involves=("coordinator.islands_every",))
 
 
 def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPlacement | None:

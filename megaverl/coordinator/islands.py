@@ -8,26 +8,10 @@ of an outer optimizer, SGD with Nesterov momentum, that all take alike. Pure: wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-
-
-def joined_gradient(gradients: Sequence[Tensor], tokens: Sequence[float], divided_by: Sequence[float]) -> Tensor:
-    """The gradient of the mean loss over the tokens of all islands, in float64 inside.
-
-    Args:
-        gradients: of each island, of one shape, of its loss divided by `divided_by`.
-        tokens: that each island's loss was taken over; all together above 0.
-    """
-    total = sum(tokens)
-    if total <= 0:
-        raise ValueError(f"islands with {list(tokens)} tokens have no mean loss")
-    joined = torch.zeros_like(gradients[0], dtype=torch.float64)
-    for gradient, divisor in zip(gradients, divided_by, strict=True):
-        joined += gradient.double() * (divisor / total)
-    return joined.to(gradients[0].dtype)
 
 
 class Compressor:
@@ -58,35 +42,27 @@ class OuterOptimizer:
     """SGD with Nesterov momentum on the way that the islands went, DiLoCo's outer step.
 
     Args:
-        parameters: this rank's, by name; their values now are where the islands start from.
-        every: inner steps between outer ones.
+        masters: this rank's weights in float32, by name; their values now are where the islands start from.
         lr, momentum: DiLoCo's 0.7 and 0.9.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], *, every: int, lr: float = 0.7, momentum: float = 0.9) -> None:
-        if every < 1:
-            raise ValueError(f"every={every}: at least 1 inner step")
-        self.every, self.lr, self.momentum = every, lr, momentum
-        self._parameters = dict(parameters)
-        self._start = {name: p.detach().clone() for name, p in parameters.items()}
-        self._buffer = {name: torch.zeros_like(p) for name, p in self._start.items()}
+    def __init__(self, masters: Mapping[str, Tensor], *, lr: float = 0.7, momentum: float = 0.9) -> None:
+        self.lr, self.momentum = lr, momentum
+        self._start = {name: master.detach().clone() for name, master in masters.items()}
+        self._buffer = {name: torch.zeros_like(start) for name, start in self._start.items()}
 
-    def is_due(self, steps_done: int) -> bool:
-        """Whether the islands meet after so many inner steps."""
-        return steps_done % self.every == 0
-
-    def way(self) -> dict[str, Tensor]:
+    def way(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """How far this island went, as a gradient: where it started less where it is. To be averaged over islands."""
-        return {name: self._start[name] - p.detach() for name, p in self._parameters.items()}
+        return {name: start - masters[name].detach() for name, start in self._start.items()}
 
     @torch.no_grad()
-    def step(self, mean_way: Mapping[str, Tensor]) -> None:
-        """Put the parameters where the outer step leads; the next inner steps start from there."""
-        for name, parameter in self._parameters.items():
-            gradient, buffer = mean_way[name].to(parameter.dtype), self._buffer[name]
+    def step(self, masters: Mapping[str, Tensor], mean_way: Mapping[str, Tensor]) -> None:
+        """Put the masters where the outer step leads; the next inner steps start from there."""
+        for name, start in self._start.items():
+            gradient, buffer = mean_way[name], self._buffer[name]
             buffer.mul_(self.momentum).add_(gradient)
-            self._start[name].sub_(self.lr * (gradient + self.momentum * buffer))
-            parameter.copy_(self._start[name])
+            start.sub_(self.lr * (gradient + self.momentum * buffer))
+            masters[name].copy_(start)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         return {"start": self._start, "buffer": self._buffer}

@@ -29,6 +29,7 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 
@@ -165,6 +166,7 @@ class TrainableModel:
         ]
         self._max_norm = float(config.clip_grad)
         self._overlap_param_gather = ddp_config.overlap_param_gather
+        self._is_distributed = ddp_config.use_distributed_optimizer
         self.optimizer = get_megatron_optimizer(
             config, self.chunks, use_gloo_process_groups=False, pg_collection=grid.pg_collection
         )
@@ -245,9 +247,27 @@ class TrainableModel:
                     found[f"{number}.{len(found)}"] = flat
         return found
 
-    def reread_weights(self) -> None:
-        """The weights were changed from outside: the optimizer's own copies follow."""
-        self.optimizer.reload_model_params()
+    @property
+    def masters(self) -> dict[str, torch.Tensor]:
+        """What the optimizer steps on: float32 of what is trained, of all of it or of this data-parallel rank's part
+        alone (under the distributed optimizer), in a fixed order. In float32 they are the weights themselves.
+
+        To be read inside `updating` or `present`.
+        """
+        if self._optimizer_state is not None:
+            self._optimizer_state.bring()  # a skipped update has left it where it was
+        optimizers = enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+        found = ((number, tensor) for number, single in optimizers for tensor in _stepped_on(single))
+        return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(found)}
+
+    def follow_masters(self) -> None:
+        """The masters were changed from outside: the weights become these, as after an optimizer step."""
+        for single in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            if isinstance(single, MixedPrecisionOptimizer) and not single.is_stub_optimizer:
+                single._copy_main_params_to_model_params()
+        if self._is_distributed:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
 
     @property
     def learning_rate(self) -> float:
@@ -346,12 +366,15 @@ class TrainableModel:
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """What megatron-core's optimizers step on, and their state: all tensors of all optimizers in a chain."""
     for single in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = single.optimizer
-        if inner is None:  # no trainable parameter on this rank
-            continue
-        yield from (parameter for group in inner.param_groups for parameter in group["params"])
-        for state in inner.state.values():
+        yield from _stepped_on(single)
+        for state in single.optimizer.state.values() if single.optimizer is not None else ():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _stepped_on(optimizer: Any) -> Iterator[torch.Tensor]:
+    inner = optimizer.optimizer
+    if inner is not None:  # else there is no trainable parameter on this rank
+        yield from (parameter for group in inner.param_groups for parameter in group["params"])
 
 
 def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_updates: int) -> dict[str, Any]:

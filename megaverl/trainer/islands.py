@@ -3,21 +3,24 @@
 Every island plans the same micro-batches of a mini-batch and trains on its share, with the weights in the loss that the
 whole mini-batch gives its tokens. With one meeting an update the gradients are added up, and all islands take the same
 step, that of a single island. With more between meetings each takes its own steps, of the mean loss over its share;
-then the mean way that they went is the gradient of an outer optimizer (DiLoCo).
+then the mean way that they went is the gradient of an outer optimizer (DiLoCo). It steps on the float32 weights that
+the inner optimizer keeps: in a model's bfloat16 most of that way would round to nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load, save
+from safetensors.torch import load_file, save
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics
 from megaverl.config.coordinator import CoordinatorConfig
 from megaverl.coordinator.island_exchange import IslandMember, serve_join
 from megaverl.coordinator.islands import OuterOptimizer
+from megaverl.errors import CheckpointError
 from megaverl.fabric import Fabric
 from megaverl.fabric.post import receive_json, send_json
 from megaverl.parallel.collectives import gather_json
@@ -43,10 +46,8 @@ class Island:
         self._member = IslandMember(fabric, compress=config.islands_compress == "bfloat16")
         self._outer: OuterOptimizer | None = None
         if self._every > 1:
-            parameters = {name: parameter.data for name, parameter in trainable.model.held_parameters.items()}
-            self._outer = OuterOptimizer(
-                parameters, every=self._every, lr=config.outer_lr, momentum=config.outer_momentum
-            )
+            with trainable.present():
+                self._outer = OuterOptimizer(trainable.masters, lr=config.outer_lr, momentum=config.outer_momentum)
 
     def before_update(self, sums: MetricSums, tokens: float, micro_batches: Sequence[MicroBatch]) -> MetricSums:
         """All islands' gradients and sums; or this one's, of the mean loss over its own tokens."""
@@ -63,10 +64,11 @@ class Island:
         """After every so many updates the islands meet."""
         self._done += 1
         if self._outer is not None and self._done % self._every == 0:
-            way = self._outer.way()
+            masters = self._trainable.masters
+            way = self._outer.way(masters)
             self._member.join(way, tokens=1.0, divided_by=1.0)
-            self._outer.step(way)
-            self._trainable.reread_weights()
+            self._outer.step(masters, way)
+            self._trainable.follow_masters()
 
     def state(self) -> bytes:
         """What a checkpoint must hold of this rank: a safetensors file."""
@@ -76,15 +78,26 @@ class Island:
                 tensors |= {f"{part}.{name}": tensor for name, tensor in held.items()}
         return save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
 
-    def load_state(self, data: bytes) -> None:
-        """Undo `state`."""
+    def load_state(self, path: Path) -> None:
+        """Undo `state`, from the file that it was written to.
+
+        Raises:
+            CheckpointError: islands that take steps of their own were elsewhere, or of another grid: where they met
+                last is not known here, and without it they would never be at one place again.
+        """
         parts: dict[str, dict[str, torch.Tensor]] = {"left": {}, "start": {}, "buffer": {}}
-        for key, tensor in load(data).items():
+        for key, tensor in (load_file(path, str(platform.device)) if path.exists() else {}).items():
             part, _, name = key.partition(".")
-            parts[part][name] = tensor.to(platform.device)
-        self._member.load_state_dict(parts["left"])
+            parts[part][name] = tensor
         if self._outer is not None:
+            if _shapes(parts["start"]) != _shapes(self._outer.state_dict()["start"]):
+                what = "does not hold this rank's part of the model" if path.exists() else "is not there"
+                raise CheckpointError(
+                    f"{path}: it {what}. With coordinator.islands_every above 1 a run goes on with the placement, "
+                    "actor_islands, grids and lora that it was saved with."
+                )
             self._outer.load_state_dict(parts)
+        self._member.load_state_dict(parts["left"])
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> float:
         mine = sum(int((batch.fields["weights"] != 0).sum()) for batch in micro_batches)
@@ -123,6 +136,10 @@ def meetings(updates: int, config: CoordinatorConfig, done: int) -> Iterator[boo
             yield True
         elif number % config.islands_every == 0:
             yield False
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _as_sums(found: Mapping[str, Sequence[float]]) -> MetricSums:

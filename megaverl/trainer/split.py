@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -141,7 +142,8 @@ class SplitTrainer(RLTrainer):
                 self.judges[role].share = 1.0 if alone else 1.0 / len(placement.islands)
                 trainable.islands = Island(self.fabric, trainable, config.coordinator, progress.steps.get(name, 0))
         self._joined = dict(progress.steps)
-        self._load_islands()
+        if self.resumed_from is not None:
+            self._load_islands(self.resumed_from)
 
     @property
     def island(self) -> int:
@@ -374,12 +376,12 @@ class SplitTrainer(RLTrainer):
         }
         return of_islands | self.ahead.files
 
-    def _load_islands(self) -> None:
-        for role, trainable in self.trained.items():
-            if self.resumed_from is not None and isinstance(trainable.islands, Island):
-                path = self.resumed_from / island_file(role, self.fabric.rank)
-                if path.exists():  # saved with as many islands, on the same ranks
-                    trainable.islands.load_state(path.read_bytes())
+    def _load_islands(self, folder: Path) -> None:
+        """What the islands of this rank left in a checkpoint's folder; every rank of the job takes part."""
+        with together(self.fabric.control):
+            for role, trainable in self.trained.items():
+                if isinstance(trainable.islands, Island):
+                    trainable.islands.load_state(folder / island_file(role, self.fabric.rank))
 
 
 def keep(rows: Sequence[int], part: RolloutBatch) -> None:

@@ -34,6 +34,12 @@ def test_grids_are_judged_on_their_own_ranks() -> None:
         (["placement={rollout: 0-1, actor: 1-2}"], "placement.rollout", "share all of their ranks or none"),
         (["rollout.async_rollout=true"], "rollout.async_rollout", "Give them ranks of their own"),
         (["placement={actor_islands: 2, coordinator: 2}"], "placement.rollout", "which has 2 islands"),
+        (
+            ["placement={rollout: 0, actor_islands: 2, coordinator: 0}", "coordinator.islands_every=2"]
+            + ["actor.optimizer={lr: 1.0e-6, optimizer_cpu_offload: true}"],
+            "actor.optimizer.optimizer_cpu_offload",
+            "has its float32 weights elsewhere",
+        ),
         (["placement={rollout: 0}", "environment.agents=own"], "environment.agents", "all roles on the same"),
         (["placement={rollout: gen-1}"], "placement.rollout", "A node is named as {nodes: gen-1}"),
         (["placement={rolout: 0}"], "placement.rolout", "unknown key"),

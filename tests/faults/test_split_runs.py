@@ -14,7 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megaverl.checkpoint.manifest import newest_first
 from megaverl.trainer.ahead import file_of
+from megaverl.trainer.placed_roles import island_file
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not
 from tests.faults.runs import differences, metrics, remains
@@ -186,14 +188,27 @@ def test_islands_of_the_actor(server: Server, inputs: Path, shared: Path, tmp_pa
 
 
 def test_islands_on_ways_of_their_own(server: Server, inputs: Path, tmp_path: Path) -> None:
-    """Three updates between meetings, rounded on the way: cut off and taken up again, to the same bits."""
-    diloco = "coordinator={islands_every: 3, islands_compress: bfloat16}"
+    """Three updates between meetings, rounded on the way: cut off and taken up again, to the same bits.
+
+    The actor has adapters, and the critic trains every weight, both in bfloat16.
+    """
+    diloco = ["coordinator={islands_every: 3, islands_compress: bfloat16}", "model.dtype=bfloat16", "actor.lora.rank=4"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert run(server, inputs, whole, 4, ISLANDS, diloco).codes == [0] * 4
+    ended = run(server, inputs, whole, 4, ISLANDS, *diloco)
+    assert ended.codes == [0] * 4, ended.text
     fault = Fault("kill", 2, "actor_update", 4)
-    assert run(server, inputs, cut, 4, ISLANDS, diloco, fault=fault).codes == [1, 1, -9, 1]
-    assert run(server, inputs, cut, 4, ISLANDS, diloco).codes == [0] * 4
+    assert run(server, inputs, cut, 4, ISLANDS, *diloco, fault=fault).codes == [1, 1, -9, 1]
+    assert run(server, inputs, cut, 4, ISLANDS, *diloco).codes == [0] * 4
     assert differences(remains(cut / "run"), remains(whole / "run")) == []
+    [newest] = newest_first(whole / "run" / "checkpoints")[0][:1]
+    for role in ("actor", "critic"):
+        one, other = (load_file(newest / island_file(f"{role}{end}", rank)) for end, rank in (("", 1), (".1", 2)))
+        starts = [name for name in one if name.startswith("start.")]
+        assert starts and all(torch.equal(one[name], other[name]) for name in starts), "where they met last"
+        assert any((one[name].bfloat16() != one[name]).any() for name in starts), "in float32"
+    moved = "placement={rollout: 0, actor: 2-3, coordinator: 1, actor_islands: 2}"
+    ended = run(server, inputs, whole, 4, moved, *diloco, "trainer.steps=6")
+    assert ended.codes == [1] * 4 and f"{island_file('actor', 2)}: it is not there" in ended.text, ended.text
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

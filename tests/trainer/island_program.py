@@ -1,0 +1,93 @@
+"""Two islands of two data-parallel ranks and a coordinator, run by test_islands.py: `island_program.py FOLDER`."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.coordinator import CoordinatorConfig
+from megaverl.config.roles import LoraConfig, OffloadConfig
+from megaverl.coordinator.island_exchange import serve_join
+from megaverl.fabric import Fabric, job_store, join
+from megaverl.models.spec import ModelSpec
+from megaverl.placement import Node, parse_wanted, resolve
+from megaverl.roles.megatron_model import MegatronModel
+from megaverl.roles.policy import Actor
+from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.islands import Island
+from tests.models.ranks import grid
+from tests.roles.ranks import experience
+
+EVERY = 2
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "replicated": {"ddp": {"use_distributed_optimizer": False}},
+    "lora": {"lora": LoraConfig(rank=2)},
+    "offloaded": {"offloaded": True},
+}
+
+
+def main(folder: Path) -> int:
+    deadline = timedelta(seconds=60)
+    store, rank, size = job_store(deadline)
+    wanted = {"actor": parse_wanted("0-3"), "rollout": parse_wanted(4), "coordinator": parse_wanted(4)}
+    grids: dict[str, Any] = {"actor": None, "rollout": None, "reward": None}
+    fabric = join(resolve(wanted, size, grids, [Node("here", size)], islands=2), store, rank, deadline)
+    for name, variant in VARIANTS.items():
+        if fabric.has("coordinator"):
+            serve_join(fabric)
+        else:
+            save_file(steps_of(fabric, folder, **variant), folder / f"{name}_{rank}.safetensors")
+    return 0
+
+
+def steps_of(
+    fabric: Fabric,
+    folder: Path,
+    *,
+    ddp: dict[str, Any] | None = None,
+    lora: LoraConfig | None = None,
+    offloaded: bool = False,
+) -> dict[str, torch.Tensor]:
+    """The tensors that the optimizer steps on: at the start, after two updates alone, and with the other island; what
+    the model's weights say of the latter, and those weights."""
+    found: dict[str, torch.Tensor] = {}
+    for name in ("alone", "joined"):
+        model = MegatronModel(
+            ModelSpec.from_folder(folder / "model"), grid(), dtype=torch.bfloat16, seed=0, lora=lora, initialize=False
+        )
+        model.load(folder / "model")
+        optimizer = {"lr": 1e-5, "weight_decay": 0.0}
+        away = OffloadConfig(parameters=offloaded, optimizer=offloaded, folder=str(folder) if offloaded else None)
+        trainable = TrainableModel(
+            model, optimizer=optimizer, scheduler={}, ddp=ddp or {}, total_updates=EVERY, offload=away
+        )
+        actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
+        if name == "joined":
+            trainable.islands = island = Island(fabric, trainable, CoordinatorConfig(islands_every=EVERY), 0)
+            island.part = (0, 1)  # this test's islands have batches of their own
+        found |= masters_of(trainable, "start")
+        for step in range(EVERY):
+            actor.update(experience(seed=10 * fabric.placement.islands[0].count(fabric.rank) + step), step=step)
+        found |= masters_of(trainable, name)
+    with trainable.present():
+        trainable.optimizer.reload_model_params()
+        found |= {f"weights.{name}": parameter.detach().clone() for name, parameter in model.held_parameters.items()}
+    return found | masters_of(trainable, "read")
+
+
+def masters_of(trainable: TrainableModel, prefix: str) -> dict[str, torch.Tensor]:
+    singles = getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
+    tensors = [p for single in singles for group in single.optimizer.param_groups for p in group["params"]]
+    with trainable.present():
+        return {f"{prefix}.{number}": tensor.detach().clone() for number, tensor in enumerate(tensors)}
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
