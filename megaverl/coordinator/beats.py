@@ -9,11 +9,16 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from types import FrameType
+from typing import Literal
+
+Wait = Literal["", "device", "ranks"]
 
 # Frames up from the innermost in which a wait for other ranks may show.
 _DEPTH = 6
 _WAITS = ("torch/distributed/", "megaverl/coordinator/exchange.py")
 _CALLS = (".wait(", "barrier(", "batch_isend_irecv(")
+# Where Python waits until a device has computed, and with it for the collectives that were launched before.
+_READS = (".item(", ".tolist(", ".cpu(", ".numpy(", ".to(", "synchronize(", "float(", "int(", "bool(")
 
 
 @dataclass(frozen=True)
@@ -22,26 +27,34 @@ class Beat:
 
     Attributes:
         number: grows with every beat. doing: what it began last, `seconds` ago.
-        waited: seconds for which it has waited for other ranks; 0: it works.
+        waits_for: what its main thread waits in: a call for other ranks, or for its device, which may itself wait for
+            other ranks, as under NCCL; empty: it works. waited: seconds in this one call.
         where: its main thread is, as file:line (function).
         host: the machine and the space of process ids in it. left: it ended of its own accord.
+        world: those of one name go through the same stages. step: in which it is, or was last.
+        begun: the stages that it has begun in that step, the last one last.
     """
 
     number: float
     doing: str
     seconds: float
+    waits_for: Wait
     waited: float
     where: str
     host: str
     pid: int
     left: bool = False
+    world: str = ""
+    step: int = 0
+    begun: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, data: bytes | str) -> Beat:
-        return cls(**json.loads(data))
+        found = json.loads(data)
+        return cls(**found | {"begun": tuple(found["begun"])})
 
     def __str__(self) -> str:
         machine = self.host.split("/")[0]
@@ -72,46 +85,80 @@ def who_is_gone(
     return "; ".join(told)
 
 
-def who_stalls(beats: Mapping[int, Beat], stalled_after: float, name: Callable[[int], str]) -> str:
-    """Whom others have waited for longer than they may; empty where nobody has.
+def is_behind(beat: Beat, other: Beat) -> bool:
+    """Whether a rank has yet to come to where another one of its world is, by what both say."""
+    if beat.world != other.world or not beat.begun or not other.begun:
+        return False
+    if beat.step != other.step:
+        return beat.step < other.step
+    # a stage that only one of the two has, such as writing what was measured, puts neither behind
+    return beat.begun[-1] in other.begun and other.begun[-1] not in beat.begun
 
-    A rank that has begun something new within that time is not stalled: it may have several things to do while others
-    wait for the last of them.
+
+def blame(beats: Mapping[int, Beat], stalled_after: float) -> tuple[list[int], int] | None:
+    """Which ranks hold the others up, and who has waited for them too long; None where nobody has.
+
+    What ranks say decides first: nobody is to blame who has passed another rank of its world. Between the last ones
+    their calls decide: a rank at work is to blame before one that reads from its device, which may wait for others,
+    and this one before one in a call that waits for other ranks, which is to blame where others have passed it: its
+    wait is for something else, such as a disk. A rank that has begun something new within the time is not to blame:
+    it may have several things to do while others wait for the last of them.
+
+    Returns:
+        The ranks to blame, none where all of several wait for each other, and the rank that has waited.
     """
     here = {rank: beat for rank, beat in sorted(beats.items()) if not beat.left}
-    waiting = [rank for rank, beat in here.items() if beat.waited > stalled_after]
-    if not waiting:
-        return ""
-    longest = max(waiting, key=lambda rank: here[rank].waited)
-    by_whom = f"{name(longest)} has waited for {here[longest].waited:.0f} s in {here[longest].doing}"
-    busy = [rank for rank, beat in here.items() if beat.waited == 0.0]
-    told = [
-        f"{name(rank)} stalls: {here[rank]}, at {here[rank].where}"
-        for rank in busy
-        if here[rank].seconds > stalled_after
-    ]
-    if busy and not told:
-        return ""
-    if not busy:
-        told = ["all ranks wait for each other", *(f"{name(r)}: {beat}, at {beat.where}" for r, beat in here.items())]
-    return "; ".join(told) + f". {by_whom} (run.timeout_minutes)"
+    last = [rank for rank, beat in here.items() if not any(is_behind(other, beat) for other in here.values())]
+    at_work = [rank for rank in last if not here[rank].waits_for]
+    reading = [rank for rank in last if here[rank].waits_for == "device"]
+    passed = [rank for rank in last if any(is_behind(here[rank], other) for other in here.values())]
+    suspects = at_work or reading or passed
+    to_blame = [rank for rank in suspects if here[rank].seconds > stalled_after]
+    if len(to_blame) == len(here) > 1 and all(here[rank].waited > stalled_after for rank in to_blame):
+        to_blame = []
+    elif suspects and not to_blame:
+        return None
+    waited = {rank: beat.waited for rank, beat in here.items() if rank not in to_blame}
+    for rank in waited:  # nothing shows that it waits, but it has been further for so long
+        if any(is_behind(here[other], here[rank]) for other in to_blame):
+            waited[rank] = here[rank].seconds
+    longest = max(waited, key=waited.__getitem__, default=-1)
+    return (to_blame, longest) if waited.get(longest, 0.0) > stalled_after else None
 
 
-def place(frame: FrameType | None) -> tuple[str, bool]:
-    """Where a thread is, outermost of its waits if it waits, and whether it waits for other ranks."""
+def who_stalls(beats: Mapping[int, Beat], stalled_after: float, name: Callable[[int], str]) -> str:
+    """What to say of those whom `blame` finds; empty where nobody stalls."""
+    found = blame(beats, stalled_after)
+    if found is None:
+        return ""
+    to_blame, witness = found
+    told = [f"{name(rank)} stalls: {beats[rank]}, at {beats[rank].where}" for rank in to_blame]
+    if not told:
+        here = [(name(rank), beat) for rank, beat in sorted(beats.items()) if not beat.left]
+        told = ["all ranks wait for each other", *(f"{one}: {beat}, at {beat.where}" for one, beat in here)]
+    waits = beats[witness]
+    seconds = waits.waited if waits.waited > stalled_after else waits.seconds
+    return "; ".join(told) + f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing} (run.timeout_minutes)"
+
+
+def place(frame: FrameType | None) -> tuple[str, Wait]:
+    """Where a thread is, outermost of its waits if it waits for other ranks, and what it waits for."""
     if frame is None:
-        return "nowhere", False
+        return "nowhere", ""
     where = _text(frame)
+    reads = any(call in _line(frame) for call in _READS)
     found: FrameType | None = frame
     for _ in range(_DEPTH):
         if found is None:
             break
-        name = found.f_code.co_filename
-        line = linecache.getline(name, found.f_lineno or 0)  # None in the middle of a call's beginning or end
-        if any(part in name for part in _WAITS) or any(call in line for call in _CALLS):
-            return _text(found), True
+        if any(part in found.f_code.co_filename for part in _WAITS) or any(call in _line(found) for call in _CALLS):
+            return _text(found), "ranks"
         found = found.f_back
-    return where, False
+    return where, "device" if reads else ""
+
+
+def _line(frame: FrameType) -> str:
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)  # no number as a call begins or ends
 
 
 def _text(frame: FrameType) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.coordinator.beats import Beat, place, process_is_gone, this_host, who_is_gone, who_stalls
+from megaverl.coordinator.beats import Beat, Wait, place, process_is_gone, this_host, who_is_gone, who_stalls
 
 _VERDICT = "liveness/verdict"
 # What the transports say when the other side is gone.
@@ -45,6 +45,7 @@ class Liveness:
         store: the job's; a connection of its own is made, since others may be blocked in a wait.
         coordinator: the rank that reads all beats.
         name: how a rank is called in a message.
+        world: of this rank; those of one name go through the same stages.
         say: shows the verdict before this rank is ended.
         exit_code: of a rank that is ended by a verdict.
     """
@@ -58,6 +59,7 @@ class Liveness:
         coordinator: int,
         patience: Patience,
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
+        world: str = "",
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
         exit_code: int = 1,
     ) -> None:
@@ -66,11 +68,14 @@ class Liveness:
         self.verdict: str | None = None
         self._told = threading.Event()
         self._stop = threading.Event()
+        self._world = world
+        self._position: tuple[int, tuple[str, ...]] = (0, ("start",))  # the step, and what of it has begun
         self._doing, self._since = "start", time.monotonic()
         self._left = False
         self._rounds = 0  # of the thread that speaks with the store
         self._main = threading.main_thread().ident
-        self._waits: tuple[int, int, float] | None = None
+        self._call: tuple[int, int, Wait] = (0, 0, "")  # in which the main thread waits, and since when
+        self._called = 0.0
         self._seen: dict[int, tuple[Beat, float]] = {}  # rank -> its last beat, and when it changed
         connection: Any = store  # torch's own annotations leave `clone` out
         self._store: dist.Store = connection.clone()
@@ -82,9 +87,15 @@ class Liveness:
         self._thread.start()
         threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
 
-    def note(self, what: str) -> None:
-        """This rank begins `what`; told at once, so that it is known of a rank that ends in it."""
-        self._doing, self._since = what, time.monotonic()
+    def note(self, stage: str, step: int | None = None) -> None:
+        """This rank begins a stage of a step, or of what is between two; told at once, so that it is known of a rank
+        that ends in it. A thread beside the main one, such as a writer, does not say how far this rank is."""
+        if threading.get_ident() == self._main:
+            before, begun = self._position
+            now = before if step is None else step
+            earlier = (one for one in begun if one != stage) if now == before else ()
+            self._position = (now, (*earlier, stage))
+        self._doing, self._since = stage if step is None else f"step {step}: {stage}", time.monotonic()
         self._try_to_publish()
 
     def leave(self) -> None:
@@ -217,14 +228,26 @@ class Liveness:
 
     def _publish(self) -> None:
         frame = sys._current_frames().get(self._main or 0)
-        where, waits = place(frame)
+        where, waits_for = place(frame)
         now = time.monotonic()
-        if not waits or frame is None:
-            self._waits = None
-        elif self._waits is None or self._waits[:2] != (id(frame), frame.f_lasti):
-            self._waits = (id(frame), frame.f_lasti, now)
-        waited = max(now - self._waits[2], 1e-3) if self._waits else 0.0
-        beat = Beat(time.time(), self._doing, now - self._since, waited, where, this_host(), os.getpid(), self._left)
+        call = (id(frame), frame.f_lasti if frame else 0, waits_for)
+        if call != self._call:
+            self._call, self._called = call, now
+        step, begun = self._position
+        beat = Beat(
+            number=time.time(),
+            doing=self._doing,
+            seconds=now - self._since,
+            waits_for=waits_for,
+            waited=now - self._called if waits_for else 0.0,
+            where=where,
+            host=this_host(),
+            pid=os.getpid(),
+            left=self._left,
+            world=self._world,
+            step=step,
+            begun=begun,
+        )
         self._store.set(f"liveness/beat/{self.rank}", beat.to_json())
 
 

@@ -78,6 +78,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
             lost_after=min(LOST_AFTER, seconds),
             grace=min(4.0, seconds / 2),
         ),
+        world=placement.world_of(rank).name,
         name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
         say=console.error,
     )

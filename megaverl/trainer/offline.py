@@ -24,7 +24,7 @@ from megaverl.trainer.records import Records
 from megaverl.trainer.rl import kept_objects
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.trainer.signals import LeaveRequest, Leaving
-from megaverl.trainer.stages import Stages
+from megaverl.trainer.stages import Stages, unheard
 
 
 def with_longest(config: Config, longest: int | None) -> Config:
@@ -53,7 +53,7 @@ class OfflineTrainer(ABC):
     ) -> None:
         self.config, self.builder, self.console = config, builder, console
         self.steps, self.is_first = steps, dist.get_rank() == 0
-        self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else lambda what: None)
+        self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else unheard)
         self.data = self.dataset(self.train_sources)
         self.sampler = self.data.sampler(batch_size, config.run.seed, shuffle=config.data.shuffle)
         store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, FirstRank(), console)

@@ -32,7 +32,7 @@ from megaverl.trainer.records import Records
 from megaverl.trainer.samples import sample_records
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.trainer.signals import LeaveRequest, Leaving
-from megaverl.trainer.stages import Stages
+from megaverl.trainer.stages import Stages, unheard
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
@@ -66,7 +66,7 @@ class RLTrainer:
         if self.prompts.losses:
             console.print(f"training prompts: {self.prompts.losses}")
         self.timeline = Timeline(self.rank)
-        self.stages = Stages(self.timeline, job.liveness.note if job else lambda what: None)
+        self.stages = Stages(self.timeline, job.liveness.note if job else unheard)
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.note("resume")

@@ -16,7 +16,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.generate import Metrics, generate, score
 from megaverl.trainer.job import Job
 from megaverl.trainer.refill import refill
-from megaverl.trainer.stages import Stages
+from megaverl.trainer.stages import Stages, unheard
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 
 
@@ -27,7 +27,7 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
     after the last step that it has stored, unless `checkpoint.resume` is never.
     """
     builder = Builder(config)
-    stages = Stages(Timeline(), job.liveness.note if job else lambda what: None)
+    stages = Stages(Timeline(), job.liveness.note if job else unheard)
     stream = builder.prompts()
     rollout, reward, player = builder.rollout(None), builder.reward(), builder.player()
     folder = RolloutFolder(builder.run_dir / "rollouts")

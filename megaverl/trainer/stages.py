@@ -8,15 +8,19 @@ from contextlib import contextmanager
 from megaverl.metrics.timeline import Timeline
 
 
+def unheard(stage: str, step: int | None) -> None:
+    """For a rank that nobody watches."""
+
+
 class Stages:
     """Named stages of a step, entered one after the other.
 
     Args:
         timeline: gets a span for each.
-        tell: hears of each as it begins, as "step 3: reward".
+        tell: hears of each as it begins, and of the step that it is in, if it is in one.
     """
 
-    def __init__(self, timeline: Timeline, tell: Callable[[str], None] = lambda what: None) -> None:
+    def __init__(self, timeline: Timeline, tell: Callable[[str, int | None], None] = unheard) -> None:
         self.timeline, self._tell = timeline, tell
         self.step: int | None = None
 
@@ -29,4 +33,4 @@ class Stages:
 
     def note(self, name: str) -> None:
         """A stage begins that has no span of its own."""
-        self._tell(name if self.step is None else f"step {self.step}: {name}")
+        self._tell(name, self.step)

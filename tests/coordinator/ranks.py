@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ def make(timeout: float = 30.0) -> tuple[Fabric, Coordinator, Liveness]:
     fabric = start({**ROLES, "rollout": "actor"})
     fabric = replace(fabric, timeout=timedelta(seconds=timeout))
     patience = Patience(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
-    liveness = Liveness(fabric.store, fabric.rank, 4, coordinator=3, patience=patience, name=fabric.describe)
+    liveness = Liveness(
+        fabric.store, fabric.rank, 4, coordinator=3, patience=patience, name=fabric.describe, world=fabric.world.name
+    )
     seats = (Seat("actor", 0), Seat("critic", 2))
     return fabric, Coordinator(fabric, seats, Rules(max_staleness=1), liveness=liveness), liveness
 
@@ -143,6 +146,31 @@ def unheard() -> str:
             dist.barrier(fabric.control)
             coordinator.close()
     return told
+
+
+def waits_on_the_device(stage: str) -> str:
+    """Rank 1 stalls in a stage; rank 0 of the same world is in `stage` and reads a number of what is not computed, as
+    after a collective of NCCL's; the other worlds wait for both."""
+    fabric, _, liveness = make()
+    for begun in ("rollout", "values", "actor_update"):
+        liveness.note(begun, 2)
+        if fabric.rank == 1 and begun == "values":
+            vanish("stalled")
+        if fabric.rank == 0 and begun == stage:
+            NotComputed().item()
+    try:
+        dist.barrier(fabric.control)
+    except RuntimeError as error:  # a rank that has heard the verdict may end before this one has
+        return str(liveness.explain(error))
+    return "nothing happened"
+
+
+class NotComputed:
+    """A tensor whose value never comes."""
+
+    def __init__(self) -> None:
+        end, self._other_end = os.pipe()
+        self.item = partial(os.read, end, 1)  # blocks in C, without a frame of its own
 
 
 def vanish(how: str) -> None:

@@ -6,9 +6,9 @@ import pytest
 from torch.distributed import TCPStore
 
 from megaverl.coordinator import Liveness, Patience
-from megaverl.coordinator.beats import Beat, who_is_gone, who_stalls
 from megaverl.coordinator.exchange import cause_of, complete_set, tree_children, tree_parent
 from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
+from tests.coordinator.test_beats import beat
 from tests.fabric.forks import Server
 
 
@@ -51,43 +51,20 @@ def test_a_lost_rank_is_named_on_every_rank(forks: Server, rank: int, how: str, 
         assert ended.seconds[other] < 11, "ended by itself"
 
 
+@pytest.mark.parametrize("stage", ["values", "actor_update"])
+def test_a_rank_that_waits_on_its_device_is_not_accused(forks: Server, stage: str) -> None:
+    """Under NCCL a rank that waits for others is in no frame of torch.distributed, be it further or in that stage."""
+    ended = forks.run("tests.coordinator.ranks:waits_on_the_device", ranks=4, deadline=12.0, stage=stage)
+    for result, output in zip(ended.results, ended.output, strict=True):
+        told = str(result) + output
+        assert "rank 1 (actor+reward+rollout, here) stalls: it was in step 2: values" in told
+        assert "rank 0 (actor+reward+rollout, here) stalls" not in told
+
+
 def test_a_role_that_does_not_report_with_its_partner(forks: Server) -> None:
     first, second, critic, alone = forks.run("tests.coordinator.ranks:unheard", ranks=4, deadline=20.0).check()
     assert first == second == alone == "rank 2 (critic, here) died or stalled: no report of critic came"
     assert critic == ""
-
-
-def beat(**changes: object) -> Beat:
-    values = {
-        "number": 1.0,
-        "doing": "x",
-        "seconds": 3.0,
-        "waited": 0.0,
-        "where": "a.py:1 (f)",
-        "host": "h/1",
-        "pid": 7,
-    }
-    return Beat(**{**values, **changes})  # type: ignore[arg-type]
-
-
-def test_whom_the_others_wait_for() -> None:
-    name = "rank {}".format
-    beats = {0: beat(waited=5.0, doing="w"), 1: beat(seconds=5.0), 2: beat(waited=2.0), 3: beat(left=True)}
-    assert who_stalls(beats, 4.0, name) == (
-        "rank 1 stalls: it was in x for 5 s (process 7 on h), at a.py:1 (f). rank 0 has waited for 5 s in w "
-        "(run.timeout_minutes)"
-    )
-    assert who_stalls(beats, 6.0, name) == ""
-    assert who_stalls(beats | {1: beat(seconds=3.0)}, 4.0, name) == "", "it has begun something new since"
-    assert "all ranks wait for each other; rank 0: it was in w" in who_stalls({0: beats[0]}, 4.0, name)
-
-
-def test_who_is_gone_and_who_is_silent() -> None:
-    beats = {0: beat(pid=1), 1: beat(pid=2), 2: beat(pid=2, left=True), 3: beat(pid=3)}
-    told = who_is_gone(beats, {3: 9.0}, 5.0, "rank {}".format, lambda one: one.pid == 2)
-    assert told.startswith("rank 1 is gone: it was in x") and "rank 3 has not been heard of for 9 s" in told
-    assert "rank 0" not in told and "rank 2" not in told
-    assert Beat.from_json(beats[0].to_json()) == beats[0]
 
 
 def test_reports_that_name_each_other_are_decided_on_together() -> None:
