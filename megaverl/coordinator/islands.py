@@ -17,7 +17,8 @@ from torch import Tensor
 class Compressor:
     """bfloat16 with error feedback (arXiv 1901.09847): what rounding takes away is added to the next one.
 
-    So what was sent, added up over time, is never further from what was meant than one rounding.
+    So what was sent, added up over time, is never further from what was meant than one rounding. What was left of
+    values of another shape, from before a resume on another grid, is dropped.
     """
 
     def __init__(self) -> None:
@@ -25,7 +26,8 @@ class Compressor:
 
     def compress(self, name: str, values: Tensor) -> Tensor:
         """`values` and what was left of the last of this name, in bfloat16."""
-        whole = values + self._left[name] if name in self._left else values
+        left = self._left.get(name)
+        whole = values if left is None or left.shape != values.shape else values + left
         rounded = whole.to(torch.bfloat16)
         left = whole - rounded.to(values.dtype)
         self._left[name] = torch.where(torch.isfinite(left), left, 0.0)  # an inf is skipped, not carried on

@@ -60,6 +60,13 @@ def test_what_rounding_takes_is_given_back(values: list[float]) -> None:
     assert abs(float(sent) - sum(values)) <= 2 * largest * 2**-8 + 1e-9
 
 
+def test_what_another_grid_left_is_not_given_back() -> None:
+    before, compressor = Compressor(), Compressor()
+    before.compress("0", torch.tensor([1.0 + 2**-12]))
+    compressor.load_state_dict(before.state_dict())
+    assert compressor.compress("0", torch.zeros(3)).tolist() == [0.0] * 3
+
+
 def test_an_overflow_is_not_carried_on() -> None:
     compressor = Compressor()
     assert compressor.compress("g", torch.tensor([torch.inf, 1.0]))[0] == torch.inf
