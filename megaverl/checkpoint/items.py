@@ -33,8 +33,8 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def write_tensor(file: ChecksummedFile, tensor: torch.Tensor) -> None:
-    """Append a tensor in host memory to a file."""
-    tensor = tensor.detach().contiguous()
+    """Append a tensor to a file; one on a device is copied to the host first."""
+    tensor = tensor.detach().cpu().contiguous()
     frame = frame_of(tensor.shape, tensor.dtype)
     if frame is None:
         torch.save(tensor.clone(), file)  # a clone: torch writes all of the memory that a tensor is a part of

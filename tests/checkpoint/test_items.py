@@ -13,6 +13,7 @@ from megaverl.checkpoint import items
 from megaverl.checkpoint.checksums import ChecksummedFile, crc32_of, read_into
 from megaverl.checkpoint.items import frame_of, read_object, read_tensor, write_tensor
 from megaverl.errors import DamagedCheckpoint
+from tests.device_tensors import DeviceTensor
 
 TENSORS = {
     "matrix": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -57,6 +58,14 @@ def test_what_is_left_to_torch_is_stored_without_its_surroundings(tmp_path: Path
     assert end < 4_000
     with open(tmp_path / "items", "rb", buffering=0) as file:
         assert torch.equal(torch.load(io.BytesIO(read_object(file, start, end)), weights_only=True), part)
+
+
+@pytest.mark.parametrize("name", [*TENSORS, "left to torch"])
+def test_what_lies_in_a_gpu_is_written_as_if_it_lay_on_the_host(tmp_path: Path, name: str) -> None:
+    tensor = TENSORS.get(name, torch.arange(3))
+    written(tmp_path / "host", tensor)
+    written(tmp_path / "device", DeviceTensor(tensor))
+    assert (tmp_path / "device").read_bytes() == (tmp_path / "host").read_bytes()
 
 
 def test_tensors_too_large_for_a_plain_zip_are_left_to_torch() -> None:
