@@ -106,7 +106,7 @@ class StreamingCarrier(Carrier):
                     head, table = receive_part(self.fabric, edge, sender)
                 if table is not None:
                     parts.append((head["rows"], table))
-                    each(head["rows"], batch_of(table))
+                    each(head["rows"], RolloutBatch(table.tensors, table.columns))
                 if head["outline"] is not None:
                     known |= {row: (prompt, response, number) for row, prompt, response, number in head["outline"]}
                     waiting.remove(sender)
@@ -218,14 +218,8 @@ def put_together(parts: Sequence[tuple[Sequence[int], Table]]) -> RolloutBatch:
     """One batch from its parts, in the order of the samples' numbers."""
     rows = sorted(row for some, _ in parts for row in some)
     place = {row: number for number, row in enumerate(rows)}
-    return batch_of(
-        merge(len(rows), [([place[row] for row in some], table, range(len(some))) for some, table in parts])
-    )
-
-
-def batch_of(table: Table) -> RolloutBatch:
-    """What came as rows, on the CPU."""
-    return RolloutBatch({name: tensor.cpu() for name, tensor in table.tensors.items()}, table.columns)
+    table = merge(len(rows), [([place[row] for row in some], table, range(len(some))) for some, table in parts])
+    return RolloutBatch(table.tensors, table.columns)
 
 
 def _name(edge: Edge) -> str:

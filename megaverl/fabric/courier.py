@@ -111,18 +111,17 @@ class Courier:
         moving = self._moving(name, head, source, dest)
         table = receive_rows(self.fabric, moving)
         assert table is not None
-        tensors_here = {key: tensor.cpu() for key, tensor in table.tensors.items()}
         rows = list(moving.wanted)
         if head["kind"] == "field":
             if base is None:
                 raise DataError(f"{name}: a field came, and this rank has no batch that it belongs to")
-            return _spread_like(name, tensors_here[name], rows, base)
+            return _spread_like(name, table.tensors[name], rows, base)
         if head["over_base"]:
             if base is None:
                 raise DataError(f"{name}: a batch came that adds to another, which this rank has not")
-            fields = {key: _spread_like(key, tensor, rows, base) for key, tensor in tensors_here.items()}
+            fields = {key: _spread_like(key, tensor, rows, base) for key, tensor in table.tensors.items()}
             return base.with_(**fields)
-        batch = RolloutBatch(tensors_here, table.columns)
+        batch = RolloutBatch(table.tensors, table.columns)
         if "outline" not in head:
             return batch
         if reads is None:

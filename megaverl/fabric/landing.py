@@ -71,7 +71,7 @@ def go_on(
     wanted = {rank: sorted(found.get(rank, ())) for rank in dest}
     part = move_batch(fabric, Moving.plan(fabric, f"{name}, to their readers", here, wanted), landed)
     assert part is not None
-    batch = spread_batch(part.to("cpu"), wanted[fabric.rank], outline)
+    batch = spread_batch(part, wanted[fabric.rank], outline)
     weighed = {key: tensor for key, tensor in landed.tensors.items() if key in reads.of_all}
     if weighed:
         others = {rank: sorted(set(range(count)) - set(wanted[rank])) for rank in dest}
@@ -130,5 +130,5 @@ def _filled(whole: Tensor, rows: Sequence[int], part: Tensor) -> Tensor:
     """`whole` with these rows as in `part`, beyond whose widths there is nothing."""
     whole, index = whole.clone(), torch.tensor(list(rows), dtype=torch.int64)
     kept = tuple(slice(0, min(sizes)) for sizes in zip(whole.shape[1:], part.shape[1:], strict=True))
-    whole[(slice(None), *kept)][index] = part[(slice(None), *kept)].to(whole.device)
+    whole[(slice(None), *kept)][index] = part[(slice(None), *kept)]
     return whole

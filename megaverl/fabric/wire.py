@@ -95,11 +95,12 @@ def pack(table: Table, places: Sequence[int]) -> tuple[bytes, Tensor]:
 
 
 def unpack(header: bytes, payload: Tensor, fills: Mapping[str, float | bool]) -> Table:
-    """Undo `pack`.
+    """Undo `pack`; the rows are on the host, wherever their bytes have arrived.
 
     Raises:
         DataError: the header does not go with the bytes.
     """
+    payload = payload.cpu()  # in one copy, instead of one for each field
     try:
         said = json.loads(header)
         count, places = int(said["rows"]), 0
@@ -141,7 +142,7 @@ def _mask(lengths: Tensor, width: int) -> Tensor:
 
 
 def merge(count: int, parts: Sequence[tuple[Sequence[int], Table, Sequence[int]]]) -> Table:
-    """One table of `count` rows from parts of others.
+    """One table of `count` rows from parts of others, on the host, wherever those are.
 
     Args:
         parts: (places here, table, places in it). Together they fill every row once; an empty one gives its names.
@@ -162,17 +163,17 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], Table, Sequence[int]]
     for name, like in first.tensors.items():
         axis = first.axes.get(name, "")
         shape = (count, widths[axis], *like.shape[2:]) if axis else (count, *like.shape[1:])
-        tensors[name] = like.new_full(shape, first.fills.get(name, 0))
-    lengths = {axis: values.new_zeros(count) for axis, values in first.lengths.items()}
+        tensors[name] = torch.full(shape, first.fills.get(name, 0), dtype=like.dtype)
+    lengths = {axis: torch.zeros(count, dtype=values.dtype) for axis, values in first.lengths.items()}
     columns: dict[str, list[Any]] = {name: [None] * count for name in first.columns}
     for here, table, there in parts:
         if not here:
             continue
-        to, index = (torch.tensor(list(p), device=_device(table)) for p in (here, there))
+        to, index = torch.tensor(list(here)), torch.tensor(list(there))
         for axis, values in table.lengths.items():
-            lengths[axis][to.to(lengths[axis].device)] = values[index.to(values.device)].to(lengths[axis].device)
+            lengths[axis][to] = values[index].cpu()
         for name, tensor in table.tensors.items():
-            rows = tensor[index]
+            rows = tensor[index].cpu()
             if first.axes.get(name):
                 tensors[name][to, : rows.shape[1]] = rows
             else:
@@ -181,7 +182,3 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], Table, Sequence[int]]
             for target, origin in zip(here, there, strict=True):
                 columns[name][target] = column[origin]
     return Table(tensors, first.axes, lengths, first.fills, columns)
-
-
-def _device(table: Table) -> torch.device:
-    return next((tensor.device for tensor in table.tensors.values()), torch.device("cpu"))

@@ -7,6 +7,7 @@ import torch
 
 from megaverl.errors import DataError
 from megaverl.fabric.wire import Table, merge, pack, unpack
+from tests.device_tensors import DeviceTensor
 from tests.fabric.forks import Server
 
 
@@ -50,6 +51,23 @@ def test_what_a_table_holds_comes_back() -> None:
     both = merge(3, [([2], table, [0]), ([0, 1], back, [0, 1])])
     assert both.tensors["a"].tolist() == [[8, 9, 10, -1], [-1] * 4, [0, 1, 2, 3]]
     assert both.lengths["R"].tolist() == [3, 0, 2]
+
+
+@pytest.mark.parametrize("own", ["host", "device"])
+def test_what_arrives_in_a_gpu_joins_what_lies_on_the_host(own: str) -> None:
+    ragged, lengths = torch.arange(12).reshape(3, 4), torch.tensor([2, 0, 3])
+    table = Table({"a": ragged, "b": lengths.float()}, {"a": "R"}, {"R": lengths})
+    header, payload = pack(table, [2, 1])
+    arrived = unpack(header, DeviceTensor(payload), {})
+    if own == "device":
+        moved = {name: DeviceTensor(tensor) for name, tensor in table.tensors.items()}
+        table = Table(moved, table.axes, {"R": DeviceTensor(lengths)})
+    for parts in ([([2], table, [0]), ([0, 1], arrived, [0, 1])], [([0, 1], arrived, [0, 1]), ([2], table, [0])]):
+        both = merge(3, parts)
+        assert both.tensors["a"].tolist() == [[8, 9, 10, 0], [0] * 4, [0, 1, 2, 3]]
+        assert both.tensors["b"].tolist() == [3, 0, 2] and both.lengths["R"].tolist() == [3, 0, 2]
+        held = [*both.tensors.values(), *both.lengths.values()]
+        assert {tensor.device.type for tensor in held} == {"cpu"}, "batches lie on the host"
 
 
 def test_messages_that_are_damaged_are_refused() -> None:
