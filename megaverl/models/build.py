@@ -8,7 +8,7 @@ import torch
 
 from megaverl.models.attention import CausalAttention, is_plain
 from megaverl.models.heads import ValueHead, ValuesBesideLogits
-from megaverl.models.latent import LatentAttention
+from megaverl.models.latent import LatentAttention, LocalLatentAttention
 from megaverl.models.norm import RMSNorm
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
 from megaverl.models.router import BiasedRouter
@@ -46,6 +46,8 @@ def block_spec(
         config, with_engine, normalization=config.normalization, vp_stage=vp_stage, pp_rank=pp_rank
     )
     for layer in block.layer_specs:  # the layers of one kind are one object: setting it again changes nothing
+        if config.multi_latent_attention:
+            layer.submodules.self_attention.module = LatentAttention if with_engine else LocalLatentAttention
         if not with_engine:
             _use_our_parts(layer, config)
         if spec.moe is not None and spec.moe.router_bias and hasattr(layer.submodules.mlp.submodules, "router"):
@@ -62,7 +64,6 @@ def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
     if is_plain(config):
         attention.core_attention = CausalAttention
     if config.multi_latent_attention:
-        layer.submodules.self_attention.module = LatentAttention
         attention.q_layernorm = RMSNorm
         attention.kv_layernorm = RMSNorm
     elif config.qk_layernorm:
