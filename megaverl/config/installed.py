@@ -166,8 +166,3 @@ def _docline(following: ast.stmt | None) -> str:
         text = following.value.value
         return str(text).strip().split("\n")[0] if isinstance(text, str) else ""
     return ""
-
-
-def is_flash_attn_available() -> bool:
-    """Whether FlashAttention's package is installed. It needs a GPU; attention falls back to PyTorch's own kernels."""
-    return source_file("flash_attn") is not None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megaverl.doctor.finding import Finding
-from megaverl.platform import platform
+from megaverl.platform import flash_attention, platform
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ KERNELS = (
     ),
     Kernel(
         "attention of the actor",
-        ("transformer_engine", "flash_attn"),
-        "FlashAttention through Transformer Engine",
+        ("transformer_engine",),
+        "Transformer Engine's: FlashAttention or cuDNN's, whichever serves",
         "PyTorch's scaled_dot_product_attention",
         "no packed (THD) sequences; speed depends on which kernel PyTorch picks for the head size",
         TE,
@@ -99,7 +99,15 @@ def kernels() -> Iterator[Finding]:
         else:
             found = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"
             yield Finding("kernels", kernel.what, "warn", found, kernel.mend)
+    yield _flash_attention()
     yield Finding("kernels", "attention of vLLM", "note", "chosen by vLLM for the GPU and model; its log says which")
+
+
+def _flash_attention() -> Finding:
+    if reason := flash_attention.why_not():
+        found = f"{reason}: attention is cuDNN's where Transformer Engine is, and PyTorch's elsewhere"
+        return Finding("kernels", "FlashAttention", "note", found)
+    return Finding("kernels", "FlashAttention", "ok", "Transformer Engine's choice, and that of rollout.engine=hf")
 
 
 def _vllm_on_cpu() -> Finding:

@@ -15,10 +15,11 @@ from megaverl.config.roles import recompute_fields
 from megaverl.errors import ModelError
 from megaverl.models.spec import MLASpec, ModelSpec, MoESpec
 from megaverl.parallel.grid import GridShape
-from megaverl.platform import platform
+from megaverl.platform import flash_attention, platform
 
 platform.adapt_megatron()
 
+from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
 # Kernels and fusions that exist on CUDA only.
@@ -163,10 +164,22 @@ def transformer_config(
     }
     if spec.moe is not None:
         _check_expert_options(options, shape)
+    _check_attention_backend(options.get("attention_backend", AttnBackend.auto))
     try:
         return config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
         raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error
+
+
+def _check_attention_backend(backend: AttnBackend) -> None:
+    """Refuse a kernel of Transformer Engine that is not here, where it only says so in the first batch."""
+    if backend not in (AttnBackend.flash, AttnBackend.fused):
+        return
+    reason = "" if uses_transformer_engine() else "it comes with Transformer Engine, which needs a GPU and is not here"
+    if not reason and backend is AttnBackend.flash and importlib.util.find_spec("flash_attn_3") is None:
+        reason = flash_attention.why_not()
+    if reason:
+        raise ModelError(f"megatron.attention_backend={backend.name}: {reason}. Leave it at auto.")
 
 
 def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:

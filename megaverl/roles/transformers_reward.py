@@ -15,7 +15,7 @@ from megaverl.data.sharing import Outline
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.errors import ModelError, RewardError
 from megaverl.parallel.collectives import gather_rows, together
-from megaverl.platform import platform
+from megaverl.platform import flash_attention, platform
 
 NO_TOKEN = -1  # as padding: rows of one length have none, and transformers scores the last token that is not padding
 
@@ -63,6 +63,7 @@ class TransformersRewardModel:
         model.config.get_text_config().pad_token_id = NO_TOKEN
         model.config.pad_token_id = NO_TOKEN
         self.model: Any = model.to(platform.device).eval().requires_grad_(False)
+        flash_attention.use_in(self.model)
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """[B] float32, the same on every rank.

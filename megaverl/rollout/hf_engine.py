@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megaverl.errors import RolloutError
 from megaverl.layout.layout import Layout, whole_layout
-from megaverl.platform import platform
+from megaverl.platform import flash_attention, platform
 from megaverl.rollout.engine import (
     Generation,
     Sampling,
@@ -63,6 +63,7 @@ class HFEngine:
             str(model_folder), dtype=dtype, trust_remote_code=trust_remote_code
         )
         self.model: Any = model.to(platform.device).eval().requires_grad_(False)
+        flash_attention.use_in(self.model)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())
