@@ -68,6 +68,20 @@ DDP: dict[str, str] = {
         ("use_megatron_fsdp", "use_custom_fsdp"),
         "megaverl reshards from Megatron's own layout, not from FSDP's.",
     ),
+    **dict.fromkeys(
+        (
+            "data_parallel_sharding_strategy",
+            "outer_dp_sharding_strategy",
+            "suggested_communication_unit_size",
+            "preserve_fp32_weights",
+            "keep_fp8_transpose_cache",
+            "gradient_reduce_div_fusion",
+            "fsdp_double_buffer",
+            "fsdp_manual_registration",
+        ),
+        "Only Megatron's FSDP reads it, and that is not used. {role}.ddp.use_distributed_optimizer, which is on unless "
+        "it is set to false, shards the optimizer over the data-parallel ranks.",
+    ),
 }
 
 SAMPLING: dict[str, str] = {
