@@ -102,11 +102,13 @@ class RolloutConfig(Section):
     )
     use_dynamic_batching: bool = Field(
         default=False,
-        description="Choose at every generation how many sequences are worked on at once, by the room for their keys "
-        "and values; shown as rollout/sequences_in_flight.",
+        description="Choose at every generation how many sequences are worked on at once, by the memory for their "
+        "keys and values: vLLM's free cache, or memory_budget_mb; shown as rollout/sequences_in_flight.",
     )
     min_sequences: Positive = Field(default=1, description="With use_dynamic_batching: at least so many.")
     max_sequences: Positive = Field(default=256, description="With use_dynamic_batching: at most so many.")
-    memory_budget_mb: Positive = Field(
-        default=1024, description="With use_dynamic_batching: room for keys and values where rollout.engine=hf."
+    memory_budget_mb: Positive | None = Field(
+        default=None,
+        description="With use_dynamic_batching and rollout.engine=hf: memory for keys and values. null: half of the "
+        "free memory of the device that has the least; measured again when less than that is left, and kept on resume.",
     )

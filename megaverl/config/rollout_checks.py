@@ -38,6 +38,13 @@ def _bounds(rollout: RolloutConfig) -> Iterator[Mistake]:
             "raise the other.",
             involves=("rollout.max_sequences",),
         )
+    if rollout.engine == "vllm" and rollout.use_dynamic_batching and rollout.memory_budget_mb is not None:
+        yield Mistake(
+            "rollout.memory_budget_mb",
+            "is set, and vLLM has a cache of its own, of the size that rollout.vllm.gpu_memory_utilization (on a CPU "
+            "kv_cache_memory_bytes) says. Leave it out.",
+            involves=("rollout.engine",),
+        )
     for name in ("min_sequences", "max_sequences", "memory_budget_mb"):
         if not rollout.use_dynamic_batching and getattr(rollout, name) != getattr(RolloutConfig(), name):
             yield Mistake(

@@ -6,6 +6,7 @@ import functools
 import os
 from dataclasses import dataclass
 
+import psutil
 import torch
 
 
@@ -43,6 +44,13 @@ class Platform:
         """Wait for the device's outstanding work, so that a clock reads true."""
         if self.is_cuda:
             torch.cuda.synchronize()
+
+    def free_memory(self) -> int:
+        """Bytes that this process may still allocate on its device; of a CPU's, an equal share for each rank there."""
+        if self.is_cuda:
+            held = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return int(torch.cuda.mem_get_info(self.device)[0]) + held
+        return int(psutil.virtual_memory().available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
     def adapt_megatron(self) -> None:
         """Adapt megatron-core to this machine; on CUDA nothing. Call before importing `megatron.core`."""

@@ -198,6 +198,8 @@ class Rollout:
         """
         engine = self.engine
         engine.wake_up()
+        if engine.in_flight is not None and engine.in_flight.measures:
+            engine.in_flight.fit(self._least_free_memory())
         lengths = [len(prompt) for prompt in prompts]
         mine = split_prompts(lengths, engine.num_replicas, group_size, conversations)[engine.replica]
         speaks = engine.tp_rank == 0  # the ranks of a replica hold the same responses: its first one speaks for it
@@ -212,6 +214,13 @@ class Rollout:
             engine.sleep()
         packed = pack_generations(mine, found) if speaks else torch.empty(0, dtype=torch.int32)
         return unpack_generations(gather_rows(packed.to(platform.device), self.world).cpu(), len(prompts))
+
+
+    def _least_free_memory(self) -> int:
+        """Bytes, on the rank that has the least; every rank takes part."""
+        free = torch.tensor(platform.free_memory(), device=platform.device)
+        dist.all_reduce(free, dist.ReduceOp.MIN, group=self.world)
+        return int(free)
 
 
 @contextmanager

@@ -90,7 +90,9 @@ class HFEngine:
         step = len(prompts)
         if self.in_flight is not None:
             longest = max(map(len, prompts)) + max(way.max_tokens for way in ways)
-            step = self.in_flight.choose(self.in_flight.budget // self._bytes_per_token, longest)
+            if self.in_flight.budget is None:  # else its ranks have agreed
+                self.in_flight.fit(platform.free_memory())
+            step = self.in_flight.choose((self.in_flight.budget or 0) // self._bytes_per_token, longest)
         starts = range(0, len(prompts), step)
         found: list[Generation] = []
         for i in starts:

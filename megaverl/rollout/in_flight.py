@@ -11,14 +11,25 @@ class InFlight:
 
     Attributes:
         least, most: bounds; with too little room for `least`, the engine has to make some (vLLM preempts).
-        budget: bytes for keys and values, where the engine has no cache of its own to ask.
+        budget: bytes for keys and values, where the engine has no cache of its own to ask; None: not measured yet.
+        measures: whether the budget follows the device's free memory.
         number: what was chosen last.
     """
 
     least: int
     most: int
-    budget: int = 0
+    budget: int | None = None
+    measures: bool = False
     number: int = 0
+
+    def fit(self, free: int) -> None:
+        """Make the budget half of the `free` bytes, a power of two, unless there is one that they still hold.
+
+        The other half is for activations. A budget stays as long as it can, and a checkpoint keeps it: engines whose
+        batches have other sizes round otherwise.
+        """
+        if self.measures and (self.budget is None or free < self.budget):
+            self.budget = 1 << max(0, (free // 2).bit_length() - 1)
 
     def choose(self, free_tokens: int, longest: int) -> int:
         """The number for responses whose prompt and response together take up to `longest` tokens.

@@ -62,7 +62,9 @@ def make_engine(
         on_load=on_load,
     )
     if config.use_dynamic_batching:
-        engine.in_flight = InFlight(config.min_sequences, config.max_sequences, config.memory_budget_mb * 2**20)
+        budget = None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20
+        measures = budget is None and config.engine != "vllm"  # which knows what is free of its own cache
+        engine.in_flight = InFlight(config.min_sequences, config.max_sequences, budget, measures)
     return engine
 
 

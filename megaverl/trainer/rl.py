@@ -350,12 +350,14 @@ class RLTrainer:
 
     def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:
         rollout = self.engines
+        in_flight = rollout.engine.in_flight if rollout else None
         return {
             "next_step": self.next_step,
             "kl": self.roles.kl.state_dict(),
             "sampler": self.prompts.state_dict(),
             "tokenizer": tokenizer_digest(self.builder.tokenizer),
             "weight_version": rollout.weight_version if rollout else 0,
+            "generation_budget": in_flight.budget if in_flight and in_flight.measures else None,
             "best": self.validation.state_dict(),
             "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
             "cut_off": cut_off.facts() if cut_off else None,
@@ -378,6 +380,8 @@ class RLTrainer:
             rollout.reshard()
             if state is not None:
                 rollout.weight_version = int(state["weight_version"]) or rollout.weight_version
+                if (in_flight := rollout.engine.in_flight) is not None and in_flight.measures:
+                    in_flight.budget = state.get("generation_budget")
         self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
         self.appoint(Progress.from_dict(state["coordinator"]) if state else Progress())
         if path is not None:

@@ -360,7 +360,8 @@ class SplitTrainer(RLTrainer):
         if self.keeps_records:
             mine = {name: whole[name] for name in ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")}
         if self.fabric.rank == self.placement.ranks["rollout"][0]:
-            mine |= {"weight_version": whole["weight_version"], "ahead": self.ahead.facts}
+            mine |= {name: whole[name] for name in ("weight_version", "generation_budget")}
+            mine["ahead"] = self.ahead.facts
             mine["sampler"] = self.ahead.sampler(self.next_step) or whole["sampler"]
         if self.fabric.rank == self.placement.coordinator:
             mine["coordinator"] = whole["coordinator"]

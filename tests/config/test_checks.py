@@ -41,6 +41,11 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (["rollout.sampling_rules=[{over: 9, top_k: 5}]"], "rollout.sampling_rules", "adaptive_sampling is false"),
         (["rollout.min_sequences=2"], "rollout.min_sequences", "use_dynamic_batching is false"),
         (
+            ["rollout={use_dynamic_batching: true, memory_budget_mb: 64}"],
+            "rollout.memory_budget_mb",
+            "rollout.vllm.gpu_memory_utilization",
+        ),
+        (
             ["rollout={use_dynamic_batching: true, min_sequences: 9, max_sequences: 4}"],
             "rollout.min_sequences",
             "more than rollout.max_sequences=4",

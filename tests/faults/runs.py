@@ -15,7 +15,7 @@ from tests.trainer.conftest import command_arguments
 STEPS = 4
 # Adaptive KL, schedules, two optimizers, validation with a best score, checkpoints at every step and milestones.
 PPO = [
-    "rollout.engine=hf",
+    "rollout={engine: hf, use_dynamic_batching: true}",
     "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01, target: 0.01}}",
     "actor={tp: 2, optimizer: {lr: 1.0e-3}, scheduler: {lr_decay_style: cosine, lr_warmup_steps: 1}}",
     "critic={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}",
@@ -23,6 +23,8 @@ PPO = [
     "checkpoint={save_interval: 1, keep_last_k: 2, milestone_interval: 3}",
     "run={name: run, nproc: 2, log_with: jsonl, timeout_minutes: 2}",
 ]
+# Of the trainer's state, what the machine says.
+MACHINE = ("metrics_bytes", "generation_budget")
 # What a clock or the machine says.
 _VARYING = ("time", "_ms", "_per_sec", "seconds", "memory/", "busy/")
 
@@ -51,7 +53,7 @@ def remains(run: Path) -> Remains:
         # the same values can be pickled in several ways
         "common": repr(torch.load(newest[0] / "common.pt", weights_only=True)),
         "random": {name: found for name, found in files.items() if name.startswith("random_")},
-        "trainer": {name: value for name, value in state.items() if name != "metrics_bytes"},
+        "trainer": {name: value for name, value in state.items() if name not in MACHINE},
         "metrics": metrics(run),
         "samples": (run / "samples.jsonl").read_text().splitlines(),
         "kept": sorted(path.name for path in newest),

@@ -35,7 +35,7 @@ def test_saved_and_left(server: Server, inputs: Path, expected: Remains, tmp_pat
 def test_what_to_resume_from(
     server: Server, inputs: Path, expected: Remains, undisturbed: Path, tmp_path: Path
 ) -> None:
-    """`latest` must be there; a folder is taken as it is; a restarted `never` starts anew."""
+    """`latest` must be there; a folder is taken as it is."""
     ended, _ = finish(server, inputs, tmp_path, expected, "--resume", "latest")
     assert ended.codes == [1, 1]
     assert "checkpoint.resume=latest" in ended.text and "holds no checkpoint" in ended.text
@@ -44,6 +44,19 @@ def test_what_to_resume_from(
     assert ended.codes == [0, 0], ended.output
     assert f"resumed from {milestone}: 3 of 4" in ended.text
     assert set(wrong) <= {"metrics", "samples", "kept"}, "the steps before are in the other run's folder"
+
+
+def test_generation_keeps_the_memory_that_it_had(
+    server: Server, inputs: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """... though one rank alone has twice as much of the machine's."""
+    milestone = undisturbed / "run" / "checkpoints" / "step_00000003"
+    more = ("actor.tp=1", "critic.pp=1", "--resume", str(milestone))
+    ended = server.run(arguments(inputs, tmp_path, *more), logs=tmp_path / "output", ranks=1)
+    assert ended.codes == [0], ended.output
+    checkpoints = milestone, tmp_path / "run" / "checkpoints" / "step_00000004"
+    before, after = (json.loads((folder / "state.json").read_text())["generation_budget"] for folder in checkpoints)
+    assert before == after > 2**20
 
 
 def test_another_tokenizer_is_refused(server: Server, inputs: Path, undisturbed: Path, tmp_path: Path) -> None:

@@ -16,7 +16,11 @@ from megaverl.config.rollout import RolloutConfig
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ModelSpec
+from megaverl.parallel.groups import default_group
+from megaverl.platform import platform
 from megaverl.reshard.files import load_folder
+from megaverl.roles.rollout import Rollout
+from megaverl.rollout import make_engine
 from megaverl.rollout.engine import Generation, Sampling, SamplingOptions
 from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.vllm_engine import VLLMEngine
@@ -194,6 +198,31 @@ def after_close(folder: str) -> dict[str, Any]:
     dist.all_reduce(total)
     left = [file.name for file in Path("/dev/shm").glob("megaverl-*")]
     return {"message": message, "world": int(total), "shared_memory": left}
+
+
+def budgets(folder: str) -> dict[str, Any]:
+    """Of engines that go by free memory, where rank 1 says that it shares its node's with seven others."""
+    before = os.environ["LOCAL_WORLD_SIZE"]
+    os.environ["LOCAL_WORLD_SIZE"] = str(1 + 7 * dist.get_rank())
+    engine = make_engine(
+        RolloutConfig(engine="hf", use_dynamic_batching=True, max_sequences=3),
+        folder,
+        seed=0,
+        dtype=torch.float32,
+        max_model_len=32,
+    )
+    try:
+        rollout = Rollout(engine, None, None, default_group())
+        answers = rollout.generate([[5, 6, 7]] * 4, SamplingOptions(max_tokens=4), range(4))
+        assert engine.in_flight is not None
+        return {
+            "free": platform.free_memory(),
+            "budget": engine.in_flight.budget,
+            "number": engine.in_flight.number,
+            "answers": [asdict(answer) for answer in answers],
+        }
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = before
 
 
 def generate_few_at_once(folder: str, tp: int, request: dict[str, Any], most: int) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,6 +73,28 @@ def test_as_many_at_once_as_there_is_room_for(engine: HFEngine) -> None:
 @pytest.mark.parametrize(("free", "longest", "number"), [(0, 10, 2), (39, 10, 3), (10_000, 10, 8), (5, 0, 5)])
 def test_the_number_at_once_stays_within_its_bounds(free: int, longest: int, number: int) -> None:
     assert InFlight(least=2, most=8).choose(free, longest) == number
+
+
+def test_the_budget_is_half_of_what_is_free_and_stays_while_it_is_free() -> None:
+    """A run that goes on with a budget keeps it where more is free, so that it batches as before."""
+    in_flight, found = InFlight(least=1, most=8, measures=True), []
+    for free in (1000, 1000, 5000, 256, 255, 90, 0):
+        in_flight.fit(free)
+        found.append(in_flight.budget)
+    assert found == [256, 256, 256, 256, 64, 64, 1]
+    resumed = InFlight(least=1, most=8, budget=64, measures=True)
+    resumed.fit(5000)
+    given = InFlight(least=1, most=8, budget=300)
+    given.fit(100)
+    assert (resumed.budget, given.budget) == (64, 300)
+
+
+def test_all_ranks_take_the_least_of_their_free_memory(world: Callable[..., list[Any]], tmp_path: Path) -> None:
+    found = world(2, "tests.rollout.ranks:budgets", folder=make_tiny_folder(tmp_path))
+    assert found[0]["budget"] == found[1]["budget"], "or else a checkpoint could not say it for all"
+    assert found[1]["free"] < found[0]["free"] / 3
+    assert found[1]["free"] / 8 < found[0]["budget"] <= found[1]["free"]
+    assert [answer["number"] for answer in found] == [3, 3] and found[0]["answers"] == found[1]["answers"]
 
 
 def test_stop_token_is_the_last_one(engine: HFEngine) -> None:
