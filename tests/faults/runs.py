@@ -11,6 +11,7 @@ import torch
 
 from megaverl.checkpoint.manifest import Manifest, newest_first
 from tests.trainer.conftest import command_arguments
+from tools.same_numbers import is_cost
 
 STEPS = 4
 # Adaptive KL, schedules, two optimizers, validation with a best score, checkpoints at every step and milestones.
@@ -25,8 +26,6 @@ PPO = [
 ]
 # Of the trainer's state, what the machine says.
 MACHINE = ("metrics_bytes", "generation_budget")
-# What a clock or the machine says.
-_VARYING = ("time", "_ms", "_per_sec", "seconds", "memory/", "busy/")
 
 
 def arguments(inputs: Path, runs: Path, *more: str) -> list[str]:
@@ -61,10 +60,10 @@ def remains(run: Path) -> Remains:
 
 
 def metrics(run: Path) -> list[dict[str, float]]:
-    """The records of metrics.jsonl in order, without what the clock says."""
+    """The records of metrics.jsonl in order, without what the clock or the machine says."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
-    return [{k: v for k, v in record.items() if not any(part in k for part in _VARYING)} for record in records]
+    return [{k: v for k, v in record.items() if not is_cost(k)} for record in records]
 
 
 def differences(found: Remains, expected: Remains) -> list[str]:
