@@ -178,6 +178,7 @@ class TrainableModel:
             model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
         self.judge: Judge | None = None
         self.islands: Islands | None = None
+        self._is_updating = False
         self._gradients: Offload | None = None
         self._optimizer_state: Offload | None = None
         self._offload(offload or OffloadConfig())
@@ -213,12 +214,14 @@ class TrainableModel:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around the updates of one stage: weights and gradients are here, and the optimizer's state from its first
-        step on."""
+        step on. `update` is inside one by itself; a stage of several updates is inside one for all of them."""
+        outermost, self._is_updating = not self._is_updating, True
         with self.model.resident, self._gradients or nullcontext():
             try:
                 yield
             finally:
-                if self._optimizer_state is not None:
+                self._is_updating = not outermost
+                if outermost and self._optimizer_state is not None:
                     self._optimizer_state.leave()
 
     @contextmanager
@@ -283,6 +286,10 @@ class TrainableModel:
         Raises:
             TrainingStopped: the loss or the gradient is not finite; the weights are left as they were.
         """
+        with self.updating():
+            return self._update(micro_batches, loss, tokens)
+
+    def _update(self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float) -> UpdateReport:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -13,11 +13,14 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import LoraConfig, OffloadConfig
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
+from megaverl.roles.implicit_reward import ImplicitRewardModel
 from megaverl.roles.megatron_model import MegatronModel
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.offload import storages_of
+from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.trainable import TrainableModel, optimizer_tensors
+from megaverl.trainer.mix import answers_update
 from tests.models.ranks import manager
 from tests.roles.ranks import experience
 
@@ -35,6 +38,7 @@ def actor(
     gradient_accumulation: int = 1,
     checkpointing: str = "none",
     overrides: dict[str, Any] | None = None,
+    value_head: int = 0,
 ) -> Actor:
     model = MegatronModel(
         ModelSpec.from_folder(folder),
@@ -44,6 +48,7 @@ def actor(
         lora=None if lora is None else LoraConfig(**lora),
         activation_checkpointing=checkpointing,
         overrides=overrides,
+        value_head=value_head,
     )
     model.load(folder)
     trainable = TrainableModel(
@@ -79,6 +84,37 @@ def two_steps(folder: str, shape: dict[str, int], variants: list[dict[str, Any]]
         ]
         for metrics, log_probs, weights in found
     ]
+
+
+def every_kind_of_update(folder: str, shape: dict[str, int], offload: dict[str, Any]) -> dict[str, bool]:
+    """Of each kind of update on pairs or answers: whether its metrics and weights after two of them are the same with
+    `offload` as without, bit for bit."""
+    pairs = experience().with_(group_ids=torch.arange(6) // 2)
+    found: dict[str, list[Any]] = {}
+    for away in ({}, offload):
+        for kind in ("preference", "reward_model", "implicit", "answers"):
+            made = actor(folder, shape, offload=away, value_head=kind == "reward_model")
+            trainable, cap = made.trainable, made.micro_batch_tokens
+            update = {
+                "preference": lambda own=trainable, cap=cap: PreferenceUpdates(
+                    own, "simpo", {}, micro_batch_tokens=cap
+                ).update(pairs, None),
+                "reward_model": lambda own=trainable, cap=cap: RewardModelUpdates(
+                    own, "bradley_terry", {}, micro_batch_tokens=cap
+                ).update(pairs),
+                "implicit": lambda own=trainable, cap=cap: ImplicitRewardModel(
+                    own, temperature=0.8, micro_batch_tokens=cap, beta=0.5
+                ).update(pairs, pairs.ref_log_probs, torch.arange(6) % 2 == 0),
+                "answers": lambda made=made: answers_update(made, pairs),
+            }[kind]
+            metrics = [update() for _ in range(2)]
+            with trainable.present():
+                weights = [parameter.detach().clone() for parameter in made.model.held]
+            found.setdefault(kind, []).append([metrics, weights])
+    return {
+        kind: here[0] == away[0] and all(torch.equal(a, b) for a, b in zip(here[1], away[1], strict=True))
+        for kind, (here, away) in found.items()
+    }
 
 
 def bytes_here(folder: str, shape: dict[str, int], **variant: Any) -> dict[str, int]:

@@ -36,6 +36,13 @@ def test_bit_for_bit_the_same(folder: Path, tmp_path: Path, lora: dict[str, Any]
         assert found == [[True, True, True]] * len(variants)
 
 
+def test_every_kind_of_update_with_offload(folder: Path, tmp_path: Path) -> None:
+    """Preferences, a reward model, PRIME's and supervised answers train what comes back, as policies do."""
+    offload = {"parameters": True, "optimizer": True, "gradients": True, "folder": str(tmp_path)}
+    for found in run_world(2, f"{RANKS}every_kind_of_update", folder=folder, shape={"dp": 2}, offload=offload):
+        assert found == dict.fromkeys(("preference", "reward_model", "implicit", "answers"), True)
+
+
 def test_sixteen_bits_with_offload(folder: Path, tmp_path: Path) -> None:
     """There the optimizer has master weights of its own, and float32 copies of the gradients."""
     offload = {"optimizer": True, "gradients": True, "folder": str(tmp_path)}
