@@ -148,7 +148,7 @@ class RewardConfig(Section):
     engine: Literal["megatron", "transformers"] = Field(
         default="megatron",
         description="Of a reward model. megatron: on the grid of `reward_model`. transformers: any classifier that "
-        "transformers knows, with a tokenizer of its own, whole on every rank; never trained.",
+        "transformers knows, with a tokenizer and chat template of its own, whole on every rank; never trained.",
     )
     weight: float = Field(default=1.0, description="Factor in the sum.")
     batched: bool = Field(default=False, description="The function takes and returns lists.")

@@ -31,6 +31,7 @@ class PromptRecord:
         reference: the reference answer, of any JSON type; None where no answer key is asked for.
         extra: the row's other columns, for the reward.
         where: file and line, for messages.
+        messages: the conversation that the prompt is, whatever the model's chat template makes of it.
     """
 
     index: int
@@ -40,6 +41,7 @@ class PromptRecord:
     reference: Any
     extra: dict[str, Any]
     where: str
+    messages: list[Message]
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,10 @@ def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str
     encoded = encoder.encode(read.prompt, where, read.tools)
     if encoded is None:
         return None
-    return PromptRecord(index, read.prompt, encoded.text, encoded.token_ids, read.reference, read.extra, where)
+    messages = encoder.messages(read.prompt)
+    return PromptRecord(
+        index, read.prompt, encoded.text, encoded.token_ids, read.reference, read.extra, where, messages
+    )
 
 
 def weights_of(sources: Sequence[SourceConfig]) -> list[float]:

@@ -116,7 +116,7 @@ class PromptEncoder:
                 them.
         """
         if self.uses_chat_template:
-            return self._render_chat(prompt, where, tools)
+            return self.tokenizer.render_chat(self.messages(prompt), where=where, tools=tools)
         if tools:
             raise DataError(
                 f"{where}: the row has tools, and no chat template writes them (tokenizer {self.tokenizer.source}, "
@@ -134,14 +134,15 @@ class PromptEncoder:
         system = f"{self.format.system_prompt}\n\n" if self.format.system_prompt else ""
         return f"{system}{self.format.prefix}{prompt}{self.format.suffix}"
 
-    def _render_chat(self, prompt: str | Sequence[Message], where: str, tools: Tools | None) -> str:
+    def messages(self, prompt: str | Sequence[Message]) -> list[Message]:
+        """The conversation that `prompt` is: a text is a user's message, after the system prompt if there is one."""
         if isinstance(prompt, str):
             messages = [{"role": "user", "content": f"{self.format.prefix}{prompt}{self.format.suffix}"}]
         else:
             messages = list(prompt)
         if self.format.system_prompt and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.format.system_prompt}, *messages]
-        return self.tokenizer.render_chat(messages, where=where, tools=tools)
+        return messages
 
     def encode(
         self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None

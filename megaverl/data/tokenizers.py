@@ -76,7 +76,8 @@ class Tokenizer:
         where: str = "prompt",
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> str:
-        """A conversation as the chat template writes it, up to where the assistant's answer begins.
+        """A conversation as the chat template writes it, up to where the assistant's answer begins or, where the last
+        message is an answer, to its end.
 
         Args:
             tools: JSON schemas of functions, for templates that show them.
@@ -88,7 +89,10 @@ class Tokenizer:
             raise DataError(f"{where}: the tokenizer {self.source} has no chat template to write chat messages with.")
         try:
             return self.backend.apply_chat_template(
-                list(messages), tools=list(tools) if tools else None, tokenize=False, add_generation_prompt=True
+                list(messages),
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=messages[-1]["role"] != "assistant",
             )
         except Exception as error:  # a template is a program: jinja2's errors, TypeError, KeyError, ...
             raise DataError(

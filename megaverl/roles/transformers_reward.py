@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
+from megaverl.data.prompts import Message
 from megaverl.data.sharing import Outline
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.errors import ModelError, RewardError
@@ -23,8 +24,8 @@ NO_TOKEN = -1  # as padding: rows of one length have none, and transformers scor
 class TransformersRewardModel:
     """A sequence classifier with one label, whole on every rank; the ranks share the responses.
 
-    With the run's own vocabulary it reads the token ids of prompt and response; else their text, through its own
-    tokenizer.
+    With the run's own vocabulary and chat template it reads the token ids of prompt and response. Else it reads the
+    conversation as its own tokenizer writes it: by its own chat template or, if it has none, the texts as they stand.
 
     Args:
         folder: a Hugging Face folder with its weights, which keep their dtype.
@@ -49,7 +50,9 @@ class TransformersRewardModel:
 
         self.folder, self.world, self.micro_batch_tokens = folder, world, micro_batch_tokens
         own = load_tokenizer(folder, trust_remote_code=trust_remote_code)
-        self._tokenizer = None if own.backend.get_vocab() == tokenizer.backend.get_vocab() else own
+        alike = own.backend.get_vocab() == tokenizer.backend.get_vocab()
+        alike = alike and own.chat_template in (None, tokenizer.chat_template)
+        self._tokenizer = None if alike else own
         self._run_tokenizer = tokenizer
         try:
             labels = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code).num_labels
@@ -64,6 +67,11 @@ class TransformersRewardModel:
         model.config.pad_token_id = NO_TOKEN
         self.model: Any = model.to(platform.device).eval().requires_grad_(False)
         flash_attention.use_in(self.model)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it writes conversations itself, and so does without the run's token ids."""
+        return self._tokenizer is not None
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """[B] float32, the same on every rank.
@@ -96,8 +104,24 @@ class TransformersRewardModel:
         response = batch.generated_ids[row, : int(batch.response_lengths[row])].tolist()
         if self._tokenizer is None:
             return [*prompt, *response]
-        text = batch.columns["prompt"][row] + self._run_tokenizer.decode(response)
-        return self._tokenizer.encode(text, add_special_tokens=True)
+        messages, answer = self._messages(batch, row, prompt), self._run_tokenizer.decode(response)
+        if self._tokenizer.chat_template is None:
+            text = "\n\n".join(message["content"] for message in messages) + answer
+            return self._tokenizer.encode(text, add_special_tokens=True)
+        conversation = [*messages, {"role": "assistant", "content": answer}]
+        return self._tokenizer.encode(self._tokenizer.render_chat(conversation, where=f"response {row}"))
+
+    def _messages(self, batch: RolloutBatch, row: int, prompt: list[int]) -> list[Message]:
+        """The conversation before a response."""
+        if "turns" in batch.columns:  # plain text, see `reads_text`; the environment may have changed the row's prompt
+            return [{"role": "user", "content": self._run_tokenizer.decode(prompt)}]
+        if "messages" not in batch.columns:
+            raise RewardError(
+                f"{self.folder}: it has a tokenizer or chat template of its own, and the batch does not have the "
+                "conversations that its prompts were made of. Give them as the column `messages`, a list of chat "
+                "messages for each sample, or generate stored rollouts again."
+            )
+        return list(batch.columns["messages"][row])
 
     def _check_lengths(self, tokens: Sequence[Sequence[int]], rows: range) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

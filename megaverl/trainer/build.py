@@ -353,13 +353,20 @@ class Builder:
             return RewardModel(model, micro_batch_tokens=section.micro_batch_tokens)
         folder = self.files(entry.path).wait()
         with together():
-            return TransformersRewardModel(
+            made = TransformersRewardModel(
                 folder,
                 self.tokenizer,
                 default_group(),
                 micro_batch_tokens=section.micro_batch_tokens,
                 trust_remote_code=self.config.model.trust_remote_code,
             )
+            if made.reads_text and self.config.environment.name is not None and self.encoder().uses_chat_template:
+                raise ConfigError(
+                    f"reward '{entry.label}': {entry.path} has a tokenizer or chat template of its own, and cannot "
+                    "read an environment's answers, which are written in the policy's chat template. Use a reward "
+                    "model with the policy's tokenizer and template, or data.chat_template=none."
+                )
+        return made
 
     def player(self) -> Player | None:
         """Plays the episodes of a run with an environment."""

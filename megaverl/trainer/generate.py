@@ -186,7 +186,7 @@ def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, s
         sampling_options(config.rollout.sampling, temperature=0.0),
         [sample_seed(config.run.seed, step, number, "greedy") for number in range(groups)],
     )
-    columns = {name: firsts.columns[name] for name in ("prompt", "reference", "extra")}
+    columns = {name: firsts.columns[name] for name in ("messages", "prompt", "reference", "extra")}
     return RolloutBatch.from_generations(prompts, generations, columns=columns)
 
 

@@ -25,6 +25,7 @@ def rollout_batch(
         generations,
         group_ids=group_ids,
         columns={
+            "messages": [prompt.messages for prompt in prompts],
             "prompt": [prompt.text for prompt in prompts],
             "reference": [prompt.reference for prompt in prompts],
             "extra": [prompt.extra for prompt in prompts],

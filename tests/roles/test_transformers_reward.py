@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from megaverl.roles.transformers_reward import TransformersRewardModel
 from megaverl.rollout.engine import Generation
 from tests.convert.folders import as_reward_model
 
+SYSTEM = {"role": "system", "content": "9"}
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}={% endfor %}{% if add_generation_prompt %}0{% endif %}"
 PROMPTS, RESPONSES = ["12=", "345=", "6=", "78="], ["21", "543", "6", "88"]
 
 
@@ -50,7 +53,8 @@ def batch(tokenizer: Tokenizer) -> RolloutBatch:
         ids = tokenizer.encode(text)
         generations.append(Generation(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop"))
     prompts = [tokenizer.encode(text) for text in PROMPTS]
-    return RolloutBatch.from_generations(prompts, generations, columns={"prompt": PROMPTS})
+    conversations = [[SYSTEM, {"role": "user", "content": text}] for text in PROMPTS]
+    return RolloutBatch.from_generations(prompts, generations, columns={"messages": conversations, "prompt": PROMPTS})
 
 
 def one_by_one(folder: Path, tokens: list[list[int]]) -> torch.Tensor:
@@ -73,6 +77,7 @@ def test_token_ids_of_the_same_vocabulary(group: dist.ProcessGroup, folder: Path
 def test_text_through_another_tokenizer(
     group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
+    """The conversation by its own chat template or, where it has none, the texts as they stand."""
     other = make_task("add", num_train=16, num_held_out=4).train_tokenizer(tmp_path / "tokenizer.model")
     own = load_tokenizer(other)
     assert own.backend.get_vocab() != tokenizer.backend.get_vocab()
@@ -80,9 +85,25 @@ def test_text_through_another_tokenizer(
     made = as_reward_model(base, tmp_path / "classifier")
     own.save(made)
     model = TransformersRewardModel(made, tokenizer, group, micro_batch_tokens=64)
-    texts = [p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    texts = [f"9\n\n{p}{r}" for p, r in zip(PROMPTS, RESPONSES, strict=True)]
     expected = one_by_one(made, [own.encode(text, add_special_tokens=True) for text in texts])
     assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    for reads, with_template in ((made, own), (with_own_template(folder, tmp_path / "same"), tokenizer)):
+        model = TransformersRewardModel(reads, tokenizer, group, micro_batch_tokens=64)
+        texts = [f"9={p}={r}=" for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+        expected = one_by_one(reads, [with_template.encode(text) for text in texts])
+        assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
+    bare = RolloutBatch(batch(tokenizer).tensors)
+    with pytest.raises(RewardError, match="does not have the conversations .* as the column `messages`"):
+        model.scores(bare)
+
+
+def with_own_template(folder: Path, output: Path) -> Path:
+    """The same model and vocabulary, with a chat template."""
+    shutil.copytree(folder, output)
+    (output / "chat_template.jinja").write_text(TEMPLATE)
+    return output
 
 
 def test_what_it_cannot_score(group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

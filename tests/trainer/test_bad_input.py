@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from megaverl.cli.main import main
+from megaverl.data.tokenizers import load_tokenizer
+from megaverl.models.tiny import make_tiny_folder
+from tests.convert.folders import as_reward_model
 from tests.faults.server import Server
 from tests.worlds import run_world
 
@@ -274,6 +277,22 @@ def test_a_reward_that_only_one_machine_has(arguments: list[str], tmp_path: Path
     assert_all_hear(
         heard, "RewardError", f"rank 1: reward.function: {tmp_path / 'other.py'}", "is not there (looked in"
     )
+
+
+def test_a_reward_model_that_cannot_read_an_environments_answers(
+    arguments: list[str], model: Path, tmp_path: Path
+) -> None:
+    """They are written in the policy's chat template, and it has another."""
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    base = make_tiny_folder(tmp_path / "base", "Qwen3ForCausalLM", vocab_size=size)
+    judge = as_reward_model(base, tmp_path / "judge")
+    load_tokenizer(model).save(judge)
+    for folder, end in ((model, "."), (judge, "!")):
+        (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}" + end + "{% endfor %}")
+    given = [f"model.path={model}", "environment={name: guess}", "rollout.sampling.max_tokens=24"]
+    given += [f"reward={{name: judge, path: '{judge}', engine: transformers}}"]
+    heard = attempt([each for each in arguments if not each.startswith("reward=")], *given)
+    assert_all_hear(heard, "ConfigError", f"reward 'judge': {judge} has a tokenizer or chat template of its own")
 
 
 # --- The real command and its exit status.

@@ -44,7 +44,7 @@ def test_an_episode_as_a_batch_also_after_it_was_stored() -> None:
     view.read([9])
     view.write(Generation([3], [-0.3], "stop"))
     view.finish_reason = "stop"
-    record = PromptRecord(0, "p", "p", [7, 8], "r", {}, "row 1")
+    record = PromptRecord(0, "p", "p", [7, 8], "r", {}, "row 1", [])
     batch = from_json(to_json(episodes_batch([record], [{"a": view, "b": view}], ("a", "b"), [4])))
     assert batch.response_mask.tolist() == [[True, True, False, True]] * 2
     assert batch.turn_ids.tolist() == [[0, 0, 0, 1]] * 2

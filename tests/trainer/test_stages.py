@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -149,7 +150,12 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     # on Megatron, and on transformers, on two ranks of their own, each of which reads its own responses: what a
     # validation generates goes there and back as well
+    # on transformers once more with a chat template of its own, which the conversation is then written in
+    chat = tmp_path / "chat"
+    shutil.copytree(folder, chat)
+    (chat / "chat_template.jinja").write_text("{% for message in messages %}{{ message['content'] }}=={% endfor %}")
     both = f"{{name: learned, path: '{folder}'}}, {{name: half, weight: 0.5, path: '{folder}', engine: transformers}}"
+    both += f", {{name: chat, weight: 2.0, path: '{chat}', engine: transformers}}"
     apart = ["run.nproc=4", "placement={rollout: 0, reward: 1-2, actor: 3}", "critic.pp=1", "trainer.save_samples=16"]
     apart += ["trainer.validate_every=1", f"data.validation={inputs / 'held_out.jsonl'}"]
     command = rewarded(inputs, tmp_path / "rl", *SHORT, *apart, f"reward=[{both}, {{name: exact_match}}]")
@@ -163,12 +169,15 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     for record, ids in zip(records, text, strict=True):
         with torch.no_grad():
             score = float(model(torch.tensor([[*ids, *ends]])).logits)
-        checked[record["split"]] += record["reward"] == pytest.approx(1.5 * score, abs=1e-4)
+            written = tokenizer.encode(f"{record['prompt']}=={record['response']}==", add_special_tokens=False)
+            score = 1.5 * score + 2.0 * float(model(torch.tensor([written])).logits)
+        checked[record["split"]] += record["reward"] == pytest.approx(score, abs=1e-4)
         seen[record["split"]] += 1
     assert len(seen) == 2, "of training and of validation"
     assert all(checked[split] >= count // 2 for split, count in seen.items()), "but for text that has other tokens"
     found = next(r for r in metrics(tmp_path / "rl" / "run")[::-1] if "reward/mean" in r)
-    parts = found["reward/learned"] + 0.5 * found["reward/half"] + found["reward/exact_match"]
+    parts = found["reward/learned"] + 0.5 * found["reward/half"] + 2.0 * found["reward/chat"]
+    parts += found["reward/exact_match"]
     assert found["reward/mean"] == pytest.approx(parts, abs=1e-5)
     assert found["reward/half"] == pytest.approx(found["reward/learned"], abs=1e-4)
 
