@@ -151,7 +151,9 @@ class AlgorithmConfig(Section):
     )
     num_epochs: Positive = Field(default=1, description="Passes over the samples of one step.")
     num_mini_batches: Positive = Field(
-        default=1, description="Optimizer steps in one epoch; divides the samples of a step."
+        default=1,
+        description="Optimizer steps in one epoch; divides the samples of a step. Responses to one prompt lie in the "
+        "same one, as far as its size allows.",
     )
     normalize_advantages: bool = Field(default=True, description="Shift and scale advantages over all tokens (ppo).")
     normalize_by_std: bool = Field(default=True, description="Divide by the group's standard deviation (grpo).")

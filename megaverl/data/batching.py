@@ -25,39 +25,38 @@ def mini_batches(
     epoch: int,
     group_ids: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """Split samples at random into mini-batches of equal size (up to one sample, or one group).
+    """Split samples at random into mini-batches of equal size (up to one sample).
 
     The draw depends on (seed, step, epoch) alone, through a hash, so it is the same on every rank, platform
     and Python version, and after a resume.
 
     Args:
-        group_ids: one per sample; if given, the samples that share an id stay together.
+        group_ids: one per sample; if given, samples that share an id lie together. Only where a mini-batch is full
+            before a group ends is that group cut, at random: at most `num_mini_batches` - 1 of them.
 
     Returns: sample indices per mini-batch, each ascending; every sample is in exactly one.
 
     Raises:
-        DataError: fewer samples (or groups) than mini-batches.
+        DataError: fewer samples than mini-batches.
     """
-    groups: dict[int, list[int]] = {}
-    for sample in range(num_samples):
-        groups.setdefault(sample if group_ids is None else int(group_ids[sample]), []).append(sample)
-    units = list(groups.values())
-    if not 1 <= num_mini_batches <= max(len(units), 1):
-        what = "samples" if group_ids is None else "groups"
+    if not 1 <= num_mini_batches <= max(num_samples, 1):
         raise DataError(
-            f"{len(units)} {what} cannot be split into {num_mini_batches} mini-batches; "
+            f"{num_samples} samples cannot be split into {num_mini_batches} mini-batches; "
             "lower algorithm.num_mini_batches or raise data.prompts_per_step"
         )
 
-    def draw(unit: int) -> bytes:
-        return hashlib.blake2b(f"mini_batches/{seed}/{step}/{epoch}/{unit}".encode(), digest_size=16).digest()
+    def draw(sample: int) -> bytes:
+        return hashlib.blake2b(f"mini_batches/{seed}/{step}/{epoch}/{sample}".encode(), digest_size=16).digest()
 
-    order = sorted(range(len(units)), key=draw)
-    bounds = [len(units) * i // num_mini_batches for i in range(num_mini_batches + 1)]
-    return [
-        sorted(sample for unit in order[start:stop] for sample in units[unit])
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+    first_of_group: dict[int, int] = {}
+    draws = [draw(sample) for sample in range(num_samples)]
+    of_group = [
+        draws[first_of_group.setdefault(int(group), sample)]
+        for sample, group in enumerate(range(num_samples) if group_ids is None else group_ids)
     ]
+    order = sorted(range(num_samples), key=lambda sample: (of_group[sample], draws[sample]))
+    bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
+    return [sorted(order[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def rows_of_rank(num_samples: int, rank: int, size: int) -> range:

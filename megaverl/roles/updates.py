@@ -89,11 +89,14 @@ def plan_updates(
 ) -> Iterator[PlannedUpdate]:
     """All updates of a step, the same on every rank, from what is known of all samples.
 
+    Samples with the same prompt lie in the same mini-batch as far as its size allows: packed, they share its tokens.
+
     Raises:
         DataError: one sample alone is above the budget; fewer samples than mini-batches.
     """
     for epoch in range(algorithm.num_epochs):
-        parts = mini_batches(len(outline), algorithm.num_mini_batches, seed=seed, step=step, epoch=epoch)
+        count, prompts = algorithm.num_mini_batches, outline.prompts
+        parts = mini_batches(len(outline), count, seed=seed, step=step, epoch=epoch, group_ids=prompts)
         for number, samples in enumerate(parts):
             plan = plan_for(
                 trainable.model,

@@ -161,13 +161,29 @@ def test_mini_batches_are_even_and_complete(num_samples, seed, step, epoch, data
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
-def test_groups_stay_together():
-    group_ids = [3, 5, 3, 9, 5, 3, 9, 1]
-    parts = mini_batches(8, 2, seed=1, step=2, epoch=0, group_ids=group_ids)
+@PROPERTY
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 5), st.integers(0, 3), st.data())
+def test_groups_stay_together_where_a_mini_batch_has_room(group_ids, seed, epoch, data):
+    """Few are cut, and none where each is as large as the other and divides a mini-batch."""
+    count = data.draw(st.integers(1, len(group_ids)))
+    given = {"seed": seed, "step": 2, "epoch": epoch}
+    parts = mini_batches(len(group_ids), count, group_ids=group_ids, **given)
+    assert flat(parts) == list(range(len(group_ids)))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
     owners = [{group_ids[sample] for sample in part} for part in parts]
-    assert flat(parts) == list(range(8)) and not owners[0] & owners[1] and len(owners[0]) == 2
-    with pytest.raises(DataError, match="4 groups cannot be split into 5 mini-batches; lower algorithm.num_mini"):
-        mini_batches(8, 5, seed=1, step=2, epoch=0, group_ids=group_ids)
+    assert sum(map(len, owners)) <= len(set(group_ids)) + count - 1
+    even = [number // 4 for number in range(8 * count)]
+    owners = [{even[sample] for sample in part} for part in mini_batches(8 * count, count, group_ids=even, **given)]
+    assert [len(each) for each in owners] == [2] * count
+    alone = list(range(len(group_ids)))[::-1]
+    assert mini_batches(len(alone), count, group_ids=alone, **given) == mini_batches(len(alone), count, **given)
+
+
+def test_one_group_that_is_all_samples_is_drawn_from():
+    drawn = [mini_batches(16, 2, seed=1, step=0, epoch=epoch, group_ids=[7] * 16) for epoch in range(3)]
+    assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
+    with pytest.raises(DataError, match="16 samples cannot be split into 17 mini-batches; lower algorithm.num_mini"):
+        mini_batches(16, 17, seed=1, step=2, epoch=0, group_ids=[7] * 16)
 
 
 def test_the_draw_depends_on_seed_step_and_epoch_alone():

@@ -16,10 +16,10 @@ from megaverl.reshard.export import save_folder
 from megaverl.roles.actor_critic import ActorCritic
 from megaverl.roles.critic import Critic
 from megaverl.roles.megatron_model import MegatronModel
-from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.roles.micro_batches import micro_batches_for, micro_batches_of
 from megaverl.roles.policy import Actor
 from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import Updated, rows_of_updates
+from megaverl.roles.updates import Updated, plan_updates, rows_of_updates
 from tests.models.ranks import manager
 
 
@@ -118,6 +118,20 @@ def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:
     for name, tensor in tokens.items():
         tensor[own] = batch[name][own]
     return batch.with_(**tokens, prompt_numbers=torch.tensor(outline.prompts))
+
+
+def tokens_of_updates(folder: str) -> list[list[int]]:
+    """Of each update of a step on three samples of each of four prompts: its tokens packed, and with a prompt each."""
+    model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape()), dtype=torch.float32, seed=0)
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    batch, found = experience(12, same_prompts=3), []
+    outline = outline_of(batch)
+    algorithm = AlgorithmConfig(num_mini_batches=2, num_epochs=2)
+    for planned in plan_updates(trainable, outline, algorithm, 64, seed=0, step=0):
+        micro = micro_batches_of(model, batch, outline, planned.micro_batches)
+        each = sum(outline.lengths[sample] for sample in planned.samples)
+        found.append([sum(part.tokens.numel() for part in micro), each, len(planned.samples)])
+    return found
 
 
 def update_that_is_not_finite(folder: str) -> list[bool]:

@@ -81,6 +81,15 @@ def test_samples_packed_with_their_prompt_once_give_what_padded_rows_do(folder: 
             assert_same(updated(folder, tmp_path / f"{name}{number}", shape, **given), padded)
 
 
+def test_mini_batches_share_prompts(folder: Path) -> None:
+    """A prompt of 3 to 5 tokens, all but the last of which two of its three samples find computed."""
+    (found,) = run_world(1, "tests.roles.ranks:tokens_of_updates", folder=folder)
+    saved = [each - packed for packed, each, _ in found]
+    assert [num_samples for *_, num_samples in found] == [6] * 4
+    assert saved[0] + saved[1] == saved[2] + saved[3], "whole groups, in either epoch"
+    assert all(2 * 2 * 2 <= few <= 2 * 2 * 4 for few in saved), "two groups in each"
+
+
 def test_log_probs_from_hidden_states_give_the_same(folder: Path, tmp_path: Path) -> None:
     expected = updated(folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **SHARED)
     for name, options in {"chunks": {}, "sequence parallel": {"megatron": {"sequence_parallel": True}}}.items():
