@@ -23,6 +23,7 @@ def turn_gae(
     values: Tensor,
     turn_ids: Tensor,
     response_mask: Tensor,
+    last_values: Tensor | None = None,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
@@ -30,15 +31,16 @@ def turn_gae(
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) with turns for steps, as in arXiv 2402.19446, where
     the utterance is the action.
 
-    delta_k = R_k + gamma V_{k+1} - V_k, with V_k the value at the turn's first token and 0 after the last turn.
-    Advantages and returns of a turn stand at all of its tokens.
+    delta_k = R_k + gamma V_{k+1} - V_k, with V_k the value at the turn's first token, and after the last turn 0, or
+    `last_values`, where an episode was cut off. Advantages and returns of a turn stand at all of its tokens.
 
     Args: see the module. values: `[batch, response]` float, V of the state in which each token was chosen.
+        last_values: `[batch]` float, the value after each response's last token; 0 if not given.
 
     Returns: advantages and returns `[batch, response]` in the dtype of `values`, 0 outside the mask.
     """
     turns = _Turns(turn_ids, response_mask)
-    result = gae(turns.sums(token_rewards), turns.firsts(values), turns.exist, gamma=gamma, lam=lam)
+    result = gae(turns.sums(token_rewards), turns.firsts(values), turns.exist, last_values, gamma=gamma, lam=lam)
     assert result.returns is not None  # GAE has them
     return Advantages(turns.spread(result.advantages), turns.spread(result.returns))
 

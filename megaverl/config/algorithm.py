@@ -165,6 +165,11 @@ class AlgorithmConfig(Section):
     loss_length: Positive | None = Field(
         default=None, description="Tokens that fixed_length divides by, such as rollout.sampling.max_tokens."
     )
+    bootstrap_truncated: bool = Field(
+        default=True,
+        description="For gae and turn_gae a response that the length limit cut off has not ended: what would have "
+        "followed counts as the critic's value after its last token. false: it counts as nothing.",
+    )
     critic_warmup_steps: NonNegative = Field(
         default=0, description="First steps, in which only the critic is updated (ppo)."
     )

@@ -64,6 +64,7 @@ def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> I
     name, options = algorithm.advantage_name, estimator.options
     readers = {"gamma": "gamma" in options, "lam": "lam" in options, "normalize_by_std": "normalize_std" in options}
     readers["normalize_advantages"] = "values" in estimator.inputs
+    readers["bootstrap_truncated"] = "last_values" in estimator.optional_inputs
     for key, is_read in readers.items():
         value = getattr(algorithm, key)
         if value == getattr(_DEFAULTS, key):

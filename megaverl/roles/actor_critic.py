@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.roles.critic import heads_of, value_loss
+from megaverl.roles.critic import fields_of_values, heads_of, last_and_values, value_loss, values_of
 from megaverl.roles.megatron_model import MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for
 from megaverl.roles.policy import Actor
@@ -28,21 +28,22 @@ class ActorCritic(Actor):
         self._value_loss = value_loss(self.algorithm)
         self._value_weighting = Weighting("token_mean")
 
-    def values(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B, R] float32: the value before each response token, the same on every rank."""
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, heads_of(batch, self.model))
-        return self.model.score(micro, self.model.values, batch.response_shape)
+    def values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """As a critic's, out of one forward pass."""
+        return values_of(self, batch)
 
-    def log_probs_and_values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """`log_probs` and `values` out of one forward pass."""
+    def log_probs_and_values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`log_probs`, and both of `values`, out of one forward pass."""
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             log_probs, _ = self.model.log_probs(logits, micro, temperature=self.temperature)
-            return torch.stack([log_probs, self.model.values(logits, micro)], dim=-1)
+            padded = torch.nn.functional.pad(log_probs, (1, 0))
+            return torch.stack([padded, last_and_values(self.model, logits, micro)], dim=-1)
 
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, heads_of(batch, self.model))
-        both = self.model.score(micro, score, (*batch.response_shape, 2))
-        return both[..., 0].contiguous(), both[..., 1].contiguous()
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, fields_of_values(batch, self))
+        rows, columns = batch.response_shape
+        both = self.model.score(micro, score, (rows, 1 + columns, 2))
+        return both[:, 1:, 0].contiguous(), both[:, 1:, 1].contiguous(), both[:, 0, 1].contiguous()
 
     def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
         own = {"old_values": batch.values, "returns": batch.returns, **heads_of(batch, self.model)}
@@ -59,8 +60,8 @@ class ActorCritic(Actor):
 
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         policy, metrics = super()._loss(logits, micro)
-        given = {**micro.fields, "weights": micro.fields["value_weights"], "values": self.model.values(logits, micro)}
-        result = self._value_loss(given)
+        values, _ = self.model.values(logits, micro)
+        result = self._value_loss({**micro.fields, "weights": micro.fields["value_weights"], "values": values})
         loss = self.algorithm.value_loss_coef * result.loss
         of_values = {f"{VALUES}{name}": value for name, value in result.metrics.items()}
         return policy + loss, {**metrics, **of_values, f"{VALUES}loss": share(loss)}

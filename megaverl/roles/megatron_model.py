@@ -430,8 +430,8 @@ class MegatronModel:
         weight = None if self._head is None else self._head.weight
         return Distributions(output, row * output.shape[1] + position, weight)
 
-    def values(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        """[b, s, heads] -> values [b, r]: the value before each response token is taken.
+    def values(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[b, s, heads] -> values [b, r] before each response token, zero in the padding, and [b] after the last one.
 
         With several heads the field `heads` [b, 1] says which one is a sample's. Where values are beside logits, those
         of the forward pass that gave the `output`.
@@ -439,8 +439,9 @@ class MegatronModel:
         output = output if self._values_beside is None else self._values_beside.take()
         sample, row, position = batch.predicting()
         heads = batch.fields.get("heads")
-        head = torch.zeros_like(row) if heads is None or not heads.shape[1] else heads[:, 0][sample].long()
-        return spread(output[row, position, head].float(), batch)
+        head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
+        after = batch.at_the_end(output).float().gather(1, head.unsqueeze(1))[:, 0]
+        return spread(output[row, position, head[sample]].float(), batch), after
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

@@ -104,7 +104,8 @@ class RLStep:
         generates = None if self.is_given else of_rollout
         flow.add_operator(Operator("rollout", source, ("prompts", "step"), ("rollouts",), role=generates))
         flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role=of_reward))
-        scored = ("old_log_probs", "values") if self.config.shares_backbone else ("old_log_probs",)
+        of_critic = ("values", "last_values")
+        scored = ("old_log_probs", *of_critic) if self.config.shares_backbone else ("old_log_probs",)
         score = self.log_probs_and_values if self.config.shares_backbone else self.old_log_probs
         flow.add_operator(Operator("old_log_probs", score, ("rollouts", "step"), scored, role="actor"))
         inputs = ["rollouts", "scores", *scored]
@@ -112,8 +113,8 @@ class RLStep:
             flow.add_operator(Operator("ref_log_probs", self.ref_log_probs, ("rollouts",), role="reference"))
             inputs.append("ref_log_probs")
         if self.config.uses_critic:
-            flow.add_operator(Operator("values", self.values, ("rollouts",), role="critic"))
-            inputs.append("values")
+            flow.add_operator(Operator("values", self.values, ("rollouts",), of_critic, role="critic"))
+            inputs += of_critic
         if self.config.estimator_reads("greedy_rewards"):
             flow.add_operator(Operator("greedy", self.greedy, ("rollouts", "step"), role="rollout"))
             flow.add_operator(Operator("greedy_rewards", self.greedy_rewards, ("greedy",), role="reward"))
@@ -261,13 +262,15 @@ class RLStep:
         return self._compared(rollouts, self.roles.actor.log_probs(rollouts), step)
 
     def log_probs_and_values(self, rollouts: RolloutBatch, step: int) -> dict[str, torch.Tensor | None]:
-        """`old_log_probs`, and the values of the same backbone, out of one forward pass."""
+        """`old_log_probs`, and both values of the same backbone, out of one forward pass."""
         actor = self.roles.actor
         assert isinstance(actor, ActorCritic)
         if not self._wants_log_probs(step):
-            return {"old_log_probs": None, "values": actor.values(rollouts)}
-        log_probs, values = actor.log_probs_and_values(rollouts)
-        return {"old_log_probs": self._compared(rollouts, log_probs, step), "values": values}
+            values, last_values = actor.values(rollouts)
+            return {"old_log_probs": None, "values": values, "last_values": last_values}
+        log_probs, values, last_values = actor.log_probs_and_values(rollouts)
+        compared = self._compared(rollouts, log_probs, step)
+        return {"old_log_probs": compared, "values": values, "last_values": last_values}
 
     def needs_log_probs(self, step: int) -> bool:
         """Whether the step trains on old log-probs: its own forward pass does not give the same."""
@@ -290,10 +293,11 @@ class RLStep:
         assert self.roles.reference is not None
         return self.roles.reference.log_probs(rollouts)
 
-    def values(self, rollouts: RolloutBatch) -> torch.Tensor:
-        """The critic's values, before any update of this step."""
+    def values(self, rollouts: RolloutBatch) -> dict[str, torch.Tensor]:
+        """The critic's values, before any update of this step; also those after responses that were cut off."""
         assert self.roles.critic is not None
-        return self.roles.critic.values(rollouts)
+        values, last_values = self.roles.critic.values(rollouts)
+        return {"values": values, "last_values": last_values}
 
     def greedy(self, rollouts: RolloutBatch, step: int) -> RolloutBatch:
         """The greedy response to each group's prompt."""
@@ -325,6 +329,7 @@ class RLStep:
         old_log_probs: torch.Tensor | None,
         ref_log_probs: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
+        last_values: torch.Tensor | None = None,
         greedy_rewards: torch.Tensor | None = None,
         score_norms: torch.Tensor | None = None,
         implicit_rewards: torch.Tensor | None = None,
@@ -335,7 +340,10 @@ class RLStep:
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & keep.unsqueeze(1))
             self.metrics["rollout/filtered_fraction"] = 1.0 - float(keep.float().mean())
         tensors = {"rewards": scores.total}
-        given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "values": values}
+        given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
+        given |= {"values": values, "last_values": last_values}
+        if last_values is not None:
+            self.metrics["train/last_value_mean"] = float(last_values.mean())
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
         weights = self.roles.reward.weights(scores)
         extra = {

@@ -140,14 +140,15 @@ def turns_of(ids: Tensor, mask: Tensor, i: int) -> list[list[int]]:
 @given(cases(holes=True), st.data(), st.floats(0, 1), st.floats(0, 1))
 def test_turn_gae_is_gae_over_turns(case: Case, data: st.DataObject, gamma: float, lam: float):
     ids, rewards, values = drawn_turns(case, data), case.normal(), case.normal()
-    result = turn_gae(case.garbage(rewards), case.garbage(values), ids, case.mask, gamma=gamma, lam=lam)
+    last = case.normal(len(case.mask))
+    result = turn_gae(case.garbage(rewards), case.garbage(values), ids, case.mask, last, gamma=gamma, lam=lam)
     for i in range(len(case.mask)):
         turns = turns_of(ids, case.mask, i)
         if not turns:
             continue
         r = torch.tensor([[sum(float(rewards[i, t]) for t in turn) for turn in turns]], dtype=torch.float64)
         v = torch.stack([values[i, turn[0]] for turn in turns])[None]
-        wanted = gae(r, v, torch.ones_like(r).bool(), gamma=gamma, lam=lam)
+        wanted = gae(r, v, torch.ones_like(r).bool(), last[i : i + 1], gamma=gamma, lam=lam)
         for k, turn in enumerate(turns):
             assert torch.allclose(result.advantages[i, turn], wanted.advantages[0, k], rtol=0, atol=1e-6)
             assert torch.allclose(result.returns[i, turn], wanted.returns[0, k], rtol=0, atol=1e-6)

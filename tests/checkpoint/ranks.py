@@ -64,7 +64,7 @@ def loss_of(model: MegatronModel) -> Loss:
 
     def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         if model.value_head:
-            value = (model.values(output, micro) - 1.0).square().sum() / 88
+            value = (model.values(output, micro)[0] - 1.0).square().sum() / 88
         else:
             value = -model.log_probs(output, micro)[0].sum() / 88
         return value, {"loss": share(value)}

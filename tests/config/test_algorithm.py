@@ -283,6 +283,11 @@ IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
             "which rloo does not read",
         ),
         (
+            ["algorithm.name=remax", "algorithm.bootstrap_truncated=false"],
+            "algorithm.bootstrap_truncated",
+            "found false, which remax does not read.",
+        ),
+        (
             ["algorithm.name=remax", "algorithm.normalize_advantages=false"],
             "algorithm.normalize_advantages",
             "which remax does not read",

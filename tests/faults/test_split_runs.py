@@ -90,6 +90,8 @@ def test_the_numbers_are_those_of_shared_ranks(shared: Path, five: Path) -> None
     expected, found = measured(shared), measured(five)
     assert len(found) == len(expected) == STEPS + 3
     assert max(record.get("rollout/logprob_diff_max", 0.0) for record in expected) < 1e-4
+    steps = [record for record in expected if "train/last_value_mean" in record]
+    assert all((record["train/last_value_mean"] != 0) == (n > 0) for n, record in enumerate(steps)), "some are cut off"
     for before, after in zip(expected, found, strict=True):
         assert after.keys() == before.keys()
         assert after == pytest.approx(before, abs=1e-6, rel=1e-6)

@@ -107,5 +107,5 @@ def pair_updates(
         trainable(model(value_head=2)), AlgorithmConfig(name="ppo"), micro_batch_tokens=micro_batch_tokens, seed=0
     )
     found["two_heads"] = [critic.update(agents, step=step) for step in range(2)]
-    found["values"] = critic.values(agents).tolist()
+    found["values"] = critic.values(agents)[0].tolist()
     return found

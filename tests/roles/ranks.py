@@ -120,6 +120,49 @@ def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:
     return batch.with_(**tokens, prompt_numbers=torch.tensor(outline.prompts))
 
 
+def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> dict[str, list[float]]:
+    """Of cut-off responses without their last tokens: the values after them, and those before the tokens left out.
+
+    Every other sample is an agent's of its own, with a value head of its own; the fifth has ended.
+    """
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape(**shape)),
+        dtype=torch.float32,
+        seed=0,
+        value_head=2,
+        role="critic",
+        pack_samples=pack_samples,
+    )
+    model.load(folder)
+    for name, parameter in model.held_parameters.items():
+        if name.endswith("output_layer.weight"):
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    whole = experience(same_prompts=3).with_(agent_ids=torch.arange(6) % 2)
+    places = torch.arange(9)
+    whole = whole.with_(response_lengths=whole.response_lengths.clamp(min=2))
+    lengths = whole.response_lengths - 1
+    cut = RolloutBatch(
+        {
+            **{name: whole[name] for name in ("input_ids", "prompt_lengths", "generated_ids", "agent_ids")},
+            "response_mask": places < lengths[:, None],
+        },
+        {"finish_reason": ["length", "length", "length", "length", "stop", "length"]},
+    )
+    found = {}
+    for bootstraps in (True, False):
+        algorithm = AlgorithmConfig(name="ppo", bootstrap_truncated=bootstraps)
+        critic = Critic(trainable, algorithm, micro_batch_tokens=24, seed=0)
+        before, last = critic.values(cut)
+        found[f"last {bootstraps}"] = last.tolist()
+    known, ended = critic.values(whole)
+    assert torch.allclose(before, known.masked_fill(places >= lengths[:, None], 0.0), atol=1e-5)
+    assert not ended.any(), "why they ended is not known"
+    found["left out"] = known.gather(1, lengths[:, None])[:, 0].tolist()
+    return found
+
+
 def tokens_of_updates(folder: str) -> list[list[int]]:
     """Of each update of a step on three samples of each of four prompts: its tokens packed, and with a prompt each."""
     model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape()), dtype=torch.float32, seed=0)
@@ -173,15 +216,17 @@ def one_pass(folder: str) -> dict[str, Any]:
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
     actor = ActorCritic(trainable, AlgorithmConfig(), temperature=0.8, micro_batch_tokens=64, seed=0)
-    batch = experience().with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0]))
+    batch = experience().with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0])).with_columns(finish_reason=["length"] * 6)
     passes = []
     model.chunks[-1].register_forward_hook(lambda *seen: passes.append(1))
     both = actor.log_probs_and_values(batch)
     number = len(passes)
-    of_others = actor.values(batch.with_(agent_ids=1 - batch.agent_ids))
+    of_others, _ = actor.values(batch.with_(agent_ids=1 - batch.agent_ids))
+    values, last_values = actor.values(batch)
     return {
         "passes": [number, len(micro_batches_for(model, batch, 64))],
-        "same": [torch.equal(both[0], actor.log_probs(batch)), torch.equal(both[1], actor.values(batch))],
+        "same": [torch.equal(both[0], actor.log_probs(batch)), torch.equal(both[1], values)],
+        "last": torch.equal(both[2], last_values) and bool(last_values.all()),
         "heads": bool((both[1] != of_others).any(dim=1).all()),
     }
 

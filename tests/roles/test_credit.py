@@ -46,6 +46,21 @@ def test_ppo_is_gae_whitened() -> None:
     torch.testing.assert_close(plain.advantages, expected.advantages)
 
 
+def test_a_response_that_was_cut_off_goes_on_with_its_last_value() -> None:
+    """By hand, gamma 0.5 and lambda 1, two tokens; the values before them are 0.4 and 0.8, and 0.6 after them."""
+    given = batch(values=torch.tensor([[0.0] * 3] * 3 + [[0.4, 0.8, 9.0]]), last_values=torch.tensor([0, 0, 0, 0.6]))
+    ppo = Credit(config(name="ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
+    found, _ = ppo.assign(given, kl_coef=0.0)
+    # the second's return is 0.5 + 0.5 * 0.6 = 0.8, the first's half of it
+    torch.testing.assert_close(found.returns[3], torch.tensor([0.4, 0.8, 0.0]))
+    torch.testing.assert_close(found.advantages[3], torch.tensor([0.0, 0.0, 0.0]))
+    ended, _ = ppo.assign(given.with_(last_values=torch.zeros(4)), kl_coef=0.0)
+    torch.testing.assert_close(ended.returns[3], torch.tensor([0.25, 0.5, 0.0]))
+    turns = Credit(config(name="turn_ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
+    found, _ = turns.assign(given.with_(turn_ids=torch.arange(3).expand(4, 3)), kl_coef=0.0)
+    torch.testing.assert_close(found.returns[3], torch.tensor([0.4, 0.8, 0.0]))
+
+
 def test_a_kl_penalty_in_the_reward_of_tokens_and_of_responses() -> None:
     ref = -torch.rand(4, 3, generator=torch.Generator().manual_seed(2))
     given = batch(ref_log_probs=ref)

@@ -81,6 +81,18 @@ def test_samples_packed_with_their_prompt_once_give_what_padded_rows_do(folder: 
             assert_same(updated(folder, tmp_path / f"{name}{number}", shape, **given), padded)
 
 
+@pytest.mark.parametrize("pack_samples", [True, False], ids=["packed", "padded"])
+def test_the_value_after_a_response_that_was_cut_off(folder: Path, pack_samples: bool) -> None:
+    """It is what the critic says before the token that would have come next; 0 after a response that has ended."""
+    for shape in ({}, {"pp": 2}, {"dp": 2}):
+        size = GridShape(**shape).world_size
+        given = {"folder": folder, "shape": shape, "pack_samples": pack_samples}
+        for found in run_world(size, "tests.roles.ranks:last_values", **given):
+            expected = [*found["left out"][:4], 0.0, found["left out"][5]]
+            assert found["last True"] == pytest.approx(expected, abs=1e-5) and all(found["left out"])
+            assert found["last False"] == [0.0] * 6
+
+
 def test_mini_batches_share_prompts(folder: Path) -> None:
     """A prompt of 3 to 5 tokens, all but the last of which two of its three samples find computed."""
     (found,) = run_world(1, "tests.roles.ranks:tokens_of_updates", folder=folder)
@@ -142,3 +154,4 @@ def test_a_shared_backbone_takes_the_step_of_both_losses(folder: Path, tmp_path:
     torch.testing.assert_close(head / clipped[0], alone[1][1]["score.weight"] / clipped[2], atol=1e-3, rtol=0.05)
     for found in run_world(2, "tests.roles.ranks:one_pass", folder=folder):
         assert found["passes"][0] == found["passes"][1] and found["same"] == [True, True] and found["heads"]
+        assert found["last"], "the values after them too"

@@ -41,6 +41,7 @@ def test_a_run_on_shared_and_on_split_ranks(server: Server, inputs: Path, tmp_pa
     for before, after in zip(expected, found, strict=True):
         same = {name: value for name, value in after.items() if name in before and "reshard" not in name}
         assert {"critic/loss", "critic/explained_variance", "actor/loss", "actor/grad_norm"} <= same.keys()
+        assert (same["train/last_value_mean"] != 0) == (before["step"] > 1), "the head begins at 0"
         assert same == pytest.approx({name: before[name] for name in same}, abs=1e-4, rel=1e-4)
     trained = weights_of(tmp_path / "split" / "run" / "hf")
     for role in ("actor", "critic"):
