@@ -87,8 +87,9 @@ class RolloutConfig(Section):
     )
     logprob_tolerance: PositiveFloat | None = Field(
         default=None,
-        description="Largest difference between the engine's and Megatron's log-probs that the first reshard "
-        "may show. null: 1e-3 in float32; 1.0, with a mean of 0.05, in 16 bits.",
+        description="Largest difference between the engine's and Megatron's log-probs of a token, in nats, at the "
+        "first comparison after a start; a larger one stops the run. null: 1e-3 in float32 on a CPU. Elsewhere mean "
+        "and 99.9th percentile are warned of where rounding does not explain them, and a mean above 0.5 stops the run.",
     )
     async_rollout: bool = Field(
         default=False,

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megaverl.algorithms import (
     Correction,
@@ -19,7 +18,6 @@ from megaverl.algorithms import (
     distillation_loss,
     entropy_sum,
     kl_loss,
-    moments,
     policy_losses,
     score_norms,
     token_selectors,
@@ -27,7 +25,7 @@ from megaverl.algorithms import (
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.sharing import Outline
-from megaverl.platform import platform
+from megaverl.roles.log_prob_difference import LogProbDifference
 from megaverl.roles.megatron_model import MegatronModel, MicroBatch
 from megaverl.roles.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.roles.teacher import Teacher
@@ -106,7 +104,7 @@ class Actor(Policy):
         self._correction = rollout_correction(algorithm)
         self.teacher: Teacher | None = None
         self._kl_coef = 0.0
-        self._largest_difference = 0.0
+        self._differences = LogProbDifference()
 
     @property
     def is_on_policy(self) -> bool:
@@ -122,10 +120,9 @@ class Actor(Policy):
             kl_coef: of the KL loss, if there is one.
 
         Returns:
-            Metrics; without old log-probs `logprob_diff_mean` and `logprob_diff_max` (rollout's against
-            Megatron's) among them.
+            Metrics; without old log-probs those of `DifferenceStats` among them.
         """
-        self._kl_coef, self._largest_difference = kl_coef, 0.0
+        self._kl_coef, self._differences = kl_coef, LogProbDifference()
         with self.teacher.model.resident if self.teacher else nullcontext():
             metrics = run_updates(
                 self.trainable,
@@ -141,10 +138,7 @@ class Actor(Policy):
                 prepare=self.teacher.attend if self.teacher else None,
             )
         if "old_log_probs" not in batch:
-            # Only last stages have seen log-probs, each those of its samples.
-            largest = torch.tensor(self._largest_difference, device=platform.device)
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.model.grid.world)
-            metrics["logprob_diff_max"] = float(largest)
+            metrics |= self._differences.over_ranks(self.model.grid.world).stats().metrics()
         return metrics
 
     def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
@@ -199,12 +193,8 @@ class Actor(Policy):
             terms.append((algorithm.distillation.coef, distillation_loss(apart, weights)))
         total = combine(*terms)
         metrics = {**total.metrics, **corrected, "loss": share(total.loss)}
-        if "old_log_probs" not in fields:
-            active = weights != 0
-            difference = (log_probs.detach() - fields["rollout_log_probs"]).abs().masked_fill(~active, 0.0)
-            metrics["logprob_diff_mean"] = moments(difference, active)
-            if difference.numel():
-                self._largest_difference = max(self._largest_difference, float(difference.max()))
+        if "old_log_probs" not in fields and self.model.reports:  # each sample's once, on last stages alone
+            self._differences.add(log_probs, fields["rollout_log_probs"], weights != 0)
         return total.loss, metrics
 
 

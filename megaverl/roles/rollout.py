@@ -62,7 +62,6 @@ class Rollout:
         self.config = config or ReshardConfig()
         self.weight_version = 0
         self._stays_awake = False
-        self.num_checked = 0  # how often the engine's log-probs were compared with the actor's
         self._resharder: Resharder | None = None
         self._check: ReshardCheck | None = None
         self._merge: Merge | None = None

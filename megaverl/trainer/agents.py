@@ -65,7 +65,7 @@ class AgentsTrainer(RLTrainer):
                 kl=builder.kl_controller(),
                 rollout=rollouts[agent],
             )
-            self.agents[agent] = RLStep(config, roles)
+            self.agents[agent] = RLStep(config, roles, warn=self.console.warn)
         first = self.agents[player.agents[0]].roles
         self.seats = AgentRollouts(rollouts)
         seats: Any = self.seats

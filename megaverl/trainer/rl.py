@@ -77,7 +77,7 @@ class RLTrainer:
         self.stages.note("build")
         builder.resumes = self.resumed_from is not None
         self.roles = self.make_roles(builder, generates=replayed is None)
-        self.step = RLStep(config, self.roles, replayed)
+        self.step = RLStep(config, self.roles, replayed, warn=console.warn)
         self.flow = self.make_flow()
         mine = job.fabric.placement.ranks if job else {}
         for each in self.flow.plan.operators:

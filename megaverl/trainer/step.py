@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -18,18 +17,19 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.stream import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
-from megaverl.errors import TrainingStopped
 from megaverl.plugins import load_object
 from megaverl.roles.actor_critic import VALUES, ActorCritic
 from megaverl.roles.credit import Credit
 from megaverl.roles.critic import Critic
 from megaverl.roles.implicit_reward import ImplicitRewardModel
+from megaverl.roles.log_prob_difference import LogProbDifference
 from megaverl.roles.own_functions import kept_by
 from megaverl.roles.player import Player
 from megaverl.roles.policy import Actor, Policy
 from megaverl.roles.reward import RewardRole, Scores
 from megaverl.roles.rollout import Rollout
 from megaverl.roles.trainable import TrainableModel
+from megaverl.trainer.first_comparison import check_first_comparison
 from megaverl.trainer.generate import Metrics, generate, greedy_responses, of_each_sample, score
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
@@ -71,6 +71,7 @@ class RLStep:
         newest_version: of the weights that the engines have, wherever they are.
         outlet: takes samples as they are finished; None: they are wanted all at once.
         waiting: by step, samples that were generated before an interruption.
+        warn: tells the person who watches the run.
         is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
     """
 
@@ -82,6 +83,7 @@ class RLStep:
     newest_version: int = 0
     outlet: Outlet | None = None
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
+    warn: Callable[[str], None] = print
     is_given: bool = False
     credit: Credit = field(init=False)
     _has_compared: bool = False
@@ -283,8 +285,14 @@ class RLStep:
         """Against the engine's, which the first step after a start does for itself; `old_log_probs` of the step."""
         if oldest_version(rollouts, self.newest_version) < self.newest_version:
             self.trust_engine()  # samples of older weights, after an interruption, say nothing of this reshard
-        difference = (log_probs - rollouts.rollout_log_probs).abs().masked_fill(~rollouts.response_mask, 0.0)
-        self._record_difference(masked_mean(difference, rollouts.response_mask), float(difference.max()))
+        difference = LogProbDifference()
+        difference.add(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        found = difference.stats()
+        self.metrics |= found.metrics()
+        if not self._has_compared and self.roles.rollout is not None:
+            dtype = self.roles.actor.model.config.params_dtype
+            if warning := check_first_comparison(found, self.config, dtype):
+                self.warn(warning)
         self._has_compared = True
         return log_probs if self.needs_log_probs(step) else None
 
@@ -375,9 +383,8 @@ class RLStep:
             self.roles.rollout.source_changes()
         self._date(self.roles.actor.trainable, experience)
         metrics = self.roles.actor.update(experience, step=step, kl_coef=self.roles.kl.coef)
-        if "logprob_diff_mean" in metrics:
-            self._record_difference(metrics.pop("logprob_diff_mean"), metrics.pop("logprob_diff_max"))
-        self.metrics |= {name if name.startswith(VALUES) else f"actor/{name}": v for name, v in metrics.items()}
+        others = (VALUES, "rollout/")
+        self.metrics |= {name if name.startswith(others) else f"actor/{name}": v for name, v in metrics.items()}
         return True
 
     def _date(self, trainable: TrainableModel, experience: RolloutBatch) -> None:
@@ -404,30 +411,9 @@ class RLStep:
     def _record(self, role: str, metrics: dict[str, float]) -> None:
         self.metrics |= {f"{role}/{name}": value for name, value in metrics.items()}
 
-    def _record_difference(self, mean: float, largest: float) -> None:
-        """Engine against Megatron, for the same tokens: both have the same weights, so only rounding may differ."""
-        self.metrics |= {"rollout/logprob_diff_mean": mean, "rollout/logprob_diff_max": largest}
-        if self._has_compared or self.roles.rollout is None:
-            return
-        limit, mean_limit = logprob_limits(self.config, self.roles.actor.model.config.params_dtype)
-        if not (largest <= limit and mean <= mean_limit):
-            raise TrainingStopped(
-                f"the first reshard is wrong: the log-probs that {self.config.rollout.engine} reports and those that "
-                f"Megatron computes for the same tokens differ by up to {largest:.3g} (mean {mean:.3g}); allowed are "
-                f"{limit:.3g} (mean {mean_limit:.3g}). Sampling fields such as top_p or penalties that only the engine "
-                "applies do this as well. If the difference is only rounding, raise rollout.logprob_tolerance."
-            )
-
 
 def oldest_version(batch: RolloutBatch, newest: int) -> int:
     """Of the weights that generated a batch's tokens; where they do not say, or there are none, the newest."""
     if "weight_versions" not in batch or not bool(batch.response_mask.any()):
         return newest
     return int(batch.weight_versions[batch.response_mask].min())
-
-
-def logprob_limits(config: Config, dtype: torch.dtype) -> tuple[float, float]:
-    """Largest and mean difference that the first reshard may show."""
-    if config.rollout.logprob_tolerance is not None:
-        return config.rollout.logprob_tolerance, math.inf
-    return (1e-3, math.inf) if dtype == torch.float32 else (1.0, 0.05)

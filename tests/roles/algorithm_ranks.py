@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
 from megaverl.roles.critic import Critic
 from megaverl.roles.implicit_reward import ImplicitRewardModel
+from megaverl.roles.log_prob_difference import LogProbDifference
 from megaverl.roles.megatron_model import MegatronModel
 from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates
 from megaverl.roles.policy import Actor, Policy
@@ -109,3 +111,10 @@ def pair_updates(
     found["two_heads"] = [critic.update(agents, step=step) for step in range(2)]
     found["values"] = critic.values(agents)[0].tolist()
     return found
+
+
+def log_prob_difference(own: list[list[float]]) -> list[float]:
+    """Mean, percentile and largest of what all ranks have, each `own` of its number."""
+    difference, mine = LogProbDifference(), torch.tensor([own[dist.get_rank()]])
+    difference.add(mine, torch.zeros_like(mine), torch.ones_like(mine).bool())
+    return list(difference.over_ranks(dist.group.WORLD).stats())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -47,17 +48,23 @@ def attempt(
     return {}
 
 
-def train_with_a_wrong_engine(arguments: list[str], wrong_rank: int) -> Heard:
-    """Train; after every reshard one rank's engine has other weights than the actor. -1: no rank's."""
-    trainer = RLTrainer(configuration(arguments), Console(rank=dist.get_rank()))
+def train_with_a_wrong_engine(
+    arguments: list[str], wrong_rank: int, by: float = 0.5, layer: str = "layers.1.mlp.down_proj"
+) -> Heard:
+    """Train; after every reshard one rank's engine has other weights than the actor. -1: no rank's.
+
+    Returns: the error that this rank hears, or what it has said.
+    """
+    said = io.StringIO()
+    trainer = RLTrainer(configuration(arguments), Console(rank=dist.get_rank(), out=said))
     rollout = trainer.roles.rollout
     reshard = rollout.reshard
 
     def reshard_wrongly() -> Any:
         stats = reshard()
         if dist.get_rank() == wrong_rank:
-            weight = rollout.engine.named_parameters()["model.layers.1.mlp.down_proj.weight"]
-            weight.data[0] += 0.5
+            weight = rollout.engine.named_parameters()[f"model.{layer}.weight"]
+            weight.data[0] += by
         return stats
 
     rollout.reshard = reshard_wrongly  # type: ignore[method-assign]
@@ -65,7 +72,7 @@ def train_with_a_wrong_engine(arguments: list[str], wrong_rank: int) -> Heard:
         trainer.train()
     except MegaverlError as error:
         return {"class": type(error).__name__, "text": str(error)}
-    return {}
+    return {"said": said.getvalue()}
 
 
 def checkpoint_logits(arguments: list[str], checkpoint: str, tokens: list[list[int]]) -> list[Any]:

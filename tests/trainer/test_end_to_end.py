@@ -264,7 +264,7 @@ def test_a_wrong_first_reshard_stops_the_run(arguments: list[str], tmp_path: Pat
     heard: list[dict[str, Any]] = run_world(2, target, arguments=given, wrong_rank=wrong_rank)
     assert heard[0] == heard[1]
     assert heard[0]["class"] == "TrainingStopped"
-    for text in ("the first reshard is wrong", "allowed are 0.001", "rollout.logprob_tolerance", "top_p"):
+    for text in ("the same tokens differ by", "allowed are 0.001", "rollout.logprob_tolerance", "top_p"):
         assert text in heard[0]["text"]
     assert not (tmp_path / "runs" / "run" / "hf").exists()
     assert not (tmp_path / "runs" / "run" / "checkpoints").exists()
@@ -273,4 +273,19 @@ def test_a_wrong_first_reshard_stops_the_run(arguments: list[str], tmp_path: Pat
 def test_the_tolerance_of_the_first_reshard_is_the_users(arguments: list[str]) -> None:
     given = [*arguments, "rollout.engine=hf", "rollout.logprob_tolerance=50", "trainer.steps=1"]
     target = "tests.trainer.ranks:train_with_a_wrong_engine"
-    assert run_world(2, target, arguments=given, wrong_rank=1) == [{}, {}]
+    heard = run_world(2, target, arguments=given, wrong_rank=1)
+    assert ["warning" in each["said"] for each in heard] == [False, False]
+
+
+def test_in_sixteen_bits_a_difference_is_warned_of_or_absurd(arguments: list[str]) -> None:
+    given = [*arguments, "rollout.engine=hf", "model.dtype=bfloat16", "trainer.steps=1"]
+    target = "tests.trainer.ranks:train_with_a_wrong_engine"
+    faults: list[dict[str, Any]] = [{"by": 0.0}, {"by": 2.0}, {"by": 10.0, "layer": "embed_tokens"}]
+    right, wrong, absurd = (
+        run_world(2, target, arguments=[*given, f"run.name=run{n}"], wrong_rank=0, **fault)
+        for n, fault in enumerate(faults)
+    )
+    assert "warning" not in right[0]["said"] and "step 1/1" in right[0]["said"]
+    assert "warning: the log-probs that hf reports" in wrong[0]["said"] and "step 1/1" in wrong[0]["said"]
+    assert wrong[1]["said"] == "", "one rank speaks"
+    assert absurd[0] == absurd[1] and "allowed are 0.5 in the mean" in absurd[0].get("text", ""), absurd
