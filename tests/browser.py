@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megaverl.processes import ending_with_parent
+
 # nothing of a browser's own talks to the network
 FLAGS = (
     "--headless",
@@ -99,7 +101,8 @@ class Browser:
 def browser(folder: Path) -> Iterator[Browser]:
     """A browser with an empty profile in `folder`."""
     log = folder / "chromedriver.log"
-    driver = subprocess.Popen(["chromedriver", "--port=0", f"--log-path={log}"], stdout=subprocess.PIPE, text=True)
+    command = ending_with_parent(["chromedriver", "--port=0", f"--log-path={log}"])
+    driver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None
         line = next(line for line in driver.stdout if "successfully on port" in line)

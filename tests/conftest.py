@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from megaverl.processes import end_with_parent
 from tests.faults.server import Server
 from tests.worlds import close_worlds, run_world
 
 gc.set_threshold(100_000)  # thousands of modules are imported, and stay
+if "PYTEST_XDIST_WORKER" in os.environ:
+    end_with_parent(os.getppid())
 
 # a machine that is busy must not make an example too slow
 settings.register_profile("megaverl", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from megaverl.processes import end_with_parent
 from tests.worlds import free_port, rank_environment
 from tests.zygote import end_with, start
 
@@ -111,8 +112,9 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _fork(job: Job, rank: int, port: int, body: Callable[[Job, int], int]) -> int:
-    pid = os.fork()
+    server, pid = os.getpid(), os.fork()
     if pid == 0:
+        end_with_parent(server)
         _be_rank(job, rank, port, body)
     return pid
 

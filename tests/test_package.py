@@ -25,7 +25,7 @@ HEAVY = ("torch", "vllm", "megatron", "transformers")
 # description of a model that layouts are made from; it stands below the rooms that use it.
 LEVELS: tuple[tuple[str, ...], ...] = (
     ("errors", "version"),
-    ("plugins",),
+    ("plugins", "processes"),
     ("platform", "models.spec", "algorithms", "rewards", "metrics", "placement"),
     ("environments",),
     ("parallel", "config"),

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from megaverl.cli.launch import count_gpus
+from megaverl.processes import end_with_parent, ending_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (
@@ -76,7 +77,7 @@ def start(
     if bare or count_gpus() > 0:
         arguments, passed = ([], ()) if further is None else ([str(further)], (further,))
         return subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            ending_with_parent([sys.executable, "-m", module, *arguments]),
             cwd=ROOT,
             env=dict(environment),
             stdin=stdin,
@@ -122,13 +123,17 @@ class Copy:
 
 
 class Zygote:
-    """The process that copies are made of, and the socket to it."""
+    """The process that copies are made of, and the socket to it.
 
-    def __init__(self) -> None:
+    Args:
+        options: `--empty`: it imports nothing.
+    """
+
+    def __init__(self, *options: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.zygote", str(theirs.fileno())],
+                ending_with_parent([sys.executable, "-m", "tests.zygote", str(theirs.fileno()), *options]),
                 cwd=ROOT,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
@@ -156,7 +161,8 @@ def _zygote() -> Zygote:
 def main() -> None:
     """Be the zygote, until the other end of the socket is closed."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    _import_everything()
+    if "--empty" not in sys.argv:
+        _import_everything()
     while True:
         message, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, maxfds=4)
         if not message:
@@ -165,8 +171,9 @@ def main() -> None:
         if "wait" in request:
             answer = {"code": _wait(request["wait"], request["seconds"])}
         else:
-            pid = os.fork()
+            zygote, pid = os.getpid(), os.fork()
             if pid == 0:
+                end_with_parent(zygote)
                 control.close()
                 _be_a_copy(request["start"], request["environment"], files)
             for file in files:

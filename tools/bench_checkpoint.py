@@ -32,6 +32,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
+from megaverl.processes import ending_with_parent  # noqa: E402
+
 MODEL: dict[str, Any] = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -196,7 +198,7 @@ def measure_resume(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
 def _timed(arguments: Sequence[str]) -> dict[str, float]:
     start = time.perf_counter()
     found: dict[str, float] = {}
-    command = [sys.executable, "-m", "megaverl.cli.main", "train", *arguments]
+    command = ending_with_parent([sys.executable, "-m", "megaverl.cli.main", "train", *arguments])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
         assert running.stdout is not None

@@ -27,6 +27,7 @@ from megaverl.convert.run import Request, convert, process_group
 from megaverl.models.architectures import weights_of
 from megaverl.models.spec import ModelSpec
 from megaverl.parallel.grid import GridShape
+from megaverl.processes import ending_with_parent
 from megaverl.reshard.safetensors_writer import FolderWriter
 
 CONFIG = {
@@ -91,7 +92,8 @@ def peak_of(arguments: list[str]) -> tuple[float, float]:
     busy = f"from megaverl.cli.convert import main\nassert main({arguments!r}) == 0"
     peaks = []
     for body in (idle, busy):
-        done = subprocess.run([sys.executable, "-c", code.format(body)], capture_output=True, text=True, check=True)
+        command = ending_with_parent([sys.executable, "-c", code.format(body)])
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
         peaks.append(float(done.stdout.split()[-1]) * 1024 / 1e6)
     return peaks[0], peaks[1]
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs
+from megaverl.processes import end_with_parent
 
 LIMIT = 1.2
 M_MMAP_THRESHOLD = -3  # malloc.h
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.vocab % options.tp:
         parser.error(f"--vocab {options.vocab} is not a multiple of --tp {options.tp}")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(options, folder), nprocs=options.tp)
+        mp.spawn(measure, args=(options, folder, os.getpid()), nprocs=options.tp)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.tp)]
     size = options.tokens * options.vocab // options.tp * 2
     print(
@@ -57,8 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if worst <= LIMIT else 1
 
 
-def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
+def measure(rank: int, options: argparse.Namespace, folder: str, parent: int) -> None:
     """One rank: both sides, after one small pass of each that loads what is loaded once."""
+    end_with_parent(parent)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     # glibc: every large block is mapped by itself and returned when freed, so that what is resident is what is alive.

@@ -24,6 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megaverl.processes import end_with_parent
+
 ALL_AWAY = "actor.offload={parameters: true, optimizer: true, gradients: true}"
 LINES: dict[str, list[str]] = {
     "everything kept": [],
@@ -113,7 +115,7 @@ def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -
     """What `measure` found in a process that has seen nothing else."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=measure, args=(options, model, settings, folder))
+        process = context.Process(target=measure, args=(options, model, settings, folder, os.getpid()))
         process.start()
         process.join()
         if process.exitcode:
@@ -122,8 +124,9 @@ def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -
         return found
 
 
-def measure(options: argparse.Namespace, model: str, settings: list[str], folder: str) -> None:
-    """One line: build the roles, update, score; writes `found.json`."""
+def measure(options: argparse.Namespace, model: str, settings: list[str], folder: str, parent: int) -> None:
+    """One line: build the roles, update, score; writes `found.json`. Process `parent` waits for it."""
+    end_with_parent(parent)
     # glibc: every large block is mapped by itself and returned when freed, so that what is resident is what is alive
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}

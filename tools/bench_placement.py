@@ -23,6 +23,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from megaverl.processes import ending_with_parent  # noqa: E402
+
 WARM_UP = 3  # steps
 MODEL: dict[str, Any] = {
     "hidden_size": 256,
@@ -67,6 +70,7 @@ def step_times(root: Path, inputs: Path, runs: Path, ranks: int, steps: int, mor
     ]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "megaverl.cli.train", *arguments]
+    command = ending_with_parent(command)
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{root}: {done.stdout}{done.stderr}")

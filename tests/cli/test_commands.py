@@ -13,6 +13,7 @@ import yaml
 
 from megaverl import __version__
 from megaverl.cli.main import COMMANDS, main
+from megaverl.processes import ending_with_parent
 
 ROOT = Path(__file__).parents[2]
 CONFIG = {
@@ -52,7 +53,7 @@ def megaverl(
     *arguments: str, module: str = "megaverl.cli.main", **environment: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
+        ending_with_parent([sys.executable, "-m", module, *arguments]),
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -16,6 +16,7 @@ import pytest
 from megaverl.cli.launch import check_world, count_gpus, default_nproc
 from megaverl.config import Config
 from megaverl.errors import GridError
+from megaverl.processes import ending_with_parent
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -28,7 +29,7 @@ def command(how: str, folder: Path, nproc: int = 2) -> dict[str, Any]:
         f"sys.exit(start_ranks([{str(SCRIPT)!r}, {str(folder)!r}, {how!r}], {nproc}, 'the-logs'))"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "RANK", "WORLD_SIZE")}
-    return {"args": [sys.executable, "-c", code], "text": True, "cwd": ROOT, "env": environment}
+    return {"args": ending_with_parent([sys.executable, "-c", code]), "text": True, "cwd": ROOT, "env": environment}
 
 
 def start(how: str, folder: Path, nproc: int = 2) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from megaverl.processes import ending_with_parent
 from tests.cli import slurm_shims
 
 LAUNCH = Path(__file__).parents[2] / "launch"
@@ -44,7 +45,7 @@ def test_two_nodes(tmp_path):
         port = probe.getsockname()[1]
     agents = [
         subprocess.Popen(
-            [LAUNCH / "train_multi_node.sh", *DRY, "actor.tp=4"],
+            ending_with_parent([str(LAUNCH / "train_multi_node.sh"), *DRY, "actor.tp=4"]),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -82,6 +83,7 @@ def slurm(tmp_path, *arguments, **environment):
     given["PATH"] = f"{tmp_path}:{given['PATH']}"
     command = ["sbatch", "launch/train_slurm_roles.sh", *arguments]
     pipe = subprocess.PIPE
+    command = ending_with_parent(command)
     return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=LAUNCH.parent, env=given)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,14 @@ def mcore_loads(folder: str, checkpoint: str, grid: dict[str, int], value_head: 
     return differing(expected, started)
 
 
-def mcore_saves(folder: str, checkpoint: str, grid: dict[str, int], value_head: bool = False) -> None:
-    """A checkpoint that megatron-core itself wrote, as Megatron-LM does."""
+def mcore_saves(folder: str, checkpoint: str, grid: dict[str, int], value_head: bool = False) -> list[str]:
+    """A checkpoint that megatron-core itself wrote, as Megatron-LM does; the processes that it has left running."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # megatron-core's own queue is a server process (`multiprocessing.Manager`) that outlives a rank that is killed; a
+    # save that nobody else does needs none.
+    filesystem_async._results_queue = queue.Queue()
     model = build(folder, grid, value_head=value_head)
     model.load(folder)
     state = model.chunks[0].sharded_state_dict(metadata={"dp_cp_group": model.grid.pg_collection.dp_cp})
@@ -66,6 +72,7 @@ def mcore_saves(folder: str, checkpoint: str, grid: dict[str, int], value_head: 
         Path(checkpoint).mkdir()
     dist.barrier()
     dist_checkpointing.save({**state, "iteration": 7}, checkpoint)
+    return [process.name for process in multiprocessing.active_children()]
 
 
 def save_run(folder: str, root: str, grid: dict[str, int], roles: list[str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from megaverl.convert.run import process_group
 from megaverl.convert.source import open_source
 from megaverl.convert.verify import compare_bytes
 from megaverl.errors import CheckpointError
+from megaverl.processes import ending_with_parent
 from megaverl.reshard.stored import Reader
 from megaverl.reshard.torch_dist import read_index
 from tests.convert.folders import assert_same_files, converted, make_model
@@ -109,7 +110,7 @@ def test_no_bar_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_holds_two_shards_at_most(tmp_path: Path) -> None:
     """In a process of its own: what other tests left with the allocator would count with it."""
     shard = 20 * MB
-    command = [sys.executable, "-m", "tests.convert.peak", str(tmp_path), str(shard)]
+    command = ending_with_parent([sys.executable, "-m", "tests.convert.peak", str(tmp_path), str(shard)])
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     growth = json.loads(done.stdout.splitlines()[-1])

@@ -17,6 +17,7 @@ from megaverl.config.sources import is_hub_name
 from megaverl.convert.run import process_group
 from megaverl.errors import ModelError
 from megaverl.models.hub import ModelFiles, find_model
+from megaverl.processes import ending_with_parent
 from tests.convert.folders import assert_same_files, make_model, make_tokenizer
 from tests.convert.hub_server import FakeHub, serving
 from tests.worlds import ROOT, run_world
@@ -136,8 +137,9 @@ def test_a_run_starts_from_a_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> 
 
 def test_the_command_takes_a_name(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     """In a process of its own, which finds the hub by HF_ENDPOINT."""
+    command = [sys.executable, "-m", "megaverl.cli.convert", NAME, str(tmp_path / "out"), "--to", "hf", "--verify"]
     ended = subprocess.run(
-        [sys.executable, "-m", "megaverl.cli.convert", NAME, str(tmp_path / "out"), "--to", "hf", "--verify"],
+        ending_with_parent(command),
         cwd=ROOT,
         env=os.environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"},
         capture_output=True,

@@ -34,8 +34,9 @@ def test_megatron_core_loads_and_saves(architecture: str, tied: bool, grid: dict
         run_world(4, "tests.convert.ranks:start_from_checkpoint", folder=folder, checkpoint=there, grid=grid)
         == [[]] * 4
     )
-    run_world(4, "tests.convert.ranks:mcore_saves", folder=folder, checkpoint=tmp_path / "saved", grid=grid)
-    back = converted(tmp_path / "saved", tmp_path / "back", "hugging_face", model_folder=folder, verify=True)
+    saved = tmp_path / "saved"
+    assert run_world(4, "tests.convert.ranks:mcore_saves", folder=folder, checkpoint=saved, grid=grid) == [[]] * 4
+    back = converted(saved, tmp_path / "back", "hugging_face", model_folder=folder, verify=True)
     expected, found = (load_file(each / "model.safetensors") for each in (folder, back))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -49,7 +50,7 @@ def test_a_value_head_in_megatron_core(tmp_path: Path) -> None:
     (reward / "config.json").write_bytes((causal / "config.json").read_bytes())
     options = {"folder": reward, "grid": DENSE, "value_head": True}
     assert run_world(4, "tests.convert.ranks:mcore_loads", checkpoint=there, **options) == [[]] * 4
-    run_world(4, "tests.convert.ranks:mcore_saves", checkpoint=tmp_path / "saved", **options)
+    assert run_world(4, "tests.convert.ranks:mcore_saves", checkpoint=tmp_path / "saved", **options) == [[]] * 4
     back = converted(tmp_path / "saved", tmp_path / "back", "hugging_face", model_folder=causal, verify=True)
     expected, found = (load_file(each / "model.safetensors") for each in (reward, back))
     assert found.keys() == expected.keys()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaverl.checkpoint.manifest import newest_first
+from megaverl.processes import ending_with_parent
 from megaverl.trainer.ahead import file_of
 from megaverl.trainer.placed_roles import island_file
 from tests.faults.injector import Fault
@@ -276,7 +277,7 @@ def test_ten_steps_over_torchrun_and_five_networks(
     arguments = [*command_arguments(inputs, tmp_path / "cluster"), *data(inputs), *PPO, *more]
     arguments.append("checkpoint.export_hf=false")
     done = subprocess.run(
-        [ROOT / "tools" / "netns_cluster.sh", *arguments],
+        ending_with_parent([str(ROOT / "tools" / "netns_cluster.sh"), *arguments]),
         env=environment(MEGAVERL_PYTHON=sys.executable, LOGS=str(tmp_path / "logs"), OMP_NUM_THREADS="1"),
         capture_output=True,
         text=True,

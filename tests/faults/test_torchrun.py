@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from megaverl.processes import ending_with_parent
 from tests.faults.injector import Fault
 from tests.faults.runs import Remains, arguments, differences, remains
 from tests.trainer.conftest import ROOT, environment
@@ -17,8 +18,10 @@ def test_a_restart_by_torchrun(inputs: Path, expected: Remains, tmp_path: Path) 
     fault = Fault("kill", 1, "critic_update", 3, mark=str(tmp_path / "struck"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     done = subprocess.run(
-        [*torchrun, f"--master-port={free_port()}", "-m", "tests.faults.rank"]
-        + arguments(inputs, tmp_path, "--resume", "never"),
+        ending_with_parent(
+            [*torchrun, f"--master-port={free_port()}", "-m", "tests.faults.rank"]
+            + arguments(inputs, tmp_path, "--resume", "never")
+        ),
         capture_output=True,
         text=True,
         timeout=200,

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from megaverl.processes import ending_with_parent
 from tests.faults.server import Server
 from tests.trainer.conftest import ROOT, command_arguments, environment, inputs  # noqa: F401  (a fixture)
 from tools.check_reshard import add_up, kind_of
 
 
 def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "tools/check_reshard.py", *arguments]
+    command = ending_with_parent([sys.executable, "tools/check_reshard.py", *arguments])
     return subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=300, check=False
     )

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from megaverl.processes import ending_with_parent
+
 ROOT = Path(__file__).parents[2]
 # Heads of 32 dimensions, the smallest that vLLM's CPU attention has; two of each, so that 2 is the largest tp.
 MODEL: dict[str, Any] = {
@@ -92,7 +94,7 @@ def environment(**changes: str) -> dict[str, str]:
 def megaverl(command: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """`python -m megaverl.cli.<command>`: the real command, which starts its own ranks."""
     return subprocess.run(
-        [sys.executable, "-m", f"megaverl.cli.{command}", *arguments],
+        ending_with_parent([sys.executable, "-m", f"megaverl.cli.{command}", *arguments]),
         capture_output=True,
         text=True,
         cwd=ROOT,
