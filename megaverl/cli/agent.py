@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,19 +55,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             os._exit(FAILED)  # no rank has begun; a thread of torch may still wait for an answer
         except ChildFailedError as error:
             return explain({rank: failure.exitcode for rank, failure in error.failures.items()})
-        except (KeyboardInterrupt, SignalException):
-            return INTERRUPTED
+        except (KeyboardInterrupt, SignalException) as error:
+            return interrupted(error)
     return 0
 
 
 def _meet(arguments: argparse.Namespace) -> Any:
     """Of several nodes with a fixed address: see that all are here, within `--rdzv-conf timeout=SECONDS`; of a
-    rendezvous by torch's c10d, which finds that out by itself, that no other program answers there."""
-    if not arguments.nnodes.isdigit() or int(arguments.nnodes) < 2 or arguments.rdzv_backend not in ("static", "c10d"):
-        return None
+    rendezvous by torch's c10d, which finds that out by itself, that no other program answers there. One node alone
+    meets nobody: its store is on the loopback. Returns the store, for torch's agent of the first node to use."""
     from megaverl.cli.meeting import meet
-    from megaverl.fabric.first_store import store_at
+    from megaverl.fabric.first_store import LOOPBACK, keep_store, store_at
 
+    if arguments.standalone or arguments.nnodes == "1":
+        store = keep_store(LOOPBACK, arguments.master_port or 0, timedelta(seconds=JOIN_SECONDS))
+        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.node_rank = "static", f"{LOOPBACK}:{store.port}", 0
+        return store
+    if not arguments.nnodes.isdigit() or arguments.rdzv_backend not in ("static", "c10d"):
+        return None
     settings = dict(part.split("=", 1) for part in arguments.rdzv_conf.split(",") if "=" in part)
     endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
     host, _, port = endpoint.rpartition(":")
@@ -81,7 +87,9 @@ def _meet(arguments: argparse.Namespace) -> Any:
 def silence_torchs_agent() -> None:
     """A rank tells by itself why it fails, and `explain` what it could not: torch's agent would tell it once more."""
     for name in ("elastic", "launcher"):
-        logging.getLogger(f"torch.distributed.{name}").setLevel(logging.CRITICAL)
+        logger = logging.getLogger(f"torch.distributed.{name}")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False  # torch gives each module's logger a level of its own
 
 
 @contextmanager
@@ -116,6 +124,17 @@ def explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
     where = f" Its log: {log_hint}/rank_{rank}.log" if log_hint else ""
     print(f"rank {rank} was ended by {name}.{cause}{where}", file=sys.stderr)
     return FAILED
+
+
+def interrupted(error: BaseException) -> int:
+    """Say so, after a signal that ends the ranks; returns the exit code of the job."""
+    name = signal.Signals(getattr(error, "sigval", signal.SIGINT)).name
+    print(
+        f"interrupted by {name} and ended without saving; SIGTERM lets a training run save first.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return INTERRUPTED
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:

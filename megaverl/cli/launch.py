@@ -9,9 +9,9 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from datetime import timedelta
 
-from megaverl.cli.agent import ENDS_RANKS, explain, passing_on_signals, silence_torchs_agent
-from megaverl.cli.worker import INTERRUPTED
+from megaverl.cli.agent import ENDS_RANKS, explain, interrupted, passing_on_signals, silence_torchs_agent
 from megaverl.config import Config, smallest_world
 from megaverl.errors import GridError
 from megaverl.processes import ending_with_parent
@@ -66,16 +66,20 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from megaverl.fabric.first_store import LOOPBACK, keep_store
+
     silence_torchs_agent()
+    store = keep_store(LOOPBACK, 0, timedelta(minutes=1))  # torch's agent takes what is there, and would listen widely
     with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir:
         launch_config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=nproc,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_backend="static",
+            rdzv_endpoint=f"{LOOPBACK}:{store.port}",
+            rdzv_configs={"rank": 0},
+            local_addr=LOOPBACK,
             max_restarts=0,
             monitor_interval=0.1,
             signals_to_handle=ENDS_RANKS,
@@ -87,8 +91,8 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
                 elastic_launch(launch_config, program)(*rest)
         except ChildFailedError as error:
             return explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
-        except (KeyboardInterrupt, SignalException):
-            return INTERRUPTED
+        except (KeyboardInterrupt, SignalException) as error:
+            return interrupted(error)
     return 0
 
 

@@ -36,7 +36,7 @@ def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.S
     """
     end = time.monotonic() + patience
     me = f"process {os.getpid()} on {socket.gethostname()}"
-    store = keep_store(port, _CALL) if node == 0 else _store_of(host, port, node, end, patience)
+    store = keep_store(host, port, _CALL) if node == 0 else _store_of(host, port, node, end, patience)
     try:
         if node == 0:
             store.set(_JOB, f"{count} {me}")

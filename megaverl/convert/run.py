@@ -22,6 +22,7 @@ from megaverl.convert.source import Source, open_source
 from megaverl.convert.target import MegatronOptions, Target, hugging_face_target, make_files, megatron_target
 from megaverl.convert.verify import compare_bytes, compare_twins
 from megaverl.errors import CheckpointError, ConfigError
+from megaverl.fabric import job_store
 from megaverl.models.options import padded_vocab_size
 from megaverl.parallel.collectives import on_first_rank, raise_together, together
 from megaverl.parallel.grid import GridShape
@@ -76,7 +77,9 @@ def process_group() -> Iterator[None]:
         yield
         return
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group("gloo", timeout=timedelta(hours=2))
+        timeout = timedelta(hours=2)
+        store, rank, size = job_store(timeout)
+        dist.init_process_group("gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     else:
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:

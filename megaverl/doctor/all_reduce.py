@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.doctor.trials import RANKS, answer
+from megaverl.fabric import job_store
 
 NUMEL = 4 * 2**20
 ROUNDS = 5
@@ -21,7 +22,9 @@ def main() -> None:
     device = torch.device("cuda", rank) if with_gpus else torch.device("cpu")
     if with_gpus:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if with_gpus else "gloo", timeout=timedelta(seconds=60))
+    timeout = timedelta(seconds=60)
+    store, rank, size = job_store(timeout)
+    dist.init_process_group("nccl" if with_gpus else "gloo", timeout=timeout, store=store, rank=rank, world_size=size)
     tensor = torch.full((NUMEL,), float(rank + 1), device=device)
     dist.all_reduce(tensor)  # the first opens the connections
     expected = sum(range(1, RANKS + 1))

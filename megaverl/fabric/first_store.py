@@ -6,6 +6,7 @@ nothing, and until its deadline for one that says something else.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -14,30 +15,73 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from ipaddress import ip_address
 
+import psutil
 import torch.distributed as dist
 
 from megaverl.errors import TrainingStopped
 
+LOOPBACK = "127.0.0.1"
 EVERY = 0.1  # seconds between two looks
 GREETING = 10.0  # seconds that a store may take to greet; other programs are given them twice
 _FIRST_WORD, _NEXT_WORD = 5.0, 60.0  # seconds until a wait is told, and told again
 _CONNECT = 2.0
 
 
-def keep_store(port: int, timeout: timedelta) -> dist.Store:
-    """The job's store, of which this process is the keeper.
+def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    """The job's store, of which this process is the keeper. It listens where `host` is, and nowhere else.
+
+    A store has no password: whoever reaches it can change the run.
+
+    Args:
+        host: by which the other ranks reach it. port: 0: any that is free.
 
     Raises:
-        TrainingStopped: the port is taken.
+        TrainingStopped: the port is taken, or the host unknown.
     """
     try:
-        return dist.TCPStore("localhost", port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
-    except dist.DistError as error:
-        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error).lower()
-        cause = f"cannot be opened ({str(error).splitlines()[0][:160]})"
+        listening = _listening(host, port)
+        own, port = listening.getsockname()[:2]
+        own = LOOPBACK if own == "::" or own == "0.0.0.0" else own
+        fd = listening.detach()
+        return dist.TCPStore(
+            own, port, None, True, timeout, wait_for_workers=False, multi_tenant=True, master_listen_fd=fd
+        )
+    except (OSError, dist.DistError) as error:
+        taken = getattr(error, "errno", None) == errno.EADDRINUSE
+        cause = f"cannot be opened for {host} ({str(error).splitlines()[0][:160]})"
         cause = "is taken: another job or program uses it. Choose another MASTER_PORT." if taken else cause
         raise TrainingStopped(f"port {port} of this node {cause}") from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Takes connections at the first of the host's addresses that is one of this machine.
+
+    An address that is none of this machine's (a load balancer's, a translated network's) may lead here all the same:
+    then at that of the first interface in GLOO_SOCKET_IFNAME. Where none is named, and for a name that means the
+    loopback here (Debian's 127.0.1.1) and so another address elsewhere, at all of them.
+    """
+    found = [(family, address) for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    if host not in ("localhost", *(address[0] for _, address in found)):
+        found = [(family, address) for family, address in found if not ip_address(address[0]).is_loopback]
+    if found:
+        interface = psutil.net_if_addrs().get(os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0], [])
+        found += [(each.family, (each.address, port)) for each in interface if each.family == socket.AF_INET]
+    for family, address in found:
+        try:
+            return socket.create_server(address, family=family)
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+    print(
+        f"warning: {host} (MASTER_ADDR) is no address of this node that others reach, so the job's store listens on "
+        "all interfaces: name one by its address, or keep MASTER_PORT closed to machines that are none of the job's.",
+        file=sys.stderr,
+        flush=True,
+    )
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
 def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]) -> dist.Store | str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megaverl.errors import TrainingStopped
-from megaverl.fabric.first_store import reach_store
+from megaverl.fabric.first_store import keep_store, reach_store
 from megaverl.placement import ResolvedPlacement, World
 from megaverl.platform import platform
 
@@ -100,16 +100,15 @@ def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             store = _first_ranks_store(host, port, rank, timeout)
     except (dist.DistError, OSError, ValueError, KeyError) as error:
-        taken = "EADDRINUSE" in str(error) or "address already in use" in str(error)
-        cause = "the port is taken: choose another --master-port" if taken else "is the first node up, and reachable?"
-        raise TrainingStopped(f"no store at {address}: {cause} ({str(error).splitlines()[0][:200]})") from error
+        cause = f"is the first node up, and reachable? ({str(error).splitlines()[0][:200]})"
+        raise TrainingStopped(f"no store at {address}: {cause}") from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"megaverl/job/{attempt}", store), rank, size
 
 
 def _first_ranks_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
     if rank == 0:
-        return dist.TCPStore(host, port, None, True, timeout, wait_for_workers=False, multi_tenant=True)
+        return keep_store(host, port, timeout)
     found = reach_store(host, port, timeout, time.monotonic() + timeout.total_seconds(), lambda seen: None)
     if isinstance(found, str):
         raise TimeoutError(found)

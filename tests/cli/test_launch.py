@@ -9,14 +9,17 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from socket import SOCK_DGRAM
 from typing import Any
 
+import psutil
 import pytest
 
 from megaverl.cli.launch import check_world, count_gpus, default_nproc
 from megaverl.config import Config
 from megaverl.errors import GridError
 from megaverl.processes import ending_with_parent
+from tests.trainer.conftest import command_arguments, environment, inputs  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("rank_script.py")
@@ -75,6 +78,37 @@ def test_ranks_are_told_to_leave_and_given_time(tmp_path):
         running.send_signal(number)
     _, err = running.communicate(timeout=60)
     assert (running.returncode, err) == (75, "")
+
+
+def test_a_run_listens_on_the_loopback_alone_and_ends_with_one_line(
+    inputs: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Whoever reaches a store can change the run. Ctrl-C reaches the launcher and its ranks."""
+    more = ["rollout.engine=hf", "trainer.steps=100000", "checkpoint={save_interval: 0, export_hf: false}"]
+    running = subprocess.Popen(
+        ending_with_parent([sys.executable, "-m", "megaverl.cli.train", *command_arguments(inputs, tmp_path), *more]),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(),
+        start_new_session=True,
+    )
+    assert running.stdout is not None
+    assert any(line.startswith("step ") for line in running.stdout)
+    launcher = psutil.Process(running.pid)
+    processes = [launcher, *launcher.children(recursive=True)]
+    assert len(processes) == 3
+    connections = [each for process in processes for each in process.net_connections("inet")]
+    listening = [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN or each.type == SOCK_DGRAM]
+    assert len(listening) >= 3 and set(listening) == {"127.0.0.1"}  # the store, and each rank's gloo
+    os.killpg(running.pid, signal.SIGINT)
+    _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (
+        130,
+        "interrupted by SIGINT and ended without saving; SIGTERM lets a training run save first.\n",
+    )
 
 
 def test_gpus_are_counted_without_torch(monkeypatch):

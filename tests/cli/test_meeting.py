@@ -134,7 +134,7 @@ def test_the_other_nodes_end_at_once_where_another_program_answers(
 def test_the_other_nodes_end_at_once_where_a_store_of_another_kind_of_job_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "STRANGER", 0.3)
     port = free_port()
-    kept = first_store.keep_store(port, timedelta(seconds=5))
+    kept = first_store.keep_store("127.0.0.1", port, timedelta(seconds=5))
     with pytest.raises(TrainingStopped, match=f"127.0.0.1:{port} .* is the store of another program of torch"):
         meet("127.0.0.1", port, 1, 2, 600.0)
     del kept

@@ -108,6 +108,6 @@ def test_a_port_in_use(server: Server, inputs: Path, tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         ended = start(server, inputs, tmp_path, ["train"], MASTER_PORT=port, WORLD_SIZE="1")
     assert (
-        unlike(ended, tmp_path, 1, f"no store at 127.0.0.1:{port}: the port is taken: choose another --master-port")
+        unlike(ended, tmp_path, 1, f"port {port} of this node is taken: another job or program uses it. Choose another")
         == []
     )
