@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them, however that ends.
+"""Processes that end with the process that started them, however that ends; and how many files one may open.
 
     subprocess.run(ending_with_parent(["python", "-m", "megaverl.cli.train", ...]))
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 from collections.abc import Sequence
 
 PR_SET_PDEATHSIG = 1
+MOST_FILES = 2**20  # some programs visit every number up to the limit, which containers set to a billion
 
 
 def ending_with_parent(command: Sequence[str]) -> list[str]:
@@ -30,6 +32,14 @@ def end_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_open_files() -> None:
+    """Raise the soft limit of open files, usually 1024, to the hard one: sockets to other ranks count."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 if __name__ == "__main__":

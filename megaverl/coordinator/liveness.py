@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -150,6 +151,9 @@ class Liveness:
         """
         if self.size == 1:
             return None
+        if isinstance(error, KeyboardInterrupt):
+            self.settle(0.0, f"{self.name(self.rank)} was in {self._doing} and {_interrupted_here()}")
+            return None
         what = f"{type(error).__name__}: {error}"
         own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
         silent = _SILENCE.search(_chain(error)) is not None
@@ -215,7 +219,8 @@ class Liveness:
         self._told.set()
         if self._stop.wait(self.patience.grace):
             return
-        self._say(f"{verdict}. {self.name(self.rank)} was in {self._doing}; the run ends.")
+        if not verdict.endswith(_interrupted_here()):  # here, who started the ranks says so
+            self._say(f"{verdict}. {self.name(self.rank)} was in {self._doing}; the run ends.")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self._exit_code)
@@ -249,6 +254,10 @@ class Liveness:
             begun=begun,
         )
         self._store.set(f"liveness/beat/{self.rank}", beat.to_json())
+
+
+def _interrupted_here() -> str:
+    return f"was interrupted on {socket.gethostname()}"
 
 
 def _is_gone(beat: Beat) -> bool:

@@ -63,13 +63,11 @@ def _shared_memory() -> Finding:
 
 
 def _open_files() -> Finding:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= OPEN_FILES:
-        return Finding("storage", "open files", "ok", f"limit {soft if soft >= 0 else 'none'}")
-    mend = f"ulimit -n {min(65536, hard) if hard >= 0 else 65536}: many ranks hold many sockets"
-    if 0 <= hard < OPEN_FILES:
-        mend = "raise the hard limit too: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
-    return Finding("storage", "open files", "warn" if soft < 1024 else "note", f"limit {soft}", mend)
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks raise the soft limit to it
+    if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES:
+        return Finding("storage", "open files", "ok", f"hard limit {hard if hard >= 0 else 'none'}")
+    mend = "many ranks hold many sockets: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+    return Finding("storage", "open files", "warn" if hard < 1024 else "note", f"hard limit {hard}", mend)
 
 
 def _locked_memory() -> Finding:

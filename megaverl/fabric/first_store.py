@@ -21,6 +21,7 @@ import psutil
 import torch.distributed as dist
 
 from megaverl.errors import TrainingStopped
+from megaverl.processes import raise_open_files
 
 LOOPBACK = "127.0.0.1"
 EVERY = 0.1  # seconds between two looks
@@ -40,6 +41,7 @@ def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
     Raises:
         TrainingStopped: the port is taken, or the host unknown.
     """
+    raise_open_files()  # every rank of the job connects to it
     try:
         listening = _listening(host, port)
         own, port = listening.getsockname()[:2]

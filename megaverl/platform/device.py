@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from megaverl.processes import raise_open_files
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -36,7 +38,8 @@ class Platform:
         return torch.bfloat16 if self.is_cuda and torch.cuda.is_bf16_supported() else torch.float32
 
     def start(self) -> None:
-        """Make `device` the current one."""
+        """Make `device` the current one, and room for connections to many ranks."""
+        raise_open_files()
         if self.is_cuda:
             torch.cuda.set_device(self.device)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from megaverl.cli.launch import check_world, count_gpus, default_nproc
 from megaverl.config import Config
 from megaverl.errors import GridError
-from megaverl.processes import ending_with_parent
+from megaverl.processes import MOST_FILES, ending_with_parent
 from tests.trainer.conftest import command_arguments, environment, inputs  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[2]
@@ -80,14 +81,21 @@ def test_ranks_are_told_to_leave_and_given_time(tmp_path):
     assert (running.returncode, err) == (75, "")
 
 
-def test_a_run_listens_on_the_loopback_alone_and_ends_with_one_line(
+def most_files() -> int:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_FILES if hard == resource.RLIM_INFINITY else hard
+
+
+def test_a_real_run_from_outside(
     inputs: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Whoever reaches a store can change the run. Ctrl-C reaches the launcher and its ranks."""
+    """It listens on the loopback alone, as whoever reaches its store can change it; it may open as many files as the
+    machine lets it; and Ctrl-C, which the launcher and its ranks get, leaves one line."""
     more = ["rollout.engine=hf", "trainer.steps=100000", "checkpoint={save_interval: 0, export_hf: false}"]
+    command = [sys.executable, "-m", "megaverl.cli.train", *command_arguments(inputs, tmp_path), *more]
     running = subprocess.Popen(
-        ending_with_parent([sys.executable, "-m", "megaverl.cli.train", *command_arguments(inputs, tmp_path), *more]),
+        ending_with_parent(["bash", "-c", 'ulimit -S -n 256; exec "$@"', "bash", *command]),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -100,6 +108,7 @@ def test_a_run_listens_on_the_loopback_alone_and_ends_with_one_line(
     launcher = psutil.Process(running.pid)
     processes = [launcher, *launcher.children(recursive=True)]
     assert len(processes) == 3
+    assert {process.rlimit(psutil.RLIMIT_NOFILE)[0] for process in processes} == {min(most_files(), MOST_FILES)}
     connections = [each for process in processes for each in process.net_connections("inet")]
     listening = [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN or each.type == SOCK_DGRAM]
     assert len(listening) >= 3 and set(listening) == {"127.0.0.1"}  # the store, and each rank's gloo

@@ -162,8 +162,9 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_full_disk_and_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(storage_module.shutil, "disk_usage", lambda path: DiskUsage(64 * 2**20, 0, 2**20))
-    monkeypatch.setattr(storage_module.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(storage_module.resource, "getrlimit", lambda which: (256, 1000))
     findings = list(storage(tmp_path / "not" / "there" / "yet"))
     assert named(findings, "runs").status == "fail" and "run.dir" in named(findings, "runs").mend
     assert "--shm-size" in named(findings, "shared memory").mend
-    assert named(findings, "open files").mend.startswith("ulimit -n 4096")
+    files = named(findings, "open files")
+    assert (files.status, files.found) == ("warn", "hard limit 1000") and "--ulimit nofile" in files.mend

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 VARIABLE = "MEGAVERL_FAULT"
-Kind = Literal["kill", "stop", "term", "usr1", "exception", "stall", "full", "readonly", "vanish"]
+Kind = Literal["kill", "stop", "term", "usr1", "int", "exception", "stall", "full", "readonly", "vanish"]
 GONE = ".gone"
 
 
@@ -33,8 +33,8 @@ class Fault:
     """What goes wrong, and where.
 
     Attributes:
-        kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), usr1 (SIGUSR1), exception, stall (this thread waits for
-            good); of a write also full and readonly (the system's errors); vanish (`folder` is there no more).
+        kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), usr1 (SIGUSR1), int (SIGINT), exception, stall (this thread
+            waits for good); of a write also full and readonly (the system's errors); vanish (`folder` is there no more).
         stage: as `Stages.note` gets it, without its step.
         step: in this one, counted from 1, or the first later one that has such a stage; None: whichever comes first.
         byte: of what this rank writes from then on for that step's checkpoint, or a later one: an earlier one may still
@@ -71,9 +71,8 @@ class Fault:
             self._act()
 
     def _act(self) -> None:
-        signals = {"kill": "SIGKILL", "stop": "SIGSTOP", "term": "SIGTERM", "usr1": "SIGUSR1"}
-        if self.kind in signals:
-            os.kill(os.getpid(), getattr(signal, signals[self.kind]))
+        if self.kind in ("kill", "stop", "term", "usr1", "int"):
+            os.kill(os.getpid(), getattr(signal, f"SIG{self.kind.upper()}"))
         elif self.kind == "exception":
             raise Injected(f"injected into {self.stage}")
         elif self.kind == "stall":

@@ -32,6 +32,14 @@ def test_saved_and_left(server: Server, inputs: Path, expected: Remains, tmp_pat
     assert "resumed from" in ended.text and "3 of 4 steps are done" in ended.text
 
 
+def test_interrupted(server: Server, inputs: Path, tmp_path: Path) -> None:
+    """Ctrl-C: what started the ranks says so, and they nothing; nor does one that is too busy to hear the signal."""
+    both = {0: Fault("stall", 0, "rollout", 2).environment(), 1: Fault("int", 1, "rollout", 2).environment()}
+    ended = server.run(arguments(inputs, tmp_path), logs=tmp_path / "output", on_rank=both)
+    assert ended.codes == [1, 130], ended.text
+    assert "error" not in ended.text and "nterrupt" not in ended.text
+
+
 def test_what_to_resume_from(
     server: Server, inputs: Path, expected: Remains, undisturbed: Path, tmp_path: Path
 ) -> None:
