@@ -33,8 +33,9 @@ class Fault:
     """What goes wrong, and where.
 
     Attributes:
-        kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), usr1 (SIGUSR1), int (SIGINT), exception, stall (this thread
-            waits for good); of a write also full and readonly (the system's errors); vanish (`folder` is there no more).
+        kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), usr1 (SIGUSR1), int (SIGINT), exception, stall (this
+            thread waits for good); of a write also full and readonly (the system's errors); vanish (`folder` is there
+            no more).
         stage: as `Stages.note` gets it, without its step.
         step: in this one, counted from 1, or the first later one that has such a stage; None: whichever comes first.
         byte: of what this rank writes from then on for that step's checkpoint, or a later one: an earlier one may still
