@@ -14,7 +14,7 @@ import pytest
 
 from megaverl.processes import ending_with_parent
 from megaverl.rewards.line_process import LineProcess
-from tests.worlds import ROOT, free_port
+from tests.worlds import ROOT
 
 PATIENCE = 60.0  # seconds; more than a busy machine needs to start an interpreter with torch
 GONE_WITHIN = 5.0  # seconds; what the kernel ends is gone in milliseconds, what ends by itself may need minutes
@@ -23,8 +23,7 @@ GONE_WITHIN = 5.0  # seconds; what the kernel ends is gone in milliseconds, what
 STARTERS = {
     "a launched run": ("from megaverl.cli.launch import start_ranks; start_ranks(['-m', 'tests.pausing'], 2)", 2),
     "an agent": (
-        "from megaverl.cli.agent import main; main(['--nnodes', '1', '--nproc-per-node', '2', '--master-port', "
-        f"'{free_port()}', '-m', 'tests.pausing'])",
+        "from megaverl.cli.agent import main; main(['--nproc-per-node', '2', '-m', 'tests.pausing'])",
         2,
     ),
     "a reward's worker": (

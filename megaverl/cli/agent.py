@@ -1,4 +1,5 @@
-"""torchrun with two differences: SIGTERM and SIGUSR1 go on to the ranks, and the exit code is that of the ranks.
+"""torchrun, but SIGTERM and SIGUSR1 go on to the ranks, the exit code is that of the ranks, they end with the agent
+whatever ends it, and the job's store listens where the other nodes look for it, and nowhere else.
 
     python -m megaverl.cli.agent --nnodes 2 --node-rank 0 ... -m megaverl.cli.main train ...    # torchrun's arguments
 
@@ -25,6 +26,7 @@ from megaverl.errors import SAVED_AND_LEFT, TrainingStopped
 from megaverl.processes import ending_with_parent
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+MASTER_PORT = 29500  # torchrun's, where none is given
 C10D_PORT = 29400  # torch's, of an endpoint without one
 JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
@@ -67,10 +69,11 @@ def _meet(arguments: argparse.Namespace) -> Any:
     from megaverl.cli.meeting import meet
     from megaverl.fabric.first_store import LOOPBACK, keep_store, store_at
 
-    if arguments.standalone or arguments.nnodes == "1":
+    if arguments.standalone or arguments.nnodes in ("1", "1:1"):
         store = keep_store(LOOPBACK, arguments.master_port or 0, timedelta(seconds=JOIN_SECONDS))
         arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.node_rank = "static", f"{LOOPBACK}:{store.port}", 0
         return store
+    arguments.master_port = arguments.master_port or MASTER_PORT
     if not arguments.nnodes.isdigit() or arguments.rdzv_backend not in ("static", "c10d"):
         return None
     settings = dict(part.split("=", 1) for part in arguments.rdzv_conf.split(",") if "=" in part)
