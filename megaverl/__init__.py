@@ -30,3 +30,7 @@ def __getattr__(name: str) -> object:
 
     found: object = getattr(import_module(_DOORS[name]), name)
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -36,6 +36,7 @@ class TrainerConfig:
         actor_device_mapping: {"model": "cuda:0-3"}, "0-3" or [0, 1, 2, 3]: the role's ranks; likewise the others'.
         checkpoint_config: keys of the section `checkpoint`, such as {"save_interval": 10, "keep_last_k": 3,
             "async_save": True}.
+        fsdp_config: refused, with what takes the place of FSDP here.
         log_with: one tracker or several: tensorboard, wandb, mlflow, swanlab, csv, jsonl.
     """
 
@@ -64,6 +65,11 @@ class TrainerConfig:
     reference_device_mapping: Devices = None
     reward_device_mapping: Devices = None
     rollout_device_mapping: Devices = None
+    use_dynamic_batching: bool | None = None
+    async_rollout: bool | None = None
+    trust_remote_code: bool | None = None
+    offload_folder: str | Path | None = None
+    fsdp_config: Mapping[str, Any] | None = None
     checkpoint_config: Mapping[str, Any] | None = None
     log_with: str | Sequence[str] | None = None
     track_metrics: Sequence[str] | None = None
@@ -132,6 +138,11 @@ KEYS = {
     "reference_device_mapping": "placement.reference_devices",
     "reward_device_mapping": "placement.reward_devices",
     "rollout_device_mapping": "placement.rollout_devices",
+    "use_dynamic_batching": "rollout.use_dynamic_batching",
+    "async_rollout": "rollout.async_rollout",
+    "trust_remote_code": "model.trust_remote_code",
+    "offload_folder": "model.offload_folder",
+    "fsdp_config": "fsdp_config",
     "checkpoint_config": "checkpoint",
     "log_with": "run.log_with",
     "track_metrics": "run.track_metrics",

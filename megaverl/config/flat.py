@@ -34,6 +34,14 @@ def _engine(value: Any) -> Any:
     return ENGINES[value]
 
 
+def _no_fsdp(value: Any) -> Any:
+    raise ValueError(
+        "training is Megatron-core's, without FSDP. Leave it out. Optimizer state is split over the data-parallel "
+        "ranks as it is (actor.ddp.use_distributed_optimizer), weights by actor.tp and actor.pp (tensor_parallel_size "
+        "and pipeline_parallel_size in Python); actor.offload moves out what is not in use."
+    )
+
+
 FLAT: dict[str, Flat] = {
     "model.pretrain_model_path": Flat("model.path"),
     "model.tokenizer_path": Flat("model.tokenizer"),
@@ -46,6 +54,7 @@ FLAT: dict[str, Flat] = {
     "engine.actor_type": Flat("rollout.engine", _engine),
     "engine.num_gpus": Flat("run.nproc"),
     "engine.critic_type": Flat(""),  # only checked
+    "fsdp_config": Flat("", _no_fsdp),
     "checkpoint_config": Flat("checkpoint"),
     "log_with": Flat("run.log_with"),
     "output_dir": Flat("run.dir"),

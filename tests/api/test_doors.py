@@ -62,6 +62,18 @@ def test_every_promised_import() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_names_are_listed() -> None:
+    """What completion and help() show: everything that can be imported, before anything is."""
+    checks = "import sys, megaverl, megaverl.trainer\n"
+    checks += "for module in (megaverl, megaverl.trainer):\n    print(*dir(module))\n"
+    checks += "assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", checks], capture_output=True, text=True, cwd=ROOT, check=True)
+    listed = [set(line.split()) for line in done.stdout.splitlines()]
+    assert {"RolloutBatch", "TrainerConfig", "DataFlow", "__version__", "__name__"} <= listed[0]
+    assert {"PPOTrainer", "RLTrainer", "RoleBasedDistributedStrategy", "init_distributed"} <= listed[1]
+    assert listed[0] >= set(megaverl.__all__) and listed[1] >= set(megaverl.trainer.__all__)
+
+
 def test_a_name_that_there_is_not() -> None:
     with pytest.raises(AttributeError, match="it has DataFlow"):
         megaverl.Dataflow  # noqa: B018
@@ -96,6 +108,19 @@ def test_settings_are_the_configuration() -> None:
     assert config.to_dict() == load_config(native, check_paths=False).to_dict()
 
 
+def test_settings_of_several_sections(no_files: None) -> None:
+    config = RLTrainer(
+        **MODEL,
+        use_dynamic_batching=True,
+        async_rollout=True,
+        trust_remote_code=True,
+        offload_folder=Path("downloads"),
+        rollout_device_mapping=[1],
+    ).config
+    assert config.rollout.use_dynamic_batching and config.rollout.async_rollout
+    assert (config.model.trust_remote_code, config.model.offload_folder) == (True, "downloads")
+
+
 def test_paths_are_text_and_objects_are_refused(no_files: None) -> None:
     paths = {"actor_model": Path("org/small"), "train_data": Path("train.jsonl"), "output_dir": Path("runs")}
     assert RLTrainer(**{**MODEL, **paths}).config == RLTrainer(**MODEL).config
@@ -114,6 +139,8 @@ def test_paths_are_text_and_objects_are_refused(no_files: None) -> None:
         ({"actor_model": "nowhere"}, r"model.path \(`actor_model` in Python\)"),
         ({"reward_model": "/no/such/model", "reward_function": None}, r"reward.0.path \(`reward_function` in Python\)"),
         ({"config": 7}, "config: found a int; expected a YAML file"),
+        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, r"fsdp_config \(.* in Python\): .*tensor_parallel_size"),
+        ({"config": TrainerConfig(fsdp_config={})}, "fsdp_config .*use_distributed_optimizer"),
     ],
 )
 def test_a_wrong_setting_is_named_as_the_program_has_it(settings: dict[str, Any], words: str) -> None:

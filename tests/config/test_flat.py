@@ -72,6 +72,7 @@ def test_both_forms_may_stand_in_one_file_and_overrides_win() -> None:
         ({"data": {"train_path": "t.jsonl", "batch_size_per_gpu": 0}}, "data.batch_size_per_gpu", "at least 1"),
         ({"run": {"nproc": 4}}, "engine.num_gpus", "so is run.nproc, which is the same"),
         ({"checkpoint_config": {"save_intervall": 5}}, "checkpoint.save_intervall", "save_interval"),
+        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp_config", "by actor.tp and actor.pp"),
         ({"log_with": "wandbb"}, "run.log_with.0", "wandb"),
     ],
 )
