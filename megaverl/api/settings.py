@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import inspect
+import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megaverl.api.devices import Devices, device_map, parse_devices
 from megaverl.api.world import as_started
+from megaverl.cli.recipes import recipe
 from megaverl.config import Config, load_config
-from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.errors import InvalidConfig, Mistake, did_you_mean
 from megaverl.config.run import named_reward
+from megaverl.config.trainer import TrainerConfig as Loop
 from megaverl.config.yaml_source import COMMAND_LINE
 from megaverl.errors import ConfigError
+
+# What `get_ppo_config()` alone lays over the recipe of the quickstart: one process, without vLLM, about half a minute.
+SMALL_RUN: dict[str, dict[str, Any]] = {
+    "run": {"name": "quickstart_ppo", "nproc": None},
+    "actor": {"tp": 1, "optimizer": {"lr": 1e-3}},
+    "rollout": {"engine": "hf", "sampling": {"max_tokens": 8}},
+    "data": {"prompts_per_step": 16},
+    "trainer": {"steps": 25},
+}
 
 Reward = str | Callable[..., Any] | Mapping[str, Any]
 
@@ -28,6 +40,7 @@ class TrainerConfig:
     {"actor.optimizer.clip_grad": 0.5}.
 
     Attributes:
+        max_steps: steps of the whole run; `total_steps` is another word for it.
         actor_model: Hugging Face folder, or org/name on a hub (model.path). Likewise critic_model, reference_model.
         reward_function: a built-in reward, "module:function", "file.py:function", or a function of an importable
             module.
@@ -38,6 +51,7 @@ class TrainerConfig:
             "async_save": True}.
         fsdp_config: refused, with what takes the place of FSDP here.
         log_with: one tracker or several: tensorboard, wandb, mlflow, swanlab, csv, jsonl.
+        may_be_small: without a model and data it is the small run of `get_ppo_config`.
     """
 
     algorithm: str = "ppo"
@@ -48,7 +62,7 @@ class TrainerConfig:
     reward_function: Reward | Sequence[Reward] | None = None
     train_data: str | Path | Sequence[str | Path] | None = None
     validation_data: str | Path | Sequence[str | Path] | None = None
-    total_steps: int | None = None
+    max_steps: int | None = None
     prompts_per_step: int | None = None
     group_size: int | None = None
     learning_rate: float | None = None
@@ -77,6 +91,17 @@ class TrainerConfig:
     run_name: str | None = None
     seed: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    may_be_small: bool = field(default=False, init=False)
+    total_steps: InitVar[int | None] = None
+
+    def __post_init__(self, total_steps: int | None) -> None:
+        if total_steps is None:
+            return
+        if self.max_steps not in (None, total_steps):
+            raise ConfigError(
+                f"max_steps={self.max_steps} and total_steps={total_steps} are the same setting. Give one of them."
+            )
+        self.max_steps = total_steps
 
     def values(self) -> dict[str, Any]:
         """What a YAML file would hold, as nested mappings.
@@ -112,6 +137,16 @@ class TrainerConfig:
         return resolve(self, check_paths=check_paths)
 
 
+def _max_steps(settings: TrainerConfig) -> int | None:
+    return settings.max_steps
+
+
+def _set_max_steps(settings: TrainerConfig, value: int | None) -> None:
+    settings.max_steps = value
+
+
+setattr(TrainerConfig, "total_steps", property(_max_steps, _set_max_steps))  # noqa: B010 - not a field to mypy
+SETTINGS = tuple(inspect.signature(TrainerConfig).parameters)
 KEYS = {
     "algorithm": "algorithm.name",
     "actor_model": "model.path",
@@ -121,7 +156,7 @@ KEYS = {
     "reward_function": "reward",
     "train_data": "data.train",
     "validation_data": "data.validation",
-    "total_steps": "trainer.steps",
+    "max_steps": "trainer.steps",
     "prompts_per_step": "data.prompts_per_step",
     "group_size": "algorithm.group_size",
     "learning_rate": "actor.optimizer.lr",
@@ -272,7 +307,15 @@ def resolve(description: Description, overrides: Sequence[str] = (), *, check_pa
             return description
         description = description.to_dict()
     if isinstance(description, TrainerConfig):
-        description = description.values()
+        values = description.values()
+        if description.may_be_small and not _names_inputs(values):
+            description, overrides = recipe("quickstart"), [*as_overrides(SMALL_RUN), *as_overrides(values), *overrides]
+            if check_paths:
+                from megaverl.trainer.quickstart import make_inputs
+
+                make_inputs(load_config(description, overrides, check_paths=False))
+        else:
+            description = values
     if not isinstance(description, str | Path | Mapping):
         raise ConfigError(
             f"config: found a {type(description).__name__}; expected a YAML file, a mapping, a TrainerConfig or a "
@@ -300,18 +343,47 @@ def _of_a_program(mistake: Mistake) -> Mistake:
     return replace(mistake, where=f"`{names[0]}` in Python" if names else "")
 
 
+def _names_inputs(values: Mapping[str, Any]) -> bool:
+    """Whether a model or training data is named, in either form of the YAML file."""
+    named = {"model": ("path", "pretrain_model_path"), "data": ("train", "train_path")}
+    sections = [(values.get(section), keys) for section, keys in named.items()]
+    return any(isinstance(given, str) or any(key in given for key in keys) for given, keys in sections if given)
+
+
+def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[str]:
+    """`key=value` for all that nested mappings hold, so that each key is known to be given, and nothing beside it."""
+    found: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
+            found += as_overrides(value, f"{inside}{key}.")
+        else:
+            found.append(f"{inside}{key}={json.dumps(value)}")
+    return found
+
+
+def refuse_unknown(names: Iterable[str], who: str = "") -> None:
+    """Raise a ConfigError where one of `names` is no field of `TrainerConfig`."""
+    if unknown := [name for name in names if name not in SETTINGS]:
+        hints = "".join(did_you_mean(name, SETTINGS) for name in unknown)
+        raise ConfigError(
+            f"{who}no setting {', '.join(unknown)}.{hints} Keys of the YAML file go into options={{...}}."
+        )
+
+
 def get_ppo_config(**settings: Any) -> TrainerConfig:
     """A TrainerConfig for PPO, to be changed and handed to a trainer: `get_ppo_config(actor_model="models/small")`.
+
+    With neither a model nor data it is a small run of the quickstart's task, in one process and without vLLM:
+    tokenizer, model and data are made in the run's folder. `max_steps` is a number in any case.
 
     Raises:
         ConfigError: a setting that there is not.
     """
-    known = {each.name for each in fields(TrainerConfig)}
-    if unknown := [name for name in settings if name not in known]:
-        from megaverl.config.errors import did_you_mean
-
-        hints = "".join(did_you_mean(name, known) for name in unknown)
-        raise ConfigError(
-            f"get_ppo_config: no setting {', '.join(unknown)}.{hints} Other keys go into options={{...}}."
-        )
-    return TrainerConfig(**{"algorithm": "ppo", **settings})
+    refuse_unknown(settings, "get_ppo_config: ")
+    config = TrainerConfig(**{"algorithm": "ppo", **settings})
+    config.may_be_small = True
+    if config.max_steps is None:
+        values = config.values()
+        default = Loop.model_fields["steps"].default if _names_inputs(values) else SMALL_RUN["trainer"]["steps"]
+        config.max_steps = values.get("trainer", {}).get("steps", default)
+    return config

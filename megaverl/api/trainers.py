@@ -5,18 +5,16 @@ from __future__ import annotations
 import atexit
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaverl.api.settings import Description, Reward, TrainerConfig, resolve
+from megaverl.api.settings import Description, Reward, TrainerConfig, as_overrides, refuse_unknown, resolve
 from megaverl.api.strategy import RoleBasedDistributedStrategy
 from megaverl.api.world import as_started, explained, init_distributed, under_torchrun
 from megaverl.config import Config
-from megaverl.config.errors import did_you_mean
-from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
+from megaverl.errors import SAVED_AND_LEFT, TrainingStopped
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
@@ -24,6 +22,14 @@ if TYPE_CHECKING:
     from megaverl.trainer.job import Job
     from megaverl.trainer.rl import RLTrainer as Loop
     from megaverl.trainer.stored_rollouts import StoredRollouts
+
+
+# What `update` returns also has these, each the first that was measured.
+SHORT_NAMES = {
+    "reward": ("reward/mean",),
+    "loss": ("actor/loss",),
+    "kl": ("actor/kl", "train/kl", "actor/approx_kl"),
+}
 
 
 class RLTrainer:
@@ -54,11 +60,8 @@ class RLTrainer:
         overrides: Sequence[str] = (),
         **settings: Any,
     ) -> None:
-        known = [field.name for field in fields(TrainerConfig)]
-        if unknown := [name for name in settings if name not in known]:
-            hints = "".join(did_you_mean(name, known) for name in unknown)
-            raise ConfigError(f"no setting {', '.join(unknown)}.{hints} Keys of the YAML file go into options={{...}}.")
-        more = _as_overrides(settings)
+        refuse_unknown(settings)
+        more = _given(settings)
         if reward_model is not None:
             more.append(f"reward={json.dumps([_reward_of(reward_model)])}")
         if strategy is not None:
@@ -151,7 +154,9 @@ class PPOTrainer(RLTrainer):
             rollouts: of `rollout`, as they are or changed: fewer of them, or with `rewards` [B] of one's own, which
                 are then not scored.
 
-        Returns: the step's metrics; with those of a validation where one is due.
+        Returns: the step's metrics; with those of a validation where one is due. Three have a short name as well:
+            `reward` (reward/mean), `loss` (actor/loss) and `kl`: to the reference, or, where there is none, to the
+            policy that generated (actor/approx_kl).
         """
         with explained():
             self._begin()
@@ -162,7 +167,10 @@ class PPOTrainer(RLTrainer):
             loop.safe_point()
             if loop.next_step == trainer.steps and self.config.checkpoint.export_hf:
                 loop.export()
-        return metrics
+        short = {
+            name: metrics[key] for name, keys in SHORT_NAMES.items() for key in reversed(keys) if key in metrics
+        }
+        return {**metrics, **short}
 
     def close(self) -> None:
         """Finish trackers, and what is still being saved; at the program's end this is done by itself."""
@@ -202,22 +210,13 @@ class PPOTrainer(RLTrainer):
         atexit.register(self.close)
 
 
-def _as_overrides(settings: Mapping[str, Any]) -> list[str]:
+def _given(settings: Mapping[str, Any]) -> list[str]:
     """`key=value` for every setting that is said."""
     algorithm = {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
     values = TrainerConfig(**settings).values()
     if not algorithm:  # its default is no word about a configuration that has its own
         values.pop("algorithm", None) if values.get("algorithm") == {"name": "ppo"} else values["algorithm"].pop("name")
-    return [f"{key}={json.dumps(value)}" for key, value in _leaves(values)]
-
-
-def _leaves(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys, so that each is known to be given, and nothing beside it."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
-            yield from _leaves(value, f"{inside}{key}.")
-        else:
-            yield f"{inside}{key}", value
+    return as_overrides(values)
 
 
 def _reward_of(value: Reward | Path) -> dict[str, Any]:

@@ -8,6 +8,8 @@ teaches the task.
 
 from __future__ import annotations
 
+import fcntl
+import json
 from pathlib import Path
 
 import torch.distributed as dist
@@ -25,6 +27,7 @@ from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.rl import RLTrainer
 from megaverl.trainer.sft import warm_up
+from megaverl.version import __version__
 
 TASK = {"name": "reverse", "num_digits": 5, "num_train": 16384, "num_held_out": 256}
 # Qwen3 with heads of 32 dimensions, the smallest that vLLM's CPU attention has.
@@ -60,6 +63,20 @@ def prepare(config: Config) -> None:
         torch.manual_seed(config.run.seed)
         Qwen3ForCausalLM(model_config).save_pretrained(str(folder / "model"))
     tokenizer.save(folder / "model")
+
+
+def make_inputs(config: Config) -> None:
+    """`prepare`, once on each machine: the first process makes them while the others wait."""
+    folder = Path(config.run.dir) / config.run.name / "inputs"
+    made, wanted = folder / "made_of.json", json.dumps([__version__, config.run.seed, TASK, MODEL])
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if made.is_file() and made.read_text(encoding="utf-8") == wanted:
+            return
+        made.unlink(missing_ok=True)
+        prepare(config)
+        made.write_text(wanted, encoding="utf-8")
 
 
 def _prepare_data(config: Config, folder: Path) -> Path:

@@ -176,6 +176,35 @@ def test_ppo_config_can_be_changed() -> None:
         get_ppo_config(total_step=3)
 
 
+def test_steps_have_two_words(no_files: None) -> None:
+    assert get_ppo_config(total_steps=3).max_steps == 3 == TrainerConfig(max_steps=3).total_steps
+    config = get_ppo_config(**MODEL, max_steps=3)
+    config.total_steps = 4
+    assert (config.max_steps, config.values()["trainer"]) == (4, {"steps": 4})
+    with pytest.raises(ConfigError, match="max_steps=3 and total_steps=4 are the same setting"):
+        TrainerConfig(max_steps=3, total_steps=4)
+    assert RLTrainer(config, total_steps=5).config.trainer.steps == 5
+    assert get_ppo_config(**MODEL).max_steps == 100, "the key's own default"
+    assert get_ppo_config(options={"trainer.steps": 7}).max_steps == 7
+
+
+def test_a_ppo_config_without_a_model_is_a_small_run(no_files: None) -> None:
+    """Settings go over it; with a model or data of one's own nothing of it is left."""
+    config = get_ppo_config(use_vllm=True, learning_rate=3e-4)
+    config.output_dir = "elsewhere"
+    small = resolve(config, check_paths=False)
+    assert small.model.path == "elsewhere/quickstart_ppo/inputs/model"
+    assert (small.trainer.steps, small.actor.tp, small.run.nproc) == (config.max_steps, 1, None)
+    assert (small.rollout.engine, small.actor.optimizer["lr"], small.algorithm.group_size) == ("vllm", 3e-4, 8)
+    assert RLTrainer(config, prompts_per_step=4).config.data.prompts_per_step == 4
+    config = get_ppo_config(use_vllm=True)
+    config.actor_model, config.train_data, config.reward_function = MODEL.values()
+    own = RLTrainer(**MODEL, use_vllm=True, max_steps=config.max_steps).config
+    assert resolve(config, check_paths=False) == own
+    with pytest.raises(ConfigError, match="model.path"):
+        RLTrainer(TrainerConfig())
+
+
 def score(prompt: str, response: str, reference: str, extra: dict[str, Any]) -> float:
     return float(len(response))
 

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megaverl.api.settings import resolve
 from megaverl.errors import SAVED_AND_LEFT, ConfigError
 from megaverl.metrics.backends import read_metrics
 from megaverl.trainer import init_distributed
+from megaverl.utils.config import get_ppo_config
 from tests.faults.runs import metrics
 from tests.faults.server import Server
-from tests.trainer.conftest import make_inputs
+from tests.trainer.conftest import ROOT, environment, make_inputs
 
 PROGRAM = str(Path(__file__).with_name("own_loop.py"))
+FIRST_PROGRAM = """\
+from megaverl import trainer
+from megaverl.utils.config import get_ppo_config
+config = get_ppo_config()
+trainer.init_distributed(config)
+rl_trainer = trainer.PPOTrainer(config)
+for step in range(config.max_steps):
+    rollouts = rl_trainer.rollout()
+    train_stats = rl_trainer.update(rollouts)
+    print(f"Step {step}, Reward: {train_stats['reward']}")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +54,28 @@ def test_rollout_and_update_are_the_steps_of_train(server: Server, folder: Path,
     assert "placement: this program has joined its job with another" in said["refused"]
     for number, step in enumerate(said["steps"]):  # what operators in the built-in step saw and changed
         assert f"step {number}: {2 * step['reward']:.4f}" in ended.text
+
+
+def test_the_first_program_as_it_stands(tmp_path: Path) -> None:
+    """`python program.py` in an empty folder: it makes its model and data, and learns."""
+    assert FIRST_PROGRAM in (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
+    (tmp_path / "program.py").write_text(FIRST_PROGRAM, encoding="utf-8")
+    command, run = [sys.executable, "program.py"], tmp_path / "runs" / "quickstart_ppo"
+    where = environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, cwd=tmp_path, env=where, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^Step (\d+), Reward: (.+)$", done.stdout, flags=re.MULTILINE)
+    records = read_metrics(run / "metrics.jsonl")
+    assert [int(step) for step, _ in found] == list(range(get_ppo_config().max_steps or 0))
+    rewards = [float(reward) for _, reward in found]
+    assert rewards == [record["reward/mean"] for record in records if "reward/mean" in record]
+    assert sum(rewards[-5:]) > 2 * sum(rewards[:5]), "it has learnt"
+    assert (run / "hf" / "config.json").is_file() and "validation/accuracy" in records[-1]
+    before = (run / "inputs" / "model" / "model.safetensors").stat()
+    resolve(get_ppo_config(output_dir=tmp_path / "runs"))
+    assert (run / "inputs" / "model" / "model.safetensors").stat() == before, "made once"
+    resolve(get_ppo_config(output_dir=tmp_path / "runs", seed=1))
+    assert (run / "inputs" / "model" / "model.safetensors").stat() != before, "from another seed, another model"
 
 
 @pytest.mark.parametrize(
@@ -74,6 +112,8 @@ def test_roles_on_ranks_of_their_own(server: Server, folder: Path, tmp_path: Pat
     said = [json.loads(text.splitlines()[-1]) for text in ended.output]
     assert said[0] == said[1]
     count, first, second = said[0]
+    short = {"reward": "reward/mean", "loss": "actor/loss", "kl": "actor/approx_kl"}  # without a reference
+    assert all(first[name] == first[key] for name, key in short.items())
     assert count == 4 and first["rollout/weight_version"] == 1.0 and second["rollout/weight_version"] == 2.0
     records = read_metrics(folder / "runs" / "placed" / "metrics.jsonl")
     assert [record["reward/mean"] for record in records] == [first["reward/mean"], second["reward/mean"]]
