@@ -70,6 +70,8 @@ class RolloutBatch:
         self,
         tensors: Mapping[str, Tensor] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
+        *,
+        generated_includes_prompt: bool | None = None,
         **named: Tensor,
     ) -> None:
         """Check every tensor against the schema; dtypes are converted between floats and between integers.
@@ -80,14 +82,18 @@ class RolloutBatch:
             tensors: by the names of the schema.
             named: the same as keywords; also under the names that others use (`batch_names.py`): `attention_mask` of
                 prompts padded on either side, `generated_mask`, `logprobs`.
+            generated_includes_prompt: of named tensors. True: each row of `generated_ids` is its prompt and then its
+                response, and the prompt is cut off, there and in every other tensor of that width. False: responses,
+                whatever they begin with. None: responses, and an error where every row begins with its own prompt.
 
         Raises:
             DataError: a required tensor is missing, an unknown name, a wrong dtype or shape, a column whose
-                length is not B, a length longer than its row, a mask longer than its response.
+                length is not B, a length longer than its row, a mask longer than its response; responses that begin
+                with their prompts, or do not where it is said that they do.
         """
         tensors = {**(tensors or {}), **named}
         if named:
-            tensors = own_names(tensors)
+            tensors = own_names(tensors, generated_includes_prompt)
         missing = [name for name in REQUIRED if name not in tensors]
         if missing:
             raise DataError(f"a batch needs {', '.join(REQUIRED)}; missing: {', '.join(missing)}")

@@ -198,3 +198,42 @@ def test_a_field_of_ones_own(batch):
             declare_field("other_for_test", Field(torch.float32, "RX"))
     finally:
         del FIELDS["turns_for_test"]
+
+
+PROMPTS = torch.tensor([[0, 0, 5], [6, 7, 8]])  # padded on the left
+ATTENDED = torch.tensor([[0, 0, 1], [1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mask", "generated"),
+    [
+        (PROMPTS, ATTENDED, [[0, 0, 5, 9, 1], [6, 7, 8, 2, 3]]),  # as `generate` of transformers returns them
+        (PROMPTS.flip(1), ATTENDED.flip(1), [[5, 0, 0, 9, 1], [8, 7, 6, 2, 3]]),
+        (PROMPTS, ATTENDED, [[5, 9, 1, 0, 0], [6, 7, 8, 2, 3]]),  # each prompt without its padding
+    ],
+)
+def test_responses_that_begin_with_their_prompts(prompts, mask, generated):
+    full = torch.tensor(generated)
+    own = (full == 9) | (full == 1) | (full == 2) | (full == 3)
+    named = {"input_ids": prompts, "attention_mask": mask, "generated_ids": full}
+    further = {"generated_mask": own, "logprobs": torch.where(own, -full.float(), 7.0)}
+    with pytest.raises(DataError, match="all 2 rows begin with their own prompt.*generated_includes_prompt=True"):
+        RolloutBatch(**named)
+    batch = RolloutBatch(**named, **further, generated_includes_prompt=True)
+    assert [row[:2] for row in batch.generated_ids.tolist()] == [[9, 1], [2, 3]]
+    assert batch.response_lengths.tolist() == [2, 2] and batch.prompt_lengths.tolist() == mask.sum(1).tolist()
+    assert batch.logprobs[:, :2].tolist() == [[-9.0, -1.0], [-2.0, -3.0]]
+    assert torch.equal(RolloutBatch(**named, generated_includes_prompt=False).generated_ids, full)
+
+
+def test_log_probs_of_the_responses_alone_are_as_wide_as_they_are():
+    full = torch.cat([PROMPTS, torch.tensor([[9, 1], [2, 3]])], dim=1)
+    named = {"input_ids": PROMPTS, "attention_mask": ATTENDED, "generated_ids": full, "logprobs": torch.ones(2, 2)}
+    assert torch.equal(RolloutBatch(**named, generated_includes_prompt=True).logprobs, torch.ones(2, 2))
+
+
+def test_one_response_that_repeats_its_prompt_is_a_response():
+    named = {"input_ids": PROMPTS, "attention_mask": ATTENDED, "generated_ids": torch.tensor([[5, 1], [6, 9]])}
+    assert RolloutBatch(**named).generated_ids.tolist() == [[5, 1], [6, 9]]
+    with pytest.raises(DataError, match="'generated_ids' of sample 1 does not begin with its prompt"):
+        RolloutBatch(**named, generated_includes_prompt=True)
