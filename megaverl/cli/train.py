@@ -33,17 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     described.add_argument(
         "--role",
+        action="append",
         metavar="ROLES",
-        help="what this node is, under torchrun: train, rollout, reward, critic, reference, coordinator; with commas",
+        help="what this node is, under torchrun: train, rollout, reward, critic, reference, coordinator; several with "
+        "commas, or with an option each; where no node says train, those of the rollout train as well",
     )
     described.epilog = f"{described.epilog} {EXIT_CODES}"
     arguments = described.parse_intermixed_args(given)
     if arguments.role is not None:
+        roles = ",".join(arguments.role)
         try:
-            parse_claims(arguments.role)
+            parse_claims(roles)
         except ValueError as error:
             described.error(f"--role: {error}")
-        os.environ[CLAIMS] = arguments.role
+        os.environ[CLAIMS] = roles
     if arguments.rollout_only:
         arguments.overrides.append("trainer.rollout_only=true")
     if arguments.replay_rollouts is not None:

@@ -27,7 +27,8 @@ def resolve(
     """Give every role its ranks.
 
     What nobody places: critic, reference and rollout share the actor's ranks, the reward the rollout's, the
-    coordinator is the actor's first rank, and the actor has what is left. The answer depends on the arguments alone.
+    coordinator is the actor's first rank, and the actor has what is left. Where nodes claim roles, and none the actor,
+    the actor shares the ranks of the nodes that claim the rollout. The answer depends on the arguments alone.
 
     Args:
         wanted: role -> its place; roles that are left out go by the rule above, or by what nodes claim.
@@ -84,6 +85,7 @@ class _Resolving:
     islands: int
     problems: list[Problem] = field(default_factory=list)
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def run(self) -> ResolvedPlacement | None:
         self._check_nodes()
@@ -113,7 +115,13 @@ class _Resolving:
         ordered = {role: self.ranks[role] for role in self._roles()}
         node_of = tuple(number for number, node in enumerate(self.nodes) for _ in range(node.size))
         return ResolvedPlacement(
-            self.size, ordered, tuple(self._worlds()), self._islands_of(self.ranks["actor"]), self.nodes, node_of
+            self.size,
+            ordered,
+            tuple(self._worlds()),
+            self._islands_of(self.ranks["actor"]),
+            self.nodes,
+            node_of,
+            tuple(self.notes),
         )
 
     def _roles(self) -> list[str]:
@@ -179,6 +187,9 @@ class _Resolving:
                 what = "is placed" if role in ROLES else "is no role"
                 self._refuse(role, f"{what}, and the run has no such role; it has {used}. Leave it out.")
         self.wanted = {role: place for role, place in self.wanted.items() if role in self._roles()}
+        if "rollout" in self._claims and "actor" not in self.wanted:
+            self.wanted["actor"] = Wanted(role="rollout")
+            self.notes.append("actor shares the ranks of rollout: no node took it (--role train)")
         if self._claims:
             for role in MUST_BE_CLAIMED:
                 if role in self._roles() and role not in self.wanted:

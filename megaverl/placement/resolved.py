@@ -52,6 +52,7 @@ class ResolvedPlacement:
         worlds: of disjoint ranks that together are all ranks, in the order of their first ranks.
         islands: the actor's ranks, island by island.
         nodes: of the job.
+        notes: sentences on what nobody asked for in so many words.
     """
 
     size: int
@@ -60,6 +61,7 @@ class ResolvedPlacement:
     islands: tuple[tuple[int, ...], ...]
     nodes: tuple[Node, ...]
     _node_of: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    notes: tuple[str, ...] = ()
 
     def node_of(self, rank: int) -> int:
         """The number of the node that a rank is on."""
@@ -94,11 +96,12 @@ class ResolvedPlacement:
         return len(self.worlds) == 1
 
     def lines(self) -> list[str]:
-        """For people: one line for each role."""
+        """For people: one line for each role, and the notes."""
         width = max(len(ranks_text(ranks)) for ranks in self.ranks.values())
-        return [
+        roles = [
             f"{role:<12} ranks {ranks_text(ranks):<{width}}  {self._where(ranks)}" for role, ranks in self.ranks.items()
         ]
+        return [*roles, *self.notes]
 
     def _where(self, ranks: tuple[int, ...]) -> str:
         names = [self.nodes[number].name for number in dict.fromkeys(self.node_of(rank) for rank in ranks)]

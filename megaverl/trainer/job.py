@@ -67,6 +67,8 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
     fabric = join(placement, store, rank, patience(config.run.timeout_minutes))
     seconds = config.run.timeout_minutes * 60
     console.speaks = rank == reporter(placement)
+    if not placement.is_colocated or placement.notes:
+        console.print("\n".join(placement.lines()))
     liveness = Liveness(
         store,
         rank,

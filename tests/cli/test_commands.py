@@ -204,3 +204,16 @@ def test_which_metrics_trackers_get(
     resolved = yaml.safe_load(capsys.readouterr().out)["run"]
     assert resolved["track_metrics"] == patterns
     assert resolved["seed"] == (5 if "run.seed=5" in given else 0)
+
+
+def test_a_node_says_all_that_it_is(
+    files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With commas, or with an option for each."""
+    monkeypatch.setenv("MEGAVERL_ROLE", "")
+    for given in (["--role", "rollout,reward"], ["--role", "rollout", "--role", "reward"]):
+        assert main(["train", *given, *files, "--dry-run"]) == 0, capsys.readouterr().err
+        assert os.environ["MEGAVERL_ROLE"] == "rollout,reward"
+    with pytest.raises(SystemExit):
+        main(["train", "--role", "rollout", "--role", "rewards", *files, "--dry-run"])
+    assert "--role: found 'rollout,rewards'; expected one or more of train, actor" in capsys.readouterr().err

@@ -110,6 +110,24 @@ def test_every_world_says_what_it_costs(five: Path) -> None:
     assert record["coordinator/bytes"] == 2 * 8 * (35 + 11) and record["coordinator/exchange_ms"] > 0
 
 
+def test_nodes_that_say_what_they_are(server: Server, inputs: Path, shared: Path, tmp_path: Path) -> None:
+    """Nobody trains by name: the actor is on the engines' nodes, and the run says who is where."""
+    roles = ("rollout", "rollout", "reward", "critic", "coordinator")
+    ended = server.run(
+        ["train", *command_arguments(inputs, tmp_path), *data(inputs), *PPO, "trainer.steps=1"],
+        logs=tmp_path / "output",
+        ranks=5,
+        on_rank={rank: {"GROUP_RANK": str(rank), "MEGAVERL_ROLE": role} for rank, role in enumerate(roles)},
+    )
+    assert ended.codes == [0] * 5, ended.text
+    for line in ("critic       ranks 3 ", "actor shares the ranks of rollout: no node took it (--role train)"):
+        assert ended.text.count(line) == 1, ended.text
+    first, expected = (
+        next(each["reward/mean"] for each in measured(runs) if "reward/mean" in each) for runs in (tmp_path, shared)
+    )
+    assert first == pytest.approx(expected, abs=1e-6)
+
+
 def test_grids_of_their_own(server: Server, inputs: Path, tmp_path: Path) -> None:
     """Two engines on two ranks, an actor over two tensor-parallel ranks, a critic over two stages on the same."""
     grids = ["actor={tp: 2, optimizer: {lr: 1.0e-3}}", "critic={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}"]

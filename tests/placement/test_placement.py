@@ -105,11 +105,29 @@ def test_nodes_say_what_they_are() -> None:
     }
 
 
+def test_engines_have_the_actor_where_no_node_takes_it() -> None:
+    roles = ("rollout", "rollout", "reward", "critic", "coordinator")
+    nodes = [Node(f"n{number}", 2 if number < 4 else 1, parse_claims(role)) for number, role in enumerate(roles)]
+    found = place(9, nodes)
+    assert {role: ranks_text(ranks) for role, ranks in found.ranks.items()} == {
+        "actor": "0-3",
+        "critic": "6-7",
+        "reference": "0-3",
+        "reward": "4-5",
+        "rollout": "0-3",
+        "coordinator": "8",
+    }
+    assert "actor shares the ranks of rollout: no node took it (--role train)" in found.lines()
+    assert not any("no node" in line for line in place(4, nodes[:2], actor="rollout").lines()), "as the file says"
+    both = [Node("n0", 2, parse_claims("rollout,reward")), *nodes[3:]]
+    assert place(5, both).ranks["actor"] == (0, 1) == place(5, both).ranks["reward"]
+
+
 @pytest.mark.parametrize(
     ("nodes", "said", "words"),
     [
         (["train", "", "rollout"], {}, ["node 'n1' took no role"]),
-        (["rollout", "rollout"], {}, ["actor: no node took it. Start one with --role train"]),
+        (["critic", "reward"], {}, ["actor: no node took it. Start one with --role train", "rollout: no node took it"]),
         (["train", "critic"], {}, ["rollout: no node took it"]),
         (["train,rollout", "coordinator", "coordinator"], {}, ["nodes 'n1', 'n2' all claim it"]),
         (["train", "rollout", "critic"], {"critic": {"nodes": 1}}, ["node 'n2' (ranks 4-5) claims it", "ranks 2-3"]),
