@@ -7,6 +7,7 @@ import faulthandler
 import fcntl
 import hashlib
 import io
+import logging
 import math
 import os
 import sys
@@ -20,6 +21,8 @@ from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megaverl.errors import MegaverlError
+
+logger = logging.getLogger("megaverl")
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ STEP_COLUMNS: tuple[Column, ...] = (
 class Console:
     """Writes to the person's terminal. One rank prints (`speaks`; rank 0), every rank may report an error.
 
-    `out` and `err` are the terminal's own streams, not the ones that libraries write to.
+    `out` and `err` are the terminal's own streams, not the ones that libraries write to. Without them, in a program
+    that configures logging, its handlers show what is printed here instead: the logger "megaverl" carries it in any
+    case, warnings and errors under their levels.
     """
 
     def __init__(
@@ -69,13 +74,14 @@ class Console:
         self.rank, self.speaks = rank, rank == 0
         self.log_dir = log_dir
         self._err = err
+        self._has_terminal = out is not None
         self._rich = RichConsole(file=out, highlight=False, markup=False, soft_wrap=True)  # type: ignore[arg-type]
         self._progress: Progress | None = None
 
     def print(self, text: str = "") -> None:
         """One or more lines, from the rank that speaks; above the progress bar while there is one."""
         if self.speaks:
-            self._rich.print(text)
+            self._tell(logging.INFO, text, text)
 
     def step(
         self,
@@ -91,7 +97,8 @@ class Console:
 
     def warn(self, text: str) -> None:
         """A warning, from the rank that speaks: to the terminal, and to its log, where a report finds it."""
-        self.print(f"warning: {text}")
+        if self.speaks:
+            self._tell(logging.WARNING, text, f"warning: {text}")
         if self.speaks and self._err is not None and self._err is not sys.stderr:
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -100,7 +107,8 @@ class Console:
 
         Ranks of one machine that report the same text in one run show it once.
         """
-        print(f"error: {text}", file=sys.stderr, flush=True)
+        if not self._is_logged(logging.ERROR, text):
+            print(f"error: {text}", file=sys.stderr, flush=True)
         if self._err is None or self._err is sys.stderr or not self._is_first(text):
             return
         where = f"[rank {self.rank}] " if self.rank else ""
@@ -115,7 +123,7 @@ class Console:
         """
         if not self.speaks:
             yield lambda done: None
-        elif self._rich.is_terminal and self._progress is None:
+        elif self._rich.is_terminal and self._progress is None and not self._is_left_to_logging(logging.INFO):
             label = TextColumn("{task.description}")
             columns = (label, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             with Progress(*columns, console=self._rich, transient=True) as self._progress:
@@ -127,6 +135,22 @@ class Console:
                     self._progress = None
         else:
             yield _plain_progress(self.print, description, total)
+
+    def _tell(self, level: int, text: str, line: str) -> None:
+        if not self._is_logged(level, text):
+            self._rich.print(line)
+
+    def _is_logged(self, level: int, text: str) -> bool:
+        """Hand `text` to the logger; whether that shows it, and nothing else needs to."""
+        if logger.hasHandlers():  # without any, logging would write warnings to stderr by itself
+            logger.log(level, "%s", text)
+        return self._is_left_to_logging(level)
+
+    def _is_left_to_logging(self, level: int) -> bool:
+        """Whether the program's own handlers show what is said at this level."""
+        handlers = logging.getLogger().handlers if logger.propagate else []
+        shown = logger.isEnabledFor(level) and any(handler.level <= level for handler in handlers)
+        return shown and not self._has_terminal
 
     def _is_first(self, text: str) -> bool:
         """Whether no rank of this run on this machine has shown `text`; notes it in errors.log."""

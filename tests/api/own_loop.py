@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -132,6 +133,7 @@ def placed(folder: Path, end: str) -> None:
 
 def told_to_leave(folder: Path, where: str) -> None:
     """A loop as in the documents, which hears SIGTERM in its second step: `in_rollout`, or `between` the calls."""
+    logging.basicConfig(level=logging.INFO)
     config = settings(folder)
     config.run_name, config.total_steps = where, 3
     trainer = PPOTrainer(config)

@@ -129,6 +129,72 @@ def test_text_is_printed_as_it_is() -> None:
     assert out.getvalue() == text + "\n"
 
 
+SAYS = """
+import logging
+from megaverl.metrics.console import Console
+{before}
+console = Console()
+console.print("a [line]")
+console.step(1, 9, {{"reward/mean": 0.5}})
+console.warn("careful")
+console.error("wrong")
+with console.progress("work", 1) as advance:
+    advance(1)
+Console(1).print("of a rank that does not speak")
+"""
+OWN_HANDLER = """
+class Kept(logging.Handler):
+    def emit(self, record):
+        print("kept", record.levelname, record.getMessage())
+logging.getLogger("megaverl").addHandler(Kept())
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "out", "err"),
+    [
+        ("", ["a [line]", "step 1/9  reward  0.500", "warning: careful", "work: 1/1"], ["error: wrong"]),
+        (
+            "logging.basicConfig(level=logging.INFO)",
+            [],
+            [
+                "INFO:megaverl:a [line]",
+                "INFO:megaverl:step 1/9  reward  0.500",
+                "WARNING:megaverl:careful",
+                "ERROR:megaverl:wrong",
+                "INFO:megaverl:work: 1/1",
+            ],
+        ),
+        (  # as a library might: what the root does not show, the console does
+            "logging.basicConfig()",
+            ["a [line]", "step 1/9  reward  0.500", "work: 1/1"],
+            ["WARNING:megaverl:careful", "ERROR:megaverl:wrong"],
+        ),
+        (  # a handler of the logger's own gets it besides
+            OWN_HANDLER + "logging.getLogger('megaverl').setLevel('INFO')",
+            [
+                *("kept INFO a [line]", "a [line]"),
+                *("kept INFO step 1/9  reward  0.500", "step 1/9  reward  0.500"),
+                *("kept WARNING careful", "warning: careful", "kept ERROR wrong", "kept INFO work: 1/1", "work: 1/1"),
+            ],
+            ["error: wrong"],
+        ),
+    ],
+)
+def test_the_logger_carries_what_is_printed(before: str, out: list[str], err: list[str]) -> None:
+    """A program that configures logging sees each line once."""
+    script = SAYS.format(before=before)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout.splitlines(), done.stderr.splitlines()) == (out, err)
+
+
+def test_a_terminal_of_its_own_is_written_to_in_any_case(caplog: pytest.LogCaptureFixture) -> None:
+    out = io.StringIO()
+    with caplog.at_level("INFO"):
+        Console(out=out).print("a line")
+    assert out.getvalue() == "a line\n" and caplog.messages == ["a line"]
+
+
 def test_progress_without_a_terminal_is_a_line_a_quarter() -> None:
     out = io.StringIO()
     with Console(out=out).progress("generating", 8) as advance:
