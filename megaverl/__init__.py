@@ -11,8 +11,17 @@ if TYPE_CHECKING:
     from megaverl.api.settings import TrainerConfig
     from megaverl.data.batch import RolloutBatch
     from megaverl.dataflow import DataFlow, Operator
+    from megaverl.rewards import register_reward
 
-__all__ = ["DataFlow", "DataParallelConfig", "Operator", "RolloutBatch", "TrainerConfig", "__version__"]
+__all__ = [
+    "DataFlow",
+    "DataParallelConfig",
+    "Operator",
+    "RolloutBatch",
+    "TrainerConfig",
+    "__version__",
+    "register_reward",
+]
 
 _DOORS = {
     "DataFlow": "megaverl.dataflow",
@@ -20,6 +29,7 @@ _DOORS = {
     "Operator": "megaverl.dataflow",
     "RolloutBatch": "megaverl.data.batch",
     "TrainerConfig": "megaverl.api.settings",
+    "register_reward": "megaverl.rewards",
 }
 
 

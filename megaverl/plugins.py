@@ -30,8 +30,23 @@ def load_object(name: str, key: str) -> Any:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute.isidentifier():
         raise ConfigError(f"{key}: found {name!r}; expected module:object or path/to/file.py:object.")
+    module = load_module(place, key)
+    if not hasattr(module, attribute):
+        there = sorted(one for one in vars(module) if one.isidentifier() and not one.startswith("_"))
+        near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"{key}: {place} has no {attribute!r}{hint}; it has {', '.join(there[:12]) or 'nothing'}.")
+    return getattr(module, attribute)
+
+
+def load_module(place: str, key: str) -> ModuleType:
+    """The module of this dotted name, or of this file.
+
+    Raises:
+        ConfigError: there is none, or it raises as it is imported.
+    """
     try:
-        module = _file(Path(place), key) if place.endswith(".py") else _module(place)
+        return _file(Path(place), key) if place.endswith(".py") else _module(place)
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's module does when it is imported
@@ -39,12 +54,6 @@ def load_object(name: str, key: str) -> Any:
         if isinstance(error, ModuleNotFoundError):
             hint = ". Is it installed, or its folder on PYTHONPATH? A file can be named by its path instead"
         raise ConfigError(f"{key}: {place} cannot be imported: {type(error).__name__}: {error}{hint}.") from error
-    if not hasattr(module, attribute):
-        there = sorted(one for one in vars(module) if one.isidentifier() and not one.startswith("_"))
-        near = difflib.get_close_matches(attribute, there, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"{key}: {place} has no {attribute!r}{hint}; it has {', '.join(there[:12]) or 'nothing'}.")
-    return getattr(module, attribute)
 
 
 def _module(name: str) -> ModuleType:

@@ -42,8 +42,8 @@ class TrainerConfig:
     Attributes:
         max_steps: steps of the whole run; `total_steps` is another word for it.
         actor_model: Hugging Face folder, or org/name on a hub (model.path). Likewise critic_model, reference_model.
-        reward_function: a built-in reward, "module:function", "file.py:function", or a function of an importable
-            module.
+        reward_function: a built-in reward, "module:function", "file.py:function", a function of an importable
+            module, or what one of `reward_modules` registers (`register_reward`).
         train_data, validation_data: files, patterns, folders or names of data sets.
         use_vllm: True: rollout.engine vllm; False: hf, plain transformers.
         actor_device_mapping: {"model": "cuda:0-3"}, "0-3" or [0, 1, 2, 3]: the role's ranks; likewise the others'.
@@ -60,6 +60,7 @@ class TrainerConfig:
     reference_model: str | Path | None = None
     tokenizer: str | Path | None = None
     reward_function: Reward | Sequence[Reward] | None = None
+    reward_modules: str | Path | Sequence[str | Path] | None = None
     train_data: str | Path | Sequence[str | Path] | None = None
     validation_data: str | Path | Sequence[str | Path] | None = None
     max_steps: int | None = None
@@ -154,6 +155,7 @@ KEYS = {
     "reference_model": "reference.path",
     "tokenizer": "model.tokenizer",
     "reward_function": "reward",
+    "reward_modules": "reward_modules",
     "train_data": "data.train",
     "validation_data": "data.validation",
     "max_steps": "trainer.steps",
@@ -267,6 +269,7 @@ def plain(value: Any, where: str) -> Any:
 
 CONVERT: dict[str, Callable[[Any, str], Any]] = {
     "reward_function": _rewards,
+    "reward_modules": _several,
     "train_data": _several,
     "validation_data": _several,
     "log_with": _several,

@@ -21,9 +21,9 @@ from megaverl.config.schema import Config
 from megaverl.config.shared_critic import shared_critic_mistakes
 from megaverl.config.sources import is_hub_name
 from megaverl.config.stages import mix_mistakes, preference_mistakes, reward_model_mistakes
-from megaverl.errors import ModelError, RewardError
+from megaverl.errors import MegaverlError, ModelError, RewardError
 from megaverl.models.spec import ModelSpec
-from megaverl.rewards import find_reward, reward_names
+from megaverl.rewards import find_reward, load_modules, reward_names
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -43,7 +43,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     if command in ("dpo", "reward"):
         mistakes += preference_mistakes(config, command, check_paths)
     if command in (*REINFORCING, "eval"):
-        mistakes += [*_validation(config), *_rewards(config)]
+        mistakes += [*_validation(config), *_rewards(config, check_paths)]
     if command in ("sft", "quickstart") and config.sft.lr_warmup_steps >= config.sft.steps:
         mistakes.append(
             Mistake(
@@ -141,7 +141,15 @@ def _validation(config: Config) -> Iterator[Mistake]:
         )
 
 
-def _rewards(config: Config) -> Iterator[Mistake]:
+def _rewards(config: Config, check_paths: bool) -> Iterator[Mistake]:
+    names_are_known = True
+    for index, module in enumerate(config.reward_modules):
+        try:
+            load_modules([module])
+        except MegaverlError as error:
+            names_are_known = False
+            if check_paths:
+                yield Mistake(f"reward_modules.{index}", str(error).removeprefix("reward_modules: "))
     if not config.reward and config.environment.name is None:
         yield Mistake("reward", "is empty. Name a built-in reward or a function of your own: reward=exact_match.")
     labels = [entry.label for entry in config.reward]
@@ -159,7 +167,8 @@ def _rewards(config: Config) -> Iterator[Mistake]:
         elif entry.name is None and entry.function is None:
             yield Mistake(key, f"has neither name nor function, and no path. Built in: {listed(reward_names())}.")
         elif entry.function is None and entry.name is not None:
-            yield from _built_in(key, entry.name, entry.options)
+            if names_are_known or entry.name in reward_names():
+                yield from _named(key, entry.name, entry.options)
         elif entry.function is not None and not all(entry.function.rpartition(":")[::2]):
             yield Mistake(
                 f"{key}.function",
@@ -174,11 +183,12 @@ def _learned(key: str, entry: RewardConfig) -> Iterator[Mistake]:
             yield Mistake(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
 
 
-def _built_in(key: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
+def _named(key: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
     names = reward_names()
     if name not in names:
         hint = did_you_mean(name, names)
-        yield Mistake(f"{key}.name", f"found {found(name)}; built in: {listed(names)}.{hint}")
+        own = "" if hint else " One of your own is registered (@register_reward) by a module in reward_modules."
+        yield Mistake(f"{key}.name", f"found {found(name)}; there are {listed(names)}.{hint}{own}")
         return
     try:
         find_reward(name).check_options(options)

@@ -47,6 +47,7 @@ FLAT: dict[str, Flat] = {
     "model.tokenizer_path": Flat("model.tokenizer"),
     "model.critic_model_path": Flat("critic.path"),
     "model.reference_model_path": Flat("reference.path"),
+    "reward.modules": Flat("reward_modules"),
     "model.reward_function": Flat("reward"),
     "data.train_path": Flat("data.train"),
     "data.validation_path": Flat("data.validation"),

@@ -52,6 +52,11 @@ class Config(Section):
     reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = Field(
         default_factory=list, description="Rewards, summed with their weights."
     )
+    reward_modules: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
+        default_factory=list,
+        description="Modules, or path/to/file.py, that register rewards (@register_reward); imported before names are "
+        "looked up. Also as reward.modules beside one reward.",
+    )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps and validation.")
     sft: SFTConfig = Field(default_factory=SFTConfig, description="`megaverl sft`.")
     preference: PreferenceConfig = Field(

@@ -6,26 +6,25 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megaverl.errors import RewardError
+from megaverl.plugins import load_module
+from megaverl.rewards.binding import HOW, VALUES, Binding, bind
 
-SAMPLE_STYLE = {False: ("sample",), True: ("samples",)}
-COLUMN_STYLE = {
-    False: ("prompt", "response", "reference", "extra"),
-    True: ("prompts", "responses", "references", "extras"),
-}
+FIRST = {False: "sample", True: "samples"}
 
 
 @dataclass(frozen=True)
 class RewardFunction:
     """A function and how it is called.
 
-    It takes either one `sample` (a `RewardSample`), or `prompt, response, reference, extra`; if `batched`, a
-    list of each: `samples`, or `prompts, responses, references, extras`. Options follow as keyword arguments.
-    It returns a number, or a list of numbers if `batched`.
+    It takes either one `sample` (a `RewardSample`) as its first parameter, or some of prompt, response, reference and
+    extra, under these names or others (see `binding`); if `batched`, a list of each. Options follow as keyword
+    arguments. It returns a number, or a list of numbers if `batched`.
 
     Attributes:
         check: called with the options when the reward is built; raises ValueError for one that cannot be
@@ -40,7 +39,15 @@ class RewardFunction:
     @functools.cached_property
     def takes_samples(self) -> bool:
         """Whether its first parameter is named `sample` (`samples`)."""
-        return next(iter(inspect.signature(self.function).parameters), None) == SAMPLE_STYLE[self.batched][0]
+        return next(iter(inspect.signature(self.function).parameters), None) == FIRST[self.batched]
+
+    def binding(self, options: Collection[str]) -> Binding:
+        """Which of prompt, response, reference and extra its parameters are given.
+
+        Raises:
+            ValueError: see `bind`.
+        """
+        return bind(self.function, options, batched=self.batched)
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """See that the function can be called with these options.
@@ -48,16 +55,18 @@ class RewardFunction:
         Raises:
             RewardError: names what it takes, and what was given.
         """
-        columns = SAMPLE_STYLE[self.batched] if self.takes_samples else COLUMN_STYLE[self.batched]
         signature = inspect.signature(self.function)
         try:
-            signature.bind(*columns, **options)
-        except TypeError as error:
+            if self.takes_samples:
+                signature.bind(FIRST[self.batched], **options)
+            else:
+                arguments, keywords = self.binding(options).arguments(VALUES)
+                signature.bind(*arguments, **keywords, **options)
+        except (TypeError, ValueError) as error:
             given = ", ".join(f"{key}={value!r}" for key, value in options.items()) or "no options"
             raise RewardError(
-                f"reward {self.name!r} takes {signature}, but would be called with ({', '.join(columns)}) "
-                f"and {given}: {error}. Mend the options in the configuration, or the function's parameters"
-                f"{'' if self.batched else ' (a function over whole lists needs batched: true)'}."
+                f"reward {self.name!r} takes {signature}, and is given {given}: {error}. {HOW}. Change its parameters, "
+                "or the options in the configuration."
             ) from error
         if self.check is not None:
             try:
@@ -67,20 +76,42 @@ class RewardFunction:
 
 
 _REGISTERED: dict[str, RewardFunction] = {}
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def register_reward(
-    name: str, *, batched: bool = False, check: Callable[..., None] | None = None
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator: makes a function known to configurations as `name`; see `RewardFunction`."""
+    name: str | Callable[..., Any] | None = None, *, batched: bool = False, check: Callable[..., None] | None = None
+) -> Any:
+    """Decorator: makes a function known to configurations as `name`, or under its own name; see `RewardFunction`.
+
+    Raises:
+        RewardError: another function has the name.
+    """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        if name in _REGISTERED:
-            raise RewardError(f"a reward named {name!r} is registered already; choose another name.")
-        _REGISTERED[name] = RewardFunction(name, function, batched, check)
+        known = name if isinstance(name, str) else function.__name__
+        if known in _REGISTERED and _place_of(_REGISTERED[known].function) != _place_of(function):
+            raise RewardError(f"a reward named {known!r} is registered already; choose another name.")
+        _REGISTERED[known] = RewardFunction(known, function, batched, check)
         return function
 
-    return register
+    return register(name) if callable(name) else register
+
+
+def load_modules(names: Sequence[str]) -> None:
+    """Import what registers rewards: modules, or files, of the user's own.
+
+    Raises:
+        ConfigError: one that is not there, or cannot be imported.
+    """
+    for name in names:
+        load_module(name, "reward_modules")
+
+
+def _place_of(function: Callable[..., Any]) -> Any:
+    """Where it is defined: a file may be imported as a module, and as a file."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return (os.path.realpath(code.co_filename), function.__qualname__) if code else function
 
 
 def reward_names() -> list[str]:
@@ -101,7 +132,8 @@ def find_reward(name: str) -> RewardFunction:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise RewardError(
             f"no reward {name!r}.{hint} There are: {', '.join(names)}. A function of your own is named with "
-            "function: module:function, or function: path/to/file.py:function."
+            "function: module:function, or function: path/to/file.py:function, or registered (@register_reward) by a "
+            "module that reward_modules names."
         )
     return _REGISTERED[name]
 

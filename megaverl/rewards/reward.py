@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import Any
 
 from megaverl.errors import ConfigError, RewardError
 from megaverl.plugins import load_object
-from megaverl.rewards.registry import RewardFunction, find_reward
+from megaverl.rewards.binding import Binding
+from megaverl.rewards.registry import RewardFunction, find_reward, load_modules
 from megaverl.rewards.sample import RewardOutput, RewardSample
 
 SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy")
@@ -38,29 +40,23 @@ class Component:
 
     def _score_one(self, sample: RewardSample, number: int, count: int) -> float:
         where = f"sample {number} of {count} (prompt: {_excerpt(sample.prompt)})"
-        if self.function.takes_samples:
-            arguments: tuple[Any, ...] = (sample,)
-        else:
-            arguments = (sample.prompt, sample.response, sample.reference, dict(sample.extra))
+        values = (sample.prompt, sample.response, sample.reference, dict(sample.extra))
         try:
-            value = self.function.function(*arguments, **self.options)
+            value = self._call(sample, values)
         except Exception as error:  # a user's function may raise anything; the run ends with its name
             raise self._raised(error, where) from error
         return self._number(value, where)
 
     def _score_batch(self, samples: Sequence[RewardSample]) -> list[float]:
         where = f"a batch of {len(samples)} samples"
-        if self.function.takes_samples:
-            arguments: tuple[Any, ...] = (list(samples),)
-        else:
-            arguments = (
-                [sample.prompt for sample in samples],
-                [sample.response for sample in samples],
-                [sample.reference for sample in samples],
-                [dict(sample.extra) for sample in samples],
-            )
+        columns = (
+            [sample.prompt for sample in samples],
+            [sample.response for sample in samples],
+            [sample.reference for sample in samples],
+            [dict(sample.extra) for sample in samples],
+        )
         try:
-            values = self.function.function(*arguments, **self.options)
+            values = self._call(list(samples), columns)
         except Exception as error:  # as above
             raise self._raised(error, where) from error
         values = values.tolist() if hasattr(values, "tolist") else values
@@ -78,6 +74,17 @@ class Component:
             self._number(value, f"sample {number} of {len(samples)} (prompt: {_excerpt(sample.prompt)})")
             for number, (value, sample) in enumerate(zip(values, samples, strict=True))
         ]
+
+    def _call(self, whole: Any, values: Sequence[Any]) -> Any:
+        """The function's result for a sample, or for a list of them: given `whole`, or what it takes of `values`."""
+        if self.function.takes_samples:
+            return self.function.function(whole, **self.options)
+        arguments, keywords = self._binding.arguments(values)
+        return self.function.function(*arguments, **keywords, **self.options)
+
+    @functools.cached_property
+    def _binding(self) -> Binding:
+        return self.function.binding(self.options)
 
     def _number(self, value: Any, where: str) -> float:
         if hasattr(value, "item"):  # a scalar of numpy or torch
@@ -138,7 +145,7 @@ class Reward:
         return RewardOutput(total, scores, correct)
 
 
-def build_reward(specs: Any, *, may_be_empty: bool = False) -> Reward:
+def build_reward(specs: Any, *, may_be_empty: bool = False, modules: Sequence[str] = ()) -> Reward:
     """The reward that a configuration describes.
 
     Args:
@@ -148,10 +155,13 @@ def build_reward(specs: Any, *, may_be_empty: bool = False) -> Reward:
             `function` takes lists), `accuracy` (whether this one decides what counts as correct). Further
             keys of a mapping are options too; `batched` and `accuracy` may also stand among the options.
         may_be_empty: see `Reward`.
+        modules: of the user's own, imported first, so that what they register is known by name.
 
     Raises:
+        ConfigError: a module that cannot be imported.
         RewardError: an entry that names nothing known, or options that the function does not take.
     """
+    load_modules(modules)
     entries = [specs] if isinstance(specs, str | Mapping) or not isinstance(specs, Sequence) else specs
     components: list[Component] = []
     taken: dict[str, int] = {}

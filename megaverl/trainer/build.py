@@ -337,7 +337,8 @@ class Builder:
         models = [entry for entry in config.reward if entry.path is not None]
         others = [entry for entry in config.reward if entry.path is None]
         with together():
-            reward = build_reward(others, may_be_empty=bool(models) or config.environment.name is not None)
+            may_be_empty = bool(models) or config.environment.name is not None
+            reward = build_reward(others, may_be_empty=may_be_empty, modules=config.reward_modules)
         learned = []
         for entry in models:
             if not models_are_here:

@@ -19,8 +19,8 @@ from megaverl.trainer import PPOTrainer, RLTrainer, init_distributed
 from megaverl.utils.config import get_ppo_config
 
 
-def letters(prompt: str, response: str, reference: str, extra: dict[str, object]) -> float:
-    return sum(ord(letter) % 7 for letter in response) / 40
+def letters(sampled_response: str, reference_answer: str) -> float:
+    return sum(ord(letter) % 7 for letter in sampled_response) / 40
 
 
 def once(generate: Any, prompts: Any, sampling: Any, seeds: Any) -> Any:

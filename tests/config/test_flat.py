@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from megaverl import TrainerConfig
 from megaverl.config import Config, InvalidConfig, load_config
+from megaverl.rewards import registry
 
 FLAT: dict[str, Any] = {
     "algorithm": {"name": "ppo", "clip_range": 0.2, "value_loss_coef": 0.5},
@@ -89,3 +91,32 @@ def test_a_mistake_names_the_line_and_the_word_that_was_written(tmp_path: Path) 
     text = str(caught.value)
     line = path.read_text().splitlines().index("  num_gpus: four") + 1
     assert f"run.nproc ({path}, line {line}, as engine.num_gpus): found 'four'; expected an integer." in text
+
+
+def test_a_registered_reward_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is named beside `data`, or as reward.modules; in both forms, and in Python."""
+    registry.reward_names()  # the built-in ones stay
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
+    path = tmp_path / "rewards_of_mine.py"
+    path.write_text(
+        "from megaverl import register_reward\n"
+        "@register_reward\n"
+        "def accuracy_reward(sampled_response, reference_answer):\n"
+        "    return float(sampled_response == reference_answer)\n"
+    )
+    flat = {**FLAT, "model": {"pretrain_model_path": "org/small", "reward_function": "accuracy_reward"}}
+    found = mistakes(flat)
+    assert "@register_reward) by a module in reward_modules" in found["reward.0.name"], found
+    with pytest.raises(InvalidConfig, match=r"reward_modules.0: no_such.py is not there") as caught:
+        load_config({**flat, "reward_modules": "no_such.py"})
+    assert "reward.0.name" not in [mistake.key for mistake in caught.value.mistakes]
+    assert load({**flat, "reward_modules": "no_such.py"}).reward[0].name == "accuracy_reward", "seen elsewhere"
+    for said in ({"reward": {"modules": [str(path)]}}, {"reward_modules": [str(path)]}):
+        config = load({**flat, **said})
+        assert (config.reward_modules, config.reward[0].name) == ([str(path)], "accuracy_reward")
+    own = {"name": "accuracy_reward", "modules": str(path), "weight": 2.0}
+    config = load({"model": "org/small", "data": {"train": ["t.jsonl"]}, "reward": own})
+    assert (config.reward_modules, config.reward[0].weight) == ([str(path)], 2.0)
+    python = TrainerConfig(actor_model="org/small", train_data="t.jsonl", reward_function="accuracy_reward")
+    python.reward_modules = path
+    assert python.to_config(check_paths=False).reward_modules == [str(path)]

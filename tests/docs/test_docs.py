@@ -32,6 +32,7 @@ from megaverl.config.describe import keys_of
 from megaverl.config.flat import FLAT
 from megaverl.config.schema import Config
 from megaverl.config.yaml_source import _Loader
+from megaverl.rewards import registry
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links
 from tests.trainer.conftest import make_inputs
 from tools.bench_report import make_run
@@ -83,6 +84,8 @@ def test_a_block_that_is_not_run_has_a_reason() -> None:
 def test_code_blocks_do_what_they_say(page: Path, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+    registry.reward_names()  # the built-in ones stay
+    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     namespace: dict[str, Any] = {"__name__": "documents"}
     for block in blocks(page):
         if block.not_run:
@@ -93,7 +96,7 @@ def test_code_blocks_do_what_they_say(page: Path, desk: Path, monkeypatch: pytes
 
 
 def run_python(block: Block, namespace: dict[str, Any]) -> None:
-    exec(compile(block.text, str(block), "exec"), namespace)
+    exec(compile(block.text, block.title or str(block), "exec"), namespace)
 
 
 def run_json(block: Block, namespace: dict[str, Any]) -> None:

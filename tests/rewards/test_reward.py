@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megaverl.errors import RewardError
+from megaverl.errors import ConfigError, RewardError
 from megaverl.rewards import RewardSample, build_reward, register_reward
 from megaverl.rewards import registry as registry_module
 
@@ -39,6 +39,12 @@ def all_short(samples, limit):
 
 def changes_extra(prompt, response, reference, extra):
     return extra.pop("level")
+
+def unclear(pupil, question):
+    return 0.0
+
+def accuracy(sampled_response, reference_answer, strictness=1):
+    return strictness * float(sampled_response.strip() == reference_answer)
 
 answer = 42
 """
@@ -115,6 +121,11 @@ def test_the_ways_a_function_may_be_called(my_rewards: Path) -> None:
     # the same, as a configuration with only `options` says it
     entry = SimpleNamespace(function=f"{my_rewards}:all_short", weight=1.0, options={"batched": True, "limit": 3})
     assert build_reward([entry]).score(SAMPLES).total == [1.0, 0.0, 0.0]
+
+
+def test_parameters_have_names_of_their_own(my_rewards: Path) -> None:
+    entry = {"function": f"{my_rewards}:accuracy", "options": {"strictness": 2}}
+    assert build_reward(entry).score(SAMPLES).total == [2.0, 0.0, 2.0]
 
 
 def test_a_function_cannot_change_the_row(my_rewards: Path) -> None:
@@ -226,8 +237,10 @@ def test_a_file_that_cannot_be_used_says_why(my_rewards: Path, tmp_path: Path) -
         build_reward({"function": f"{my_rewards}:missing"})
     with pytest.raises(RewardError, match=":answer is .*; expected a function"):
         build_reward({"function": f"{my_rewards}:answer"})
-    with pytest.raises(RewardError, match="too many positional arguments.*batched: true"):
+    with pytest.raises(RewardError, match="samples is of whole lists, which needs batched: true"):
         build_reward({"function": f"{my_rewards}:all_short"})
+    with pytest.raises(RewardError, match=r"takes \(pupil, question\).*pupil stands.*response \(or sampled_response"):
+        build_reward({"function": f"{my_rewards}:unclear"})
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_library_here\n")
     with pytest.raises(RewardError, match=r"broken.py cannot be imported: ModuleNotFoundError"):
@@ -238,6 +251,7 @@ def test_a_file_that_cannot_be_used_says_why(my_rewards: Path, tmp_path: Path) -
 
 
 def test_a_registered_reward_is_known_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry_module.reward_names()  # the built-in ones stay
     monkeypatch.setattr(registry_module, "_REGISTERED", dict(registry_module._REGISTERED))
 
     @register_reward("vowels")
@@ -245,5 +259,34 @@ def test_a_registered_reward_is_known_by_name(monkeypatch: pytest.MonkeyPatch) -
         return sum(letter in "aeiou" for letter in response)
 
     assert build_reward("vowels").score([RewardSample("p", "aloe")]).total == [3.0]
+    register_reward("vowels")(vowels)  # the same: a module that was imported twice
     with pytest.raises(RewardError, match="registered already"):
-        register_reward("vowels")(vowels)
+        register_reward("vowels")(lambda response: 0.0)
+
+
+REGISTERS = """
+from megaverl import register_reward
+
+@register_reward
+def accuracy_reward(sampled_response, reference_answer):
+    return float(sampled_response.strip() == reference_answer)
+
+@register_reward("many", batched=True)
+def lengths(completions):
+    return [len(text) for text in completions]
+"""
+
+
+def test_a_module_registers_its_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry_module.reward_names()  # the built-in ones stay
+    monkeypatch.setattr(registry_module, "_REGISTERED", dict(registry_module._REGISTERED))
+    path = tmp_path / "some_rewards.py"
+    path.write_text(REGISTERS, encoding="utf-8")
+    with pytest.raises(RewardError, match="no reward 'accuracy_reward'.*by a module that reward_modules names"):
+        build_reward("accuracy_reward")
+    reward = build_reward(["accuracy_reward", {"name": "many", "weight": 0.5}], modules=[str(path)])
+    assert reward.score(SAMPLES).total == [1.5, 0.5, 2.0]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    build_reward("accuracy_reward", modules=["some_rewards", str(path)])
+    with pytest.raises(ConfigError, match="reward_modules: .*nowhere.py is not there"):
+        build_reward("accuracy_reward", modules=["nowhere.py"])
