@@ -12,9 +12,9 @@ from typing import Any
 
 from megaverl.api.devices import Devices, device_map, parse_devices
 from megaverl.api.world import as_started
-from megaverl.cli.recipes import recipe
 from megaverl.config import Config, load_config
 from megaverl.config.errors import InvalidConfig, Mistake, did_you_mean
+from megaverl.config.recipes import recipe
 from megaverl.config.run import named_reward
 from megaverl.config.trainer import TrainerConfig as Loop
 from megaverl.config.yaml_source import COMMAND_LINE
