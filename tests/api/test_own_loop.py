@@ -83,7 +83,7 @@ def test_the_first_program_as_it_stands(tmp_path: Path) -> None:
     [
         ("killed", [1, -9], "TrainingStopped: rank 1 is gone"),
         ("failed", [1, 1], "TrainingStopped: rank 1 failed in step 1: log: ValueError: a mistake of the user's"),
-        ("left", [1, 1], "rank 1: it was in the end of its program"),
+        ("left", [1, 1], "rank 1 stalls: it was in the end of its program"),
     ],
 )
 def test_a_rank_that_is_lost(
