@@ -166,9 +166,10 @@ class AlgorithmConfig(Section):
         default=None, description="Tokens that fixed_length divides by, such as rollout.sampling.max_tokens."
     )
     bootstrap_truncated: bool = Field(
-        default=True,
+        default=False,
         description="For gae and turn_gae a response that the length limit cut off has not ended: what would have "
-        "followed counts as the critic's value after its last token. false: it counts as nothing.",
+        "followed counts as the critic's value after its last token. For rewards that come token by token, with gamma "
+        "below 1; a score of the whole response is the outcome of one that was cut off as well, and would count twice.",
     )
     critic_warmup_steps: NonNegative = Field(
         default=0, description="First steps, in which only the critic is updated (ppo)."

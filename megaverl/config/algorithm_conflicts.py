@@ -130,6 +130,12 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
             "the policy that sampled, so from the second update of a step on its gradient is off-policy and nothing "
             f"corrects it. {WITH_RATIO}"
         )
+    if algorithm.bootstrap_truncated and algorithm.gamma == 1.0:
+        yield (
+            "algorithm.bootstrap_truncated=true with algorithm.gamma=1: a response that is cut off earns its score and "
+            "the value of what follows it, so values grow without bound once responses learn to be cut off. Lower "
+            "gamma, or leave it out."
+        )
 
 
 def _wants_on_policy(algorithm: AlgorithmConfig) -> bool:

@@ -350,7 +350,7 @@ class RLStep:
         tensors = {"rewards": scores.total}
         given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
         given |= {"values": values, "last_values": last_values}
-        if last_values is not None:
+        if last_values is not None and self.config.algorithm.bootstrap_truncated:
             self.metrics["train/last_value_mean"] = float(last_values.mean())
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
         weights = self.roles.reward.weights(scores)

@@ -283,9 +283,9 @@ IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
             "which rloo does not read",
         ),
         (
-            ["algorithm.name=remax", "algorithm.bootstrap_truncated=false"],
+            ["algorithm.name=remax", "algorithm.bootstrap_truncated=true"],
             "algorithm.bootstrap_truncated",
-            "found false, which remax does not read.",
+            "found true, which remax does not read.",
         ),
         (
             ["algorithm.name=remax", "algorithm.normalize_advantages=false"],
@@ -372,6 +372,12 @@ def test_a_loss_without_a_ratio_wants_one_update_a_step(load, name):
     assert "algorithm.num_mini_batches=2: " in said and "off-policy" in said
     assert load(f"algorithm={{name: {name}}}", G, T).warnings == ()
     assert load("algorithm={name: gpg, num_mini_batches: 2}", G, command="sft").warnings == ()
+
+
+def test_values_that_grow_without_bound_are_warned_of(load):
+    [said] = load("algorithm={name: ppo, bootstrap_truncated: true}", T).warnings
+    assert "algorithm.bootstrap_truncated=true with algorithm.gamma=1" in said and "Lower gamma" in said
+    assert load("algorithm={name: ppo, bootstrap_truncated: true, gamma: 0.99}", T).warnings == ()
 
 
 def test_the_estimator_of_the_kl_is_that_of_its_place(load):

@@ -30,6 +30,7 @@ PPO = [
     # of what is drawn in two ways, every role must know which
     "rollout={adaptive_sampling: true, sampling_rules: [{under: 6, temperature: 0}, {temperature: 0.7, top_k: 9}]}",
     "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01, target: 0.01}}",
+    "algorithm.bootstrap_truncated=true",
     "actor={tp: 1, optimizer: {lr: 1.0e-3}, scheduler: {lr_decay_style: cosine, lr_warmup_steps: 1}}",
     "critic={optimizer: {lr: 1.0e-3}}",
     f"trainer={{steps: {STEPS}, validate_every: 3}}",

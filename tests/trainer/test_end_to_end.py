@@ -59,8 +59,7 @@ PROMISED = {
     "busy/reward",
     "memory/process_rss_mb",
 }
-PROMISED_OF_A_CRITIC = {"critic/loss", "critic/grad_norm", "critic/explained_variance"}
-PROMISED_OF_A_CRITIC |= {"train/advantage_mean", "train/last_value_mean"}
+PROMISED_OF_A_CRITIC = {"critic/loss", "critic/grad_norm", "critic/explained_variance", "train/advantage_mean"}
 VALIDATION = {"validation/reward", "validation/accuracy", "validation/pass@1", "validation/pass@2"}
 
 

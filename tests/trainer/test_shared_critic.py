@@ -17,6 +17,7 @@ from tests.trainer.conftest import command_arguments
 PPO = [
     "rollout.engine=hf",
     "algorithm={name: ppo, num_mini_batches: 2, value_loss_coef: 0.5, kl: {in: reward, kind: k1, coef: 0.01}}",
+    "algorithm.bootstrap_truncated=true",
     "critic.share_backbone=true",
     "trainer={steps: 3, validate_every: 0}",
     "checkpoint={save_interval: 2, async_save: false}",
