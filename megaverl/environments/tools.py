@@ -102,8 +102,8 @@ class ToolBox:
 
     def close(self) -> None:
         """End all processes."""
-        for _ in range(self.size):
-            process = self._free.get()
+        # all of them before one is put back, which would be the next to come
+        for process in [self._free.get() for _ in range(self.size)]:
             if process is not None:
                 process.close()
             self._free.put(None)
