@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaverl.errors import ReshardError
 from megaverl.layout.boxes import Box, whole
-from megaverl.layout.layout import Layout, Piece, whole_layout
+from megaverl.layout.layout import EMPTY, Layout, Piece, whole_layout
 from megaverl.layout.megatron import megatron_layouts
 from megaverl.layout.vllm import vllm_layouts
 from megaverl.models.architectures import weights_of
@@ -150,9 +150,40 @@ def sent_by_another(plan: Plan) -> Plan:
     return change(plan, "sends", peer, (transfers[0]._replace(source=2), *transfers[1:]))
 
 
-def from_a_stranger(plan: Plan) -> Plan:
-    peer, transfers = first(plan, "receives")
-    return replace(plan, receives={**plan.receives, 99: transfers})
+def with_peer(kind: str, stranger: int) -> Mutate:
+    def changed(plan: Plan) -> Plan:
+        peer, transfers = first(plan, kind)
+        lists = {**getattr(plan, kind), stranger: transfers}
+        return replace(plan, sends=lists) if kind == "sends" else replace(plan, receives=lists)
+
+    return changed
+
+
+def part(transfer: Transfer, start: tuple[int, int], stop: tuple[int, int]) -> Transfer:
+    """The rows and columns of a transfer, counted from its own first ones."""
+
+    def within(box: Box) -> Box:
+        first_row, first_column = box.start
+        return Box(
+            (first_row + start[0], first_column + start[1]),
+            (first_row + stop[0], first_column + stop[1]),
+        )
+
+    boxes = {name: within(getattr(transfer, name)) for name in ("box", "source_box", "dest_box")}
+    return transfer._replace(**boxes)
+
+
+def lacking_one_element(plan: Plan) -> Plan:
+    all_of_it, rows, columns = plan.copies[0], *plan.copies[0].box.shape
+    parts = part(all_of_it, (0, 0), (rows - 1, columns)), part(all_of_it, (rows - 1, 0), (rows, columns - 1))
+    return replace(plan, copies=(*parts, *plan.copies[1:]))
+
+
+def fetching_one_element_that_it_holds(plan: Plan) -> Plan:
+    lacking, (peer, transfers) = lacking_one_element(plan), first(plan, "receives")
+    rows, columns = plan.copies[0].box.shape
+    last = part(plan.copies[0], (rows - 1, columns - 1), (rows, columns))._replace(source=peer)
+    return change(lacking, "receives", peer, (*transfers, last))
 
 
 @pytest.mark.parametrize(
@@ -167,13 +198,28 @@ def from_a_stranger(plan: Plan) -> Plan:
         (sending_what_it_lacks, "lies outside what rank 1 has of"),
         (copied_for_another, "of rank 2: rank 1 has it among what goes from rank 1 to rank 1"),
         (sent_by_another, "of rank 2 to .*: rank 1 has it among what goes from rank 1 to rank"),
-        (from_a_stranger, "receives from rank 99, which is none of its peers"),
+        (lacking_one_element, r"embed_tokens.weight: rank 1 never gets \[17:18, 7:8\] of model.embed_tokens.weight"),
+        (fetching_one_element_that_it_holds, r"fetches \[49:50, 7:8\] from rank 5, but holds it itself in"),
+        (with_peer("receives", 8), "rank 1 receives from rank 8, which is none of its peers"),
+        (with_peer("receives", -1), "rank 1 receives from rank -1, which is none of its peers"),
+        (with_peer("receives", 1), "rank 1 receives from rank 1, which is none of its peers"),
+        (with_peer("sends", 8), "rank 1 sends to rank 8, which is none of its peers"),
+        (with_peer("sends", -1), "rank 1 sends to rank -1, which is none of its peers"),
+        (with_peer("sends", 1), "rank 1 sends to rank 1, which is none of its peers"),
     ],
 )
 def test_one_rank_sees_its_own_mistakes(plans: list[Plan], mutate: Mutate, message: str) -> None:
     check_plan(plans[1])
     with pytest.raises(ReshardError, match=message):
         check_plan(mutate(plans[1]))
+
+
+def test_the_first_and_the_last_rank_are_peers() -> None:
+    model = whole_layout([("w", (2, 3))])
+    for sides in ([model, EMPTY, EMPTY], [EMPTY, EMPTY, model]):
+        plans = make_plans(layouts_of(sides), layouts_of(sides[::-1]), 3)
+        check_plans(plans)
+        assert {*plans[0].sends, *plans[0].receives, *plans[2].sends, *plans[2].receives} == {0, 2}
 
 
 def test_both_ranks_are_named_where_they_differ(plans: list[Plan]) -> None:
@@ -227,3 +273,63 @@ def test_what_was_proven_of_one_tensor_is_not_believed_of_another() -> None:
     for wrong in ({"source_local": "v"}, {"dest_local": "v"}):
         with pytest.raises(ReshardError, match="w "):
             check_plan(replace(plan, copies=(plan.copies[0], plan.copies[1]._replace(**wrong))))
+
+
+def two_places(*names: str) -> Layout:
+    """Each tensor twice in the same boxes of two local tensors, as tied weights are."""
+    pieces = tuple(Piece(name, whole((4, 3)), f"{name}{i}", Box((1, 0), (5, 3))) for name in names for i in range(2))
+    return Layout(pieces, {piece.local: (5, 3) for piece in pieces}, dict.fromkeys(names, (4, 3)))
+
+
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"dest_box": Box((0, 0), (4, 3))},
+        {"source_box": Box((0, 0), (4, 3))},
+        {"box": Box((0, 0), (3, 3))},
+        {"box": Box((0, 0), (3, 3)), "source_box": Box((1, 0), (4, 3)), "dest_box": Box((1, 0), (4, 3))},
+        {"dest_local": "other"},
+        {"source_local": "nobody's"},
+    ],
+)
+def test_what_was_proven_of_one_rank_is_not_believed_of_another(wrong: dict[str, object], at: int) -> None:
+    """Two ranks with the same layouts, and in the second one's plan one transfer that is not right."""
+    layout = two_places("v")
+    plans = list(make_plans(lambda _: layout, lambda _: layout, 2))
+    check_plans(plans)
+    changed = list(plans[1].copies)
+    if wrong == {"dest_local": "other"}:
+        wrong = {"dest_local": plans[1].copies[1 - at].dest_local}
+    changed[at] = changed[at]._replace(**wrong)
+    with pytest.raises(ReshardError, match="v"):
+        check_plans([plans[0], replace(plans[1], copies=tuple(changed))])
+
+
+def test_boxes_with_more_or_fewer_axes_than_the_local_tensor_are_refused() -> None:
+    """As many elements, in the same order: still not a place in that tensor."""
+    flat, deep = whole((2, 3)), whole((1, 2, 3))
+    for held, box in ((flat, deep), (deep, flat)):
+        layout = Layout((Piece("v", flat, "here", held),), {"here": held.shape}, {"v": (2, 3)})
+        plan = make_plan(layouts_of([layout]), layouts_of([layout]), 1, 0)
+        check_plan(plan)
+        for side in ("source_box", "dest_box"):
+            with pytest.raises(ReshardError, match="lies outside what rank 0 has of v"):
+                check_plan(replace(plan, copies=(plan.copies[0]._replace(**{side: box}),)))
+        outside = replace(layout, local_shapes={"here": box.shape})
+        with pytest.raises(ReshardError, match="v: on rank 0, here .* lies outside"):
+            check_plan(replace(plan, dest_layout=outside))
+
+
+def test_a_local_tensor_that_the_layout_does_not_have_is_refused() -> None:
+    layout = whole_layout([("v", (2, 3))])
+    plan = make_plan(layouts_of([layout]), layouts_of([layout]), 1, 0)
+    with pytest.raises(ReshardError, match="v: on rank 0, v .* lies outside None"):
+        check_plan(replace(plan, dest_layout=replace(layout, local_shapes={})))
+
+
+def test_a_tensor_that_the_destination_does_not_have_is_refused() -> None:
+    source = whole_layout([("v", (2, 3)), ("w", (2, 3))])
+    plan = make_plan(layouts_of([source]), layouts_of([source]), 1, 0)
+    with pytest.raises(ReshardError, match="the destination has no place for w"):
+        check_plan(replace(plan, dest_layout=whole_layout([("v", (2, 3))])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -251,3 +252,49 @@ def test_ranks_that_disagree_on_a_shape_are_refused() -> None:
     source = [whole_layout([("w", (4, 3))]), whole_layout([("w", (4, 2))])]
     with pytest.raises(ReshardError, match=r"w: ranks of one side say \(4, 3\) and \(4, 2\) of its shape"):
         make_plans(layouts_of(source), layouts_of(source), 2)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_at_rest_while_plans_are_made_and_then_as_it_was(enabled: bool) -> None:
+    model, seen = whole_layout([("w", (4, 3))]), []
+
+    def layouts(rank: int) -> Layout:
+        seen.append(gc.isenabled())
+        if rank == 2:
+            raise KeyError("no such rank")
+        return model
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        plans = make_plans(layouts, layouts, 2)
+        after = [gc.isenabled()]
+        for index in (0, slice(None)):
+            plans[index]
+            after.append(gc.isenabled())
+        with pytest.raises(KeyError):
+            make_plans(layouts, layouts, 3)
+        after.append(gc.isenabled())
+        with pytest.raises(IndexError):
+            plans[2]
+        after.append(gc.isenabled())
+    finally:
+        (gc.enable if before else gc.disable)()
+    assert seen and not any(seen)
+    assert after == [enabled] * 5
+
+
+def test_plans_are_a_sequence() -> None:
+    model = whole_layout([("w", (4, 3))])
+    plans = make_plans(lambda rank: model if rank else EMPTY, lambda _: model, 3)
+    assert len(plans) == 3 and [plan.rank for plan in plans[1:]] == [1, 2] and plans[-1].rank == 2
+    assert [(plan.num_received, plan.num_sent) for plan in plans] == [(12, 0), (0, 12), (0, 0)]
+    assert [plan.world for plan in plans] == [3, 3, 3]
+
+
+def test_in_one_place_a_part_may_be_left_and_none_may_lack() -> None:
+    source, dest = whole_layout([("v", (2, 3)), ("w", (4, 3))]), whole_layout([("w", (4, 3))])
+    [transfer] = intersect_layouts(source, dest)
+    assert (transfer.tensor, transfer.box, transfer.source, transfer.dest) == ("w", whole((4, 3)), 0, 0)
+    with pytest.raises(ReshardError, match="v: the source has no such tensor"):
+        intersect_layouts(dest, source)
