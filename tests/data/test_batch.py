@@ -62,6 +62,12 @@ def test_with_adds_a_tensor_and_leaves_the_batch_alone(batch):
     [
         ({"values": torch.ones(3, 4)}, r"'values' \(the critic's .*\) has shape \[3, 4\]; expected \[3, 3\]"),
         ({"rewards": torch.ones(3, 1)}, r"'rewards' .* has shape \[3, 1\]; expected \[3\] = \[samples\]"),
+        # one row, that would broadcast to all samples
+        ({"rewards": torch.ones(1)}, r"'rewards' .* has shape \[1\]; expected \[3\] = \[samples\]"),
+        ({"rewards": torch.tensor(1.0)}, r"'rewards' .* has shape \[\]; expected \[3\]"),
+        ({"values": torch.ones(1, 3)}, r"'values' .* has shape \[1, 3\]; expected \[3, 3\]"),
+        ({"values": torch.ones(3, 1)}, r"'values' .* has shape \[3, 1\]; expected \[3, 3\]"),
+        ({"group_ids": torch.tensor([7])}, r"'group_ids' .* has shape \[1\]; expected \[3\]"),
         ({"rewards": torch.ones(3).long()}, r"'rewards' .* is torch.int64; expected torch.float32"),
         ({"response_mask": torch.ones(3, 3)}, r"'response_mask' .* is torch.float32; expected torch.bool"),
         ({"valeus": torch.ones(3, 3)}, r"no field 'valeus'; did you mean values"),
@@ -184,6 +190,9 @@ def test_scatter_rows_puts_micro_batches_back():
     assert scatter_rows(3, 3, parts).tolist() == [[3, 4, 0], [5, 0, 0], [1, 2, 0]]
     with pytest.raises(DataError, match=r"result \[2, 2\] of 2 samples does not fit a width of 1"):
         scatter_rows(3, 1, parts)
+    with pytest.raises(DataError, match=r"result \[1, 2\] of 2 samples does not fit"):
+        scatter_rows(3, 2, [([2, 0], torch.ones(1, 2))])  # which would broadcast
+    assert scatter_rows(2, 2, [([1], torch.tensor([[1.0], [9.0], [9.0]]))]).tolist() == [[0, 0], [1, 0]]
     with pytest.raises(DataError, match="no micro-batch results"):
         scatter_rows(3, 1, [])
 

@@ -162,3 +162,55 @@ def test_an_operator_must_give_what_it_declares(returned: Any, found: str) -> No
     flow = DataFlow([Operator("make", lambda: returned, (), ("x", "y"))]).compile()
     with pytest.raises(ConfigError, match=rf"'make' declares the outputs \['x', 'y'\]; it returned {found}"):
         flow.run()
+
+
+def test_an_operator_that_was_half_done_runs_again_and_one_that_was_done_does_not() -> None:
+    ran: list[str] = []
+
+    def split(start: int) -> dict[str, int]:
+        ran.append("split")
+        return {"half": start // 2, "rest": start % 2}
+
+    def joined(half: int, rest: int) -> int:
+        ran.append("joined")
+        return 10 * half + rest
+
+    flow = DataFlow(
+        [
+            Operator("split", split, outputs=("half", "rest")),
+            Operator("joined", joined),
+            Operator("seen", lambda joined: ran.append("seen"), outputs=()),
+        ]
+    ).compile(given=["start"])
+    for done, expected, result in (
+        ({}, ["split", "joined", "seen"], 21),
+        ({"half": 7}, ["split", "joined", "seen"], 21),
+        ({"rest": 7}, ["split", "joined", "seen"], 21),
+        ({"half": 7, "rest": 3}, ["joined", "seen"], 73),
+        ({"half": 7, "rest": 3, "joined": 5}, ["seen"], 5),
+        ({"joined": 5}, ["split", "seen"], 5),
+    ):
+        ran.clear()
+        found = flow.run(done=done, start=5)
+        assert (ran, found["joined"]) == (expected, result), done
+        assert [span.operator for span in found.timeline] == expected
+
+
+def test_an_operator_that_fails_gives_nothing_and_its_span_is_closed() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def span(name: str) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            seen.append(name)
+
+    def fail(a: int) -> int:
+        raise KeyError("b")
+
+    flow = DataFlow([*chain("a"), Operator("b", fail, ("a",)), *chain("a", "c")[1:]]).compile(given=["start"])
+    after: list[tuple[str, list[str]]] = []
+    with pytest.raises(KeyError):
+        flow.run(span, None, lambda name, values: after.append((name, sorted(values))), start=1)
+    assert seen == ["a", "b"] and after == [("a", ["a", "start"])]

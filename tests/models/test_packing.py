@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.models.attention import CausalAttention
-from megaverl.models.packing import pack
+from megaverl.models.packing import LONG_BEGINNING, AtPositions, as_one_row, pack
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -77,3 +77,45 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
 def test_no_tokens_are_one_that_nobody_asks_for(lengths: list[int]) -> None:
     packing = pack(lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2)
     assert packing.source.tolist() == [0, 0] and packing.place.tolist() == [0, 0]
+
+
+def test_a_forward_pass_that_fails_leaves_no_positions() -> None:
+    rotary, output = AtPositions(), torch.arange(5.0)
+    positions = torch.tensor([3, 0, 0, 4])
+    with pytest.raises(KeyError), rotary.at(positions):
+        assert rotary(None, None, output).tolist() == [3.0, 0.0, 0.0, 4.0]
+        raise KeyError("in the pass")
+    assert rotary.positions is None and rotary(None, None, output) is output
+
+
+def test_one_row_has_the_strides_of_a_tensor_made_so() -> None:
+    transposed = torch.randn(1, 6, 4).transpose(0, 1)
+    assert transposed.is_contiguous() and transposed.stride() != torch.empty(6, 1, 4).stride()
+    row = as_one_row(None, None, transposed)
+    assert row.shape == (6, 1, 4) and row.stride() == torch.empty(6, 1, 4).stride() and torch.equal(row, transposed)
+    several = torch.randn(2, 6, 4).transpose(0, 1)
+    assert as_one_row(None, None, several) is several
+
+
+def test_a_beginning_is_computed_once_where_it_is_long() -> None:
+    """Long: more than so many times the longest own part. A short one is attended from anew by each sequence."""
+    own = 4
+    for common, is_long in ((int(own * LONG_BEGINNING), False), (int(own * LONG_BEGINNING) + 1, True)):
+        packing = pack([common + own, common + 2], [common] * 2, [5, 5], width=20)
+        assert len(packing.source) == common + own + 2
+        assert packing.starts.tolist() == [common, common + own]
+        assert packing.later_offsets.tolist() == [common] * 2 * is_long
+        assert list(packing.later_queries.shape) == ([2, own] if is_long else [0, 0])
+        assert list(packing.later_keys.shape) == ([2, common + own] if is_long else [0, 0])
+        assert list(packing.wholes.shape) == ([1, common] if is_long else [2, common + own])
+        assert packing.max_seqlen_q == packing.max_seqlen_kv == common + own
+        assert packing.positions.tolist() == [*range(common + own), common, common + 1]
+
+
+def test_a_packing_moves_whole() -> None:
+    packing = pack([3, 4], [2, 2], [0, 0], width=6, multiple_of=4)
+    moved = packing.to(torch.device("meta"))
+    for name, held in vars(packing).items():
+        found = getattr(moved, name)
+        assert found.device.type == "meta" if isinstance(held, torch.Tensor) else found == held, name
+    assert packing.source.device.type == "cpu"

@@ -133,6 +133,58 @@ def test_a_function_cannot_change_the_row(my_rewards: Path) -> None:
     assert reward.score(SAMPLES).total == reward.score(SAMPLES).total == [3.0, 4.0, 5.0]
 
 
+def test_neither_can_one_that_takes_a_batch() -> None:
+    reward = own(lambda prompts, responses, references, extras: [extra.pop("level") for extra in extras], batched=True)
+    assert reward.score(SAMPLES).total == reward.score(SAMPLES).total == [3.0, 4.0, 5.0]
+
+    def empties(samples: list[RewardSample]) -> list[float]:
+        levels = [float(sample.extra["level"]) for sample in samples]
+        samples.clear()
+        return levels
+
+    assert own(empties, batched=True).score(SAMPLES).total == [3.0, 4.0, 5.0] and len(SAMPLES) == 3
+
+
+@pytest.mark.parametrize("takes_samples", [False, True])
+def test_one_by_one_and_in_a_batch_a_function_gets_the_same(takes_samples: bool) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def of_sample(sample: RewardSample, factor: float = 1.0) -> float:
+        seen.append((sample.prompt, sample.response, sample.reference, dict(sample.extra)))
+        return factor * len(sample.response)
+
+    def of_fields(prompt: str, response: str, reference: Any, extra: Any, factor: float = 1.0) -> float:
+        return of_sample(RewardSample(prompt, response, reference, extra), factor)
+
+    def of_samples(samples: list[RewardSample], factor: float = 1.0) -> list[float]:
+        return [of_sample(sample, factor) for sample in samples]
+
+    def of_lists(prompts: Any, responses: Any, references: Any, extras: Any, factor: float = 1.0) -> list[float]:
+        return [of_fields(*fields, factor) for fields in zip(prompts, responses, references, extras, strict=True)]
+
+    single, batched = (of_sample, of_samples) if takes_samples else (of_fields, of_lists)
+    outputs = []
+    for function, is_batched in ((single, False), (batched, True)):
+        for options in ({}, {"factor": 3.0}):
+            outputs.append(own(function, batched=is_batched, options=options).score(SAMPLES).total)
+    assert outputs[0] == outputs[2] == [1.0, 1.0, 2.0] and outputs[1] == outputs[3] == [3.0, 3.0, 6.0]
+    assert seen == 4 * [(s.prompt, s.response, s.reference, dict(s.extra)) for s in SAMPLES]
+    assert own(single).score([]).total == own(batched, batched=True).score([]).total == []
+
+
+@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("value", [math.nan, None, "1", [1.0], torch.tensor([1.0, 2.0]), np.float32("inf"), 1j])
+def test_one_by_one_and_in_a_batch_the_same_is_refused(value: Any, batched: bool) -> None:
+    def one(sample: RewardSample) -> Any:
+        return value if sample is SAMPLES[1] else 0.0
+
+    def all_of_them(samples: list[RewardSample]) -> list[Any]:
+        return [one(sample) for sample in samples]
+
+    with pytest.raises(RewardError, match=r"for sample 1 of 3 \(prompt: 'What is 2\+2\?'\)"):
+        own(all_of_them if batched else one, batched=batched).score(SAMPLES)
+
+
 @pytest.mark.parametrize(
     "value", [True, 1, 1.0, np.float32(1), np.array(1.0), np.array([1.0]), torch.tensor(1.0), np.int64(1)]
 )
