@@ -182,7 +182,7 @@ def test_which_are_kept(tmp_path: Path, fields: dict[str, Any], kept: list[str])
 
 
 def test_one_inside_a_step_is_kept_until_the_next(tmp_path: Path) -> None:
-    """Neither as one of the newest nor as a milestone, even of a step that is one."""
+    """And never as a milestone, even of a step that is one."""
     for step, inside in ((2, False), (2, True), (3, True)):
         write(tmp_path, step, inside=inside)
     retention = Retention(keep_last_k=1, milestone_interval=2)
@@ -191,6 +191,10 @@ def test_one_inside_a_step_is_kept_until_the_next(tmp_path: Path) -> None:
     write(tmp_path, 3)
     prune(tmp_path, retention)
     assert names(tmp_path) == ["step_00000002", "step_00000003"]
+    for step in (4, 5, 6, 7):
+        write(tmp_path, step, inside=True)
+    prune(tmp_path, retention)
+    assert names(tmp_path) == ["step_00000002", "step_00000007_inside"]
 
 
 def test_none_kept_is_refused() -> None:

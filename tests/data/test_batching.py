@@ -15,6 +15,7 @@ from megaverl.data.batching import (
     micro_batches,
     mini_batches,
     plan_micro_batches,
+    rows_of_rank,
 )
 from megaverl.errors import DataError
 
@@ -200,3 +201,70 @@ def test_the_draw_depends_on_seed_step_and_epoch_alone():
     )
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.splitlines() == [str(drawn[0]), str(balance([7, 7, 7, 5, 5, 1], 3))]
+
+
+def differencing(lengths, num_ranks, per_state):
+    """Karmarkar and Karp's largest differencing, as it is written: the two most different states are joined."""
+    order = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
+    states = []
+    for start in range(0, len(order), per_state):
+        parts = [(lengths[sample], [sample]) for sample in order[start : start + per_state]]
+        states.append(parts + [(0, [])] * (num_ranks - len(parts)))
+    while len(states) > 1:
+        first, second = sorted(states, key=lambda parts: parts[-1][0] - parts[0][0])[:2]  # stable: the older one first
+        states = [parts for parts in states if parts is not first and parts is not second]
+        joined = [(first[i][0] + second[-1 - i][0], first[i][1] + second[-1 - i][1]) for i in range(num_ranks)]
+        states.append(sorted(joined, key=lambda part: -part[0]))
+    return [sorted(samples) for _, samples in states[0]]
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(2, 4), st.booleans())
+def test_balance_is_largest_differencing(lengths, num_ranks, equal_counts):
+    expected = differencing(lengths, num_ranks, num_ranks if equal_counts else 1)
+    assert balance(lengths, num_ranks, equal_counts=equal_counts) == expected
+
+
+def test_what_is_not_said_is_as_simple_as_can_be():
+    lengths = [9, 1, 1, 1, 7]
+    assert balance(lengths, 2) == balance(lengths, 2, equal_counts=False) != balance(lengths, 2, equal_counts=True)
+    simple = {"padded": True, "multiple_of": 1, "count_multiple_of": 1, "least": 1, "equal_counts": False}
+    plan = plan_micro_batches(lengths, 2, 9)
+    assert plan == plan_micro_batches(lengths, 2, 9, **simple)
+    for name, other in (("count_multiple_of", 4), ("least", 3), ("equal_counts", True)):
+        assert plan_micro_batches(lengths, 2, 9, **simple | {name: other}) != plan, name
+    assert micro_batches([4, 4, 3], 9) == micro_batches([4, 4, 3], 9, padded=True, multiple_of=1)
+    assert plan_micro_batches([4, 4], 1, 9) == [[[0, 1]]] != plan_micro_batches([4, 4], 1, 9, multiple_of=5)
+    assert plan_micro_batches([5, 4], 1, 9) == [[[0], [1]]] != plan_micro_batches([5, 4], 1, 9, padded=False)
+    assert common_count([[[0, 1]]], [3, 3]) == [[[0, 1]]]
+
+
+def test_at_least_as_many_micro_batches_where_some_rank_has_as_many_samples():
+    lengths = [1] * 6
+    assert [len(mine) for mine in common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=3)] == [3, 3]
+    assert [len(mine) for mine in common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=9)] == [4, 4]
+    assert common_count([[[0, 1, 2, 3]], [[4, 5]]], lengths, least=4)[1] == [[4], [5], [], []]
+
+
+def test_the_costliest_is_split_and_comes_first():
+    lengths = [1, 1, 1, 5, 5]
+    assert common_count([[[0, 1, 2], [3, 4]]], lengths, least=3) == [[[3], [4], [0, 1, 2]]]
+    assert common_count([[[0, 1, 2], [3, 4]]], lengths, least=4) == [[[3], [4], [1, 2], [0]]]
+    # padded by its longest row, the batch of 1 and 6 costs 12; packed 7, less than the other's 8
+    lengths = [1, 6, 4, 4]
+    assert common_count([[[0, 1], [2, 3]]], lengths, least=3) == [[[2, 3], [1], [0]]]
+    assert common_count([[[0, 1], [2, 3]]], lengths, least=3, padded=False) == [[[0, 1], [2], [3]]]
+
+
+@given(st.integers(0, 40), st.integers(1, 7))
+def test_rows_of_a_rank_are_runs_of_equal_length(num_samples, size):
+    rows = [rows_of_rank(num_samples, rank, size) for rank in range(size)]
+    assert [row for part in rows for row in part] == list(range(num_samples))
+    assert max(map(len, rows)) - min(map(len, rows)) <= 1
+
+
+def test_packed_micro_batches_take_the_first_that_fits():
+    assert micro_batches([7, 5, 4, 3, 2], 10, padded=False) == [[0, 3], [1, 2]] + [[4]]
+    assert micro_batches([6, 3, 3], 11, padded=False, multiple_of=3) == [[0, 1], [2]], "9 of the 11 can be used"
+    assert micro_batches([6, 3], 9, padded=False, multiple_of=3) == [[0, 1]]
+    assert micro_batch_tokens([6, 4], padded=False, multiple_of=4) == 12 and micro_batch_tokens([0, 0]) == 2

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megaverl.data.columns import Columns
 from megaverl.data.datasets import PromptDataset, PromptSampler, split_held_out
 from megaverl.data.prompts import PromptEncoder, PromptFormat
-from megaverl.data.rows import JsonlFile, RowList, open_rows
+from megaverl.data.rows import JsonlFile, ParquetFile, RowChain, RowList, expand_paths, open_rows
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.errors import DataError
 
@@ -110,6 +110,82 @@ def test_a_bad_row_is_named_before_the_run(
         PromptDataset.load(path, encoder)
     for text in [str(path), *said]:
         assert text in str(caught.value)
+
+
+def test_one_file_is_read_as_it_stands_and_several_as_a_chain(tmp_path: Path) -> None:
+    first, second = (
+        write_jsonl(tmp_path / name, rows) for name, rows in (("a.jsonl", ROWS[:4]), ("b.jsonl", ROWS[4:]))
+    )
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "c.parquet", row_group_size=4)
+    assert isinstance(open_rows(first), JsonlFile) and isinstance(open_rows([second]), JsonlFile)
+    assert isinstance(open_rows(tmp_path / "c.parquet"), ParquetFile)
+    both = open_rows([first, second])
+    assert isinstance(both, RowChain) and len(both) == 10
+    assert [both[n] for n in range(10)] == ROWS
+    assert [both.where(n) for n in (0, 3, 4, 9)] == [
+        f"{first}, line 1",
+        f"{first}, line 4",
+        f"{second}, line 1",
+        f"{second}, line 6",
+    ]
+    prints = [open_rows(paths).fingerprint for paths in (first, second, [first, second], [second, first])]
+    assert len(set(prints)) == 4 and {len(found) for found in prints} == {16}
+    assert open_rows([first, second]).fingerprint == prints[2]
+    assert len(RowChain([])) == len(RowList([])) == 0
+    three = RowChain([RowList(ROWS[:4]), RowList(ROWS[4:5]), RowList(ROWS[5:])])
+    assert len(three) == 10 and [three[n] for n in range(10)] == ROWS and three.where(9) == "rows, row 5"
+    backwards = [dict(reversed(row.items())) for row in ROWS]
+    assert RowList(backwards).fingerprint == RowList(ROWS).fingerprint != RowList(ROWS[1:]).fingerprint
+
+
+def test_a_parquet_file_is_read_by_row_groups(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=4)
+    rows = ParquetFile(path)
+    assert [rows[n] for n in (3, 4, 7, 8, 9, 0)] == [ROWS[n] for n in (3, 4, 7, 8, 9, 0)]
+    assert rows.where(0) == f"{path}, row 1" and len(rows) == 10
+    held = rows._group
+    assert rows[1] == ROWS[1] and rows._group is held, "the row group last read stays in memory"
+    data = bytearray(path.read_bytes())
+    data[4:200] = bytes(196)
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"a.parquet, row 2: the file is damaged"):
+        ParquetFile(path)[1]
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": []}), path)
+    assert len(ParquetFile(path)) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        ("[1]", "a list"),
+        ('"x"', "text"),
+        ("1", "a number"),
+        ("1.5", "a number"),
+        ("true", "true/false"),
+        ("null", "null"),
+    ],
+)
+def test_a_line_that_is_no_object_is_said_to_be_what_it_is(tmp_path: Path, value: str, kind: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(value)
+    with pytest.raises(DataError, match=f"a.jsonl, line 1: a JSON object is expected.*found {kind}[.]"):
+        JsonlFile(path)[0]
+    path.write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(DataError, match="a.jsonl, line 1: not valid JSON"):
+        JsonlFile(path)[0]
+
+
+def test_patterns_are_sorted_and_reach_into_folders(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "in/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, ROWS[:1])
+    (tmp_path / "folder.jsonl").mkdir()
+    names = lambda pattern: [path.name for path in expand_paths(tmp_path / pattern)]  # noqa: E731
+    assert names("*.jsonl") == ["a.jsonl", "b.jsonl"] and names("**/*.jsonl") == ["a.jsonl", "b.jsonl", "c.jsonl"]
+    assert names("[ab].jsonl") == ["a.jsonl", "b.jsonl"] and names("?.jsonl") == ["a.jsonl", "b.jsonl"]
+    (tmp_path / "[1].jsonl").write_text("{}")
+    assert names("[1].jsonl") == ["[1].jsonl"], "a file that is there is no pattern"
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:

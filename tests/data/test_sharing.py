@@ -8,7 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import packed_tokens, plan_packed_micro_batches, prompt_numbers, shared_tokens
+from megaverl.data.sharing import (
+    GOOD_ENOUGH,
+    Outline,
+    outline_of,
+    packed_tokens,
+    plan_packed_micro_batches,
+    prompt_numbers,
+    shared_tokens,
+)
 from megaverl.errors import DataError
 
 
@@ -79,3 +87,66 @@ def test_groups_are_cut_where_there_are_more_ranks_than_prompts() -> None:
     plan = plan_packed_micro_batches([[i] for i in range(16)], [96] * 16, [31] * 16, prompts, 8, 4000)
     assert [sorted(len(micro) for micro in mine) for mine in plan] == [[2]] * 8
     assert all(len({prompts[i] for i in micro}) == 1 for mine in plan for micro in mine)
+
+
+def test_an_outline_says_how_long_all_are_and_which_prompts_are_the_same() -> None:
+    batch = RolloutBatch(
+        input_ids=torch.tensor([[5, 6, 0], [5, 6, 6], [5, 6, 0]]),
+        prompt_lengths=torch.tensor([2, 3, 2]),
+        generated_ids=torch.ones(3, 2, dtype=torch.int64),
+        response_mask=torch.tensor([[True, True], [True, False], [False, False]]),
+    )
+    outline = outline_of(batch)
+    assert outline == Outline([2, 3, 2], [2, 1, 0], [0, 1, 0])
+    assert outline.lengths == [4, 4, 2] and len(outline) == 3
+    # a rank that has some of the samples is told which prompts are the same
+    assert outline_of(batch.with_(prompt_numbers=torch.tensor([3, 4, 5]))).prompts == [3, 4, 5]
+
+
+def busiest(plan: list[list[list[int]]], lengths: list[int], shared: list[int], prompts: list[int]) -> int:
+    return max(sum(packed_tokens(micro, lengths, shared, prompts) for micro in mine) for mine in plan)
+
+
+def test_a_prompt_is_cut_only_as_far_as_ranks_are_more_evenly_filled() -> None:
+    """One prompt of 11 tokens, 8 responses of 10: whole it fills one rank of two, in two parts both."""
+    prompts, shared, lengths = [0] * 8, [10] * 8, [20] * 8
+    units = [[i] for i in range(8)]
+    plan = plan_packed_micro_batches(units, lengths, shared, prompts, 2, 1000)
+    assert sorted(map(sorted, (sum(mine, []) for mine in plan))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert busiest(plan, lengths, shared, prompts) == 50
+    # on one rank nothing is gained
+    assert plan_packed_micro_batches(units, lengths, shared, prompts, 1, 1000) == [[list(range(8))]]
+    # nor where a whole prompt each is within a little of the mean: 90 + 90 and 90 + 88
+    prompts, shared = [i // 8 for i in range(32)], [10] * 32
+    lengths = [20] * 31 + [18]
+    plan = plan_packed_micro_batches([[i] for i in range(32)], lengths, shared, prompts, 2, 1000)
+    assert all(len({prompts[i] for i in sum(mine, [])}) == 2 for mine in plan)
+    assert busiest(plan, lengths, shared, prompts) == 180 < GOOD_ENOUGH * 179
+
+
+def test_a_prompt_whose_samples_do_not_fit_one_row_is_cut_where_they_do_not() -> None:
+    """10 shared and 10 own tokens each: a row of 35 holds two of them."""
+    plan = plan_packed_micro_batches([[i] for i in range(5)], [20] * 5, [10] * 5, [0] * 5, 1, 35)
+    assert sorted(plan[0]) == [[0, 1], [2, 3], [4]]
+    plan = plan_packed_micro_batches([[i] for i in range(5)], [20] * 5, [10] * 5, [0] * 5, 1, 35, multiple_of=8)
+    assert sorted(plan[0]) == [[0, 1], [2, 3], [4]], "32 of the 35 tokens can be used"
+    plan = plan_packed_micro_batches([[i] for i in range(3)], [20] * 3, [10] * 3, [0] * 3, 1, 29, multiple_of=8)
+    assert sorted(plan[0]) == [[0], [1], [2]]
+
+
+def test_as_many_micro_batches_as_are_asked_for() -> None:
+    units = [[i] for i in range(8)]
+    for least, count_multiple_of, expected in ((1, 1, 1), (3, 1, 3), (3, 2, 4), (1, 4, 4)):
+        plan = plan_packed_micro_batches(
+            units, [20] * 8, [10] * 8, [0] * 8, 1, 1000, least=least, count_multiple_of=count_multiple_of
+        )
+        assert len(plan[0]) == expected and all(plan[0])
+
+
+@pytest.mark.parametrize(("first", "second", "whole"), [(101, 99, True), (102, 98, True), (103, 97, False)])
+def test_whole_prompts_are_kept_where_they_fill_the_ranks_well_enough(first: int, second: int, whole: bool) -> None:
+    """Two prompts that share nothing, so that a cut costs nothing and is always a little more even."""
+    prompts = [0] * first + [1] * second
+    plan = plan_packed_micro_batches([[i] for i in range(200)], [10] * 200, [0] * 200, prompts, 2, 4000)
+    assert all(len({prompts[i] for i in mine[0]}) == 1 for mine in plan) == whole
+    assert max(len(mine[0]) for mine in plan) == (first if whole else 100)
