@@ -158,3 +158,53 @@ def test_messages_come_back_and_are_small() -> None:
             kind.of([0.0] * DECISION_SIZE)
     with pytest.raises(ValueError, match="none of"):
         replace(GOOD, statistics={"other": (0.0, 0.0, 0.0)}).numbers()
+
+
+def test_islands_that_differ_are_told_whichever_has_more() -> None:
+    for squared_norm, applies in ((17.0, False), (15.0, False), (16.03, True), (15.97, True), (16.04, False)):
+        found = judge(actor=GOOD, island=replace(GOOD, squared_norm=squared_norm))
+        assert found.applies == applies, squared_norm
+        assert (found.reason, found.seat) == ((Reason.FINE, -1) if applies else (Reason.ISLANDS_DIFFER, 2))
+
+
+def test_tokens_are_those_of_all_islands() -> None:
+    """One without tokens has no fault; both without are told by the first, of either order."""
+    empty = replace(GOOD, tokens=0.0)
+    for actor, island in ((empty, GOOD), (GOOD, empty)):
+        found = judge(actor=actor, island=island)
+        assert found.applies and found.norm == 4.0
+    assert (lambda d: (d.reason, d.seat))(judge(actor=empty, island=empty)) == (Reason.NO_TOKENS, 0)
+    nan = replace(GOOD, squared_norm=math.nan)
+    for actor, island, seat in ((nan, empty, 0), (empty, nan, 2)):
+        found = judge(actor=actor, island=island)
+        assert (found.verdict, found.reason, found.seat) == (Verdict.STOP, Reason.NOT_FINITE, seat)
+
+
+def test_of_faults_alike_the_first_seat_is_told_and_of_others_the_first_reason() -> None:
+    nan, late, old = replace(GOOD, squared_norm=math.nan), replace(GOOD, step=3), replace(GOOD, version=3)
+    assert judge(actor=nan, critic=nan, island=nan).seat == 0
+    assert judge(critic=nan, island=nan).seat == 1
+    first, second = min(Reason.OUT_OF_STEP, Reason.NOT_FINITE), max(Reason.OUT_OF_STEP, Reason.NOT_FINITE)
+    for actor, critic in ((nan, late), (late, nan)):
+        found = judge(actor=actor, critic=critic)
+        assert found.reason == first != second
+        assert found.seat == (0 if (found.reason is Reason.OUT_OF_STEP) == (actor is late) else 1)
+    assert judge(actor=replace(late, version=3)).reason is min(Reason.OUT_OF_STEP, Reason.OTHER_VERSION)
+    assert judge(actor=old).reason is Reason.OTHER_VERSION
+
+
+def test_a_seat_is_named_by_its_role_and_its_island() -> None:
+    assert [str(seat) for seat in SEATS] == ["actor", "critic", "actor.1"]
+    assert Seat("actor", 3).island == 0
+
+
+def test_each_role_counts_its_own_updates() -> None:
+    """One decision over the actor alone, one over both: the critic's step, schedule and version are its own."""
+    _, progress = decide({0: GOOD}, SEATS, Progress(), Rules())
+    both = {0: replace(GOOD, step=1, version=1), 1: GOOD}
+    decisions, progress = decide(both, SEATS, progress, Rules())
+    assert [decisions[n].step for n in (0, 1)] == [1, 0] and [decisions[n].version for n in (0, 1)] == [2, 1]
+    assert [decisions[n].schedule_step for n in (0, 1)] == [1, 0]
+    assert (progress.steps, progress.versions) == ({"actor": 2, "critic": 1}, {"actor": 2, "critic": 1})
+    stopped, after = decide({0: replace(GOOD, step=9)}, SEATS, progress, Rules())
+    assert stopped[0].verdict is Verdict.STOP and (after.steps, after.schedule) == (progress.steps, progress.schedule)

@@ -1,4 +1,4 @@
-"""Whether a grid fills its ranks: against the grid itself, also where experts are cut otherwise than the rest."""
+"""Whether a grid fills its ranks, also where experts are cut otherwise; ends of ranges, and what is said of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from megaverl.errors import GridError
 from megaverl.parallel.grid import GridShape
+from megaverl.placement import PlacementError, parse_claims, parse_wanted, smallest_world
 from megaverl.placement.fit import grid_problem
 from megaverl.placement.resolved import Node, ResolvedPlacement, World, ranks_named
-from megaverl.placement.wanted import parse_claims
 from tests.placement.test_placement import PPO, Sizes, place, refusals
 
 SMALL = st.integers(1, 4)
@@ -104,3 +104,48 @@ def test_claims_of_no_role_are_refused(text: str) -> None:
 
 def test_claims_are_taken_once_each() -> None:
     assert parse_claims(" train,critic , train,actor") == ("actor", "critic")
+
+
+def test_the_smallest_jobs() -> None:
+    grids = {"actor": Sizes(tp=2, pp=2), "rollout": Sizes(tp=2), "reward": None}
+    assert smallest_world({}, grids, most=4) == 4 and smallest_world({}, grids, most=3) is None
+    assert smallest_world({"actor": parse_wanted(0)}, {"actor": Sizes()}) == 1
+    assert place(1, grids={"actor": Sizes()}).ranks == {"actor": (0,), "coordinator": (0,)}
+    with pytest.raises(PlacementError, match="the nodes have 0 ranks together, and the job has 0"):
+        place(0, [])
+
+
+@pytest.mark.parametrize("number", [3, 4, 9])
+def test_a_number_of_no_node_is_refused(number: int) -> None:
+    nodes = [Node(name, 2) for name in "abc"]
+    assert f"there is no node {number}; there are 0: a, 1: b, 2: c." in refusals(6, nodes, rollout={"nodes": number})[0]
+    assert place(6, nodes, rollout={"nodes": 2}).ranks["rollout"] == (4, 5)
+
+
+def test_claims_that_contradict_the_configuration_are_all_named() -> None:
+    nodes = [Node("a", 2, ("actor",)), Node("b", 2, ("critic",)), Node("c", 2, ("rollout",))]
+    found = refusals(6, nodes, actor="2-3", critic={"nodes": "c"}, rollout="4-5")
+    assert [line.split(":")[0] for line in found if "claims it with --role" in line] == [
+        "placement.actor",
+        "placement.critic",
+    ]
+
+
+def test_a_node_that_took_no_role_is_said_so_only_where_others_did() -> None:
+    nodes, grids = [Node(name, 2) for name in "ab"], {"actor": Sizes(), "rollout": Sizes()}
+    [problem] = refusals(4, nodes, grids, actor="0-1", rollout="0-1", coordinator=0)
+    assert "ranks 2-3 have no role" in problem and "--role" not in problem
+
+
+def test_grids_are_looked_at_also_where_islands_do_not_divide() -> None:
+    grids = PPO | {"actor": Sizes(tp=3), "rollout": Sizes(tp=3)}
+    found = "\n".join(refusals(9, grids=grids, islands=3, rollout=8, coordinator="rollout"))
+    assert "the actor's 8 ranks can be split into 1, 2, 4, 8." in found
+    assert "placement.rollout: tp=3" in found and "placement.actor: tp=3" not in found
+
+
+def test_numbers_of_ranks_have_an_end() -> None:
+    assert parse_wanted(2**20 - 1).ranks == (2**20 - 1,)
+    for value in (2**20, [0, 2**20], f"0-{2**20}"):
+        with pytest.raises(ValueError, match="expected|go up to"):
+            parse_wanted(value)
