@@ -54,6 +54,8 @@ def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> Non
     [
         ({}, 3, "4 heads and 2 key-value heads cannot be divided over rollout.tp 3"),
         ({"num_heads": 6, "num_kv_heads": 6}, 4, "6 heads and 6 key-value heads"),
+        ({"num_heads": 6, "num_kv_heads": 2}, 4, "6 heads and 2 key-value heads"),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, "12 heads and 6 key-value heads"),
         ({"num_heads": 3, "num_kv_heads": 3, "ffn_hidden_size": 18}, 3, "50 to 64, which rollout.tp 3 does not"),
     ],
 )
