@@ -298,7 +298,8 @@ def score(root: Path, mutants: Sequence[Mutant], jobs: int) -> Iterator[tuple[Mu
                 raise SystemExit(f"without any mutation: {' '.join(tests)}: {outcome}")
             trees.seconds[tests] = SECONDS + 2 * seconds
             print(f"unchanged: {seconds:.1f} s: {' '.join(tests)}", file=sys.stderr, flush=True)
-        with multiprocessing.get_context("fork").Pool(jobs) as pool:
+        with multiprocessing.get_context("fork").Pool(jobs, _prctl, (SET_PDEATHSIG, signal.SIGKILL)) as pool:
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the workers end at once, and the copies go
             yield from pool.imap_unordered(trees.run, mutants)
 
 

@@ -48,10 +48,24 @@ def toy(tmp_path: Path) -> Path:
     return tmp_path / "tree"
 
 
-def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def start(code: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", code, *arguments]
     environment = os.environ | {"TMPDIR": str(Path(arguments[0]).parent / "scratch")} if arguments else None
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    process = start(code, *arguments)
+    output, errors = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def nothing_is_left(toy: Path) -> bool:
+    here = [process for process in psutil.process_iter(["cwd"]) if str(toy.parent) in (process.info["cwd"] or "")]
+    _, alive = psutil.wait_procs(here, timeout=10)  # what was killed may not have ended yet
+    return not alive and not list((toy.parent / "scratch").iterdir())
 
 
 def test_each_mutant_is_killed_survives_or_takes_too_long(toy: Path) -> None:
@@ -62,8 +76,17 @@ def test_each_mutant_is_killed_survives_or_takes_too_long(toy: Path) -> None:
     words = {line.split()[1]: line.rpartition(": ")[2] for line in done.stderr.splitlines() if "toy/module.py" in line}
     assert words["timeout"] == "value -= 0" and words["SURVIVED"] == "or 1"
     assert (toy / "toy/module.py").read_text() == MODULE, "the tree itself is never changed"
-    assert not list((toy.parent / "scratch").iterdir())
-    assert not [process for process in psutil.process_iter(["cwd"]) if str(toy.parent) in (process.info["cwd"] or "")]
+    assert nothing_is_left(toy)
+
+
+def test_nothing_is_left_of_a_run_that_is_ended(toy: Path) -> None:
+    process = start(HAND_MADE.replace("= 3.0", "= 300.0"), str(toy))
+    assert process.stderr is not None
+    while "killed" not in process.stderr.readline():  # then the mutants after it run, one of them for ever
+        assert process.poll() is None
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143 and nothing_is_left(toy)
 
 
 def test_tests_that_fail_unchanged_are_shown_and_the_end(toy: Path) -> None:
