@@ -246,6 +246,9 @@ def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
             "experts.0.w1.weight: its 8 rows cannot be divided over etp 3",
         ),
         ({"architecture": "DeepseekV3ForCausalLM", "num_heads": 6}, GridShape(tp=4), 64, "its 6 heads"),
+        # the fused rows are cut evenly, also where neighbours share a key-value head
+        ({"num_kv_heads": 1, "head_dim": 1}, GridShape(tp=4), 64, "4 heads and 1 key-value heads"),
+        ({"num_heads": 6, "head_dim": 1, "ffn_hidden_size": 6}, GridShape(tp=6), 66, "6 heads and 2 key-value heads"),
     ],
 )
 def test_what_the_grid_does_not_divide_is_named(
@@ -254,6 +257,17 @@ def test_what_the_grid_does_not_divide_is_named(
     spec = make_spec(**changes)
     with pytest.raises(GridError, match=message):
         megatron_layout(weights_of(spec), spec, shape, 0, padded_vocab_size=padded)
+
+
+def test_what_heads_do_not_divide_experts_may() -> None:
+    """etp cuts the experts alone: three ranks share 9 rows, beside 4 heads that no one cuts."""
+    spec = make_spec("MixtralForCausalLM", moe=make_experts("MixtralForCausalLM", 4, 9))
+    weights = weights_of(spec)
+    for rank in range(3):
+        layout = megatron_layout(weights, spec, GridShape(dp=3, etp=3), rank, padded_vocab_size=64)
+        assert layout.local_shapes["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"] == (6, 8)
+        assert layout.local_shapes["decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"] == (8, 3)
+        assert layout.local_shapes["decoder.layers.0.self_attention.linear_proj.weight"] == (8, 8)
 
 
 def test_all_that_the_grid_does_not_divide_is_named_at_once() -> None:

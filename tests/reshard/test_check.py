@@ -141,6 +141,13 @@ def sending_what_it_lacks(plan: Plan) -> Plan:
     return change(plan, "sends", peer, (lacking, *transfers[1:]))
 
 
+def sending_it_as_another_box_too(plan: Plan) -> Plan:
+    """The same place twice, the second time as a box that lies elsewhere."""
+    peer, transfers = first(plan, "sends")
+    other = transfers[0]._replace(box=move(transfers[0].box, 0))
+    return change(plan, "sends", peer, (transfers[0], other, *transfers[1:]))
+
+
 def copied_for_another(plan: Plan) -> Plan:
     return replace(plan, copies=(plan.copies[0]._replace(dest=2), *plan.copies[1:]))
 
@@ -196,6 +203,7 @@ def fetching_one_element_that_it_holds(plan: Plan) -> Plan:
         (crossed, r"q_proj.weight .* on rank 1 is the place of \[\d+:\d+, 0:8\], not of"),
         (fetching_what_it_holds, "fetches .* from rank 5, but holds it itself in"),
         (sending_what_it_lacks, "lies outside what rank 1 has of"),
+        (sending_it_as_another_box_too, r"on rank 1 is the place of \[.*\], not of \["),
         (copied_for_another, "of rank 2: rank 1 has it among what goes from rank 1 to rank 1"),
         (sent_by_another, "of rank 2 to .*: rank 1 has it among what goes from rank 1 to rank"),
         (lacking_one_element, r"embed_tokens.weight: rank 1 never gets \[17:18, 7:8\] of model.embed_tokens.weight"),
