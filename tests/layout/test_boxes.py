@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaverl.layout.boxes import Box, carry, contains, cut, intersect, join, split, subtract, whole
+from megaverl.layout.layout import LayoutBuilder, padded_tensors
 
 AXES = st.integers(1, 3)
 
@@ -90,3 +91,10 @@ def test_carry_follows_the_elements_into_a_tensor_with_more_axes(outer: Box, dat
 
 def test_a_box_prints_as_ranges() -> None:
     assert str(Box((0, 4), (2, 8))) == "[0:2, 4:8]"
+
+
+def test_a_local_tensor_with_an_element_that_no_piece_covers_is_padded() -> None:
+    builder = LayoutBuilder()
+    builder.add_whole("whole", (2, 3))
+    builder.add_stacked("longer", [("part", (2, 1), Box((0, 0), (2, 1)))], 3)
+    assert padded_tensors(builder.build()) == ["longer"]

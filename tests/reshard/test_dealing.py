@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megaverl.layout.boxes import Box, whole
 from megaverl.layout.layout import EMPTY, Layout, Piece, whole_layout
+from megaverl.reshard.check import check_plans
 from megaverl.reshard.dealing import Deal
 from megaverl.reshard.holders import Side, find_geometries
 from megaverl.reshard.plan import Plan, make_plans
@@ -161,3 +162,16 @@ def test_a_single_missing_element_is_named(place: tuple[int, int]) -> None:
     dest = whole_layout([("w", (4, 5))])
     with pytest.raises(Exception, match=rf"rank 1 needs \[{place[0]}:{place[0] + 1}, {place[1]}:{place[1] + 1}\] for"):
         make_plans(lambda _: source, lambda rank: dest if rank else EMPTY, 2)
+
+
+def test_a_holder_may_give_one_row_of_more_tensors_than_another() -> None:
+    """Of three tensors alike rank 0 gives the first row of two and the second row of one: so many hold them."""
+
+    def rows(*held: int) -> Layout:
+        pieces = [Piece(name, Box((i, 0), (i + 1, 2)), f"{name}{i}", whole((1, 2))) for name in "abc" for i in held]
+        return Layout(tuple(pieces), {piece.local: (1, 2) for piece in pieces}, dict.fromkeys("abc", (2, 2)))
+
+    source = [rows(0, 1), rows(0), rows(1), rows(1), EMPTY]
+    made = plans(source, {4: whole_layout((name, (2, 2)) for name in "abc")}, [0] * 5)
+    check_plans(made)
+    assert [sorted(t.box.numel for t in made[rank].sends[4]) for rank in range(4)] == [[2] * 3, [2], [2], [2]]
