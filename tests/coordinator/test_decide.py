@@ -207,4 +207,4 @@ def test_each_role_counts_its_own_updates() -> None:
     assert [decisions[n].schedule_step for n in (0, 1)] == [1, 0]
     assert (progress.steps, progress.versions) == ({"actor": 2, "critic": 1}, {"actor": 2, "critic": 1})
     stopped, after = decide({0: replace(GOOD, step=9)}, SEATS, progress, Rules())
-    assert stopped[0].verdict is Verdict.STOP and (after.steps, after.schedule) == (progress.steps, progress.schedule)
+    assert stopped[0].verdict is Verdict.STOP and (after.steps, after.versions) == (progress.steps, progress.versions)
