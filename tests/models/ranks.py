@@ -93,4 +93,8 @@ def values(folder: str, tokens: list[list[int]], **options: Any) -> list[list[fl
     """[b, s - 1] values of a critic."""
     model = load(folder, value_head=True, **options)
     batch = whole_rows(tokens)
-    return model.score(micro_batches_for(model, batch, 64), model.values, tuple(batch.generated_ids.shape)).tolist()
+
+    def before(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        return model.values(output, micro)[0]
+
+    return model.score(micro_batches_for(model, batch, 64), before, tuple(batch.generated_ids.shape)).tolist()

@@ -215,7 +215,8 @@ def one_pass(folder: str) -> dict[str, Any]:
         if name == "value_head.weight":
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
     trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
-    actor = ActorCritic(trainable, AlgorithmConfig(), temperature=0.8, micro_batch_tokens=64, seed=0)
+    algorithm = AlgorithmConfig(bootstrap_truncated=True)
+    actor = ActorCritic(trainable, algorithm, temperature=0.8, micro_batch_tokens=64, seed=0)
     batch = experience().with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0])).with_columns(finish_reason=["length"] * 6)
     passes = []
     model.chunks[-1].register_forward_hook(lambda *seen: passes.append(1))

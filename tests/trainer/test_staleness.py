@@ -19,7 +19,7 @@ def batch(versions: list[int]) -> RolloutBatch:
     ones = torch.ones(len(versions), 1, dtype=torch.int64)
     mask = torch.tensor([[version >= 0] for version in versions])
     return RolloutBatch(
-        input_ids=ones, prompt_lengths=ones[:, 0], generated_ids=ones, response_mask=mask,
+        input_ids=ones + 1, prompt_lengths=ones[:, 0], generated_ids=ones, response_mask=mask,
         response_lengths=ones[:, 0], weight_versions=torch.tensor(versions)[:, None],
     )  # fmt: skip
 
