@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import random
 import selectors
 import shutil
 import signal
@@ -234,9 +235,12 @@ def close_worlds() -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """One that nobody listens at, and that the system gives to no connection meanwhile: below its range of those."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:

@@ -15,18 +15,13 @@ from megaverl.cli import meeting
 from megaverl.cli.meeting import meet
 from megaverl.errors import TrainingStopped
 from megaverl.fabric import first_store
+from tests.worlds import free_port
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "GRACE", 1.0)
     monkeypatch.setattr(first_store, "EVERY", 0.01)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def together(nodes: list[int], count: int, patience: float = 20.0) -> list[object]:
