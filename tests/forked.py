@@ -125,6 +125,7 @@ def _be_rank(job: Job, rank: int, port: int, body: Callable[[Job, int], int]) ->
         nothing = os.open(os.devnull, os.O_RDONLY)
         for source, target in ((nothing, 0), (log, 1), (log, 2)):
             os.dup2(source, target)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a script starts in the background
         os.environ.update(rank_environment(rank, job["ranks"], port))
         return body(job, rank)
 
