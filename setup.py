@@ -92,7 +92,7 @@ if __name__ == "__main__":
         package_dir={"megaverl.configs": "configs"},
         package_data={
             "megaverl": ["py.typed"],
-            "megaverl.report": ["page/*"],
+            "megaverl.monitoring.report": ["page/*"],
             "megaverl.configs": ["**/*.yaml", "**/*.json"],
         },
         install_requires=INSTALL_REQUIRES,

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The test suite: ruff, mypy, pytest. Sets up .venv on the first run.
 #
-#   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/layout -k qwen3
+#   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/sharding -k qwen3
 #
 # Without arguments: the whole suite, its files shared by two workers.
 # shellcheck source=launch/bootstrap.sh

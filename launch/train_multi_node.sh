@@ -41,7 +41,7 @@ source "$root/launch/network.sh"
 
 # A fixed address instead of a rendezvous service: it also works where a host does not know itself by name.
 # This agent is torchrun's, which passes SIGTERM and SIGUSR1 on to the ranks: they save, and it ends with 75.
-exec "$python" -m megaverl.cli.agent \
+exec "$python" -m megaverl.trainer.elastic_agent \
     --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC" \
     --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29500}" \
     --rdzv-conf "timeout=$((60 * ${JOIN_MINUTES:-10}))" --max-restarts "${MAX_RESTARTS:-0}" \

@@ -3,15 +3,17 @@
 What a program imports from here is looked up when it is used: `import megaverl` itself loads nothing.
 """
 
+import sys
+
 from megaverl.version import __version__
 
 TYPE_CHECKING = False  # typing's own would load typing
 if TYPE_CHECKING:
-    from megaverl.api.devices import DataParallelConfig
-    from megaverl.api.settings import TrainerConfig
     from megaverl.data.batch import RolloutBatch
     from megaverl.dataflow import DataFlow, Operator
     from megaverl.rewards import register_reward
+    from megaverl.trainer.api.devices import DataParallelConfig
+    from megaverl.trainer.api.settings import TrainerConfig
 
 __all__ = [
     "DataFlow",
@@ -23,23 +25,54 @@ __all__ = [
     "register_reward",
 ]
 
-_DOORS = {
+_PUBLIC = {
     "DataFlow": "megaverl.dataflow",
-    "DataParallelConfig": "megaverl.api.devices",
+    "DataParallelConfig": "megaverl.trainer.api.devices",
     "Operator": "megaverl.dataflow",
     "RolloutBatch": "megaverl.data.batch",
-    "TrainerConfig": "megaverl.api.settings",
+    "TrainerConfig": "megaverl.trainer.api.settings",
     "register_reward": "megaverl.rewards",
 }
 
 
 def __getattr__(name: str) -> object:
-    if name not in _DOORS:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'megaverl' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")
     from importlib import import_module
 
-    found: object = getattr(import_module(_DOORS[name]), name)
+    found: object = getattr(import_module(_PUBLIC[name]), name)
     return found
+
+
+class _Renamed:
+    """Says the new name of a module that has moved, to a program that imports it by its old one."""
+
+    moved = {
+        "megaverl.api": "megaverl.trainer.api",
+        "megaverl.capacity": "megaverl.planner",
+        "megaverl.contracts": "megaverl.trainer.contracts",
+        "megaverl.convert": "megaverl.checkpoint.convert",
+        "megaverl.doctor": "megaverl.monitoring.doctor",
+        "megaverl.environments": "megaverl.rollout.environments",
+        "megaverl.fabric": "megaverl.distributed",
+        "megaverl.layout": "megaverl.sharding",
+        "megaverl.layout.weights": "megaverl.sharding.weight",
+        "megaverl.metrics": "megaverl.monitoring",
+        "megaverl.models.spec": "megaverl.sharding.model_spec",
+        "megaverl.parallel": "megaverl.distributed",
+        "megaverl.placement": "megaverl.distributed.placement",
+        "megaverl.report": "megaverl.monitoring.report",
+        "megaverl.reshard": "megaverl.weights",
+        "megaverl.roles": "megaverl.workers",
+    }
+
+    @classmethod
+    def find_spec(cls, name: str, path: object = None, target: object = None) -> None:
+        if name in cls.moved:
+            raise ModuleNotFoundError(f"{name} is now {cls.moved[name]}", name=name)
+
+
+sys.meta_path.append(_Renamed)  # asked last, when nothing of that name is there
 
 
 def __dir__() -> list[str]:

@@ -3,6 +3,8 @@
 # Exit code of a run that was asked to leave (SIGTERM, SIGUSR1) and has saved what it had: start it again
 # (EX_TEMPFAIL of sysexits.h).
 SAVED_AND_LEFT = 75
+# The other exit codes of a command besides 0.
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 
 class MegaverlError(Exception):

@@ -1,8 +1,9 @@
-"""The house itself: what importing costs, which room may use which, and what is packaged."""
+"""The package itself: what importing costs, which package may use which, and what is packaged."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import runpy
 import subprocess
@@ -21,39 +22,45 @@ ROOT = Path(megaverl.__file__).resolve().parents[1]
 PACKAGE = ROOT / "megaverl"
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
-# From the bottom up. A room imports from levels below its own, and from itself. `models.spec` is the pure
-# description of a model that layouts are made from; it stands below the rooms that use it.
-LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "version"),
-    ("plugins", "processes"),
-    ("platform", "models.spec", "algorithms", "rewards", "metrics", "placement"),
-    ("environments",),
-    ("parallel", "config"),
-    ("layout", "data"),
-    ("reshard", "fabric"),
-    ("models",),
-    ("rollout",),
-    ("roles",),
-    ("checkpoint", "dataflow", "coordinator"),
-    ("trainer",),
-    ("capacity", "convert", "doctor", "report", "contracts"),
-    ("cli",),
-    ("api",),
-    ("utils", "__main__"),
+# From the bottom up: a package imports from those before it, and from itself.
+ORDER = (
+    "errors",
+    "version",
+    "processes",
+    "plugins",
+    "platform",
+    "algorithms",
+    "rewards",
+    "distributed",
+    "sharding",
+    "rollout",
+    "config",
+    "data",
+    "weights",
+    "models",
+    "workers",
+    "monitoring",
+    "checkpoint",
+    "planner",
+    "dataflow",
+    "coordinator",
+    "trainer",
+    "cli",
+    "utils",
+    "__main__",
 )
-LEVEL_OF = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+LEVEL_OF = {name: number for number, name in enumerate(ORDER)}
 
-# What a room knows nothing of, beyond what its level says (DESIGN: "rooms").
-STRANGERS = {
-    "placement": ("torch", "pydantic"),
+# What a package does without, beyond what its place in the order says.
+DOES_WITHOUT = {
     "config": ("torch", "vllm", "megaverl.platform"),
-    "layout": ("torch.distributed", "vllm", "megatron"),
+    "sharding": ("torch.distributed", "vllm", "megatron"),
     "algorithms": ("vllm", "megatron", "transformers", "megaverl.config"),
     "rewards": ("vllm", "megatron", "megaverl.algorithms"),
-    "environments": ("torch", "vllm", "megatron", "transformers", "megaverl.algorithms"),
+    "rollout/environments": ("torch", "vllm", "megatron", "transformers", "megaverl.algorithms"),
+    "distributed/placement": ("torch", "pydantic"),
     "data": ("vllm", "megatron"),
     "dataflow": ("megaverl.algorithms",),
-    "metrics": ("vllm", "megatron", "transformers"),
 }
 
 
@@ -74,25 +81,23 @@ def imports(node: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(child, ast.Import):
             yield from ((child.lineno, alias.name) for alias in child.names)
         elif isinstance(child, ast.ImportFrom):
-            assert child.level == 0, f"line {child.lineno}: relative imports hide which room is meant"
+            assert child.level == 0, f"line {child.lineno}: relative imports hide which package is meant"
             yield from ((child.lineno, f"{child.module}.{alias.name}") for alias in child.names)
         elif not is_for_types_only(child):
             yield from imports(child)
 
 
-def room_of(dotted: str) -> str | None:
-    """The room of "megaverl.layout.boxes.Box", or None for what is outside the package."""
+def package_of(dotted: str) -> str | None:
+    """ "sharding" of "megaverl.sharding.boxes.Box", or None for what is outside megaverl."""
     parts = dotted.split(".")
-    if parts[0] != "megaverl" or len(parts) == 1 or parts[1] == "__version__":
-        return None
-    return "models.spec" if parts[1:3] == ["models", "spec"] else parts[1]
+    return None if parts[0] != "megaverl" or len(parts) == 1 or parts[1] == "__version__" else parts[1]
 
 
 def starts_with(dotted: str, prefix: str) -> bool:
     return dotted == prefix or dotted.startswith(prefix + ".")
 
 
-@pytest.mark.parametrize("name", ["megaverl", "megaverl.config", "megaverl.cli.main", "megaverl.metrics"])
+@pytest.mark.parametrize("name", ["megaverl", "megaverl.config", "megaverl.cli.main", "megaverl.monitoring"])
 def test_import_loads_no_heavy_library(name: str) -> None:
     code = f"import sys, {name}; print(*[n for n in {HEAVY} if n in sys.modules])"
     command = [sys.executable, "-c", code]
@@ -119,33 +124,52 @@ def test_every_folder_with_modules_is_a_package() -> None:
     assert [str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").exists()] == []
 
 
-def test_every_room_has_its_level() -> None:
-    rooms = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/*.py")}
-    assert rooms - {"__init__"} == set(LEVEL_OF) - {"models.spec"}
+def test_every_package_has_its_place() -> None:
+    packages = {path.stem for path in PACKAGE.glob("*.py")} | {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    assert packages - {"__init__"} == set(ORDER)
 
 
-def test_no_room_imports_a_room_above_it() -> None:
+def test_no_package_imports_one_above_it() -> None:
     wrong = []
     for path in modules():
-        own = room_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        own = package_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
         if own is None or own == "__init__":
             continue
         for line, dotted in imports(ast.parse(path.read_text(encoding="utf-8"))):
-            other = room_of(dotted)
-            same = other == own or {other, own} == {"models", "models.spec"}
-            if other is not None and not same and LEVEL_OF[other] >= LEVEL_OF[own]:
+            other = package_of(dotted)
+            if other is not None and other != own and LEVEL_OF[other] >= LEVEL_OF[own]:
                 wrong.append(f"{path.relative_to(ROOT)}:{line}: {own} imports {other}")
     assert wrong == []
 
 
-def test_no_room_knows_what_it_should_not() -> None:
+def test_no_package_knows_what_it_should_not() -> None:
     wrong = []
     for path in modules():
         for line, dotted in imports(ast.parse(path.read_text(encoding="utf-8"))):
-            for stranger in STRANGERS.get(path.relative_to(PACKAGE).parts[0], ()):
-                if starts_with(dotted, stranger):
-                    wrong.append(f"{path.relative_to(ROOT)}:{line}: {dotted}")
+            for folder, strangers in DOES_WITHOUT.items():
+                if path.is_relative_to(PACKAGE / folder):
+                    wrong += [f"{path.relative_to(ROOT)}:{line}: {dotted}" for n in strangers if starts_with(dotted, n)]
     assert wrong == []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in modules()
+    }
+    imported: dict[str, set[str]] = {}
+    for name, path in names.items():
+        found = {dotted for _, dotted in imports(ast.parse(path.read_text(encoding="utf-8")))}
+        imported[name] = {one if one in names else one.rpartition(".")[0] for one in found} & names.keys() - {name}
+    while free := [name for name, others in imported.items() if not others & imported.keys()]:
+        for name in free:
+            del imported[name]
+    assert imported == {}
+
+
+@pytest.mark.parametrize("name", ["megaverl.roles.policy", "megaverl.environments", "megaverl.models.spec"])
+def test_an_old_name_says_its_new_one(name: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"{name.removesuffix('.policy')} is now megaverl."):
+        importlib.import_module(name)
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -21,9 +21,9 @@ GONE_WITHIN = 5.0  # seconds; what the kernel ends is gone in milliseconds, what
 
 # What starts processes -> (a program that does, how many it has then, those of its children included).
 STARTERS = {
-    "a launched run": ("from megaverl.cli.launch import start_ranks; start_ranks(['-m', 'tests.pausing'], 2)", 2),
+    "a launched run": ("from megaverl.trainer.launcher import start_ranks; start_ranks(['-m', 'tests.pausing'], 2)", 2),
     "an agent": (
-        "from megaverl.cli.agent import main; main(['--nproc-per-node', '2', '-m', 'tests.pausing'])",
+        "from megaverl.trainer.elastic_agent import main; main(['--nproc-per-node', '2', '-m', 'tests.pausing'])",
         2,
     ),
     "a reward's worker": (
@@ -32,7 +32,7 @@ STARTERS = {
         1,
     ),
     "the doctor": (
-        "from megaverl.doctor.trials import Trial; import time\n"
+        "from megaverl.monitoring.doctor.trials import Trial; import time\n"
         "Trial('ranks', 'tests.pausing', 2, '', {}).finish(time.monotonic() + 600)",
         2,
     ),

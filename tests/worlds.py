@@ -1,7 +1,7 @@
 """Test worlds: real processes in a gloo process group, started once and used by many tests.
 
     from tests.worlds import run_world
-    results = run_world(4, "tests.parallel.ranks:sum_of_ranks", scale=2)   # one JSON result per rank
+    results = run_world(4, "tests.distributed.group_ranks:sum_of_ranks", scale=2)   # one JSON result per rank
 
 The function is imported by name in every rank and called with the keyword arguments (JSON; paths become strings).
 The default process group is up, and RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as torchrun

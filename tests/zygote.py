@@ -25,8 +25,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from megaverl.cli.launch import count_gpus
 from megaverl.processes import end_with_parent, ending_with_parent
+from megaverl.trainer.launcher import count_gpus
 
 ROOT = Path(__file__).resolve().parents[1]
 IMPORTED = (

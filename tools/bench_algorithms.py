@@ -95,7 +95,7 @@ class _Mark(torch.autograd.Function):
 
 def watch(trainer: Any, clock: Clock) -> None:
     """Count what is the algorithm's in a trainer's steps."""
-    from megaverl.roles.updates import Weighting
+    from megaverl.workers.updates import Weighting
 
     step, roles = trainer.step, trainer.roles
     step.credit.assign_each = clock.timed(step.credit.assign_each)
@@ -115,7 +115,7 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     """(seconds of a step, of which the algorithm's), medians."""
     from megaverl.checkpoint.random_state import seed_generators
     from megaverl.config import load_config
-    from megaverl.metrics.console import Console
+    from megaverl.monitoring.console import Console
     from megaverl.trainer.rl import RLTrainer
 
     warm = warm_start(out, 0)

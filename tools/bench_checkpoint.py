@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure_saves(folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Run the ranks of the save benchmark and print what they found."""
-    from megaverl.cli.launch import start_ranks
+    from megaverl.trainer.launcher import start_ranks
 
     more = ["--batch", str(given.batch), "--rounds", str(given.rounds), "--folder", str(folder)]
     if start_ranks([__file__, *more], given.nproc):
@@ -104,7 +104,7 @@ def _save_rank(given: argparse.Namespace) -> int:
     from megaverl.checkpoint.commit import Retention
     from megaverl.checkpoint.store import CheckpointStore
     from megaverl.config import load_config
-    from megaverl.metrics.console import redirect_output
+    from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
     from megaverl.trainer.build import Builder
     from megaverl.trainer.rl import kept_objects

@@ -23,12 +23,12 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint  # what a conversion imports, once for a process
 
-from megaverl.convert.run import Request, convert, process_group
+from megaverl.checkpoint.convert.run import Request, convert, process_group
+from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
-from megaverl.models.spec import ModelSpec
-from megaverl.parallel.grid import GridShape
 from megaverl.processes import ending_with_parent
-from megaverl.reshard.safetensors_writer import FolderWriter
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.weights.safetensors_writer import FolderWriter
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -88,7 +88,7 @@ def peak_of(arguments: list[str]) -> tuple[float, float]:
         "import re, sys\n{}\n"
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"  # ru_maxrss counts the parent's
     )
-    idle = "import megaverl.convert.run, megaverl.convert.source, megaverl.cli.convert, torch.distributed.checkpoint"
+    idle = "import torch.distributed.checkpoint, megaverl.cli.convert; from megaverl.checkpoint.convert import run"
     busy = f"from megaverl.cli.convert import main\nassert main({arguments!r}) == 0"
     peaks = []
     for body in (idle, busy):

@@ -133,8 +133,8 @@ def measure(options: argparse.Namespace, model: str, settings: list[str], folder
     import torch
     import torch.distributed as dist
 
-    from megaverl.parallel.grid import GridShape
-    from megaverl.parallel.groups import ProcessGroupManager
+    from megaverl.distributed.grid import GridShape
+    from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.platform import platform
 
     platform.start()
@@ -163,7 +163,7 @@ def measure(options: argparse.Namespace, model: str, settings: list[str], folder
 def configure(options: argparse.Namespace, model: str, settings: list[str]) -> tuple[Any, Any]:
     """(Config, ModelSpec) of a line."""
     from megaverl.config import load_config
-    from megaverl.models.spec import ModelSpec
+    from megaverl.sharding.model_spec import ModelSpec
 
     given = [
         f"model.path={model}",
@@ -183,8 +183,8 @@ def configure(options: argparse.Namespace, model: str, settings: list[str]) -> t
 
 def planned_bytes(config: Any, spec: Any) -> float:
     """What the planner says of the update's peak, without the engine's share."""
-    from megaverl.capacity.job import make_job
-    from megaverl.capacity.memory import MemoryModel
+    from megaverl.planner.job import make_job
+    from megaverl.planner.memory import MemoryModel
 
     planned = MemoryModel(make_job(config, spec, 1)).rank(0).moments["actor update"]
     return float(sum(planned[name] for name in ("training", "frozen", "activations")))
@@ -194,9 +194,9 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
     """(actor, reference or None), as a run builds them."""
     import torch
 
-    from megaverl.roles.megatron_model import MegatronModel
-    from megaverl.roles.policy import Actor, Policy
-    from megaverl.roles.trainable import TrainableModel
+    from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.policy import Actor, Policy
+    from megaverl.workers.trainable import TrainableModel
 
     dtype, section = getattr(torch, config.model.dtype), config.actor
     model = MegatronModel(
@@ -258,10 +258,10 @@ def warm_up(grid: Any, options: argparse.Namespace) -> None:
     import torch
 
     from megaverl.config.algorithm import AlgorithmConfig
-    from megaverl.models.spec import ModelSpec
-    from megaverl.roles.megatron_model import MegatronModel
-    from megaverl.roles.policy import Actor
-    from megaverl.roles.trainable import TrainableModel
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.policy import Actor
+    from megaverl.workers.trainable import TrainableModel
 
     with tempfile.TemporaryDirectory() as folder:
         small = argparse.Namespace(**{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * SAMPLE})

@@ -144,7 +144,7 @@ def measure(
     kind: tuple[str, list[str]], folder: Path, given: list[str], costs: dict[str, float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Run it, and read what it took."""
-    from megaverl.cli.launch import start_ranks
+    from megaverl.trainer.launcher import start_ranks
 
     name, more = kind
     label = name.replace(" ", "_")

@@ -27,16 +27,16 @@ from typing import Any, overload
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
-from megaverl.layout.boxes import Box, intersect  # noqa: E402
-from megaverl.layout.layout import Layout  # noqa: E402
-from megaverl.layout.megatron import megatron_layouts  # noqa: E402
-from megaverl.layout.vllm import vllm_layouts  # noqa: E402
+from megaverl.distributed.grid import GridShape  # noqa: E402
 from megaverl.models.architectures import weights_of  # noqa: E402
-from megaverl.models.spec import ModelSpec  # noqa: E402
-from megaverl.parallel.grid import GridShape  # noqa: E402
 from megaverl.processes import ending_with_parent  # noqa: E402
-from megaverl.reshard.check import check_plans  # noqa: E402
-from megaverl.reshard.plan import Plan, make_plan, make_plans  # noqa: E402
+from megaverl.sharding.boxes import Box, intersect  # noqa: E402
+from megaverl.sharding.layout import Layout  # noqa: E402
+from megaverl.sharding.megatron import megatron_layouts  # noqa: E402
+from megaverl.sharding.model_spec import ModelSpec  # noqa: E402
+from megaverl.sharding.plan import Plan, make_plan, make_plans  # noqa: E402
+from megaverl.sharding.proof import check_plans  # noqa: E402
+from megaverl.sharding.vllm import vllm_layouts  # noqa: E402
 
 RANKS_PER_NODE = 8
 ITEMSIZE = 2  # bfloat16 on the wire
@@ -160,8 +160,8 @@ def num_messages(plan: Plan) -> int:
     """Messages that the rank sends and receives in one reshard with the default bucket."""
     import torch  # only here: it would hide what the plan itself takes
 
-    from megaverl.reshard.movers.packing import BUCKET_BYTES, messages
-    from megaverl.reshard.movers.point_to_point import SLOTS
+    from megaverl.weights.transports.packing import BUCKET_BYTES, messages
+    from megaverl.weights.transports.point_to_point import SLOTS
 
     lists = [*plan.sends.values(), *plan.receives.values()]
     return sum(len(messages(boxes, lambda _: torch.bfloat16, BUCKET_BYTES // SLOTS)) for boxes in lists)

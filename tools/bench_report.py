@@ -18,8 +18,8 @@ from pathlib import Path
 import yaml
 
 from megaverl.config import Config
-from megaverl.metrics.versions import write_versions
-from megaverl.report import write_report
+from megaverl.monitoring.report import write_report
+from megaverl.monitoring.versions import write_versions
 
 STAGES = {
     "rollout": ("rollout", 400.0),

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(check_plans_only(config, arguments.world or _world(config), Path(arguments.config).parent))
             return 0
         if not is_rank:
-            from megaverl.cli.launch import check_world, default_nproc, start_ranks
+            from megaverl.trainer.launcher import check_world, default_nproc, start_ranks
 
             nproc = arguments.world or config.run.nproc or default_nproc(config, "train")
             check_world(config, "train", nproc)
@@ -93,10 +93,10 @@ def check_plans_only(config: Config, world: int, folder: Path) -> str:
     Raises:
         MegaverlError: a layout or a pair of them that cannot be, or a plan that is not exact.
     """
-    from megaverl.capacity.job import make_job
-    from megaverl.models.spec import ModelSpec
-    from megaverl.reshard.check import check_plans
-    from megaverl.reshard.plan import make_plans
+    from megaverl.planner.job import make_job
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.sharding.plan import make_plans
+    from megaverl.sharding.proof import check_plans
 
     start = time.perf_counter()
     described = Path(config.model.path)
@@ -166,7 +166,7 @@ def run_rank(config: Config, *, flip_a_bit: bool) -> int:
     import torch.distributed as dist
 
     from megaverl.cli.worker import exit_code
-    from megaverl.metrics.console import redirect_output
+    from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
 
     console = redirect_output(config.run_dir / "logs", int(os.environ["RANK"]))
@@ -192,10 +192,10 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
     """The report, and what differs (empty if nothing does); the same on every rank."""
     import torch.distributed as dist
 
-    from megaverl.parallel.collectives import gather_json
-    from megaverl.reshard.fingerprint import ReshardCheck
-    from megaverl.reshard.plan import make_plan
+    from megaverl.distributed.collectives import gather_json
+    from megaverl.sharding.plan import make_plan
     from megaverl.trainer.build import Builder
+    from megaverl.weights.fingerprint import ReshardCheck
 
     builder = Builder(config)
     actor = builder.model(config.actor, "actor")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megaverl.convert.gguf import ask, convert_gguf, find_in_package
+from megaverl.checkpoint.convert.gguf import ask, convert_gguf, find_in_package
 from megaverl.errors import MegaverlError
 
 DTYPES = ("float32", "bfloat16")

@@ -64,7 +64,7 @@ def main() -> int:
 
 def check_nccl(folder: Path) -> Check:
     """Collectives of a group of one, through the same helpers that a run uses."""
-    from megaverl.parallel.collectives import gather_json, gather_rows
+    from megaverl.distributed.collectives import gather_json, gather_rows
 
     rows = torch.arange(6.0, device="cuda").reshape(3, 2)
     total = rows.clone()
@@ -75,9 +75,9 @@ def check_nccl(folder: Path) -> Check:
 
 def check_local_copy(folder: Path) -> Check:
     """The local mover on 2 GiB of bfloat16, against a plain copy of as many bytes."""
-    from megaverl.layout.boxes import whole
-    from megaverl.reshard.movers import copy_local
-    from megaverl.reshard.plan import Transfer
+    from megaverl.sharding.boxes import whole
+    from megaverl.sharding.plan import Transfer
+    from megaverl.weights.transports import copy_local
 
     shape = (8192, 8192)
     source = {str(i): torch.randn(shape, dtype=torch.bfloat16, device="cuda") for i in range(16)}
@@ -130,8 +130,8 @@ def check_saving_memory(folder: Path) -> Check:
 
 def train(folder: Path, offload: Any = None, **options: Any) -> tuple[list[float], int]:
     """The losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
-    from megaverl.roles.megatron_model import MicroBatch
-    from megaverl.roles.trainable import TrainableModel
+    from megaverl.workers.megatron_model import MicroBatch
+    from megaverl.workers.trainable import TrainableModel
 
     before = torch.cuda.memory_allocated()
     model, _ = load_model(folder, **options)
@@ -169,11 +169,11 @@ def check_graph(folder: Path) -> Check:
 
 def load_model(folder: Path, **options: Any) -> tuple[Any, Path]:
     """A small Qwen3 in bfloat16 on a grid of one, and its folder."""
-    from megaverl.models.spec import ModelSpec
+    from megaverl.distributed.grid import GridShape
+    from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models.tiny import make_tiny_folder
-    from megaverl.parallel.grid import GridShape
-    from megaverl.parallel.groups import ProcessGroupManager
-    from megaverl.roles.megatron_model import MegatronModel
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.workers.megatron_model import MegatronModel
 
     path = folder / "model"
     if not path.exists():

@@ -97,7 +97,7 @@ def attempt(config: Any) -> str | None:
     """Train, from the start or from where it left; returns what stopped it, which is a result too."""
     from megaverl.checkpoint.random_state import seed_generators
     from megaverl.errors import MegaverlError
-    from megaverl.metrics.console import Console
+    from megaverl.monitoring.console import Console
     from megaverl.trainer.rl import RLTrainer
 
     seed_generators(config.run.seed)
@@ -117,7 +117,7 @@ def recorded(out: Path, run: str) -> list[dict[str, Any]]:
 def warm_start(out: Path, seed: int) -> Path:
     """The quickstart's model of this seed after its supervised warm-up, made once for all algorithms."""
     from megaverl.checkpoint.random_state import seed_generators
-    from megaverl.metrics.console import Console
+    from megaverl.monitoring.console import Console
     from megaverl.trainer.build import Builder
     from megaverl.trainer.export import export_model
     from megaverl.trainer.quickstart import prepare

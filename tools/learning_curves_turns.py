@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from megaverl.environments import Codec, Environment, Outcome, Start
 from megaverl.rewards import RewardSample
 from megaverl.rewards.matching import exact_match, positions
+from megaverl.rollout.environments import Codec, Environment, Outcome, Start
 
 TURN_TOKENS = 2
 

@@ -56,21 +56,21 @@ class Target:
 
 
 LAYOUT_TESTS = (
-    "tests/layout",
-    "tests/reshard/test_plan.py",
+    "tests/sharding",
+    "tests/weights/test_plan.py",
     # these start vLLM and FSDP2: minutes
-    "--deselect=tests/layout/test_vllm.py::test_vllm_itself_places_the_elements_there",
-    "--deselect=tests/layout/test_even.py::test_fsdp2_itself_holds_these_elements",
+    "--deselect=tests/sharding/test_vllm.py::test_vllm_itself_places_the_elements_there",
+    "--deselect=tests/sharding/test_even.py::test_fsdp2_itself_holds_these_elements",
 )
 TARGETS = (
     Target(
-        ("layout/boxes.py", "layout/even.py", "layout/layout.py", "layout/megatron.py", "layout/parts.py"),
+        ("sharding/boxes.py", "sharding/even.py", "sharding/layout.py", "sharding/megatron.py", "sharding/parts.py"),
         LAYOUT_TESTS,
     ),
-    Target(("layout/vllm.py", "layout/weights.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
-    Target(("layout/low_rank.py",), ("tests/reshard/test_low_rank.py",)),
-    Target(("layout/files.py",), ("tests/reshard/test_files.py", "tests/models/test_architectures.py")),
-    Target(("layout/dist_checkpoint.py",), ("tests/layout/test_dist_checkpoint.py",)),
+    Target(("sharding/vllm.py", "sharding/weight.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
+    Target(("sharding/low_rank.py",), ("tests/weights/test_merge_adapters.py",)),
+    Target(("sharding/files.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
+    Target(("sharding/dist_checkpoint.py",), ("tests/sharding/test_dist_checkpoint.py",)),
     Target(
         tuple(f"reshard/{name}.py" for name in ("plan", "holders", "dealing", "overlaps", "check")),
         tuple(f"tests/reshard/test_{name}.py" for name in ("overlaps", "dealing", "check", "plan")),
@@ -80,14 +80,14 @@ TARGETS = (
     Target(("data/sharing.py",), ("tests/data/test_sharing.py",)),
     Target(("models/packing.py",), ("tests/models/test_packing.py",)),
     Target(("coordinator/decide.py",), ("tests/coordinator/test_decide.py",)),
-    Target(("placement/*.py",), ("tests/placement", "tests/capacity/test_placed.py")),
+    Target(("placement/*.py",), ("tests/distributed/placement", "tests/planner/test_placed.py")),
     Target(
         ("checkpoint/commit.py", "checkpoint/manifest.py"),
         ("tests/checkpoint/test_files.py", "tests/checkpoint/test_commit.py"),
     ),
     Target(
-        ("environments/tool_worker.py", "environments/tools.py"),
-        ("tests/environments/test_tool_worker.py", "tests/environments/test_tools.py"),
+        ("rollout/environments/tool_worker.py", "rollout/environments/tools.py"),
+        ("tests/rollout/environments/test_tool_worker.py", "tests/rollout/environments/test_tools.py"),
     ),
     Target(
         ("rewards/line_process.py", "rewards/math_worker.py"),

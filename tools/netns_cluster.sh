@@ -72,7 +72,7 @@ for number in "${!nodes[@]}"; do
     GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 "$python" -IS "$root/megaverl/processes.py" $$ \
         ip netns exec "$name-$node" unshare --uts -- \
         sh -c 'hostname "$0"; exec "$@"' "$node" \
-        "$python" -m megaverl.cli.agent --nnodes "${#nodes[@]}" --node-rank "$number" --nproc-per-node 1 \
+        "$python" -m megaverl.trainer.elastic_agent --nnodes "${#nodes[@]}" --node-rank "$number" --nproc-per-node 1 \
         --master-addr 10.77.0.10 --master-port 29500 \
         -m megaverl.cli.main train --role "${roles[number]}" "$@" >"$logs/$node.log" 2>&1 </dev/null &
     agents+=("$!")

@@ -24,20 +24,20 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
-from megaverl.layout.boxes import whole
-from megaverl.layout.layout import Layout
-from megaverl.layout.vllm import vllm_layouts
-from megaverl.metrics.console import redirect_output
-from megaverl.models.spec import ModelSpec
-from megaverl.parallel.collectives import gather_json, on_first_rank
-from megaverl.parallel.grid import GridShape
-from megaverl.parallel.groups import ProcessGroupManager
+from megaverl.distributed.collectives import gather_json, on_first_rank
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.groups import ProcessGroupManager
+from megaverl.monitoring.console import redirect_output
 from megaverl.platform import platform
-from megaverl.reshard.fingerprint import ReshardCheck, box_fingerprint
-from megaverl.reshard.plan import Plan, make_plan
-from megaverl.reshard.reshard import Resharder
-from megaverl.reshard.views import view
-from megaverl.roles.megatron_model import MegatronModel
+from megaverl.sharding.boxes import whole
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.plan import Plan, make_plan
+from megaverl.sharding.vllm import vllm_layouts
+from megaverl.weights.fingerprint import ReshardCheck, box_fingerprint
+from megaverl.weights.reshard import Resharder
+from megaverl.weights.views import view
+from megaverl.workers.megatron_model import MegatronModel
 from tools.reshard_peers import Bridge, CoreResharding, PlainExchange
 
 LayoutOf = Callable[[int], Layout]

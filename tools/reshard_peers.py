@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
-from megaverl.parallel.collectives import gather_json
-from megaverl.reshard.plan import Plan, Transfer
-from megaverl.roles.megatron_model import MegatronModel
+from megaverl.distributed.collectives import gather_json
+from megaverl.sharding.plan import Plan, Transfer
+from megaverl.workers.megatron_model import MegatronModel
 
 
 @dataclass(frozen=True)

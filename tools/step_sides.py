@@ -205,7 +205,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     import torch.distributed as dist
 
     from megaverl.config import load_config
-    from megaverl.metrics.console import redirect_output
+    from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
     from megaverl.trainer.rl import RLTrainer
 
@@ -371,7 +371,7 @@ def main(side: str, folder: Path) -> int:
     if "RANK" in os.environ:
         SIDES[side](job, folder)
         return 0
-    from megaverl.cli.launch import start_ranks
+    from megaverl.trainer.launcher import start_ranks
 
     return start_ranks([__file__, side, str(folder)], job.nproc if side == "megaverl" else job.trl_nproc)
 

@@ -29,8 +29,8 @@ from megaverl.checkpoint.manifest import (
     write_json,
     writing,
 )
+from megaverl.distributed.collectives import gather_json, on_first_rank
 from megaverl.errors import CheckpointError
-from megaverl.parallel.collectives import gather_json, on_first_rank
 
 BEST_FILE = "best.json"
 OLD_SUFFIX = ".old"

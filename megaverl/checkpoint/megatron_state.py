@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
-from megaverl.roles.megatron_model import MegatronModel
-from megaverl.roles.trainable import TrainableModel, optimizer_tensors
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.trainable import TrainableModel, optimizer_tensors
 
 platform.adapt_megatron()
 

@@ -29,11 +29,11 @@ from megaverl.checkpoint.manifest import (
 from megaverl.checkpoint.megatron_state import apply_state, buffer_storages, sharded_state, trained_storages
 from megaverl.checkpoint.random_state import capture_random_state, restore_random_state
 from megaverl.checkpoint.shards import Files, StagedShards, Stager
+from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import CheckpointError, DamagedCheckpoint
-from megaverl.metrics.versions import collect_versions
 from megaverl.models.lora import Adapters
-from megaverl.parallel.collectives import gather_json, together
-from megaverl.roles.trainable import TrainableModel
+from megaverl.monitoring.versions import collect_versions
+from megaverl.workers.trainable import TrainableModel
 
 STATE_FILE = "state.json"
 MEND = (

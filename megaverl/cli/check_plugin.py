@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megaverl.contracts.check import KINDS, check
 from megaverl.errors import ConfigError
+from megaverl.trainer.contracts.check import KINDS, check
 
 DESCRIPTION = """\
 Run the contract tests of a plug-in: what every reward, loss, environment, ... must keep to, tried on your own.

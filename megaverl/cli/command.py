@@ -92,7 +92,7 @@ def run(command: Command, arguments: argparse.Namespace, argv: Sequence[str], op
         from megaverl.cli.worker import run_rank
 
         return run_rank(config, command, options, rank)
-    from megaverl.cli.launch import launch
+    from megaverl.trainer.launcher import launch
 
     try:
         return launch(config, command, [command, *argv], arguments.nproc)

@@ -66,7 +66,7 @@ def words(typed: Sequence[str]) -> Iterator[str]:
     elif last.startswith("-"):
         yield from (option for option in _options(before[0]) if option.startswith(last))
     elif before[0] == "check-plugin" and len(before) == 1:
-        from megaverl.contracts.check import KINDS
+        from megaverl.trainer.contracts.check import KINDS
 
         yield from (kind for kind in KINDS if kind.startswith(last))
     elif before[0] in TAKE_KEYS and "/" not in last:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megaverl.cli.worker import FAILED, MISTAKE
 from megaverl.config.sources import is_hub_name
-from megaverl.errors import ConfigError, MegaverlError
+from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError
 
 DESCRIPTION = """\
 Convert a model. The output appears only when it is whole, and takes configuration, tokenizer and chat template along.
@@ -86,9 +85,9 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(arguments: argparse.Namespace) -> None:
     import torch
 
-    from megaverl.convert.run import Request, check_output, convert, parse_size, process_group
-    from megaverl.convert.source import kind_of
-    from megaverl.parallel.collectives import together
+    from megaverl.checkpoint.convert.run import Request, check_output, convert, parse_size, process_group
+    from megaverl.checkpoint.convert.source import kind_of
+    from megaverl.distributed.collectives import together
 
     kind = kind_of(arguments.source)
     if kind != "gguf" and is_hub_name(str(arguments.source)):
@@ -98,7 +97,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     shard_bytes = parse_size(arguments.shard_size) if arguments.shard_size else None
     _check(arguments, kind, to)
     if kind == "gguf":
-        from megaverl.convert.gguf import convert_gguf
+        from megaverl.checkpoint.convert.gguf import convert_gguf
 
         options = {"shard_bytes": shard_bytes} if shard_bytes else {}
         convert_gguf(
@@ -164,7 +163,7 @@ def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
 
 def _shape(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]  # its module is imported late
     """The smallest grid with these sizes: as many data-parallel ranks as the experts ask for."""
-    from megaverl.parallel.grid import GridShape
+    from megaverl.distributed.grid import GridShape
 
     tp, ep, etp = arguments.tp, arguments.ep, arguments.etp or arguments.tp
     dp = next((dp for dp in range(1, max(1, ep * etp) + 1) if tp * dp % (ep * etp) == 0), 1)

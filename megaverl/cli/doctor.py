@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = {"healthy": False, "sections": {"versions": [absent]}}
         print(json.dumps(report, indent=2) if arguments.json else f"versions\n  FAIL  torch  absent\n    -> {mend}")
         return 1
-    from megaverl.doctor import as_dict, as_text, examine
+    from megaverl.monitoring.doctor import as_dict, as_text, examine
 
     findings = list(
         examine(

@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from megaverl.cli.launch import default_nproc
 from megaverl.config import Config, load_config
 from megaverl.config.grids import is_placed, used_roles
 from megaverl.config.placement import resolve_placement, role_grids
+from megaverl.distributed.placement import ranks_text
 from megaverl.errors import MegaverlError
-from megaverl.placement import ranks_text
+from megaverl.trainer.launcher import default_nproc
 
 if TYPE_CHECKING:
     from megaverl.dataflow.plan import Plan
@@ -56,7 +56,7 @@ def plan_of(config: Config, world_size: int | None = None) -> Plan:
     Args:
         world_size: ranks of the job, where roles have ranks of their own; None: `run.nproc`, or as many as needed.
     """
-    from megaverl.environments import agents_of
+    from megaverl.rollout.environments import agents_of
     from megaverl.trainer.agents import agents_flow
     from megaverl.trainer.step import RLStep, Roles
     from megaverl.trainer.stored_rollouts import RolloutFolder

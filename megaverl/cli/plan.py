@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megaverl.capacity.job import Job, make_job
-from megaverl.capacity.machine import GB, Machine
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.errors import ConfigError, MegaverlError, ModelError
-from megaverl.models.spec import ModelSpec
+from megaverl.planner.job import Job, make_job
+from megaverl.planner.machine import GB, Machine
+from megaverl.sharding.model_spec import ModelSpec
 
 PICTURES = (".svg", ".png")
 # Dataclass fields that are given in GB or GB/s: flag, help
@@ -73,12 +73,12 @@ def _check(described: argparse.ArgumentParser, arguments: argparse.Namespace) ->
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megaverl.capacity.report import as_dict, as_text, survey
+    from megaverl.planner.report import as_dict, as_text, survey
 
     job = _job(arguments)
     capacity = survey(job)
     if arguments.picture is not None:
-        from megaverl.capacity.picture import draw
+        from megaverl.planner.picture import draw
 
         draw(capacity, arguments.picture)
     print(json.dumps(as_dict(capacity), indent=2) if arguments.json else as_text(capacity))

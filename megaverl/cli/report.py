@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--output", "-o", type=Path, metavar="FILE", help="default: report.html in the (first) run's folder"
     )
     arguments = described.parse_args(argv)
-    from megaverl.report import write_report
+    from megaverl.monitoring.report import write_report
 
     name = "report.html" if len(arguments.runs) == 1 else "comparison.html"
     try:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from megaverl.cli.command import parser, run
 from megaverl.config.placement import CLAIMS
+from megaverl.distributed.placement import parse_claims
 from megaverl.errors import SAVED_AND_LEFT
-from megaverl.placement import parse_claims
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 failed; 2 a mistake in the configuration; 130 interrupted; "

@@ -8,10 +8,8 @@ import sys
 from typing import Any, NoReturn
 
 from megaverl.config import Config
-from megaverl.errors import ConfigError, MegaverlError
+from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, ConfigError, MegaverlError
 
-# Besides 0 and errors.SAVED_AND_LEFT.
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 STARTING_THRESHOLD = 100_000  # objects made between two looks for garbage, until a training loop begins
 
 
@@ -24,7 +22,7 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -
     # Thousands of modules are imported now, and stay: looking for garbage among them takes a fifth of the start.
     gc.set_threshold(STARTING_THRESHOLD)
     try:
-        from megaverl.capacity.start import check_memory
+        from megaverl.planner.start import check_memory
         from megaverl.trainer.run import main
 
         code = main(config, command, options, check_memory if command == "train" else None)
@@ -48,7 +46,7 @@ def exit_code(error: BaseException) -> int:
 def _report(config: Config, rank: int, error: BaseException) -> None:
     """Through the hook of `redirect_output`: in full to the log, once per machine to the terminal."""
     if sys.excepthook is sys.__excepthook__:  # failed before the run turned its output to the log
-        from megaverl.metrics.console import redirect_output
+        from megaverl.monitoring.console import redirect_output
 
         try:
             redirect_output(config.run_dir / "logs", rank)

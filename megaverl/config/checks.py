@@ -22,8 +22,8 @@ from megaverl.config.shared_critic import shared_critic_mistakes
 from megaverl.config.sources import is_hub_name
 from megaverl.config.stages import mix_mistakes, preference_mistakes, reward_model_mistakes
 from megaverl.errors import MegaverlError, ModelError, RewardError
-from megaverl.models.spec import ModelSpec
 from megaverl.rewards import find_reward, load_modules, reward_names
+from megaverl.sharding.model_spec import ModelSpec
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 

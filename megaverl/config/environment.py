@@ -9,8 +9,8 @@ from pydantic import Field
 
 from megaverl.config.errors import Mistake, did_you_mean, found, listed
 from megaverl.config.section import Passthrough, Positive, Section
-from megaverl.environments import agents_of, check_options, environment_names
 from megaverl.errors import ConfigError
+from megaverl.rollout.environments import agents_of, check_options, environment_names
 
 if TYPE_CHECKING:
     from megaverl.config.schema import Config

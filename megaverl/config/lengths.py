@@ -12,7 +12,7 @@ from megaverl.config.run import DataConfig
 from megaverl.config.schema import Config
 from megaverl.config.yaml_source import MISSING
 from megaverl.errors import ModelError
-from megaverl.models.spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec
 
 PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
 DEFAULTS: dict[str, int] = {

@@ -9,11 +9,11 @@ from pydantic import Field
 
 from megaverl.config.errors import InvalidConfig, Mistake
 from megaverl.config.section import Positive, Section
-from megaverl.placement import ROLES, Node, PlacementError, ResolvedPlacement, Wanted, parse_wanted, resolve
+from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement, Wanted, parse_wanted, resolve
 
 if TYPE_CHECKING:
     from megaverl.config.schema import Config
-    from megaverl.placement.fit import GridSizes
+    from megaverl.distributed.placement.fit import GridSizes
 
 Place = int | str | list[int | str] | dict[str, Any] | None
 _DEVICES = "_devices"

@@ -4,8 +4,8 @@ from megaverl.coordinator.committer import CoordinatorCommits
 from megaverl.coordinator.decide import Progress, Rules, Seat, decide
 from megaverl.coordinator.exchange import Coordinator
 from megaverl.coordinator.judge import Alone, Judge
-from megaverl.coordinator.liveness import Liveness, Patience
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
+from megaverl.distributed.liveness import Liveness, Patience
 
 __all__ = [
     "Alone",

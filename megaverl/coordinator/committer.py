@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megaverl import errors
+from megaverl.distributed.p2p import broadcast_json
+from megaverl.distributed.worlds import Fabric
 from megaverl.errors import MegaverlError
-from megaverl.fabric import Fabric
-from megaverl.fabric.post import broadcast_json
 
 
 class CoordinatorCommits:

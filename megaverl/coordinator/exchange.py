@@ -18,7 +18,6 @@ from datetime import timedelta
 
 from megaverl.coordinator.decide import Progress, Rules, Seat, decide
 from megaverl.coordinator.letters import Letter
-from megaverl.coordinator.liveness import Liveness
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
     REASONS,
@@ -29,8 +28,9 @@ from megaverl.coordinator.reports import (
     Reason,
     Verdict,
 )
+from megaverl.distributed.liveness import Liveness
+from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
-from megaverl.fabric import Fabric
 
 # Kinds of messages between the same two ranks; the seat's number is added.
 _REPORTS, _DECISIONS, _RELAYS = 0x100000, 0x200000, 0x300000

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.coordinator.islands import Compressor
+from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
-from megaverl.fabric import Fabric
 from megaverl.platform import platform
 
 # Elements of a bucket: what the coordinator holds of each island at a time.

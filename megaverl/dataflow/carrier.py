@@ -7,9 +7,9 @@ from typing import Any
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow.plan import Edge
-from megaverl.fabric import Fabric
-from megaverl.fabric.courier import Courier
-from megaverl.fabric.landing import Reads
+from megaverl.dataflow.redistribute import Reads
+from megaverl.dataflow.tensor_channel import Courier
+from megaverl.distributed.worlds import Fabric
 
 
 class Carrier:

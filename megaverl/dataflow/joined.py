@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Places
+from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
+from megaverl.distributed.rendezvous import Facts, introduce
+from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import ConfigError
-from megaverl.fabric import Fabric, Facts, introduce, job_store, join
-from megaverl.placement import ResolvedPlacement, World, ranks_text
 from megaverl.platform import platform
 
 TIMEOUT = timedelta(minutes=10)  # for ranks to come, and for every message between them

@@ -15,13 +15,13 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.sharing import Outline, prompt_numbers
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
+from megaverl.dataflow.redistribute import go_on, landing
+from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
+from megaverl.distributed.p2p import Sent, receive_json, send_json
+from megaverl.distributed.ragged import Table, merge
+from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
-from megaverl.fabric import Fabric
-from megaverl.fabric.landing import go_on, landing
-from megaverl.fabric.move import Moving, receive_rows, send_rows, table_of
-from megaverl.fabric.post import Sent, receive_json, send_json
-from megaverl.fabric.rows import Move
-from megaverl.fabric.wire import Table, merge
+from megaverl.sharding.rows import Move
 
 STREAMED = "rollouts"
 BY_NUMBER = frozenset({"reward"})  # operators that work on samples as they come

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.groups import Grid
 from megaverl.models.attention import CausalAttention, is_plain
 from megaverl.models.heads import ValueHead, ValuesBesideLogits
 from megaverl.models.latent import LatentAttention, LocalLatentAttention
 from megaverl.models.norm import RMSNorm
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
 from megaverl.models.router import BiasedRouter
-from megaverl.models.spec import ModelSpec
-from megaverl.parallel.grid import GridShape
-from megaverl.parallel.groups import Grid
 from megaverl.platform import platform
+from megaverl.sharding.model_spec import ModelSpec
 
 platform.adapt_megatron()
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.errors import ModelError
-from megaverl.models.spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec
 
 CAUSAL, CLASSIFIER = "ForCausalLM", "ForSequenceClassification"
 

@@ -20,10 +20,10 @@ from typing import Any, Literal, Protocol
 import torch.distributed as dist
 
 from megaverl.config.sources import is_hub_name
+from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import ModelError
-from megaverl.layout.files import INDEX_FILE, SINGLE_FILE, read_weight_map
-from megaverl.parallel.collectives import gather_json, together
-from megaverl.reshard.export import COPIED_SUFFIXES
+from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE, read_weight_map
+from megaverl.weights.export import COPIED_SUFFIXES
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from megaverl.config.roles import LoraConfig
-from megaverl.layout.layout import Layout, Piece
-from megaverl.layout.low_rank import (
+from megaverl.distributed.groups import Grid
+from megaverl.models.regions import sum_gradients
+from megaverl.platform import platform
+from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.low_rank import (
     ADAPTER,
     LowRank,
     adapter_names,
@@ -38,10 +41,7 @@ from megaverl.layout.low_rank import (
     held_span,
     low_ranks,
 )
-from megaverl.layout.weights import Split, Weight
-from megaverl.models.regions import sum_gradients
-from megaverl.parallel.groups import Grid
-from megaverl.platform import platform
+from megaverl.sharding.weight import Split, Weight
 
 platform.adapt_megatron()
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 
 from megaverl.config import realise
 from megaverl.config.roles import recompute_fields
+from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
-from megaverl.models.spec import MLASpec, ModelSpec, MoESpec
-from megaverl.parallel.grid import GridShape
 from megaverl.platform import flash_attention, platform
+from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec
 
 platform.adapt_megatron()
 

@@ -60,7 +60,7 @@ def make_tiny_folder(
     Every parameter is random, biases and norms too, so that a swapped or forgotten one shows.
 
     Args:
-        architecture: one of `megaverl.models.spec`'s.
+        architecture: one of `megaverl.sharding.model_spec`'s.
         shard_bytes: split the weights into files of at most this size, with an index; None: one file.
         config: changes to `TINY`, under Hugging Face's names.
     """

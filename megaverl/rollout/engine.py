@@ -12,10 +12,10 @@ from megaverl.errors import RolloutError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megaverl.layout.layout import Layout
-    from megaverl.layout.weights import Weight
-    from megaverl.models.spec import ModelSpec
     from megaverl.rollout.in_flight import InFlight
+    from megaverl.sharding.layout import Layout
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.sharding.weight import Weight
 
 
 @dataclass(frozen=True)

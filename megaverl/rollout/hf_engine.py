@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from megaverl.errors import RolloutError
-from megaverl.layout.layout import Layout, whole_layout
 from megaverl.platform import flash_attention, platform
 from megaverl.rollout.engine import (
     Generation,
@@ -22,10 +21,11 @@ from megaverl.rollout.engine import (
     of_each,
 )
 from megaverl.rollout.in_flight import InFlight
+from megaverl.sharding.layout import Layout, whole_layout
 
 if TYPE_CHECKING:
-    from megaverl.layout.weights import Weight
-    from megaverl.models.spec import ModelSpec
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.sharding.weight import Weight
 
 
 class HFEngine:

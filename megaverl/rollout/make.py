@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     import torch
 
     from megaverl.config.rollout import RolloutConfig
-    from megaverl.layout.layout import Layout
-    from megaverl.layout.weights import Weight
-    from megaverl.models.spec import ModelSpec
+    from megaverl.sharding.layout import Layout
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.sharding.weight import Weight
 
 
 def make_engine(
@@ -122,8 +122,8 @@ def _engine_of(
 
 def engine_layouts(config: RolloutConfig, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
     """What `Engine.layouts` says, for ranks that have no engine: rank among the engines' -> layout."""
-    from megaverl.layout.layout import whole_layout
-    from megaverl.layout.vllm import vllm_layouts
+    from megaverl.sharding.layout import whole_layout
+    from megaverl.sharding.vllm import vllm_layouts
 
     if config.engine == "hf":
         layout = whole_layout((weight.name, weight.shape) for weight in weights)

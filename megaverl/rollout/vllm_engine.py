@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 
 from megaverl.errors import RolloutError
-from megaverl.layout.vllm import vllm_layouts
-from megaverl.models.spec import ModelSpec
 from megaverl.platform import platform
 from megaverl.rollout.engine import (
     Generation,
@@ -37,13 +35,15 @@ from megaverl.rollout.process_state import (
     random_state_kept,
     release_groups,
 )
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.vllm import vllm_layouts
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
     from megaverl.config.rollout import RolloutConfig
-    from megaverl.layout.layout import Layout
-    from megaverl.layout.weights import Weight
+    from megaverl.sharding.layout import Layout
+    from megaverl.sharding.weight import Weight
 
 logger = logging.getLogger(__name__)
 

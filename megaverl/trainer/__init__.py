@@ -1,14 +1,14 @@
-"""Training. What a Python program imports from here are the doors of `megaverl.api`, looked up when they are used."""
+"""Training. The public names of `megaverl.trainer.api` are looked up here when a program asks for them."""
 
 from typing import Any
 
 __all__ = ["PPOTrainer", "RLTrainer", "RoleBasedDistributedStrategy", "init_distributed"]
 
 _DOORS = {
-    "PPOTrainer": "megaverl.api.trainers",
-    "RLTrainer": "megaverl.api.trainers",
-    "RoleBasedDistributedStrategy": "megaverl.api.strategy",
-    "init_distributed": "megaverl.api.world",
+    "PPOTrainer": "megaverl.trainer.api.trainers",
+    "RLTrainer": "megaverl.trainer.api.trainers",
+    "RoleBasedDistributedStrategy": "megaverl.trainer.api.strategy",
+    "init_distributed": "megaverl.trainer.api.world",
 }
 
 

@@ -15,16 +15,16 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import ConfigError
-from megaverl.metrics.console import Console
-from megaverl.roles.agent_rollouts import AgentRollouts
-from megaverl.roles.reward import Scores
-from megaverl.roles.rollout import Rollout
-from megaverl.roles.trainable import TrainableModel
+from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.rl import RLTrainer
 from megaverl.trainer.step import RLStep, Roles
+from megaverl.workers.agent_rollouts import AgentRollouts
+from megaverl.workers.reward import Scores
+from megaverl.workers.rollout import Rollout
+from megaverl.workers.trainable import TrainableModel
 
 
 def trainer_of(config: Config) -> type[RLTrainer]:

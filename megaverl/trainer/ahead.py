@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.fabric import Fabric
-from megaverl.fabric.post import Sent, receive_json, send_json
+from megaverl.distributed.p2p import Sent, receive_json, send_json
+from megaverl.distributed.worlds import Fabric
 from megaverl.trainer.stored_rollouts import StoredRollouts
 
 # What is measured of samples when they are made: it goes with them over an interruption.

@@ -9,10 +9,10 @@ from typing import Any
 from megaverl.config import Config
 from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow
+from megaverl.dataflow.tensor_channel import Courier
+from megaverl.distributed.p2p import broadcast_json
 from megaverl.errors import ConfigError
-from megaverl.fabric.courier import Courier
-from megaverl.fabric.post import broadcast_json
-from megaverl.metrics.console import Console
+from megaverl.monitoring.console import Console
 from megaverl.trainer.job import Job
 from megaverl.trainer.split import SplitTrainer
 from megaverl.trainer.stored_rollouts import StoredRollouts

@@ -23,35 +23,35 @@ from megaverl.data.sources import Entry
 from megaverl.data.stream import Prompts, PromptStream
 from megaverl.data.streaming import StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
+from megaverl.distributed.collectives import together
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.groups import Grid, ProcessGroupManager, default_group
+from megaverl.distributed.worlds import Fabric, join_some
 from megaverl.errors import ConfigError
-from megaverl.fabric import Fabric, join_some
 from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model
 from megaverl.models.hub import ModelFiles, find_model
-from megaverl.models.spec import ModelSpec
-from megaverl.parallel.collectives import together
-from megaverl.parallel.grid import GridShape
-from megaverl.parallel.groups import Grid, ProcessGroupManager, default_group
 from megaverl.platform import platform
 from megaverl.rewards import build_reward
-from megaverl.roles.actor_critic import ActorCritic
-from megaverl.roles.adapters import load_adapter_folder
-from megaverl.roles.apart import Between, Elsewhere, EngineElsewhere, SeenFrom, actor_seen_from
-from megaverl.roles.critic import Critic
-from megaverl.roles.implicit_reward import ImplicitRewardModel
-from megaverl.roles.megatron_model import MegatronModel
-from megaverl.roles.offload import place_for
-from megaverl.roles.pairs import RewardModel
-from megaverl.roles.player import Player
-from megaverl.roles.policy import Actor, Policy
-from megaverl.roles.reward import LearnedReward, RewardRole, ScoringModel
-from megaverl.roles.rollout import Rollout, adopting
-from megaverl.roles.teacher import Teacher
-from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.transformers_reward import TransformersRewardModel
 from megaverl.rollout import engine_layouts
 from megaverl.rollout.engine import Engine, OnLoad
+from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.job import patience
+from megaverl.workers.actor_critic import ActorCritic
+from megaverl.workers.adapters import load_adapter_folder
+from megaverl.workers.apart import Between, Elsewhere, EngineElsewhere, SeenFrom, actor_seen_from
+from megaverl.workers.critic import Critic
+from megaverl.workers.implicit_reward import ImplicitRewardModel
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.offload import place_for
+from megaverl.workers.pairs import RewardModel
+from megaverl.workers.player import Player
+from megaverl.workers.policy import Actor, Policy
+from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel
+from megaverl.workers.rollout import Rollout, adopting
+from megaverl.workers.teacher import Teacher
+from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.transformers_reward import TransformersRewardModel
 
 
 @dataclass

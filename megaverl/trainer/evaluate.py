@@ -10,12 +10,12 @@ from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.roles.player import Player
-from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.rollout import Rollout
 from megaverl.rollout.sampling_rules import sampling_options
 from megaverl.trainer.generate import Draws, responses
 from megaverl.trainer.samples import sample_records
+from megaverl.workers.player import Player
+from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.rollout import Rollout
 
 # Steps of validation draws lie apart from those of training, so that no seed is used twice.
 VALIDATION_STEP = 1 << 40

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megaverl.parallel.collectives import on_first_rank
-from megaverl.reshard.export import save_folder
-from megaverl.roles.adapters import merged_model, save_adapter_folder
-from megaverl.roles.megatron_model import MegatronModel
+from megaverl.distributed.collectives import on_first_rank
 from megaverl.trainer.build import Builder
+from megaverl.weights.export import save_folder
+from megaverl.workers.adapters import merged_model, save_adapter_folder
+from megaverl.workers.megatron_model import MegatronModel
 
 
 def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:

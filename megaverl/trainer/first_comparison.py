@@ -11,7 +11,7 @@ import torch
 from megaverl.config import Config
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
-from megaverl.roles.log_prob_difference import DifferenceStats
+from megaverl.workers.log_prob_difference import DifferenceStats
 
 # Of float32 on a CPU, where rounding is all that differs: the suite's runs show 1e-5.
 STRICT = 1e-3

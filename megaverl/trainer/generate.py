@@ -11,16 +11,16 @@ import torch
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.environments import ALONE, Request, Start, Views
-from megaverl.roles.agent_rollouts import AgentRollouts
-from megaverl.roles.own_functions import generate_by
-from megaverl.roles.player import Player
-from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.rollout import Rollout
 from megaverl.rollout.engine import Generation, Sampling, SamplingOptions, of_each, of_some
+from megaverl.rollout.environments import ALONE, Request, Start, Views
 from megaverl.rollout.sampling_rules import drawing, sampling_of, sampling_options
 from megaverl.rollout.seeds import sample_seed, turn_seed
 from megaverl.trainer.samples import episodes_batch, rollout_batch
+from megaverl.workers.agent_rollouts import AgentRollouts
+from megaverl.workers.own_functions import generate_by
+from megaverl.workers.player import Player
+from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.rollout import Rollout
 
 Metrics = dict[str, float]
 # Called with a sample's number in the step, and a batch of it alone.

@@ -20,13 +20,13 @@ from megaverl.algorithms.metrics import MetricSums, add_metrics
 from megaverl.config.coordinator import CoordinatorConfig
 from megaverl.coordinator.island_exchange import IslandMember, serve_join
 from megaverl.coordinator.islands import OuterOptimizer
+from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.p2p import receive_json, send_json
+from megaverl.distributed.worlds import Fabric
 from megaverl.errors import CheckpointError
-from megaverl.fabric import Fabric
-from megaverl.fabric.post import receive_json, send_json
-from megaverl.parallel.collectives import gather_json
 from megaverl.platform import platform
-from megaverl.roles.megatron_model import MicroBatch
-from megaverl.roles.trainable import TrainableModel
+from megaverl.workers.megatron_model import MicroBatch
+from megaverl.workers.trainable import TrainableModel
 
 _SUMS = "sums of the islands' losses"
 

@@ -15,11 +15,12 @@ from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import is_placed, placed_mistakes, used_roles
 from megaverl.config.placement import CLAIMS, resolve_placement, role_grids
 from megaverl.coordinator import Liveness, Patience
+from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims, resolve
+from megaverl.distributed.rendezvous import Facts, digests, introduce
+from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import ConfigError
-from megaverl.fabric import Fabric, Facts, digests, introduce, job_store, join
-from megaverl.metrics.console import Console
-from megaverl.metrics.versions import COMPONENTS
-from megaverl.placement import Node, ResolvedPlacement, parse_claims, resolve
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.versions import COMPONENTS
 from megaverl.platform import platform
 from megaverl.version import __version__
 

@@ -19,13 +19,13 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import DataError
-from megaverl.roles.megatron_model import MicroBatch
-from megaverl.roles.micro_batches import micro_batches_for
-from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
-from megaverl.roles.policy import Actor, Policy
-from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import share
+from megaverl.workers.megatron_model import MicroBatch
+from megaverl.workers.micro_batches import micro_batches_for
+from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
+from megaverl.workers.policy import Actor, Policy
+from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.updates import share
 
 Metrics = dict[str, float]
 

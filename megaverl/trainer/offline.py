@@ -14,10 +14,9 @@ from megaverl.checkpoint.commit import FirstRank
 from megaverl.config import Config
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.errors import MegaverlError
-from megaverl.metrics.console import Console
-from megaverl.metrics.memory import memory_metrics
-from megaverl.metrics.timeline import Timeline
-from megaverl.roles.trainable import TrainableModel
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.memory import memory_metrics
+from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
 from megaverl.trainer.records import Records
@@ -25,6 +24,7 @@ from megaverl.trainer.rl import kept_objects
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.trainer.signals import LeaveRequest, Leaving
 from megaverl.trainer.stages import Stages, unheard
+from megaverl.workers.trainable import TrainableModel
 
 
 def with_longest(config: Config, longest: int | None) -> Config:

@@ -6,12 +6,12 @@ from typing import Any
 
 from megaverl.config import Config
 from megaverl.coordinator import Seat
-from megaverl.fabric import Fabric
-from megaverl.placement import ResolvedPlacement
-from megaverl.roles.apart import Elsewhere, FilledByOthers
+from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.distributed.worlds import Fabric
 from megaverl.trainer.build import Builder
 from megaverl.trainer.scored_elsewhere import reward_of
 from megaverl.trainer.step import Roles
+from megaverl.workers.apart import Elsewhere, FilledByOthers
 
 REWARD_MODEL = "reward_model"  # in a checkpoint, and to the coordinator
 

@@ -10,17 +10,17 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.preferences import PreferenceColumns, PreferenceReader
-from megaverl.metrics.console import Console
+from megaverl.distributed.collectives import on_first_rank, together
 from megaverl.models.classifier import classifier_config
-from megaverl.parallel.collectives import on_first_rank, together
-from megaverl.reshard.export import save_folder
-from megaverl.roles.adapters import merged_model
-from megaverl.roles.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses
-from megaverl.roles.trainable import TrainableModel
+from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer
+from megaverl.weights.export import save_folder
+from megaverl.workers.adapters import merged_model
+from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses
+from megaverl.workers.trainable import TrainableModel
 
 VALIDATION_PAIRS = 256  # in one batch
 

@@ -18,9 +18,9 @@ from megaverl.config import Config
 from megaverl.data.sentencepiece_model import train_sentencepiece
 from megaverl.data.tasks import make_task, write_rows
 from megaverl.data.tokenizers import load_tokenizer
-from megaverl.environments.examples import EXAMPLES, example
-from megaverl.metrics.console import Console
-from megaverl.metrics.curves import plot_curves, text_curve
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.curves import plot_curves, text_curve
+from megaverl.rollout.environments.examples import EXAMPLES, example
 from megaverl.trainer.agents import trainer_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from megaverl.algorithms import advantage_estimators
 from megaverl.config import Config
 from megaverl.data.sharing import Outline
-from megaverl.fabric import Fabric, Rows
-from megaverl.fabric.landing import Reads
-from megaverl.fabric.rows import join_rows
-from megaverl.placement import ResolvedPlacement
-from megaverl.roles.updates import Updated, rows_of_updates
+from megaverl.dataflow.redistribute import Reads
+from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.distributed.worlds import Fabric
+from megaverl.sharding.rows import Rows, join_rows
 from megaverl.trainer.step import RLStep
+from megaverl.workers.updates import Updated, rows_of_updates
 
 # Operators that say what they read of the rollouts; any other (`mix`, a user's own) reads all of it.
 SELECTIVE = ("reward", "ref_log_probs", "old_log_probs", "score_norms", "implicit_rewards", "values", "advantages")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.metrics.console import Console
-from megaverl.metrics.tracker import Tracker
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.tracker import Tracker
 from megaverl.trainer.samples import append_samples, forget_samples
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megaverl.fabric import Fabric
-from megaverl.fabric.post import Sent, receive_json, send_json
-from megaverl.metrics.memory import memory_metrics
-from megaverl.metrics.timeline import Timeline, merge_traces
+from megaverl.distributed.p2p import Sent, receive_json, send_json
+from megaverl.distributed.worlds import Fabric
+from megaverl.monitoring.memory import memory_metrics
+from megaverl.monitoring.timeline import Timeline, merge_traces
 
 # What a rank measures of itself: the reporter's own is shown.
 OF_A_RANK = ("time/wait_ms", "time/step_ms", "time/other_ms", "memory/process_rss_mb", "memory/process_peak_rss_mb")

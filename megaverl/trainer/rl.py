@@ -16,14 +16,11 @@ from megaverl.config import Config
 from megaverl.coordinator import Alone, Judge, Progress, Rules
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow
+from megaverl.distributed.collectives import on_first_rank, together
 from megaverl.errors import CheckpointError, MegaverlError
-from megaverl.metrics.console import Console
-from megaverl.metrics.memory import memory_metrics
-from megaverl.metrics.timeline import Timeline
-from megaverl.parallel.collectives import on_first_rank, together
-from megaverl.roles.reward import Scores
-from megaverl.roles.rollout import Rollout
-from megaverl.roles.trainable import TrainableModel
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.memory import memory_metrics
+from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.ahead import read_ahead
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
@@ -36,6 +33,9 @@ from megaverl.trainer.stages import Stages, unheard
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
+from megaverl.workers.reward import Scores
+from megaverl.workers.rollout import Rollout
+from megaverl.workers.trainable import TrainableModel
 
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")

@@ -8,16 +8,16 @@ from functools import partial
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.metrics.console import Console
-from megaverl.metrics.timeline import Timeline
-from megaverl.parallel.collectives import on_first_rank
-from megaverl.roles.reward import Scores
+from megaverl.distributed.collectives import on_first_rank
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
 from megaverl.trainer.generate import Metrics, generate, score
 from megaverl.trainer.job import Job
 from megaverl.trainer.refill import refill
 from megaverl.trainer.stages import Stages, unheard
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.workers.reward import Scores
 
 
 def generate_only(config: Config, console: Console, job: Job | None = None) -> None:

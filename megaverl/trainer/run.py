@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.random_state import seed_generators
 from megaverl.config import Config
+from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStopped
-from megaverl.metrics.console import Console, redirect_output
-from megaverl.metrics.versions import write_versions
-from megaverl.parallel.collectives import on_first_rank
+from megaverl.monitoring.console import Console, redirect_output
+from megaverl.monitoring.versions import write_versions
 from megaverl.platform import platform
 from megaverl.rollout.sampling_rules import sampling_options
 from megaverl.rollout.seeds import sample_seed

@@ -11,9 +11,9 @@ import torch
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.environments import View, Views
-from megaverl.roles.reward import RewardRole, Scores
 from megaverl.rollout.engine import Generation
+from megaverl.rollout.environments import View, Views
+from megaverl.workers.reward import RewardRole, Scores
 
 
 def rollout_batch(

@@ -14,8 +14,8 @@ from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config.trainer import CheckpointConfig
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import CheckpointError
-from megaverl.metrics.console import Console
-from megaverl.roles.trainable import TrainableModel
+from megaverl.monitoring.console import Console
+from megaverl.workers.trainable import TrainableModel
 
 
 class Saving:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megaverl.config import Config
-from megaverl.placement import ResolvedPlacement
+from megaverl.distributed.placement import ResolvedPlacement
 
 # What may run ahead of training, and how many hands its work goes through from the rollout on. The critic may value the
 # samples of a step while the actor is still at the one before; for its own update it waits.

@@ -6,11 +6,11 @@ from typing import Any, cast
 
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
-from megaverl.fabric import Fabric
-from megaverl.fabric.courier import Courier
-from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.trainable import TrainableModel
+from megaverl.dataflow.tensor_channel import Courier
+from megaverl.distributed.worlds import Fabric
 from megaverl.trainer.build import Builder
+from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.trainable import TrainableModel
 
 _ASKED, _ANSWERED = "responses to score", "their scores"
 

@@ -13,18 +13,18 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.prompts import PromptEncoder
+from megaverl.distributed.collectives import together
 from megaverl.errors import DataError
-from megaverl.metrics.console import Console
-from megaverl.parallel.collectives import together
-from megaverl.roles.megatron_model import MegatronModel, MicroBatch
-from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import Weighting, run_updates, share
+from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer
 from megaverl.trainer.samples import rollout_batch
+from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.updates import Weighting, run_updates, share
 
 
 class AnswerUpdates:

@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from megaverl.parallel.collectives import device_of
+from megaverl.distributed.collectives import device_of
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 

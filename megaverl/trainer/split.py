@@ -25,12 +25,9 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
-from megaverl.fabric.post import broadcast_json
-from megaverl.metrics.console import Console
-from megaverl.parallel.collectives import together
-from megaverl.roles.reward import Scores
-from megaverl.roles.rollout import Rollout
-from megaverl.roles.trainable import TrainableModel
+from megaverl.distributed.collectives import together
+from megaverl.distributed.p2p import broadcast_json
+from megaverl.monitoring.console import Console
 from megaverl.trainer.ahead import Ahead
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation
@@ -43,6 +40,9 @@ from megaverl.trainer.rl import RLTrainer, rules_of
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.scored_elsewhere import models_are_apart, serve_scores
 from megaverl.trainer.step import Roles
+from megaverl.workers.reward import Scores
+from megaverl.workers.rollout import Rollout
+from megaverl.workers.trainable import TrainableModel
 
 
 class SplitTrainer(RLTrainer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megaverl.metrics.timeline import Timeline
+from megaverl.monitoring.timeline import Timeline
 
 
 def unheard(stage: str, step: int | None) -> None:

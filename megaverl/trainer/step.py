@@ -18,22 +18,22 @@ from megaverl.data.stream import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.plugins import load_object
-from megaverl.roles.actor_critic import VALUES, ActorCritic
-from megaverl.roles.credit import Credit
-from megaverl.roles.critic import Critic
-from megaverl.roles.implicit_reward import ImplicitRewardModel
-from megaverl.roles.log_prob_difference import LogProbDifference
-from megaverl.roles.own_functions import kept_by
-from megaverl.roles.player import Player
-from megaverl.roles.policy import Actor, Policy
-from megaverl.roles.reward import RewardRole, Scores
-from megaverl.roles.rollout import Rollout
-from megaverl.roles.trainable import TrainableModel
 from megaverl.trainer.first_comparison import check_first_comparison
 from megaverl.trainer.generate import Metrics, generate, greedy_responses, of_each_sample, score
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.workers.actor_critic import VALUES, ActorCritic
+from megaverl.workers.credit import Credit
+from megaverl.workers.critic import Critic
+from megaverl.workers.implicit_reward import ImplicitRewardModel
+from megaverl.workers.log_prob_difference import LogProbDifference
+from megaverl.workers.own_functions import kept_by
+from megaverl.workers.player import Player
+from megaverl.workers.policy import Actor, Policy
+from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.rollout import Rollout
+from megaverl.workers.trainable import TrainableModel
 
 
 @dataclass

@@ -19,7 +19,7 @@ from megaverl.checkpoint.checksums import crc32_of
 from megaverl.data import batch_io
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import DataError
-from megaverl.roles.reward import Scores
+from megaverl.workers.reward import Scores
 
 INDEX_FILE = "index.jsonl"
 SCORE_COLUMN = "score"

@@ -8,8 +8,8 @@ from typing import Any
 
 from megaverl.config import Config
 from megaverl.data.datasets import PromptDataset
-from megaverl.metrics.console import Console
-from megaverl.parallel.collectives import together
+from megaverl.distributed.collectives import together
+from megaverl.monitoring.console import Console
 from megaverl.trainer.evaluate import Evaluation, evaluate
 from megaverl.trainer.records import Records
 from megaverl.trainer.step import Roles

@@ -1,5 +1,5 @@
-"""The door to `megaverl.api.settings`."""
+"""The door to `megaverl.trainer.api.settings`."""
 
-from megaverl.api.settings import get_ppo_config
+from megaverl.trainer.api.settings import get_ppo_config
 
 __all__ = ["get_ppo_config"]

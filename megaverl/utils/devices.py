@@ -1,5 +1,5 @@
-"""The door to `megaverl.api.devices`."""
+"""The door to `megaverl.trainer.api.devices`."""
 
-from megaverl.api.devices import set_device_map
+from megaverl.trainer.api.devices import set_device_map
 
 __all__ = ["set_device_map"]

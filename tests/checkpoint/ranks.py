@@ -18,13 +18,13 @@ from megaverl.checkpoint import shards
 from megaverl.checkpoint import store as store_module
 from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
+from megaverl.distributed.grid import GridShape
 from megaverl.errors import MegaverlError
-from megaverl.models.spec import ModelSpec
-from megaverl.parallel.grid import GridShape
-from megaverl.roles.megatron_model import Loss, MegatronModel, MicroBatch
-from megaverl.roles.micro_batches import micro_batches_for
-from megaverl.roles.trainable import TrainableModel
-from megaverl.roles.updates import share
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
+from megaverl.workers.micro_batches import micro_batches_for
+from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.updates import share
 from tests.models.ranks import manager, whole_rows
 
 # megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through

@@ -36,7 +36,7 @@ def test_a_flow_without_a_critic_and_with_places(capsys: pytest.CaptureFixture[s
 
 def test_operators_of_ones_own_are_where_their_values_are(capsys: pytest.CaptureFixture[str]) -> None:
     """One takes the reward's scores and gives others, which the actor gets; one looks at them."""
-    own = Path(__file__).parents[1] / "api" / "own_loop.py"
+    own = Path(__file__).parents[1] / "trainer" / "api" / "own_loop.py"
     arguments = ["show", "--config", CONFIG, "--nproc=2", "actor={tp: 1, pp: 1}", "placement={reward: 0, actor: 1}"]
     assert main([*arguments, f"trainer.operators=['{own}:add_operators']", "--format=json"]) == 0
     flow = json.loads(capsys.readouterr().out)

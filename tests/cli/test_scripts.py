@@ -105,9 +105,9 @@ def test_groups_of_nodes_under_slurm(tmp_path):
         role = roles[int(name[5])][0]
         processes = "1" if role == "coordinator" else "8"
         assert " ".join(found[name]) == (
-            f"-m megaverl.cli.agent --nnodes 16 --node-rank {number} --nproc-per-node {processes} --master-addr "
-            "group0-1 --master-port 24711 --rdzv-conf timeout=600 --max-restarts 0 -m megaverl.cli.main train "
-            f"--role {role} --config run.yaml trainer.steps=3"
+            f"-m megaverl.trainer.elastic_agent --nnodes 16 --node-rank {number} --nproc-per-node {processes} "
+            "--master-addr group0-1 --master-port 24711 --rdzv-conf timeout=600 --max-restarts 0 "
+            f"-m megaverl.cli.main train --role {role} --config run.yaml trainer.steps=3"
         )
     assert not (tmp_path / "scontrol.log").exists(), "nothing is to be done again"
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.fabric.conftest import forks
+from tests.distributed.conftest import forks
 
 __all__ = ["forks"]

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megaverl.coordinator import Coordinator, GradientReport, Liveness, Patience, Rules, Seat
 from megaverl.coordinator.committer import CoordinatorCommits
 from megaverl.coordinator.island_exchange import IslandMember, serve_join
+from megaverl.distributed.placement import Node, parse_wanted, resolve
+from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import CheckpointError, TrainingStopped
-from megaverl.fabric import Fabric, job_store, join
-from megaverl.placement import Node, parse_wanted, resolve
-from tests.fabric.ranks import start
+from tests.distributed.ranks import start
 
 ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}
 

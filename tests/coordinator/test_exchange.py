@@ -8,8 +8,8 @@ from torch.distributed import TCPStore
 from megaverl.coordinator import Liveness, Patience
 from megaverl.coordinator.exchange import cause_of, complete_set, tree_children, tree_parent
 from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
-from tests.coordinator.test_beats import beat
-from tests.fabric.forks import Server
+from tests.distributed.forks import Server
+from tests.distributed.test_heartbeat import beat
 
 
 def test_decisions_reach_every_rank_of_every_role(forks: Server) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megaverl.coordinator.islands import Compressor, OuterOptimizer
-from tests.fabric.forks import Server
+from tests.distributed.forks import Server
 
 SPLITS = [(0, 5), (5, 6), (6, 16)]  # rows of each island
 

@@ -15,7 +15,7 @@ from megaverl.data.preferences import PreferenceColumns, PreferenceReader, best_
 from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
-from megaverl.roles.pairs import of_the_next
+from megaverl.workers.pairs import of_the_next
 
 
 def read(

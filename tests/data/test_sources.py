@@ -24,7 +24,7 @@ from megaverl.data.stream import PromptStream
 from megaverl.data.streaming import StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
-from tests.convert.hub_server import FakeHub, serving
+from tests.checkpoint.convert.hub_server import FakeHub, serving
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -172,7 +172,7 @@ def run_megaverl(block: Block, words: list[str]) -> None:
         words = [*words, "--no-file-checks"]
     if command in ("train", "eval") and "--config" not in words:
         words = [*words, "data.train=train.jsonl", "reward=exact_match"]
-    if command == "plan":  # as for 16 nodes: tests/capacity plans for a thousand ranks
+    if command == "plan":  # as for 16 nodes: tests/planner plans for a thousand ranks
         words = [re.sub(r"^\d{3,}$", "16", word) for word in words]
     if "FILE" in words:
         words[words.index("FILE")] = "configs/gsm8k_smollm2/ppo.yaml"

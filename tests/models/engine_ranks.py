@@ -13,11 +13,11 @@ from tests.models import engine_stub
 def latent_attention(folders: dict[str, str]) -> dict[str, Any]:
     """Of each folder's model on tp 2: its layers, and what layout, checkpoint and gradient norm make of it."""
     engine_stub.install()
+    from megaverl.distributed.grid import GridShape
+    from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.models import build, options
-    from megaverl.models.spec import ModelSpec
-    from megaverl.parallel.grid import GridShape
-    from megaverl.parallel.groups import ProcessGroupManager
-    from megaverl.roles import megatron_model
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.workers import megatron_model
 
     for module in (build, options, megatron_model):
         module.uses_transformer_engine = lambda: True  # type: ignore[attr-defined]

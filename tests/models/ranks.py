@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.models.spec import ModelSpec
-from megaverl.parallel.grid import GridShape
-from megaverl.parallel.groups import Grid, ProcessGroupManager
-from megaverl.roles.megatron_model import MegatronModel, MicroBatch
-from megaverl.roles.micro_batches import micro_batches_for
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.groups import Grid, ProcessGroupManager
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+from megaverl.workers.micro_batches import micro_batches_for
 
 
 @functools.cache

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from megaverl.errors import ModelError
-from megaverl.layout.files import read_folder
-from megaverl.layout.weights import Split
 from megaverl.models.architectures import weights_of
-from megaverl.models.spec import ARCHITECTURES, ModelSpec
 from megaverl.models.tiny import make_tiny_folder
-from tests.layout.specs import CONFIGS, make_spec
+from megaverl.sharding.files import read_folder
+from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+from megaverl.sharding.weight import Split
+from tests.sharding.specs import CONFIGS, make_spec
 
 
 @pytest.mark.parametrize("tied", [False, True])

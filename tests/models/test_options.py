@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.options import CPU_OPTIONS, check_divides, padded_vocab_size, rope_options, transformer_config
-from megaverl.parallel.grid import GridShape
 from megaverl.platform import platform
-from tests.layout.specs import make_spec
+from tests.sharding.specs import make_spec
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megaverl.models.spec import ARCHITECTURES, ModelSpec
 from megaverl.models.tiny import make_tiny_folder
-from tests.layout.specs import make_spec
+from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+from tests.sharding.specs import make_spec
 from tests.worlds import run_world
 
 TOKENS = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(5)).tolist()

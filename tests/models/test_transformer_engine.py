@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaverl.models.tiny import make_tiny_folder
-from tests.layout.specs import CONFIGS
+from tests.sharding.specs import CONFIGS
 from tests.worlds import run_world
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"

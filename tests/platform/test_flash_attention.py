@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.options import transformer_config
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.parallel.grid import GridShape
 from megaverl.platform import flash_attention
 from megaverl.utils import is_flash_attn_available
-from tests.layout.specs import make_spec
+from tests.sharding.specs import make_spec
 
 HOPPER = (9, 0)
 

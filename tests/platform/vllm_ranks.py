@@ -72,7 +72,6 @@ def norm_errors() -> dict[str, float]:
     return errors
 
 
-
 def times_wrapped(function: Any) -> int:
     return 1 + times_wrapped(function.__wrapped__) if hasattr(function, "__wrapped__") else 0
 

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 
 from megaverl.config.rollout import RolloutConfig
+from megaverl.distributed.groups import default_group
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
-from megaverl.models.spec import ModelSpec
-from megaverl.parallel.groups import default_group
 from megaverl.platform import platform
-from megaverl.reshard.files import load_folder
-from megaverl.roles.rollout import Rollout
 from megaverl.rollout import make_engine
 from megaverl.rollout.engine import Generation, Sampling, SamplingOptions
 from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.weights.load import load_folder
+from megaverl.workers.rollout import Rollout
 
 _kept: dict[str, Any] = {}
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.layout.boxes import Box
-from megaverl.layout.layout import Layout, Piece
-from megaverl.reshard.plan import make_plans
+from megaverl.sharding.boxes import Box
+from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.plan import make_plans
 from tests.faults.server import Server
 from tools import bench_reshard
 from tools.bench_reshard import parse, summarise, table

@@ -10,7 +10,7 @@ import pytest
 
 from megaverl.config import load_config
 from megaverl.data.tokenizers import load_tokenizer
-from megaverl.models.spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec
 from tools.bench_step import parse, summarise, table
 from tools.step_sides import Job, Stopwatch, Turns, megaverl_settings, prepare
 

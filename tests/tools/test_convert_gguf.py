@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from megaverl.convert.gguf import convert_gguf, find_in_package
+from megaverl.checkpoint.convert.gguf import convert_gguf, find_in_package
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import DataError, ModelError
-from megaverl.models.spec import ModelSpec
-from tests.convert.folders import make_tokenizer
+from megaverl.sharding.model_spec import ModelSpec
+from tests.checkpoint.convert.folders import make_tokenizer
 from tools.convert_gguf import main
 
 gguf = pytest.importorskip("gguf")

@@ -9,9 +9,9 @@ import pytest
 from megaverl.config.presets import PRESETS
 from megaverl.data.tasks import make_task
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
-from megaverl.environments import Codec, Start
 from megaverl.rewards import RewardSample
 from megaverl.rewards.matching import exact_match, positions
+from megaverl.rollout.environments import Codec, Start
 from tools import learning_curves
 from tools.learning_curves import configuration, main, stored, write
 from tools.learning_curves_page import MARKS, Result, draw, page, table

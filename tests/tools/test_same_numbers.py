@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from megaverl.metrics.tracker import Tracker
+from megaverl.monitoring.tracker import Tracker
 from tools.same_numbers import Recording, commands, digest, digests, first_difference, is_cost, main, read_records
 
 LOSS = 0.1 + 0.2

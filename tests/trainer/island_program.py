@@ -14,15 +14,15 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.coordinator import CoordinatorConfig
 from megaverl.config.roles import LoraConfig, OffloadConfig
 from megaverl.coordinator.island_exchange import serve_join
-from megaverl.fabric import Fabric, job_store, join
-from megaverl.models.spec import ModelSpec
-from megaverl.placement import Node, parse_wanted, resolve
-from megaverl.roles.megatron_model import MegatronModel
-from megaverl.roles.policy import Actor
-from megaverl.roles.trainable import TrainableModel
+from megaverl.distributed.placement import Node, parse_wanted, resolve
+from megaverl.distributed.worlds import Fabric, job_store, join
+from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.policy import Actor
+from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import grid
-from tests.roles.ranks import experience
+from tests.workers.ranks import experience
 
 EVERY = 2
 VARIANTS: dict[str, dict[str, Any]] = {

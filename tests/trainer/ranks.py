@@ -11,13 +11,13 @@ import torch.distributed as dist
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
+from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import MegaverlError
-from megaverl.metrics.console import Console
-from megaverl.parallel.collectives import on_first_rank
-from megaverl.roles.megatron_model import MicroBatch
+from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.trainer.rl import RLTrainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
+from megaverl.workers.megatron_model import MicroBatch
 from tests.models.ranks import whole_rows
 
 Heard = dict[str, str]

@@ -12,7 +12,7 @@ import pytest
 from megaverl.cli.main import main
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.models.tiny import make_tiny_folder
-from tests.convert.folders import as_reward_model
+from tests.checkpoint.convert.folders import as_reward_model
 from tests.faults.server import Server
 from tests.worlds import run_world
 

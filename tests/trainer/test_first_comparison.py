@@ -10,8 +10,8 @@ import torch
 from megaverl.config import load_config
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
-from megaverl.roles.log_prob_difference import DifferenceStats
 from megaverl.trainer.first_comparison import check_first_comparison
+from megaverl.workers.log_prob_difference import DifferenceStats
 
 ONE_TOKEN = DifferenceStats(0.011, 0.2, 3.0)  # a dense model in bfloat16, over millions of tokens
 MIXTURE = DifferenceStats(0.064, 0.9, 8.0)

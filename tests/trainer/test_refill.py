@@ -13,9 +13,9 @@ import torch
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import TrainingStopped
-from megaverl.roles.reward import Scores
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.refill import refill
+from megaverl.workers.reward import Scores
 from tests.faults.injector import Fault
 from tests.faults.points import finish, hit
 from tests.faults.runs import arguments, metrics, remains

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 from megaverl.data.batch_io import from_json, to_json
 from megaverl.data.datasets import PromptRecord
-from megaverl.environments import View
 from megaverl.rewards import Reward
-from megaverl.roles.reward import RewardRole
 from megaverl.rollout.engine import Generation
+from megaverl.rollout.environments import View
 from megaverl.trainer.samples import append_samples, episodes_batch, forget_samples
+from megaverl.workers.reward import RewardRole
 
 
 def steps(path: Path) -> list[int]:

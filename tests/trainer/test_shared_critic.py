@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaverl.convert.run import Request, convert, process_group
+from megaverl.checkpoint.convert.run import Request, convert, process_group
 from tests.faults.injector import Fault
 from tests.faults.runs import metrics
 from tests.faults.server import Server

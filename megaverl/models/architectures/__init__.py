@@ -1,7 +1,6 @@
 """Each architecture's table of weights, and the registry that finds it by its Hugging Face name."""
 
 from megaverl.errors import ModelError
-from megaverl.layout.weights import Weight
 from megaverl.models.architectures import (
     deepseek_v3,
     gemma,
@@ -13,7 +12,8 @@ from megaverl.models.architectures import (
     qwen3_moe,
 )
 from megaverl.models.architectures.table import build
-from megaverl.models.spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import Weight
 
 LAYERS = {
     "LlamaForCausalLM": llama.LAYERS,

@@ -5,9 +5,9 @@ our `models/router.py` a parameter) and `shared_experts.py`. vLLM's: `models/dee
 where config.json says `"topk_method": "noaux_tc"` (folders that transformers 5 wrote do not say so).
 """
 
-from megaverl.layout.weights import Split
 from megaverl.models.architectures import experts, llama
 from megaverl.models.architectures.table import Layers, Rule
+from megaverl.sharding.weight import Split
 
 WHOLE, ROWS, COLUMNS = Split.REPLICATED, Split.COLUMN, Split.ROW
 FUSED, Q_UP, KV_UP = "fused_qkv_a_proj", "linear_q_up_proj", "linear_kv_up_proj"

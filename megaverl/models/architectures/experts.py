@@ -1,7 +1,7 @@
 """What layers with routed experts hold in the place of an MLP; the architectures differ in names only."""
 
-from megaverl.layout.weights import Split
 from megaverl.models.architectures.table import Rule
+from megaverl.sharding.weight import Split
 
 # Transformer Engine's layer spec keeps this norm apart where experts follow it.
 NORM = Rule(

@@ -1,7 +1,7 @@
 """Llama: the base decoder; the other architectures add their lines to this table."""
 
-from megaverl.layout.weights import Split
 from megaverl.models.architectures.table import Layers, Rule
+from megaverl.sharding.weight import Split
 
 ATTENTION = (
     Rule(

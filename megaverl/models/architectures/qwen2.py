@@ -1,8 +1,8 @@
 """Qwen2: Llama with a bias on the query, key and value projections."""
 
-from megaverl.layout.weights import Split
 from megaverl.models.architectures import llama
 from megaverl.models.architectures.table import Layers, Rule
+from megaverl.sharding.weight import Split
 
 QKV_BIAS = tuple(
     Rule(

@@ -1,8 +1,8 @@
 """Qwen3: Llama with a norm over each query and key head."""
 
-from megaverl.layout.weights import Split
 from megaverl.models.architectures import llama
 from megaverl.models.architectures.table import Layers, Rule
+from megaverl.sharding.weight import Split
 
 QK_NORMS = tuple(
     Rule(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from megaverl.layout.weights import Split, Weight
-from megaverl.models.spec import ModelSpec
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import Split, Weight
 
 
 @dataclass(frozen=True)

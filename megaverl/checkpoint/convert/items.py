@@ -1,0 +1,163 @@
+"""The work of a conversion: arrays to write, where their elements come from, and the threads that do it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megaverl.sharding.boxes import Box, carry, split, whole
+from megaverl.sharding.overlaps import BoxIndex
+from megaverl.sharding.plan import Transfer
+from megaverl.weights.stored import Reader
+from megaverl.weights.torch_dist_writer import Frame
+
+SLAB_BYTES = 1 << 20  # what a thread holds at a time: small, so that it stays in the processor's cache
+
+
+class Part(NamedTuple):
+    """Elements of a source array and where they go in the target array."""
+
+    source: str
+    source_box: Box
+    box: Box
+
+
+@dataclass(frozen=True)
+class Item:
+    """One array of one file: a tensor of a safetensors file, or a chunk of a distributed checkpoint.
+
+    Attributes:
+        name: of the tensor or key, for messages.
+        offset: of the first element in the file; of the frame, where there is one.
+        parts: what fills it; elements that none covers are padding, and zero.
+    """
+
+    name: str
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Sequence[Part]
+    frame: Frame | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return whole(self.shape).numel * self.dtype.itemsize
+
+
+def parts_of(transfers: Iterable[Transfer]) -> dict[str, list[Part]]:
+    """The parts of every target array, by its name."""
+    found: dict[str, list[Part]] = {}
+    for transfer in transfers:
+        part = Part(transfer.source_local, transfer.source_box, transfer.dest_box)
+        found.setdefault(transfer.dest_local, []).append(part)
+    return found
+
+
+class Parts:
+    """What fills a target array, found box by box."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._index = BoxIndex([part.box for part in parts])
+
+    def within(self, box: Box) -> list[Part]:
+        """What lies in a box of the target array, in that box's own coordinates."""
+        found = []
+        for number, common in self._index.meeting(box):
+            part = self._parts[number]
+            inside = Box(
+                tuple(low - base for low, base in zip(common.start, box.start, strict=True)),
+                tuple(high - base for high, base in zip(common.stop, box.start, strict=True)),
+            )
+            found.append(Part(part.source, carry(common, part.box, part.source_box), inside))
+        return found
+
+
+def slabs(reader: Reader, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+    """The elements of a target array in order, slab by slab; each is overwritten by the next."""
+    numel = max(1, SLAB_BYTES // dtype.itemsize)
+    buffer, filling = torch.empty(min(numel, whole(shape).numel), dtype=dtype), Parts(parts)
+    for box in split(whole(shape), numel):
+        slab = buffer[: box.numel].view(box.shape)
+        wanted = filling.within(box)
+        if sum(part.box.numel for part in wanted) < box.numel:
+            slab.zero_()
+        for part in wanted:
+            reader.read(part.source, part.source_box, slab[part.box.slices])
+        yield slab
+
+
+def write_items(
+    folder: Path, items: Sequence[Item], reader: Reader, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Write items into files that exist with their full sizes, several side by side.
+
+    Args:
+        progress: called with the bytes just written, from any thread.
+    """
+    files = {name: os.open(folder / name, os.O_WRONLY) for name in dict.fromkeys(item.file for item in items)}
+    stop = threading.Event()
+
+    def write(item: Item) -> None:
+        descriptor, crc = files[item.file], 0
+        at = item.offset + (item.frame.data_offset if item.frame else 0)
+        for slab in slabs(reader, item.shape, item.dtype, item.parts):
+            if stop.is_set():
+                return
+            data = slab.reshape(-1).view(torch.uint8).numpy().data
+            if item.frame:
+                crc = zlib.crc32(data, crc)
+            _write(descriptor, data, at)
+            at += len(data)
+            progress(len(data))
+        if item.frame:
+            _write(descriptor, memoryview(item.frame.head(crc)), item.offset)
+            _write(descriptor, memoryview(item.frame.tail(crc)), at)
+
+    try:
+        in_threads(write, items, stop)
+        for descriptor in files.values():
+            os.fsync(descriptor)
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+
+
+def in_threads(work: Callable[[Item], None], items: Iterable[Item], stop: threading.Event) -> None:
+    """Do `work` on all items; the first error stops the others, and is raised."""
+    with ThreadPoolExecutor(min(4, len(os.sched_getaffinity(0)))) as pool:
+        futures = [pool.submit(work, item) for item in items]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _write(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
+    """The items of one of `world` ranks: the largest first, each to the rank with the least so far."""
+    load = [0] * world
+    mine = []
+    for item in sorted(items, key=lambda item: -item.nbytes):
+        taker = load.index(min(load))
+        load[taker] += item.nbytes
+        if taker == rank:
+            mine.append(item)
+    return sorted(mine, key=lambda item: (item.file, item.offset))

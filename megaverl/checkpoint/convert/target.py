@@ -1,0 +1,269 @@
+"""What is written: every file of the target with its size, and every array in it with its place and its parts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaverl.checkpoint.convert.items import Item, Part, Parts, parts_of
+from megaverl.checkpoint.convert.source import Source
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import ModelError, ReshardError
+from megaverl.sharding.boxes import Box, cut, split, whole
+from megaverl.sharding.dist_checkpoint import LAYER, checkpoint_layout
+from megaverl.sharding.files import INDEX_FILE
+from megaverl.sharding.layout import Layout, whole_layout
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.overlaps import first_overlap
+from megaverl.sharding.plan import intersect_layouts
+from megaverl.sharding.weight import Split
+from megaverl.weights.safetensors_writer import file_name, header_of, shards_of
+from megaverl.weights.torch_dist import STORAGES, Chunk, IndexedArray
+from megaverl.weights.torch_dist_writer import CHUNK_BYTES, NO_EXTRA_STATE, Frame, write_index
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model as files.
+
+    Attributes:
+        files: name -> bytes, of the files that items and heads fill.
+        items: the arrays.
+        heads: (file, offset, bytes) of what is neither array nor frame.
+        write_index: writes what ties the files together, into the folder.
+    """
+
+    files: Mapping[str, int]
+    items: Sequence[Item]
+    heads: Sequence[tuple[str, int, bytes]]
+    write_index: Callable[[Path], None] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+
+def hugging_face_target(source: Source, dtype: torch.dtype | None, shard_bytes: int | None, default: int) -> Target:
+    """A folder of safetensors files: cut as the model's own were, where that is known and not asked otherwise.
+
+    Args:
+        dtype: of all weights; None: each as it is stored.
+        shard_bytes: the largest file; None: as the model's own, or `default`.
+
+    Raises:
+        ReshardError: a weight, or a part of one, that the source lacks.
+    """
+    stored = source.dtypes
+    shapes = {weight.name: weight.shape for weight in source.weights}
+    dtypes = {name: dtype or stored[name] for name in shapes}
+    parts = parts_of(intersect_layouts(source.layout, whole_layout(shapes.items())))
+    headers = _recorded(source, shapes, dtypes) if shard_bytes is None else None
+    index: str | None
+    if headers is None:
+        shards = shards_of([(name, shapes[name], dtypes[name]) for name in shapes], shard_bytes or default)
+        names = [file_name(number, len(shards)) for number in range(len(shards))]
+        headers = {name: header_of(shard) for name, shard in zip(names, shards, strict=True)}
+        index = _index_text(headers) if len(headers) > 1 else None
+    else:
+        index = source.file_headers.get(INDEX_FILE)
+    items, heads, files = [], [], {}
+    for file, header in headers.items():
+        text = header.encode()
+        start = 8 + len(text)
+        heads.append((file, 0, len(text).to_bytes(8, "little") + text))
+        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        files[file] = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        for name, entry in entries.items():
+            of = source.twins.get(name, name)
+            at = start + entry["data_offsets"][0]
+            items.append(Item(name, file, at, shapes[of], dtypes[of], parts[of]))
+
+    def write(folder: Path) -> None:
+        if index is not None:
+            (folder / INDEX_FILE).write_text(index, encoding="utf-8")
+
+    return Target(files, items, heads, write)
+
+
+def _recorded(
+    source: Source, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, str] | None:
+    """The headers of the files that the model came from, if they are still true of it."""
+    from megaverl.weights.stored import DTYPES
+
+    headers = {name: text for name, text in source.file_headers.items() if name != INDEX_FILE}
+    found: dict[str, tuple[Any, Any]] = {}
+    for text in headers.values():
+        for name, entry in json.loads(text).items():
+            if name != "__metadata__":
+                found[name] = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+    expected = {name: (shapes[name], dtypes[name]) for name in shapes}
+    expected |= {name: expected[of] for name, of in source.twins.items()}
+    return headers if headers and found == expected else None
+
+
+def _index_text(headers: Mapping[str, str]) -> str:
+    weight_map, total = {}, 0
+    for file, header in headers.items():
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__":
+                weight_map[name] = file
+                total += entry["data_offsets"][1] - entry["data_offsets"][0]
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2) + "\n"
+
+
+@dataclass(frozen=True)
+class MegatronOptions:
+    """How a distributed checkpoint is written.
+
+    Attributes:
+        shape: the grid whose ranks' files are written; any other grid can read them.
+        padded_vocab_size: rows of the embedding.
+        prefix: in front of every key, such as a role's `actor.`.
+        transformer_engine: names of Transformer Engine's layer spec, instead of the local one's.
+    """
+
+    shape: GridShape
+    padded_vocab_size: int
+    prefix: str = ""
+    transformer_engine: bool = True
+
+
+def megatron_target(source: Source, dtype: torch.dtype | None, shard_bytes: int, options: MegatronOptions) -> Target:
+    """A `torch_dist` checkpoint: for every rank of the grid the chunks that it would hold.
+
+    Raises:
+        GridError: a grid that does not divide the model.
+        ReshardError: a weight, or a part of one, that the source lacks, or elements that no rank of the grid stores.
+        ModelError: a dtype that the format's files cannot hold.
+    """
+    spec, weights = source.spec, source.weights
+    layout = checkpoint_layout(
+        weights,
+        spec,
+        padded_vocab_size=options.padded_vocab_size,
+        prefix=options.prefix,
+        transformer_engine=options.transformer_engine,
+    )
+    parts = parts_of(intersect_layouts(source.layout, layout))
+    filling = {name: Parts(each) for name, each in parts.items()}
+    dtypes = {name: dtype or _widest(source, parts[name]) for name in layout.local_shapes}
+    unknown = sorted({str(each) for each in dtypes.values()} - {str(each) for each in STORAGES})
+    if unknown:
+        raise ModelError(f"weights of dtype {', '.join(unknown)} cannot be trained. Give one with --dtype bfloat16.")
+    chunks = _chunks(source, layout, options)
+    _check_tiling(chunks, layout)
+    items: list[Item] = []
+    files: dict[str, int] = {}
+    found: dict[str, list[Chunk]] = {name: [] for name in layout.local_shapes}
+    for rank, boxes in chunks.items():
+        number, end = 0, 0
+        for key, box in boxes:
+            for piece in split(box, CHUNK_BYTES // dtypes[key].itemsize):
+                frame = Frame(piece.shape, dtypes[key])
+                if end and end + frame.length > shard_bytes:
+                    number, end = number + 1, 0
+                file = f"__{rank}_{number}.distcp"
+                items.append(Item(key, file, end, piece.shape, dtypes[key], filling[key].within(piece), frame))
+                found[key].append(Chunk(piece, Path(file), end, frame.length))
+                end += frame.length
+                files[file] = end
+    arrays = {key: IndexedArray(shape, dtypes[key], found[key]) for key, shape in layout.local_shapes.items()}
+    objects, heads = _extra_states(layout, spec, files)
+    return Target(files, items, heads, lambda folder: write_index(folder, arrays, objects))
+
+
+def _widest(source: Source, parts: Sequence[Part]) -> torch.dtype:
+    dtypes = [source.arrays[part.source].dtype for part in parts]
+    widest = dtypes[0]
+    for each in dtypes[1:]:
+        widest = torch.promote_types(widest, each)
+    return widest
+
+
+def _chunks(source: Source, layout: Layout, options: MegatronOptions) -> dict[int, list[tuple[str, Box]]]:
+    """rank -> boxes of the checkpoint's arrays; what several ranks hold is stored by the first of them."""
+    shape = options.shape
+    layouts = megatron_layouts(source.weights, source.spec, shape, padded_vocab_size=options.padded_vocab_size)
+    vocabulary = {weight.name for weight in source.weights if weight.split is Split.VOCAB}
+    key_of = {piece.tensor: piece.local for piece in layout.pieces if piece.tensor in vocabulary}
+    run = options.padded_vocab_size // shape.tp
+    seen: set[tuple[str, Box]] = set()
+    known: set[int] = set()
+    chunks: dict[int, list[tuple[str, Box]]] = {}
+    for rank in range(shape.world_size):
+        held = layouts(rank)
+        if id(held) in known:
+            continue
+        known.add(id(held))
+        boxes: list[tuple[str, Box]] = []
+        low = shape.coords(rank).tp * run
+        for tensor, key in key_of.items():  # with their padding
+            if tensor in held.global_shapes:
+                boxes.append((key, cut(layout.local_shapes[key], 0, low, low + run)))
+        for transfer in intersect_layouts(layout, held):
+            if transfer.tensor not in vocabulary:
+                boxes.append((transfer.source_local, transfer.source_box))
+        chunks[rank] = [box for box in dict.fromkeys(boxes) if box not in seen]
+        seen.update(boxes)
+    return {rank: boxes for rank, boxes in chunks.items() if boxes}
+
+
+def _check_tiling(chunks: Mapping[int, Sequence[tuple[str, Box]]], layout: Layout) -> None:
+    """Every element of every array is in one chunk."""
+    boxes: dict[str, list[Box]] = {name: [] for name in layout.local_shapes}
+    for each in chunks.values():
+        for key, box in each:
+            boxes[key].append(box)
+    wrong = [
+        key
+        for key, shape in layout.local_shapes.items()
+        if sum(box.numel for box in boxes[key]) != whole(shape).numel or first_overlap(boxes[key])
+    ]
+    if wrong:
+        raise ReshardError(f"the grid's ranks do not store each element once: {', '.join(wrong[:8])}.")
+
+
+def _extra_states(
+    layout: Layout, spec: ModelSpec, files: dict[str, int]
+) -> tuple[dict[str, Chunk], list[tuple[str, int, bytes]]]:
+    """The (empty) extra states of linear layers, which megatron-core's strict loading asks for."""
+    stream = io.BytesIO()
+    torch.save(NO_EXTRA_STATE, stream)
+    file = next(iter(files))
+    place = Chunk(whole(()), Path(file), files[file], len(stream.getvalue()))
+    objects = {}
+    for key, shape in layout.local_shapes.items():
+        stem, dot, last = key.rpartition(".")
+        module = stem.rpartition(".")[2]
+        if not module.startswith("linear_") or last != "weight":
+            continue
+        front = shape[:-2]  # layers, experts
+        if LAYER.search(key) is None and not front:
+            continue
+        counts = front or (1,)
+        for index in torch.cartesian_prod(*(torch.arange(n) for n in counts)).view(-1, len(counts)).tolist():
+            name = ".".join(map(str, index)) + "_" + ".".join(map(str, counts))
+            objects[f"{stem}._extra_state/shard_{name}"] = place
+    files[file] += place.length
+    return objects, [(file, place.offset, stream.getvalue())]
+
+
+def make_files(folder: Path, target: Target) -> None:
+    """Make the target's files with their full sizes, and write what is no array."""
+    for name, size in target.files.items():
+        with (folder / name).open("wb") as file:
+            os.truncate(file.fileno(), size)
+    for name, offset, data in target.heads:
+        with (folder / name).open("r+b") as file:
+            file.seek(offset)
+            file.write(data)

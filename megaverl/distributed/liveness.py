@@ -1,0 +1,273 @@
+"""A lost or stalled rank is named on every rank: all tell the store what they do, the coordinator reads it.
+
+A thread of each rank writes a beat a second, reads the verdict and the coordinator's beat; the coordinator's thread
+reads all. So the work of a rank does not grow with the job. Who finds somebody gone writes the verdict; the first one
+stands. Every rank then shows it and ends, unless its main thread ends by itself before.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.distributed.heartbeat import Beat, Wait, place, process_is_gone, this_host, who_is_gone, who_stalls
+
+_VERDICT = "liveness/verdict"
+# What the transports say when the other side is gone.
+_SILENCE = re.compile(
+    r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
+)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds: between beats; without a beat until a rank counts as lost (a call that holds the interpreter is
+    shorter); that a rank may wait for others; that a rank may take to end by itself once there is a verdict."""
+
+    stalled_after: float
+    interval: float = 1.0
+    lost_after: float = 30.0
+    grace: float = 4.0
+
+
+class Liveness:
+    """Of one rank; every rank of the job makes one.
+
+    Args:
+        store: the job's; a connection of its own is made, since others may be blocked in a wait.
+        coordinator: the rank that reads all beats.
+        name: how a rank is called in a message.
+        world: of this rank; those of one name go through the same stages.
+        say: shows the verdict before this rank is ended.
+        exit_code: of a rank that is ended by a verdict.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        coordinator: int,
+        patience: Patience,
+        name: Callable[[int], str] = lambda rank: f"rank {rank}",
+        world: str = "",
+        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        exit_code: int = 1,
+    ) -> None:
+        self.rank, self.size, self.coordinator = rank, size, coordinator
+        self.patience, self.name, self._say, self._exit_code = patience, name, say, exit_code
+        self.verdict: str | None = None
+        self._told = threading.Event()
+        self._stop = threading.Event()
+        self._world = world
+        self._position: tuple[int, tuple[str, ...]] = (0, ("start",))  # the step, and what of it has begun
+        self._doing, self._since = "start", time.monotonic()
+        self._left = False
+        self._rounds = 0  # of the thread that speaks with the store
+        self._main = threading.main_thread().ident
+        self._call: tuple[int, int, Wait] = (0, 0, "")  # in which the main thread waits, and since when
+        self._called = 0.0
+        self._seen: dict[int, tuple[Beat, float]] = {}  # rank -> its last beat, and when it changed
+        connection: Any = store  # torch's own annotations leave `clone` out
+        self._store: dist.Store = connection.clone()
+        self._publish()
+        if self._store.add("liveness/count", 1) == size:
+            self._store.set(_VERDICT, "")
+        self._store.wait([_VERDICT])  # from here on every key is there
+        self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+        self._thread.start()
+        threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
+
+    def note(self, stage: str, step: int | None = None) -> None:
+        """This rank begins a stage of a step, or of what is between two; told at once, so that it is known of a rank
+        that ends in it. A thread beside the main one, such as a writer, does not say how far this rank is."""
+        if threading.get_ident() == self._main:
+            before, begun = self._position
+            now = before if step is None else step
+            earlier = (one for one in begun if one != stage) if now == before else ()
+            self._position = (now, (*earlier, stage))
+        self._doing, self._since = stage if step is None else f"step {step}: {stage}", time.monotonic()
+        self._try_to_publish()
+
+    def leave(self) -> None:
+        """This rank ends of its own accord, and so may the others."""
+        self._left = True
+        self._stop.set()
+        self._thread.join(timeout=2 * self.patience.interval)
+        self._try_to_publish()
+
+    def accuse(self, text: str) -> str:
+        """Make this the verdict, for all ranks; returns the one that stands."""
+        try:
+            verdict = self._store.compare_set(_VERDICT, "", text).decode()
+        except RuntimeError:  # no store any more: the text is for this rank alone
+            verdict = text
+        self.verdict = verdict
+        self._told.set()
+        return verdict
+
+    def last_heard(self, rank: int) -> str:
+        """What a rank was doing when this one last heard of it; the coordinator hears of all."""
+        seen = self._seen.get(rank)
+        return str(seen[0]) if seen else ""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether there is a verdict, or comes within so long."""
+        return self._told.wait(seconds)
+
+    def settle(self, seconds: float, otherwise: str) -> str:
+        """The verdict, waited for so long; where there is none, `otherwise` becomes it.
+
+        For a main thread that was cut off: it then ends by itself, with these words.
+        """
+        self._told.wait(seconds)
+        self._stop.set()
+        verdict = self.verdict or self.accuse(otherwise)
+        if self._store_ends_with_me():
+            time.sleep(3 * self.patience.interval)  # others must read it first
+        return verdict
+
+    def _store_ends_with_me(self) -> bool:
+        """Whether others lose the store when this rank ends: it keeps it, or the agent that does, of several nodes'
+        the first, ends with its ranks."""
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return self.rank == 0
+        return os.environ.get("GROUP_RANK") == "0" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+
+    def explain(self, error: BaseException) -> str | None:
+        """What to say of an error on this rank: the verdict, if it comes of another rank's end, else None.
+
+        Without one the error is made the verdict, for ranks that wait for this one.
+        """
+        if self.size == 1:
+            return None
+        if isinstance(error, KeyboardInterrupt):
+            self.settle(0.0, f"{self.name(self.rank)} was in {self._doing} and {_interrupted_here()}")
+            return None
+        what = f"{type(error).__name__}: {error}"
+        own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
+        silent = _SILENCE.search(_chain(error)) is not None
+        verdict = self.settle(self.patience.lost_after + 3 * self.patience.interval if silent else 0.0, own)
+        return None if verdict.endswith(what) else verdict  # an error that all ranks have, each of them tells
+
+    def _guard(self) -> None:
+        """Ends a rank that is cut off: a call to a store behind a dead link may not come back, whatever its timeout.
+
+        It counts its own rounds, so that an interpreter that was busy elsewhere counts for nothing.
+        """
+        rounds, seen = 0, self._rounds
+        while not self._stop.wait(self.patience.interval):
+            rounds, seen = (0, self._rounds) if seen != self._rounds else (rounds + 1, seen)
+            if rounds * self.patience.interval > self.patience.lost_after:
+                self._end(self._without_a_store(silent=rounds * self.patience.interval))
+
+    def _watch(self) -> None:
+        try:
+            while not self._stop.wait(self.patience.interval):
+                self._rounds += 1
+                self._publish()
+                if verdict := self._look():
+                    self._end(verdict)
+                    return
+        except RuntimeError as error:  # the store's
+            if not self._stop.is_set():
+                self._end(self._without_a_store(error))
+
+    def _without_a_store(self, error: Exception | None = None, silent: float = 0.0) -> str:
+        """Whoever keeps it is gone, or silent for so many seconds: torchrun's agent, or the first rank, whose last beat
+        may be known here."""
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        keeper = "torchrun's agent" if agent else self.name(0)
+        what = "is gone" if error is not None else f"has not been heard of for {silent:.0f} s"
+        if agent:
+            return f"{keeper}, which keeps the job's store, {what}" + (f" ({error})" if error is not None else "")
+        last = self._seen.get(0)
+        was = str(last[0]) if last else "nothing was heard of it"
+        return f"{keeper}, which keeps the job's store, {what}: {was}"
+
+    def _look(self) -> str:
+        """The verdict, if there is one or this rank finds it."""
+        ranks = range(self.size) if self.rank == self.coordinator else [self.coordinator]
+        data = self._store.multi_get([_VERDICT, *(f"liveness/beat/{rank}" for rank in ranks)])
+        if data[0]:
+            return bytes(data[0]).decode()
+        now = time.monotonic()
+        for rank, found in zip(ranks, data[1:], strict=True):
+            beat = Beat.from_json(bytes(found))
+            if rank not in self._seen or self._seen[rank][0].number != beat.number:
+                self._seen[rank] = (beat, now)
+        beats = {rank: beat for rank, (beat, _) in self._seen.items()}
+        silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
+        text = who_is_gone(beats, silent, self.patience.lost_after, self.name, _is_gone)
+        if not text and self.rank == self.coordinator:
+            text = who_stalls(beats, self.patience.stalled_after, self.name)
+        return self.accuse(text) if text else ""
+
+    def _end(self, verdict: str) -> None:
+        """Pass on the verdict, and end the process unless it ends by itself."""
+        self.verdict = verdict
+        self._told.set()
+        if self._stop.wait(self.patience.grace):
+            return
+        if not verdict.endswith(_interrupted_here()):  # here, who started the ranks says so
+            self._say(f"{verdict}. {self.name(self.rank)} was in {self._doing}; the run ends.")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(self._exit_code)
+
+    def _try_to_publish(self) -> None:
+        try:
+            self._publish()
+        except RuntimeError:  # the thread finds out as well that there is no store any more, and tells
+            return
+
+    def _publish(self) -> None:
+        frame = sys._current_frames().get(self._main or 0)
+        where, waits_for = place(frame)
+        now = time.monotonic()
+        call = (id(frame), frame.f_lasti if frame else 0, waits_for)
+        if call != self._call:
+            self._call, self._called = call, now
+        step, begun = self._position
+        beat = Beat(
+            number=time.time(),
+            doing=self._doing,
+            seconds=now - self._since,
+            waits_for=waits_for,
+            waited=now - self._called if waits_for else 0.0,
+            where=where,
+            host=this_host(),
+            pid=os.getpid(),
+            left=self._left,
+            world=self._world,
+            step=step,
+            begun=begun,
+        )
+        self._store.set(f"liveness/beat/{self.rank}", beat.to_json())
+
+
+def _interrupted_here() -> str:
+    return f"was interrupted on {socket.gethostname()}"
+
+
+def _is_gone(beat: Beat) -> bool:
+    return process_is_gone(beat.host, beat.pid)
+
+
+def _chain(error: BaseException | None) -> str:
+    """All that was said on the way to an error."""
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts)

@@ -1,0 +1,406 @@
+"""From what was asked for to who is where, or to everything that is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megaverl.distributed.placement.fit import GridSizes, grid_problem
+from megaverl.distributed.placement.problems import PlacementError, Problem
+from megaverl.distributed.placement.resolved import Node, ResolvedPlacement, World, ranks_named
+from megaverl.distributed.placement.wanted import ROLES, Wanted
+
+# Whose ranks a role has when nobody says; the actor then takes what is left.
+DEFAULTS = {"critic": "actor", "reference": "actor", "rollout": "actor", "reward": "rollout", "coordinator": "actor"}
+# Where nodes say what they are, these must be said.
+MUST_BE_CLAIMED = ("actor", "rollout")
+
+
+def resolve(
+    wanted: Mapping[str, Wanted],
+    size: int,
+    grids: Mapping[str, GridSizes | None],
+    nodes: Sequence[Node] | None = None,
+    *,
+    islands: int = 1,
+) -> ResolvedPlacement:
+    """Give every role its ranks.
+
+    What nobody places: critic, reference and rollout share the actor's ranks, the reward the rollout's, the
+    coordinator is the actor's first rank, and the actor has what is left. Where nodes claim roles, and none the actor,
+    the actor shares the ranks of the nodes that claim the rollout. The answer depends on the arguments alone.
+
+    Args:
+        wanted: role -> its place; roles that are left out go by the rule above, or by what nodes claim.
+        size: ranks of the job.
+        grids: every role in use -> its grid; None for one that needs none (rewards by rules).
+        nodes: in the order of their ranks; None: one node with all ranks.
+        islands: into how many worlds the actor's ranks are split, with all roles that share them.
+
+    Raises:
+        PlacementError: lists every problem.
+    """
+    resolving = _Resolving(dict(wanted), size, dict(grids), tuple(nodes or (Node("node 0", size),)), islands)
+    result = resolving.run()
+    if result is None:
+        raise PlacementError(resolving.problems)
+    return result
+
+
+def problems_of(
+    wanted: Mapping[str, Wanted],
+    size: int,
+    grids: Mapping[str, GridSizes | None],
+    nodes: Sequence[Node] | None = None,
+    *,
+    islands: int = 1,
+) -> tuple[Problem, ...]:
+    """Everything that `resolve` would refuse."""
+    try:
+        resolve(wanted, size, grids, nodes, islands=islands)
+    except PlacementError as error:
+        return error.problems
+    return ()
+
+
+def smallest_world(
+    wanted: Mapping[str, Wanted], grids: Mapping[str, GridSizes | None], *, islands: int = 1, most: int = 4096
+) -> int | None:
+    """The smallest job that a placement fits into, on one node; None: none up to `most` ranks."""
+    named = [rank for place in wanted.values() for rank in place.ranks or ()]
+    least = max(named, default=0) + 1
+    return next(
+        (size for size in range(least, most + 1) if not problems_of(wanted, size, grids, islands=islands)), None
+    )
+
+
+@dataclass
+class _Resolving:
+    """One run of `resolve`: the ranks that are settled so far, and the problems."""
+
+    wanted: dict[str, Wanted]
+    size: int
+    grids: dict[str, GridSizes | None]
+    nodes: tuple[Node, ...]
+    islands: int
+    problems: list[Problem] = field(default_factory=list)
+    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def run(self) -> ResolvedPlacement | None:
+        self._check_nodes()
+        if self.problems:
+            return None
+        self._node_ranks = self._count_ranks()
+        self._from_claims()
+        self._check_roles()
+        for role in self._roles():
+            self._settle_named(role)
+        for role in self._roles():
+            self._settle_counts(role, of_nodes=True)
+        for role in self._roles():
+            self._settle_counts(role, of_nodes=False)
+        self._settle_rest()
+        self._settle_shared()
+        if self.problems:
+            return None
+        self._check_coordinator()
+        self._check_overlaps()
+        self._check_islands()
+        self._check_grids()
+        self._check_unused()
+        self._check_devices()
+        if self.problems:
+            return None
+        ordered = {role: self.ranks[role] for role in self._roles()}
+        node_of = tuple(number for number, node in enumerate(self.nodes) for _ in range(node.size))
+        return ResolvedPlacement(
+            self.size,
+            ordered,
+            tuple(self._worlds()),
+            self._islands_of(self.ranks["actor"]),
+            self.nodes,
+            node_of,
+            tuple(self.notes),
+        )
+
+    def _roles(self) -> list[str]:
+        return [role for role in ROLES if role in self.grids or role in ("actor", "coordinator")]
+
+    def _refuse(self, role: str, message: str) -> None:
+        self.problems.append(Problem(f"placement.{role}", message))
+
+    # --- what is there -------------------------------------------------------------------------------------------
+
+    def _check_nodes(self) -> None:
+        total = sum(node.size for node in self.nodes)
+        if self.size < 1 or total != self.size:
+            self.problems.append(
+                Problem("placement", f"the nodes have {total} ranks together, and the job has {self.size}.")
+            )
+        names = [node.name for node in self.nodes]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            numbers = [str(number) for number, other in enumerate(names) if other == name]
+            self.problems.append(
+                Problem("placement", f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.")
+            )
+
+    def _count_ranks(self) -> list[range]:
+        starts = [0]
+        for node in self.nodes:
+            starts.append(starts[-1] + node.size)
+        return [range(first, last) for first, last in zip(starts[:-1], starts[1:], strict=True)]
+
+    def _from_claims(self) -> None:
+        """Take what nodes say they are for the configuration's word, where that says nothing else."""
+        claimed: dict[str, list[int]] = {}
+        for number, node in enumerate(self.nodes):
+            for role in node.claims:
+                claimed.setdefault(role, []).append(number)
+        self._claims = claimed
+        for role, numbers in claimed.items():
+            mine = tuple(rank for number in numbers for rank in self._node_ranks[number])
+            who = self._named(numbers)
+            if role == "coordinator" and len(numbers) > 1:
+                self._refuse(role, f"{who} all claim it (--role coordinator); one rank coordinates: start one of them.")
+                self.wanted.pop(role, None)
+                continue
+            place = self.wanted.get(role)
+            if place is not None and (given := self._named_ranks(role, place, quiet=True)) != mine:
+                where = ranks_named(given) if given else "another place"
+                claim = "claims" if len(numbers) == 1 else "claim"
+                self._refuse(
+                    role,
+                    f"{who} ({ranks_named(mine)}) {claim} it with --role, and the configuration gives it {where}. "
+                    "Leave one of the two out.",
+                )
+                continue
+            self.wanted[role] = Wanted(ranks=mine)
+
+    def _named(self, numbers: Sequence[int]) -> str:
+        return "node" + ("s " if len(numbers) > 1 else " ") + ", ".join(f"'{self.nodes[n].name}'" for n in numbers)
+
+    def _check_roles(self) -> None:
+        for role in self.wanted:
+            if role not in self._roles():
+                used = ", ".join(self._roles())
+                what = "is placed" if role in ROLES else "is no role"
+                self._refuse(role, f"{what}, and the run has no such role; it has {used}. Leave it out.")
+        self.wanted = {role: place for role, place in self.wanted.items() if role in self._roles()}
+        if "rollout" in self._claims and "actor" not in self.wanted:
+            self.wanted["actor"] = Wanted(role="rollout")
+            self.notes.append("actor shares the ranks of rollout: no node took it (--role train)")
+        if self._claims:
+            for role in MUST_BE_CLAIMED:
+                if role in self._roles() and role not in self.wanted:
+                    name = "train" if role == "actor" else role
+                    self._refuse(role, f"no node took it. Start one with --role {name}, or place it here.")
+        if self.islands < 1:
+            self._refuse("actor_islands", f"found {self.islands}; expected at least 1.")
+
+    # --- giving ranks to roles -----------------------------------------------------------------------------------
+
+    def _settle_named(self, role: str) -> None:
+        place = self.wanted.get(role)
+        if place is None or not (place.ranks or place.nodes or place.word == "all"):
+            return
+        if (ranks := self._named_ranks(role, place)) is not None:
+            self.ranks[role] = ranks
+
+    def _named_ranks(self, role: str, place: Wanted, *, quiet: bool = False) -> tuple[int, ...] | None:
+        """The ranks that an entry names, or None where something is wrong with it, or it names none."""
+        before = len(self.problems)
+        ranks: list[int] = []
+        if place.word == "all":
+            ranks = list(range(self.size))
+        elif place.ranks is not None:
+            ranks = list(place.ranks)
+        elif place.nodes is not None:
+            for name in place.nodes:
+                number = self._node_number(name)
+                if number is None:
+                    known = ", ".join(f"{n}: {node.name}" for n, node in enumerate(self.nodes[:16]))
+                    self._refuse(role, f"there is no node {name!r}; there are {known}.")
+                else:
+                    ranks += self._node_ranks[number]
+        if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) < len(ranks) else []:
+            self._refuse(role, f"{ranks_named(twice, ' stands', ' stand')} there more than once.")
+        if beyond := [rank for rank in ranks if rank >= self.size]:
+            missing = ranks_named(beyond, " is not there", " are not there")
+            self._refuse(role, f"{missing}: the job has {ranks_named(range(self.size))}.")
+        failed = len(self.problems) > before
+        if quiet:
+            del self.problems[before:]
+        return None if failed or not ranks else tuple(sorted(ranks))
+
+    def _node_number(self, name: str | int) -> int | None:
+        if isinstance(name, int):
+            return name if 0 <= name < len(self.nodes) else None
+        return next((number for number, node in enumerate(self.nodes) if node.name == name), None)
+
+    def _taken(self) -> set[int]:
+        return {rank for ranks in self.ranks.values() for rank in ranks}
+
+    def _settle_counts(self, role: str, *, of_nodes: bool) -> None:
+        """The first ranks, or whole nodes, that nobody has."""
+        place = self.wanted.get(role)
+        count = None if place is None else place.num_nodes if of_nodes else place.num_ranks
+        if count is None:
+            return
+        taken = self._taken()
+        if of_nodes:
+            free = [ranks for ranks in self._node_ranks if taken.isdisjoint(ranks)]
+            found = [rank for ranks in free[:count] for rank in ranks]
+        else:
+            free_ranks = [rank for rank in range(self.size) if rank not in taken]
+            found, free = free_ranks[:count], [range(rank, rank + 1) for rank in free_ranks]
+        if len(free) < count:
+            what = "whole nodes" if of_nodes else "ranks"
+            self._refuse(role, f"asks for {count} {what}, and {len(free)} are left of the job's {self.size} ranks.")
+            return
+        self.ranks[role] = tuple(found)
+
+    def _settle_rest(self) -> None:
+        rest = [role for role in self._roles() if role in self.wanted and self.wanted[role].word == "rest"]
+        if "actor" not in self.wanted and not self._claims:
+            rest.insert(0, "actor")
+        if not rest:
+            return
+        if len(rest) > 1:
+            said = " (the actor does where it is not placed)" if "actor" not in self.wanted else ""
+            self._refuse(rest[1], f"takes the rest, and so does {rest[0]}{said}. Give one of them ranks of its own.")
+            return
+        if self.problems:  # the rest is not known then
+            self.ranks[rest[0]] = ()
+            return
+        free = tuple(sorted(set(range(self.size)) - self._taken()))
+        if not free:
+            self._refuse(rest[0], "nothing is left for it: the other roles take all ranks.")
+        self.ranks[rest[0]] = free
+
+    def _settle_shared(self) -> None:
+        """Roles that share another's ranks, by their own word or because nobody says otherwise."""
+        for role in self._roles():
+            chain = [role]
+            while chain[-1] not in self.ranks:
+                place = self.wanted.get(chain[-1])
+                other = DEFAULTS.get(chain[-1]) if place is None else place.role
+                if other is None:  # refused above
+                    break
+                if other in chain:
+                    self._refuse(role, f"{' -> '.join([*chain, other])}: these share each other's ranks; place one.")
+                    break
+                if other not in self._roles():
+                    self._refuse(role, f"shares the ranks of {other}, and the run has no such role.")
+                    break
+                chain.append(other)
+            else:
+                for name in chain[:-1]:
+                    shared = self.ranks[chain[-1]]
+                    self.ranks[name] = shared[:1] if name == "coordinator" else shared
+
+    # --- what must hold ------------------------------------------------------------------------------------------
+
+    def _check_coordinator(self) -> None:
+        ranks = self.ranks["coordinator"]
+        if len(ranks) != 1:
+            self._refuse("coordinator", f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.")
+
+    def _check_overlaps(self) -> None:
+        """Two roles share all of their ranks or none: a process has one default process group."""
+        sharing: dict[tuple[int, ...], list[str]] = {}
+        for role in [role for role in self._roles() if role != "coordinator"]:
+            sharing.setdefault(self.ranks[role], []).append(role)
+        for number, (a, roles) in enumerate(sharing.items()):
+            for b, others in list(sharing.items())[:number]:
+                if both := set(a) & set(b):
+                    named = next((role for role in roles if role in self.wanted), roles[0])
+                    self._refuse(
+                        named,
+                        f"{ranks_named(a)} of {', '.join(roles)} and {ranks_named(b)} of {', '.join(others)} have "
+                        f"{ranks_named(both)} in common, but not all: two roles share all of their ranks or none.",
+                    )
+
+    def _check_islands(self) -> None:
+        count = len(self.ranks["actor"])
+        if self.islands > 1 and count % self.islands:
+            fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            self._refuse(
+                "actor_islands", f"found {self.islands}; the actor's {count} ranks can be split into {fitting}."
+            )
+        if self.islands > 1 and self.ranks["coordinator"][0] in self.ranks["actor"]:
+            self._refuse(
+                "coordinator",
+                f"is the actor's rank {self.ranks['coordinator'][0]}; with actor_islands={self.islands} it joins their "
+                "gradients while they wait, and needs a rank that is none of the actor's.",
+            )
+
+    def _islands_of(self, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        each = len(ranks) // self.islands
+        return tuple(ranks[i * each : (i + 1) * each] for i in range(self.islands))
+
+    def _check_grids(self) -> None:
+        for role in self._roles():
+            grid = self.grids.get(role)
+            if grid is None or role == "coordinator":
+                continue
+            count, island = len(self.ranks[role]), ""
+            if self.islands > 1 and self.ranks[role] == self.ranks["actor"]:
+                if count % self.islands:
+                    continue  # said of the islands
+                count, island = count // self.islands, " of an island"
+            if problem := grid_problem(grid, count, f"{count} ranks{island}"):
+                self._refuse(role, problem)
+
+    def _check_unused(self) -> None:
+        unused = set(range(self.size)) - self._taken()
+        if not unused:
+            return
+        silent = [n for n, ranks in enumerate(self._node_ranks) if unused.issuperset(ranks) and len(ranks)]
+        if self._claims and silent:
+            self.problems.append(
+                Problem(
+                    "placement",
+                    f"{self._named(silent)} took no role. Start it with --role, or start the job without it.",
+                )
+            )
+            unused -= {rank for number in silent for rank in self._node_ranks[number]}
+        if unused:
+            self.problems.append(
+                Problem(
+                    "placement",
+                    f"{ranks_named(unused, ' has', ' have')} no role. Give them to one (`rest` takes what is left), or "
+                    f"start {self.size - len(unused)} ranks.",
+                )
+            )
+
+    def _check_devices(self) -> None:
+        """Beside nodes with GPUs one without can only coordinate, as the last: the others' ranks have no gap then."""
+        for number, node in enumerate(self.nodes):
+            if node.memory or not any(other.memory for other in self.nodes):
+                continue
+            roles = [role for role in self._roles() if set(self.ranks[role]) & set(self._node_ranks[number])]
+            if roles != ["coordinator"] or number + 1 < len(self.nodes):
+                self.problems.append(
+                    Problem(
+                        "placement",
+                        f"{self._named([number])} has no GPU that can be used, others have, and {', '.join(roles)} is "
+                        "placed there. Only a coordinator needs none, on the last node. Look at its driver "
+                        "(`megaverl doctor`), or place it otherwise.",
+                    )
+                )
+
+    def _worlds(self) -> Iterator[World]:
+        sharing: dict[tuple[int, ...], list[str]] = {}
+        for role in self._roles():
+            if role != "coordinator":
+                sharing.setdefault(self.ranks[role], []).append(role)
+        if not any(self.ranks["coordinator"][0] in ranks for ranks in sharing):
+            sharing[self.ranks["coordinator"]] = ["coordinator"]
+        for ranks, roles in sorted(sharing.items()):
+            name = "+".join(roles)
+            if self.islands > 1 and "actor" in roles:
+                for number, island in enumerate(self._islands_of(ranks)):
+                    yield World(f"{name}.{number}", island, tuple(roles))
+            else:
+                yield World(name, ranks, tuple(roles))

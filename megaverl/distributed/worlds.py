@@ -1,0 +1,223 @@
+"""Every world its own default process group, and a fabric that joins them all."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megaverl.distributed.placement import ResolvedPlacement, World
+from megaverl.distributed.store import keep_store, reach_store
+from megaverl.errors import TrainingStopped
+from megaverl.platform import platform
+
+
+@dataclass
+class Traffic:
+    """Bytes of batches and results that have come to this rank from others, since its start."""
+
+    received: int = 0
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """This rank's place in the job, and the groups that reach every rank of it.
+
+    torch's default group is this rank's world, so Megatron and vLLM see nothing of the others. `group` and `control`
+    can be given to any function of torch.distributed; their ranks are those of the job. torch's notion of a global
+    rank means nothing in them: address peers by `group_src`, `group_dst` or `group_peer`.
+
+    Attributes:
+        rank: in the job.
+        world: that this rank belongs to.
+        group: all ranks, on the platform's backend: batches and weights. A coordinator without a GPU beside ranks that
+            have one (`has_device`) is not in it, and has `control` in its place.
+        back: the same, for what goes from higher ranks to lower ones: on NCCL messages of one group wait for each
+            other, and two ranks that send to each other would both wait; with gloo it is `group` itself.
+        control: all ranks, gloo on CPU tensors: reports and decisions, which must not wait for a device.
+        store: the job's.
+        timeout: of everything in these groups.
+        traffic: what the samples cost; weights are not in it.
+    """
+
+    placement: ResolvedPlacement
+    rank: int
+    world: World
+    group: dist.ProcessGroup
+    back: dist.ProcessGroup
+    control: dist.ProcessGroup
+    store: dist.Store
+    timeout: timedelta
+    traffic: Traffic = field(default_factory=Traffic)
+
+    @property
+    def world_rank(self) -> int:
+        """This rank's number in its world."""
+        return self.world.ranks.index(self.rank)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """What this rank is."""
+        return self.placement.roles_of(self.rank)
+
+    def has(self, role: str) -> bool:
+        """Whether this rank is one of the role's."""
+        return role in self.roles
+
+    def has_device(self, rank: int) -> bool:
+        """Whether `group` reaches a rank."""
+        return rank < self.placement.num_with_device
+
+    def road(self, source: int, dest: int) -> dist.ProcessGroup:
+        """The group through which bytes go from one rank to another."""
+        return self.group if source < dest else self.back
+
+    def describe(self, rank: int) -> str:
+        """A rank of the job for a message: "rank 3 (critic, node b)"."""
+        placement = self.placement
+        return f"rank {rank} ({'+'.join(placement.roles_of(rank))}, {placement.nodes[placement.node_of(rank)].name})"
+
+
+def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store of the torchrun job that this process belongs to, its rank and the number of ranks.
+
+    Raises:
+        TrainingStopped: the store cannot be reached, or its port is taken, by whom others then find there.
+    """
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        else:  # torch's own would wait for all ranks, and not say which are missing
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            store = _first_ranks_store(host, port, rank, timeout)
+    except (dist.DistError, OSError, ValueError, KeyError) as error:
+        cause = f"is the first node up, and reachable? ({str(error).splitlines()[0][:200]})"
+        raise TrainingStopped(f"no store at {address}: {cause}") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megaverl/job/{attempt}", store), rank, size
+
+
+def _first_ranks_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
+    if rank == 0:
+        return keep_store(host, port, timeout)
+    found = reach_store(host, port, timeout, time.monotonic() + timeout.total_seconds(), lambda seen: None)
+    if isinstance(found, str):
+        raise TimeoutError(found)
+    return found
+
+
+def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> Fabric:
+    """Make this rank's world torch's default group, and the groups that join all; every rank of the job takes part.
+
+    RANK, WORLD_SIZE and LOCAL_WORLD_SIZE are set to the world's, as the libraries in it read them; LOCAL_RANK, which
+    names the device, stays.
+
+    Args:
+        store: the job's (`job_store`).
+        rank: in the job.
+
+    Raises:
+        TrainingStopped: not every rank came in time.
+    """
+    world = placement.world_of(rank)
+    own = world.ranks.index(rank)
+    here = placement.node_of(rank)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(own), str(world.size)
+    os.environ["LOCAL_WORLD_SIZE"] = str(sum(placement.node_of(other) == here for other in world.ranks))
+    with_deadline(
+        f"the world {world.name}",
+        timeout,
+        lambda: dist.init_process_group(
+            platform.backend,
+            store=dist.PrefixStore(f"world/{world.name}", store),
+            rank=own,
+            world_size=world.size,
+            timeout=timeout,
+        ),
+    )
+    ranks, backend = (rank, placement.size, own), platform.backend
+    group = back = control = default_group()
+    if not placement.is_colocated or backend != "gloo":  # one world that speaks gloo needs no second group
+        control = with_deadline("the control group", timeout, lambda: _joined("gloo", "control", store, ranks, timeout))
+    if not placement.is_colocated:
+        group = back = control
+        count = placement.num_with_device
+        if rank < count:
+            some = (rank, count, own)
+            group = back = with_deadline(
+                "the fabric", timeout, lambda: _joined(backend, "fabric", store, some, timeout)
+            )
+            if backend != "gloo":
+                back = with_deadline("the way back", timeout, lambda: _joined(backend, "back", store, some, timeout))
+    return Fabric(placement, rank, world, group, back, control, store, timeout)
+
+
+def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:
+    """A group of some ranks of the job, of whatever worlds; they alone take part, and its ranks are their places.
+
+    Raises:
+        TrainingStopped: not every rank came in time.
+    """
+    if tuple(members) == fabric.world.ranks:
+        return default_group()
+    ranks = (list(members).index(fabric.rank), len(members), fabric.world_rank)
+    return with_deadline(
+        name, fabric.timeout, lambda: _joined(platform.backend, name, fabric.store, ranks, fabric.timeout)
+    )
+
+
+def default_group() -> dist.ProcessGroup:
+    """The default process group: this rank's world."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def with_deadline(what: str, timeout: timedelta, make: Callable[[], Any]) -> Any:
+    """`make()`; what torch says of a rank that did not come becomes one of this project's errors."""
+    try:
+        return make()
+    except (dist.DistError, RuntimeError) as error:
+        raise TrainingStopped(
+            f"{what} did not come together within {timeout.total_seconds():g} s (run.timeout_minutes): "
+            f"{str(error).splitlines()[0][:200]}"
+        ) from error
+
+
+def _joined(
+    backend: str, name: str, store: dist.Store, ranks: tuple[int, int, int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group of ranks of the job, beside the default group of this rank's world.
+
+    Args:
+        ranks: this rank's number in the new group, the size of that, and its number in its world.
+
+    torch makes groups only of ranks of the default group. This is its own constructor of those, given another store;
+    what it then looks up in its books, the number of each member in the default group, is a name that no other rank
+    sees: this rank's is its number there, so that `dist.get_rank(group)` is right, and the others' are any that differ.
+    """
+    rank, size, own = ranks
+    name_of_group: Any = f"megaverl_{name}"  # a type of its own in newer versions of torch
+    group, _ = distributed_c10d._new_process_group_helper(
+        size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
+    )
+    names = list(range(size))
+    if own < size:
+        names[own] = rank
+    names[rank] = own
+    distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
+    # The first use needs all ranks (NCCL), and shows that they reach each other.
+    device = platform.device if backend == platform.backend else torch.device("cpu")
+    total = torch.ones(1, device=device)
+    dist.all_reduce(total, group=group)
+    assert int(total) == size
+    return group

@@ -1,0 +1,206 @@
+"""Places that metrics are written to. Each has `write(step, time, metrics)` and `close()`."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megaverl.errors import ConfigError
+from megaverl.monitoring.backend import Backend, RunInfo
+from megaverl.monitoring.services import MLflow, SwanLab, Wandb
+
+
+class JsonLines:
+    """`metrics.jsonl`: one object a line, flushed at once.
+
+    Numbers that JSON has no word for are the strings "NaN", "Infinity", "-Infinity"; `read_metrics` turns
+    them back. On resume, lines after the resumed step and a torn last line are dropped. A fresh run in a used
+    folder keeps the older file aside as metrics.N.jsonl.
+    """
+
+    def __init__(self, info: RunInfo) -> None:
+        path = info.run_dir / "metrics.jsonl"
+        _start_file(path, info.resume_step, lambda: _json_lines_until(path, info.resume_step))
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        record = {"step": step, "time": round(seconds, 3)}
+        self._file.write(json.dumps(record | {key: _json_number(v) for key, v in metrics.items()}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Csv:
+    """`metrics.csv`: a column per metric. A metric not seen before rewrites the file with its column."""
+
+    def __init__(self, info: RunInfo) -> None:
+        self._path = info.run_dir / "metrics.csv"
+        self._columns = ["step", "time"]
+        _start_file(self._path, info.resume_step, lambda: self._until(info.resume_step))
+        if self._path.exists():
+            with self._path.open(newline="", encoding="utf-8") as file:
+                self._columns = next(csv.reader(file), self._columns)
+        else:
+            self._rewrite([])
+
+    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        row: dict[str, Any] = {"step": step, "time": round(seconds, 3), **metrics}
+        new = [key for key in row if key not in self._columns]
+        if new:
+            self._columns += new
+            self._rewrite([*self._rows(), row])
+            return
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.DictWriter(file, self._columns, restval="").writerow(row)
+
+    def close(self) -> None:
+        """Nothing is held open between writes."""
+
+    def _rows(self) -> list[dict[str, Any]]:
+        with self._path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+    def _until(self, step: int | None) -> Iterator[str]:
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
+        for number, line in enumerate(lines):
+            first = line.split(",")[0]
+            if number == 0 or (line.endswith("\n") and first.isdigit() and int(first) <= (step or 0)):
+                yield line
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        part = self._path.with_name(self._path.name + ".part")
+        with part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+        os.replace(part, self._path)
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`. On resume, events after the resumed step are purged from the view."""
+
+    def __init__(self, info: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = None if info.resume_step is None else info.resume_step + 1
+        # as long a queue as a step has metrics: `write` flushes it
+        self._writer = SummaryWriter(str(info.run_dir / "tensorboard"), purge_step=purge, max_queue=1000)
+
+    def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step, walltime=seconds)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+# name in the configuration: (how it is made, module that must be importable)
+BACKENDS: dict[str, tuple[Callable[[RunInfo], Backend], str | None]] = {
+    "jsonl": (JsonLines, None),
+    "csv": (Csv, None),
+    "tensorboard": (TensorBoard, "tensorboard"),
+    "wandb": (Wandb, "wandb"),
+    "mlflow": (MLflow, "mlflow"),
+    "swanlab": (SwanLab, "swanlab"),
+}
+# These only write files of the run, and are written to at once; all others have a thread each.
+LOCAL = ("jsonl", "csv", "tensorboard")
+
+
+def check_backends(names: tuple[str, ...] | list[str], key: str = "run.log_with") -> None:
+    """Raise one ConfigError that lists every unknown or not installed backend. Imports none of them."""
+    mistakes = []
+    for name in names:
+        if ":" in name:
+            continue  # one of the user's own
+        if name not in BACKENDS:
+            mistakes.append(f"{key}: there is no tracker {name!r}; there are {', '.join(BACKENDS)}")
+        elif missing_module(name) is not None:
+            mistakes.append(f"{key}: {how_to_install(name)}")
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
+
+
+def make_backend(name: str, info: RunInfo) -> Backend:
+    """A tracker by its name, or one of the user's own, named as module:object or file.py:object.
+
+    Raises:
+        Exception: whatever the tracker's library raises; ConfigError, where there is none of this name.
+    """
+    if ":" in name:
+        from megaverl.plugins import load_object
+
+        made: Backend = load_object(name, "run.log_with")(info)
+        return made
+    check_installed(name)
+    return BACKENDS[name][0](info)
+
+
+def check_installed(name: str) -> None:
+    """Raise a ConfigError where there is no such tracker, or its package is absent."""
+    if ":" in name:
+        return
+    if name not in BACKENDS:
+        raise ConfigError(f"there is no tracker {name!r}; there are {', '.join(BACKENDS)}, or module:object")
+    if missing_module(name) is not None:
+        raise ConfigError(how_to_install(name))
+
+
+def missing_module(name: str) -> str | None:
+    """The module that a known backend needs and that is not installed; None when it can be used."""
+    module = BACKENDS[name][1]
+    return module if module is not None and importlib.util.find_spec(module) is None else None
+
+
+def how_to_install(name: str) -> str:
+    """What to do about a backend whose package is absent."""
+    return f"the tracker {name!r} is not installed: pip install 'megaverl[{name}]', or leave it out"
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, float]]:
+    """The records of a metrics.jsonl, numbers as floats; a torn last line is left out."""
+    records = []
+    for line in Path(path).read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n"):
+            records.append({key: float(value) for key, value in json.loads(line).items()})
+    return records
+
+
+def _json_number(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def _json_lines_until(path: Path, step: int | None) -> Iterator[str]:
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= (step or 0):
+            yield line
+
+
+def _start_file(path: Path, resume_step: int | None, kept: Callable[[], Iterator[str]]) -> None:
+    """Cut an existing file to what a resumed run keeps, or put it aside for a fresh run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    if resume_step is None:
+        number = 1
+        while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
+            number += 1
+        os.replace(path, aside)
+        return
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(kept()), encoding="utf-8")
+    os.replace(part, path)

@@ -1,0 +1,50 @@
+"""One of two ranks that add a tensor up, and try whether they may read each other's memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megaverl.distributed.worlds import job_store
+from megaverl.monitoring.doctor.trials import RANKS, answer
+
+NUMEL = 4 * 2**20
+ROUNDS = 5
+
+
+def main() -> None:
+    rank = int(os.environ["RANK"])
+    with_gpus = torch.cuda.device_count() >= RANKS
+    device = torch.device("cuda", rank) if with_gpus else torch.device("cpu")
+    if with_gpus:
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=60)
+    store, rank, size = job_store(timeout)
+    dist.init_process_group("nccl" if with_gpus else "gloo", timeout=timeout, store=store, rank=rank, world_size=size)
+    tensor = torch.full((NUMEL,), float(rank + 1), device=device)
+    dist.all_reduce(tensor)  # the first opens the connections
+    expected = sum(range(1, RANKS + 1))
+    if not bool((tensor == expected).all()):
+        raise SystemExit(f"the sum is wrong: found {float(tensor[0])}, expected {expected}")
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(ROUNDS):
+        dist.all_reduce(tensor)
+    if with_gpus:
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - start) / ROUNDS
+    if rank == 0:
+        nbytes = tensor.numel() * tensor.element_size()
+        where = "over NCCL on two GPUs" if with_gpus else "over gloo"
+        if not with_gpus and torch.cuda.is_available():
+            where += " (one GPU is too few to try NCCL)"
+        answer(f"right, {where}: {nbytes / 2**20:.0f} MiB in {seconds * 1e3:.1f} ms")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Between ranks and nodes: NCCL's and gloo's settings, interfaces, names, ports."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import torch
+
+from megaverl.monitoring.doctor.finding import Finding
+from megaverl.platform import platform
+
+PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX", "MASTER_", "UCX_", "OMP_NUM", "VLLM_HOST")
+INTERFACE_SETTINGS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+TORCHRUN_PORT = 29500
+INFINIBAND = Path("/sys/class/infiniband")
+
+
+def network() -> Iterator[Finding]:
+    """Everything that decides how ranks find and reach each other."""
+    yield _backend()
+    interfaces = _interfaces()
+    yield Finding("network", "interfaces", "ok", ", ".join(f"{k} {v}" for k, v in interfaces.items()) or "none but lo")
+    yield from _settings(set(interfaces) | {"lo"})
+    yield _infiniband()
+    yield from _names()
+    yield from _ports()
+
+
+def _backend() -> Finding:
+    if platform.is_cuda and torch.distributed.is_nccl_available():
+        return Finding("network", "backend", "ok", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
+    if platform.is_cuda:
+        return Finding("network", "backend", "fail", "torch has no NCCL", "install a torch that is built with NCCL")
+    return Finding("network", "backend", "ok", "gloo")
+
+
+def _interfaces() -> dict[str, str]:
+    """Name -> IPv4 address of every interface that is up, the loopback left out."""
+    up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
+    found = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        for address in addresses:
+            if name in up and address.family == socket.AF_INET and not address.address.startswith("127."):
+                found[name] = address.address
+    return found
+
+
+def _settings(interfaces: set[str]) -> Iterator[Finding]:
+    """What the environment says, and what of it cannot be."""
+    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
+    yield Finding("network", "settings", "ok", ", ".join(f"{k}={v}" for k, v in given.items()) or "none: defaults")
+    for name in INTERFACE_SETTINGS:
+        value = given.get(name, "")
+        wanted = [part for part in value.lstrip("=").split(",") if part]
+        if not wanted or value.startswith("^"):
+            continue
+        # NCCL takes prefixes, gloo whole names
+        fits = any(
+            other == each or (name.startswith("NCCL") and other.startswith(each))
+            for each in wanted
+            for other in interfaces
+        )
+        if not fits:
+            mend = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"
+            yield Finding("network", name, "fail", f"{value}: no such interface here", mend)
+    if given.get("NCCL_IB_DISABLE") == "1" and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
+        found = "1, although there is an InfiniBand device: nodes talk over TCP, many times slower"
+        yield Finding("network", "NCCL_IB_DISABLE", "warn", found, "unset NCCL_IB_DISABLE")
+    if given.get("NCCL_P2P_DISABLE") == "1":
+        found = "1: GPUs of one node talk through host memory"
+        yield Finding("network", "NCCL_P2P_DISABLE", "warn", found, "unset it, unless peer access is broken here")
+
+
+def _infiniband() -> Finding:
+    devices = sorted(path.name for path in INFINIBAND.iterdir()) if INFINIBAND.is_dir() else []
+    if devices:
+        return Finding("network", "InfiniBand/RoCE", "ok", ", ".join(devices))
+    return Finding("network", "InfiniBand/RoCE", "note", "none: between nodes everything goes over TCP")
+
+
+def _names() -> Iterator[Finding]:
+    """Gloo looks this machine's own name up; ranks look MASTER_ADDR up."""
+    own = socket.gethostname()
+    for what, name in (("host name", own), ("MASTER_ADDR", os.environ.get("MASTER_ADDR", ""))):
+        if not name:
+            continue
+        try:
+            address = socket.gethostbyname(name)
+        except OSError as error:
+            mend = "add the name to /etc/hosts, or set MASTER_ADDR to the first node's address"
+            if what == "host name":
+                mend = (
+                    "add the name to /etc/hosts, or name an interface with GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
+                )
+            yield Finding("network", what, "fail" if what == "MASTER_ADDR" else "warn", f"{name}: {error}", mend)
+        else:
+            yield Finding("network", what, "ok", f"{name} is {address}")
+
+
+def _ports() -> Iterator[Finding]:
+    port = int(os.environ["MASTER_PORT"]) if os.environ.get("MASTER_PORT", "").isdigit() else TORCHRUN_PORT
+    name = f"port {port}"
+    if is_free(port):
+        yield Finding("network", name, "ok", "free")
+    else:
+        mend = "another job may use it: give torchrun another --master-port (or end that job)"
+        yield Finding("network", name, "warn", "in use", mend)
+    low, high = _ephemeral()
+    if high - low < 4096:
+        found = f"{low} to {high}: ranks and engines open many"
+        mend = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+        yield Finding("network", "ports for connections", "warn", found, mend)
+    else:
+        yield Finding("network", "ports for connections", "ok", f"{low} to {high}")
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen there."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _ephemeral() -> tuple[int, int]:
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    low, high = path.read_text().split() if path.exists() else ("32768", "60999")
+    return int(low), int(high)

@@ -1,0 +1,133 @@
+"""What is tried and not only looked at: ranks that add a tensor up, and an engine that generates a token.
+
+Each trial runs in processes of its own, so that nothing that hangs or crashes there takes the report along.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from megaverl.monitoring.doctor.finding import Finding
+from megaverl.processes import ending_with_parent
+
+RANKS = 2
+LAST_LINES = 6
+KEPT_APART = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Trial:
+    """Processes that were started, and what is to be said of them.
+
+    Args:
+        name: of the finding.
+        module: run as `python -m module`; its last line on stdout is JSON with `found`.
+        ranks: how many processes.
+        mend: what to do where it fails.
+    """
+
+    def __init__(self, name: str, module: str, ranks: int, mend: str, environment: dict[str, str]) -> None:
+        self.name, self.mend = name, mend
+        self._start = time.monotonic()
+        self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - read by finish()
+        port = str(_free_port())
+        kept = {key: value for key, value in os.environ.items() if key not in KEPT_APART}
+        self._processes = [
+            subprocess.Popen(
+                ending_with_parent([sys.executable, "-m", module]),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={
+                    **kept,
+                    **environment,
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(ranks),
+                    "LOCAL_WORLD_SIZE": str(ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": port,
+                },
+            )
+            for rank, log in enumerate(self._logs)
+        ]
+
+    def finish(self, deadline: float) -> Finding:
+        """Wait until `deadline` (of time.monotonic) at most, end what is left, and say how it went."""
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return self._cut_off()
+        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
+        if failed:
+            found = f"rank {failed[0]} ended with {self._processes[failed[0]].returncode}:\n{self._tail(failed[0])}"
+            return Finding("trials", self.name, "fail", found, self.mend)
+        answer: dict[str, Any] = json.loads(self._lines(0)[-1])
+        return Finding("trials", self.name, answer.get("status", "ok"), answer["found"], answer.get("mend", ""))
+
+    def _cut_off(self) -> Finding:
+        for process in self._processes:
+            if process.poll() is None:
+                process.kill()
+        for process in self._processes:
+            process.wait()
+        seconds = time.monotonic() - self._start
+        found = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(0)}"
+        return Finding("trials", self.name, "fail", found, f"give it longer with --timeout 120; then: {self.mend}")
+
+    def _lines(self, rank: int) -> list[str]:
+        self._logs[rank].seek(0)
+        return self._logs[rank].read().decode(errors="replace").strip().splitlines()
+
+    def _tail(self, rank: int) -> str:
+        return "\n".join(self._lines(rank)[-LAST_LINES:]) or "(it said nothing)"
+
+
+def start_trials(*, generate: bool) -> Iterator[Trial]:
+    """Start the trials; all run at the same time."""
+    one_each = torch.cuda.device_count() >= RANKS
+    network = "look at the section network; NCCL_DEBUG=INFO shows what NCCL tries"
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    yield Trial(
+        "all-reduce of two ranks",
+        "megaverl.monitoring.doctor.all_reduce",
+        RANKS,
+        network if one_each else "name a working interface with GLOO_SOCKET_IFNAME (such as lo)",
+        environment,
+    )
+    if generate:
+        yield Trial(
+            "one token",
+            "megaverl.monitoring.doctor.one_token",
+            1,
+            "the last lines say why; VLLM_LOGGING_LEVEL=INFO says more, rollout.engine=hf does without vLLM",
+            environment,
+        )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def answer(found: str, **more: str) -> None:
+    """What a trial's process says as its last line."""
+    print(json.dumps({"found": found, **more}), flush=True)
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder for one trial, in shared memory where there is one."""
+    fast = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(dir=fast if os.access(fast, os.W_OK) else None)

@@ -1,0 +1,121 @@
+"""The numbers of a run, written to every place that was asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megaverl.errors import ConfigError
+from megaverl.monitoring.backend import Backend, RunInfo
+from megaverl.monitoring.backends import LOCAL, check_installed, make_backend
+from megaverl.monitoring.queued import Queued
+
+
+def warn_on_stderr(text: str) -> None:
+    """How a tracker warns when nothing else is given."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class Tracker:
+    """Writes metrics to `metrics.jsonl`, always, and to the other backends asked for.
+
+    Made by rank 0 only. A backend that cannot start or fails later is left out with one warning: no tracker
+    ever stops training, nor does training wait for one that is slow (`Queued`). (`check_backends` tells a mistake in
+    the configuration before the run begins.)
+
+    run_dir:      the run's folder, made when absent.
+    backends:     names out of `BACKENDS`, or module:object, see `make_backend`.
+    only:         patterns such as "reward/*": which metrics go to the others; metrics.jsonl has them all.
+    resume_step:  the last step of the checkpoint resumed from; later records are dropped. None: a fresh run.
+    config:       the resolved configuration, for the backends that show it.
+    warn:         takes each warning, e.g. `console.warn`.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        backends: Iterable[str] = ("jsonl", "tensorboard"),
+        *,
+        only: Sequence[str] = ("*",),
+        resume_step: int | None = None,
+        name: str | None = None,
+        project: str = "megaverl",
+        config: Mapping[str, Any] | None = None,
+        warn: Callable[[str], None] = warn_on_stderr,
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self._warn = warn
+        self._only = tuple(only)
+        info = RunInfo(self.run_dir, name or self.run_dir.name, project, config or {}, resume_step)
+        self._backends: dict[str, Backend] = {}
+        for backend in dict.fromkeys(["jsonl", *backends]):
+            self._start(backend, info)
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """The backends that are still written to."""
+        return tuple(name for name, backend in self._backends.items() if getattr(backend, "works", True))
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one record. Values are numbers or tensors of one element; anything else is a TypeError."""
+        numbers = {key: _number(key, value) for key, value in metrics.items()}
+        seconds = time.time()
+        some = {key: value for key, value in numbers.items() if any(fnmatch(key, one) for one in self._only)}
+        for name in list(self._backends):
+            if not some and name != "jsonl":
+                continue
+            try:
+                self._backends[name].write(step, seconds, numbers if name == "jsonl" else some)
+            except Exception as error:  # whatever a tracker's library raises
+                del self._backends[name]
+                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {_say(error)}")
+
+    def close(self) -> None:
+        """Finish every backend. A second call does nothing."""
+        for name, backend in list(self._backends.items()):
+            del self._backends[name]
+            try:
+                backend.close()
+            except Exception as error:  # whatever a tracker's library raises
+                self._warn(f"the tracker {name!r} did not close cleanly: {_say(error)}")
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _start(self, name: str, info: RunInfo) -> None:
+        try:
+            self._backends[name] = make_backend(name, info) if name in LOCAL else self._queued(name, info)
+        except ConfigError as error:
+            self._warn(str(error))
+        except Exception as error:  # whatever a tracker's library raises
+            self._warn(f"the tracker {name!r} could not start and is left out: {_say(error)}")
+
+    def _queued(self, name: str, info: RunInfo) -> Backend:
+        check_installed(name)
+        return Queued(name, lambda: make_backend(name, info), lambda why: self._warn(f"the tracker {name!r}: {why}"))
+
+
+MetricsTracker = Tracker  # the name that programs import
+
+
+def _number(key: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        found = f"{type(value).__name__}: {value!r}"
+        raise TypeError(f"metric {key!r} must be one number, got {found}") from error
+
+
+def _say(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

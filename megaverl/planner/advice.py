@@ -1,0 +1,182 @@
+"""What does not fit, and the nearest setting that would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from megaverl.config import Config
+from megaverl.config.errors import divisors
+from megaverl.errors import ConfigError
+from megaverl.planner.job import Job, make_job
+from megaverl.planner.machine import GB
+from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
+
+MOST_TRIED = 400
+MOST_TOGETHER = 3
+FOLLOWERS = ("critic", "reference")  # their grids and caps are the actor's where they were the same
+
+# (key, value), or "--nodes" and their number
+Setting = tuple[str, Any]
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """One thing that does not fit.
+
+    Attributes:
+        what: a phase of the step, or "KV cache".
+        rank: where it is worst.
+        needed, available: bytes.
+    """
+
+    what: str
+    rank: int
+    needed: float
+    available: float
+
+    def __str__(self) -> str:
+        over = (self.needed - self.available) / GB
+        if self.what == "KV cache":
+            return (
+                f"KV cache: {self.available / GB:.2f} GB are left for it, {over:.2f} GB less than one sequence of "
+                "full length needs"
+            )
+        return (
+            f"{self.what}: rank {self.rank} needs {self.needed / GB:.1f} GB of {self.available / GB:.1f}, "
+            f"{over:.1f} GB too much"
+        )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The nearest settings that fit, and how many were looked at; none if `settings` is empty."""
+
+    settings: tuple[Setting, ...]
+    tried: int
+    peak: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.settings:
+            return f"none of {self.tried} settings nearby fits: use more nodes, or a smaller model."
+        words = [f"{k} {v}" if k.startswith("--") else f"{k}={_yaml(v)}" for k, v in self.settings]
+        return f"{' '.join(words)}  (then {self.peak / GB:.1f} GB on the fullest rank)"
+
+
+def shortages(job: Job, memory: list[RankMemory]) -> list[Shortage]:
+    """Every phase in which a rank needs more than its GPU has, and a cache that holds no sequence."""
+    found = []
+    for phase in phases_of(memory):
+        worst = max(memory, key=lambda rank: rank.phases.get(phase, 0.0))
+        if worst.phases[phase] > job.machine.memory:
+            found.append(Shortage(phase, worst.rank, worst.phases[phase], job.machine.memory))
+    engine = memory[0].engine
+    if engine.concurrency < 1:
+        found.append(Shortage("KV cache", 0, engine.longest * engine.bytes_per_token, max(0.0, engine.cache)))
+    return found
+
+
+def stage_ranks(job: Job) -> list[int]:
+    """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""
+    stages = {role.ranks[role.grid.rank(pp=s)] for role in job.roles for s in range(role.grid.pp)}
+    return sorted({*stages, job.rollout.ranks[0]})
+
+
+def advise(job: Job) -> Advice:
+    """Try settings in the order of their distance: one change, then two, then three; the first that fits.
+
+    Looked at: sleep, offload of the reference and of the optimizer, vLLM's share of the memory, micro-batch tokens,
+    chunked logits, activation checkpointing, pp, tp, the engine's tp, and more nodes. Precision and the algorithm are
+    left alone.
+    """
+    singles = list(_candidates(job))
+    tried = 0
+    for together in range(1, MOST_TOGETHER + 1):
+        choices = [c for c in combinations(singles, together) if len({_subject(s) for _, s in c}) == together]
+        for choice in sorted(choices, key=lambda c: sum(cost for cost, _ in c)):
+            if tried == MOST_TRIED:
+                return Advice((), tried)
+            tried += 1
+            settings = tuple(setting for _, setting in choice)
+            try:
+                other = with_settings(job, settings)
+                memory = MemoryModel(other).ranks(stage_ranks(other))
+            except ConfigError:
+                continue  # a grid that does not divide the world or the model
+            if not shortages(other, memory):
+                return Advice(settings, tried, max(rank.peak for rank in memory))
+    return Advice((), tried)
+
+
+def _candidates(job: Job) -> Iterator[tuple[float, Setting]]:
+    """(cost, setting): how far each is from what was asked for, and how much it slows the run."""
+    config, actor = job.config, job.config.actor
+    if not config.rollout.sleep:
+        yield 1.0, ("rollout.sleep", True)
+    if config.uses_reference and not config.reference.offload:
+        yield 1.0, ("reference.offload", True)
+    share = round(float(config.rollout.vllm.get("gpu_memory_utilization", 0.92)) * 100)
+    for other in range(20, 96, 5):
+        if other != share:
+            yield 1.0 + abs(other - share) / 20, ("rollout.vllm.gpu_memory_utilization", other / 100)
+    tokens, steps = actor.micro_batch_tokens, 0
+    while tokens > config.max_tokens:
+        tokens, steps = max(config.max_tokens, tokens // 2), steps + 1
+        yield 1.0 + 0.5 * steps, ("actor.micro_batch_tokens", tokens)
+    if actor.activation_checkpointing == "none" and "recompute_granularity" not in actor.megatron:
+        yield 2.0, ("actor.activation_checkpointing", "full")
+    if not actor.chunked_logits:
+        yield 2.0, ("actor.chunked_logits", True)
+    if not actor.offload.optimizer:
+        yield 2.6, ("actor.offload", {"optimizer": True, "gradients": True})
+    for size in divisors(job.spec.num_layers):
+        if actor.pp < size <= 8 * actor.pp:
+            yield 2.0 + size / actor.pp / 4, ("actor.pp", size)
+    for size in divisors(job.machine.gpus_per_node):
+        if size > actor.tp:
+            yield 2.0 + size / actor.tp / 2, ("actor.tp", size)
+        if size > config.rollout.tp:
+            yield 2.0 + size / config.rollout.tp / 2, ("rollout.tp", size)
+    for factor in (2, 4, 8):
+        nodes = -(-job.world * factor // job.machine.gpus_per_node)
+        yield 4.0 + factor, ("--nodes", nodes)
+
+
+def _subject(setting: Setting) -> str:
+    return setting[0]
+
+
+def with_settings(job: Job, settings: tuple[Setting, ...]) -> Job:
+    """The job with these settings; critic and reference follow the actor where they were like it.
+
+    Raises:
+        ConfigError: a grid that does not fit.
+    """
+    values, world = job.config.to_dict(), job.world
+    for key, value in settings:
+        if key == "--nodes":
+            world = value * job.machine.gpus_per_node
+            continue
+        section, name, *rest = key.split(".")
+        mine = values["actor"].get(name)
+        followers = [role for role in FOLLOWERS if section == "actor" and values[role].get(name, ...) == mine]
+        for place in (section, *followers):
+            _set(values[place], [name, *rest], value)
+    return make_job(Config.model_validate(values), job.spec, world, job.machine)
+
+
+def _set(mapping: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        mapping = mapping.setdefault(name, {})
+    if isinstance(value, dict):
+        mapping[path[-1]] = {**mapping.get(path[-1], {}), **value}
+    else:
+        mapping[path[-1]] = value
+
+
+def _yaml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "'{" + ", ".join(f"{k}: {_yaml(v)}" for k, v in value.items()) + "}'"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,255 @@
+"""Megatron-core's gradient and parameter buffers and the distributed optimizer's share of them, to the byte.
+
+Source: megatron-core 0.16, `distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer`),
+`distributed/distributed_data_parallel.py` and `optimizer/distrib_optimizer.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+from megaverl.sharding.boxes import whole
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.low_rank import ADAPTER, LowRank, adapter_names, factor_layout
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1}
+PARAM_ALIGNMENT = 64  # elements, so that parameters start at 128 bytes
+BUCKET_ALIGNMENT = 128  # elements, so that buckets start at 256 bytes
+BUSBW_ALIGNMENT = 2**16
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained local tensor: elements, and what decides its place in the buffers."""
+
+    name: str
+    numel: int
+    is_expert: bool = False
+    is_shared_embedding: bool = False
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One contiguous buffer.
+
+    Attributes:
+        ranges: [start, end) of each parameter in it.
+        bucket_ends: where buckets end, padding included; every bucket is cut evenly over the replicas.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    bucket_ends: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements with padding."""
+        return self.bucket_ends[-1] if self.bucket_ends else 0
+
+    def owned(self, replica: int, num_replicas: int) -> int:
+        """Elements of parameters (no padding) that a replica's optimizer keeps."""
+        total = 0
+        for low, high in pairwise((0, *self.bucket_ends)):
+            part = (high - low) // num_replicas
+            start, end = low + replica * part, low + (replica + 1) * part
+            total += sum(max(0, min(end, b) - max(start, a)) for a, b in self.ranges)
+        return total
+
+
+@dataclass(frozen=True)
+class Options:
+    """The fields of DistributedDataParallelConfig and OptimizerConfig that decide sizes."""
+
+    distributed: bool
+    grads_in_fp32: bool
+    bucket_size: int | None
+    high_busbw: bool
+    precision_aware: bool
+    exp_avg_itemsize: int
+    exp_avg_sq_itemsize: int
+    main_itemsize: int
+    num_moments: int
+    offload: float
+
+    @classmethod
+    def read(cls, ddp: Mapping[str, Any], optimizer: Mapping[str, Any], num_replicas: int) -> Options:
+        """As `megaverl.workers.trainable` and megatron-core fill in what is left out."""
+        aware = bool(optimizer.get("use_precision_aware_optimizer", False))
+
+        def itemsize(field: str) -> int:
+            return ITEMSIZE[str(optimizer.get(field, "float32")).removeprefix("torch.")] if aware else 4
+
+        bucket = ddp.get("bucket_size") or max(40_000_000, 1_000_000 * num_replicas)
+        sgd = optimizer.get("optimizer", "adam") == "sgd"
+        return cls(
+            distributed=bool(ddp.get("use_distributed_optimizer", True)),
+            grads_in_fp32=bool(ddp.get("grad_reduce_in_fp32", False)),
+            bucket_size=bucket if ddp.get("overlap_grad_reduce", False) else None,
+            high_busbw=bool(ddp.get("pad_buckets_for_high_nccl_busbw", False)),
+            precision_aware=aware,
+            exp_avg_itemsize=itemsize("exp_avg_dtype"),
+            exp_avg_sq_itemsize=itemsize("exp_avg_sq_dtype"),
+            main_itemsize=itemsize("main_params_dtype"),
+            num_moments=1 if sgd else 2,
+            offload=float(optimizer.get("optimizer_offload_fraction", 0.0))
+            if optimizer.get("optimizer_cpu_offload", False)
+            else 0.0,
+        )
+
+
+@dataclass(frozen=True)
+class TrainedBytes:
+    """Bytes of one rank.
+
+    Attributes:
+        weights: the parameters, with the padding of their buffer under the distributed optimizer.
+        gradients: the gradient buffers.
+        optimizer: float32 master weights and Adam's two moments of this replica's share.
+        step: the float32 copy of 16-bit gradients of that share, which lives during the optimizer's step.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    step: int
+
+
+@lru_cache(maxsize=4096)
+def parameters_of(layout: Layout, *, expert_parallel: bool, tied: bool) -> tuple[tuple[Parameter, ...], ...]:
+    """The trained tensors of each model chunk, in the order in which GPTModel registers them.
+
+    Args:
+        expert_parallel: ep > 1: experts then have buffers of their own, over the expert-data ranks.
+        tied: one table serves the first and the last of several stages; it gets a bucket of its own.
+    """
+    chunks: dict[str, list[Parameter]] = {}
+    for name, shape in layout.local_shapes.items():
+        if name.endswith("router.expert_bias"):
+            continue  # a buffer that no gradient reaches
+        chunk, _, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
+        shared = tied and rest in ("embedding.word_embeddings.weight", "output_layer.weight")
+        expert = expert_parallel and ".mlp.experts." in rest
+        chunks.setdefault(chunk, []).append(Parameter(rest, whole(shape).numel, expert, shared))
+    return tuple(tuple(_registered(parameters)) for parameters in chunks.values())
+
+
+def adapters_of(
+    layout: Layout, adapters: Mapping[str, LowRank], trained: Collection[str] = ()
+) -> tuple[tuple[Parameter, ...], ...]:
+    """What `lora` trains in each model chunk, in the order in which GPTModel registers it.
+
+    Args:
+        layout: of the weights.
+        trained: weights that are trained whole besides.
+    """
+    factors = factor_layout(layout, adapters, adapter_names).local_shapes
+    whole_ones = {piece.local: layout.local_shapes[piece.local] for piece in layout.pieces if piece.tensor in trained}
+    chunks: dict[str, dict[str, list[Parameter]]] = {}
+    for name, shape in (factors | whole_ones).items():
+        chunk, _, rest = name.partition(".") if name.startswith("chunk") else ("", "", name)
+        layer = rest.partition(f".{ADAPTER}.")[0]
+        chunks.setdefault(chunk, {}).setdefault(layer, []).append(Parameter(rest, whole(shape).numel))
+    return tuple(
+        tuple(
+            parameter
+            for layer in _registered([Parameter(f"{layer}.weight", 0) for layer in layers])
+            for parameter in sorted(layers[layer.name.removesuffix(".weight")], key=lambda p: ".lora_B." in p.name)
+        )
+        for layers in chunks.values()
+    )
+
+
+def _registered(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Attention registers its output projection before those of query, key and value."""
+    ordered: list[Parameter] = []
+    for parameter in parameters:
+        if parameter.name.endswith("self_attention.linear_proj.weight"):
+            prefix = parameter.name.removesuffix("linear_proj.weight")
+            inner = [p.name for p in ordered if p.name.startswith(prefix) and "layer_norm" not in p.name]
+            place = next((i for i, p in enumerate(ordered) if inner and p.name == inner[0]), len(ordered))
+            ordered.insert(place, parameter)
+        else:
+            ordered.append(parameter)
+    return ordered
+
+
+def make_buffer(
+    parameters: Sequence[Parameter], num_replicas: int, bucket_size: int | None, options: Options
+) -> Buffer:
+    """Lay parameters out as `_ParamAndGradBuffer` does: in reverse, padded where the optimizer is distributed."""
+    align = PARAM_ALIGNMENT if options.distributed else 1
+    end_align = math.lcm(num_replicas, BUCKET_ALIGNMENT, BUSBW_ALIGNMENT if options.high_busbw else 1)
+    end_align = end_align if options.distributed else 1
+    ranges: list[tuple[int, int]] = []
+    ends: list[int] = []
+    place = bucket_start = 0
+    is_open = False
+
+    def close(end: int) -> int:
+        nonlocal bucket_start, is_open
+        ends.append(_up(end, end_align))
+        bucket_start, is_open = ends[-1], False
+        return ends[-1]
+
+    for parameter in reversed(parameters):
+        place = _up(place, align)
+        alone = parameter.is_shared_embedding and options.distributed
+        if alone and is_open:
+            place = close(place)
+        ranges.append((place, place + parameter.numel))
+        place += parameter.numel
+        is_open = True
+        if alone or (bucket_size is not None and place - bucket_start >= bucket_size):
+            place = close(place)
+    if is_open:
+        close(place)
+    return Buffer(tuple(ranges), tuple(ends))
+
+
+def trained_bytes(
+    chunks: Sequence[Sequence[Parameter]],
+    options: Options,
+    *,
+    itemsize: int,
+    dense: tuple[int, int],
+    expert: tuple[int, int],
+    first_stage: bool,
+) -> TrainedBytes:
+    """What DistributedDataParallel and the optimizer hold on one rank.
+
+    Args:
+        itemsize: bytes of a weight.
+        dense, expert: (number, count) of this rank among the replicas of dense weights (dp x cp) and of experts.
+        first_stage: buckets are cut on the first pipeline stage and in the first chunk alone.
+    """
+    grad_itemsize = 4 if options.grads_in_fp32 else itemsize
+    weights = gradients = optimizer = step = 0
+    for index, chunk in enumerate(chunks):
+        bucket_size = options.bucket_size if first_stage and index == 0 else None
+        for is_expert, (replica, count) in ((False, dense), (True, expert)):
+            members = [p for p in chunk if p.is_expert is is_expert]
+            if not members:
+                continue
+            buffer = make_buffer(members, count, bucket_size, options)
+            plain = sum(p.numel for p in members)
+            weights += itemsize * (buffer.numel if options.distributed else plain)
+            gradients += grad_itemsize * buffer.numel
+            owned = buffer.owned(replica, count) if options.distributed else plain
+            optimizer += owned * state_bytes(options, itemsize)
+            if itemsize < 4 and grad_itemsize < 4 and not options.precision_aware:
+                step += 4 * owned
+    return TrainedBytes(weights, gradients, round(optimizer * (1 - options.offload)), step)
+
+
+def state_bytes(options: Options, itemsize: int) -> int:
+    """Optimizer's bytes for one element: the master weight (none where weights are float32) and the moments."""
+    moments = options.exp_avg_itemsize + (options.exp_avg_sq_itemsize if options.num_moments == 2 else 0)
+    return moments + (options.main_itemsize if itemsize < 4 else 0)
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

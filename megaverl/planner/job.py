@@ -1,0 +1,246 @@
+"""A configuration as roles on ranks: each with a grid, a model and the layout of every one of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from megaverl.config import Config, InvalidConfig
+from megaverl.config.grids import grid_mistakes, is_placed, used_roles
+from megaverl.config.placement import resolve_placement, role_grids
+from megaverl.config.roles import GridConfig, TrainedConfig, recompute_fields
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.placement import Node, ResolvedPlacement, resolve
+from megaverl.models.architectures import weights_of
+from megaverl.models.classifier import read_model
+from megaverl.planner.buffers import ITEMSIZE
+from megaverl.planner.machine import Machine
+from megaverl.planner.stages import layer_split, padded_vocab_size
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.low_rank import LowRank, low_ranks
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.vllm import vllm_layouts
+
+
+@dataclass(frozen=True)
+class Role:
+    """A Megatron model on its ranks.
+
+    Attributes:
+        ranks: of the world, ascending; with islands of all of them.
+        islands: into how many worlds, each with a grid of its own, these ranks are split.
+        split: decoder layers of every (virtual) stage in model order.
+        layout_of: rank in the grid -> what it holds.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    grid: GridShape
+    spec: ModelSpec
+    config: GridConfig
+    split: tuple[int, ...]
+    layout_of: Callable[[int], Layout]
+    value_head: bool = False
+    islands: int = 1
+
+    def place(self, rank: int) -> int | None:
+        """The number of a rank in its grid; None where it has no part in the role."""
+        return self._places.get(rank)
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: number % self.grid.world_size for number, rank in enumerate(self.ranks)}
+
+    @property
+    def trained(self) -> TrainedConfig | None:
+        """Its settings as a role with an optimizer, or None."""
+        return self.config if isinstance(self.config, TrainedConfig) else None
+
+    @property
+    def adapters(self) -> dict[str, LowRank]:
+        """Its adapters by the name of the weight; none where all weights are trained, or none is.
+
+        Raises:
+            ModelError: targets that the model does not have.
+        """
+        lora = self.trained.lora if self.trained is not None else None
+        if lora is None:
+            return {}
+        weights = weights_of(self.spec, value_head=self.value_head)
+        return low_ranks(weights, lora.targets, lora.rank, f"{self.name}.lora")
+
+    @property
+    def recompute(self) -> dict[str, Any]:
+        """megatron-core's fields, those of `activation_checkpointing` below the role's own."""
+        if self.trained is None:
+            return self.config.megatron
+        dense = self.spec.moe is None or bool(self.spec.moe.num_dense_layers)
+        fields = recompute_fields(
+            self.trained.activation_checkpointing,
+            dense=dense,
+            experts=self.spec.moe is not None,
+            fused_attention=True,
+        )
+        return fields | self.config.megatron
+
+    def layers(self, stage: int) -> tuple[int, int]:
+        """(dense, mixture-of-experts) decoder layers that a rank of this pipeline stage holds."""
+        num_dense = self.spec.moe.num_dense_layers if self.spec.moe else self.spec.num_layers
+        dense = moe = first = 0
+        for number, count in enumerate(self.split):
+            if number % self.grid.pp == stage:
+                held = max(0, min(num_dense - first, count))
+                dense, moe = dense + held, moe + count - held
+            first += count
+        return dense, moe
+
+
+@dataclass(frozen=True)
+class RolloutRole:
+    """Engines of `tp` neighbouring ranks each."""
+
+    ranks: tuple[int, ...]
+    tp: int
+    expert_parallel: bool
+    layout_of: Callable[[int], Layout]
+
+    @property
+    def num_engines(self) -> int:
+        return len(self.ranks) // self.tp
+
+
+@dataclass(frozen=True)
+class Job:
+    """All roles of a run, on their ranks.
+
+    Attributes:
+        world: ranks of the job.
+        placement: who is where.
+    """
+
+    config: Config
+    spec: ModelSpec
+    machine: Machine
+    world: int
+    roles: tuple[Role, ...]
+    rollout: RolloutRole
+    placement: ResolvedPlacement
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of a weight: `model.dtype`, and auto is what a GPU takes."""
+        return ITEMSIZE["bfloat16" if self.config.model.dtype == "auto" else self.config.model.dtype]
+
+    @property
+    def aliases(self) -> bool:
+        """Whether engine weights may be the actor's own storage."""
+        away = self.config.actor.offload.parameters
+        shared = self.placement.colocated("actor", "rollout")
+        return shared and self.config.reshard.alias == "auto" and not self.config.reshard.overlap and not away
+
+    @property
+    def actor(self) -> Role:
+        return self.roles[0]
+
+
+def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | None = None) -> Job:
+    """Lay the configuration's roles over `world` ranks.
+
+    Raises:
+        InvalidConfig: grids that the model or the world does not divide; all of them.
+        GridError: what only shows when layers and heads are dealt out.
+    """
+    mistakes = list(grid_mistakes(config, "train", spec, world))
+    if mistakes:
+        raise InvalidConfig(mistakes, "the configuration, the model and the world")
+    machine = machine or Machine()
+    placement = _placement(config, world, machine)
+    sections = {"actor": config.actor} | ({"critic": config.critic} if config.uses_critic else {})
+    roles = [_role(name, each, spec, placement, value_head=name == "critic") for name, each in sections.items()]
+    if config.uses_reference and not config.reference_is_actor:
+        roles.append(_role("reference", config.reference, spec, placement))
+    roles += _reward_models(config, spec, placement)
+    expert_parallel = spec.moe is not None and bool(config.rollout.vllm.get("enable_expert_parallel", False))
+    layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel)
+    rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
+    return Job(config, spec, machine, world, tuple(roles), rollout, placement)
+
+
+def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:
+    """Who is where, on nodes that are called by their number, or as `placement` does."""
+    sizes = [min(machine.gpus_per_node, world - first) for first in range(0, world, machine.gpus_per_node)]
+    nodes = [Node(name, size) for name, size in zip(_node_names(config, len(sizes)), sizes, strict=True)]
+    if is_placed(config):
+        return resolve_placement(config.placement, role_grids(config, used_roles(config, "train")), world, nodes)
+    return resolve({}, world, dict.fromkeys([*used_roles(config, "train"), "rollout", "reward"]), nodes)
+
+
+def _node_names(config: Config, count: int) -> list[str]:
+    """All nodes are alike to a plan: those that the configuration names are the first ones that it does not number."""
+    wanted, _ = config.placement.wanted()
+    said = [node for place in wanted.values() for node in place.nodes or ()]
+    named = dict.fromkeys(node for node in said if isinstance(node, str))
+    unnumbered = (number for number in range(count) if number not in said)
+    places = dict(zip(unnumbered, named, strict=False))
+    return [places.get(number, f"node {number}") for number in range(count)]
+
+
+def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement) -> Iterator[Role]:
+    """Those on Megatron: the ones of `reward`, and PRIME's, which has no value head."""
+    section = config.reward_model
+    scoring = GridConfig(**{name: getattr(section, name) for name in GridConfig.model_fields})
+    is_implicit = config.estimator_reads("implicit_rewards")
+    if is_implicit:
+        yield _role("reward_model", section, spec, placement, on="actor")
+    for entry in config.reward:
+        if entry.path is not None and entry.engine == "megatron":
+            trained = config.trains_reward_model and not is_implicit
+            model = _spec_of(entry.path, spec)
+            yield _role(entry.label, section if trained else scoring, model, placement, on="reward", value_head=True)
+
+
+def _spec_of(path: str | None, spec: ModelSpec) -> ModelSpec:
+    """Of a role's own folder; of one that is not here yet, the actor's stands for it."""
+    folder = Path(path) if path else None
+    return read_model(folder)[1] if folder and (folder / "config.json").is_file() else spec
+
+
+def _role(
+    name: str,
+    config: GridConfig,
+    spec: ModelSpec,
+    placement: ResolvedPlacement,
+    *,
+    on: str = "",
+    value_head: bool = False,
+) -> Role:
+    """
+    Args:
+        on: the role whose ranks it has; its own where this is empty.
+    """
+    spec, ranks = _spec_of(getattr(config, "path", None), spec), placement.ranks[on or name]
+    islands = len(placement.islands) if placement.colocated(on or name, "actor") else 1
+    sizes = {size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")}
+    grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
+    split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))
+    layouts = _model_layouts(spec, grid, split, value_head)
+    return Role(name, ranks, grid, spec, config, split, layouts, value_head, islands)
+
+
+# Kept, since a search for settings that fit asks for the same ones again and again.
+@lru_cache(maxsize=64)
+def _model_layouts(
+    spec: ModelSpec, grid: GridShape, split: tuple[int, ...], value_head: bool
+) -> Callable[[int], Layout]:
+    weights = weights_of(spec, value_head=value_head)
+    padded = padded_vocab_size(spec.vocab_size, grid.tp)
+    return megatron_layouts(weights, spec, grid, padded_vocab_size=padded, layer_split=split)
+
+
+@lru_cache(maxsize=16)
+def _engine_layouts(spec: ModelSpec, tp: int, expert_parallel: bool) -> Callable[[int], Layout]:
+    return vllm_layouts(weights_of(spec), spec, tp, expert_parallel=expert_parallel)

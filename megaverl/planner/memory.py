@@ -1,0 +1,286 @@
+"""Memory of every rank: what each role holds, and the busiest moment of each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from megaverl.planner.activations import (
+    LayerShape,
+    Recompute,
+    StageLoad,
+    chunked_head_bytes,
+    head_bytes,
+    in_flight,
+    stage_bytes,
+)
+from megaverl.planner.buffers import Options, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
+from megaverl.planner.engine import EngineBytes, engine_bytes
+from megaverl.planner.job import Job, Role
+from megaverl.planner.stages import padded_vocab_size
+from megaverl.planner.traffic import aliased_elements
+
+MB = 2**20  # of `reshard.bucket_mb`
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parts: role -> component -> bytes.
+        moments: phase of a step -> what is in use at its busiest -> bytes; the machine's reserve among them.
+        engine: how the rollout engine divides its share.
+    """
+
+    rank: int
+    parts: dict[str, dict[str, float]]
+    moments: dict[str, dict[str, float]]
+    engine: EngineBytes = field(repr=False)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Phase of a step -> bytes in use at its busiest."""
+        return {phase: sum(used.values()) for phase, used in self.moments.items()}
+
+    @property
+    def peak(self) -> float:
+        return max(self.phases.values(), default=0.0)
+
+
+class MemoryModel:
+    """Computes `RankMemory`; ranks that hold as much share the work."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._stage_parameters = cache(self._make_stage_parameters)
+        self._trained = cache(self._make_trained)
+        self._activations = cache(self._make_activations)
+        config = job.config
+        self._engine = engine_bytes(
+            job.spec,
+            job.rollout.layout_of(0),
+            job.rollout.tp,
+            config.rollout.vllm,
+            itemsize=job.itemsize,
+            memory=job.machine.memory,
+            sequences=-(-config.samples_per_step // job.rollout.num_engines),
+            longest=config.max_tokens,
+        )
+
+    def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
+        """Of these ranks; of all where none are given."""
+        return [self.rank(rank) for rank in (range(self.job.world) if ranks is None else ranks)]
+
+    def rank(self, rank: int) -> RankMemory:
+        """Of one rank."""
+        job = self.job
+        parts: dict[str, dict[str, float]] = {}
+        held = {"reserve": job.machine.reserve, "training": 0.0, "frozen": 0.0}
+        loads: dict[str, dict[str, float]] = {}
+        for role in job.roles:
+            place = role.place(rank)
+            if place is None:
+                continue
+            train, score = self._activations(role.name, role.grid.coords(place).pp)
+            if role.trained is not None:
+                parts[role.name] = self._train(role, rank, (train, score), held, loads)
+                continue
+            weights = self.weights(role, rank)
+            parts[role.name] = {"weights": weights, "activations": score}
+            loads[f"{role.name} forward"] = {"activations": score}
+            if role.name == "reference" and job.config.reference.offload:
+                loads[f"{role.name} forward"]["frozen"] = weights
+            else:
+                held["frozen"] += weights
+        aliased, engine, generates = self._aliased_on(rank), self._engine, rank in job.rollout.ranks
+        if generates:
+            parts["rollout"] = {
+                "weights": engine.weights - aliased,
+                "aliased": aliased,
+                "KV cache": max(0.0, engine.cache),
+                "workspace": engine.workspace,
+            }
+        moves = job.world > 1 and (generates or rank in job.placement.islands[0])
+        buckets = 2 * job.config.reshard.bucket_mb * MB if moves else 0
+        if moves or job.world == 1:
+            parts["reshard"] = {"buckets": buckets}
+        if job.config.actor.offload.parameters and rank in job.actor.ranks:
+            loads["reshard"] = {"training": parts["actor"]["weights"]}
+        moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
+        return RankMemory(rank, parts, moments, engine)
+
+    def _train(
+        self,
+        role: Role,
+        rank: int,
+        activations: tuple[float, float],
+        held: dict[str, float],
+        loads: dict[str, dict[str, float]],
+    ) -> dict[str, float]:
+        """The parts of a role with an optimizer; `held` and `loads` are added to.
+
+        Args:
+            activations: (while training, while scoring).
+        """
+        assert role.trained is not None
+        (train, score), trained, offload = activations, self.trained(role, rank), role.trained.offload
+        weights = float(trained.weights)
+        if role.trained.lora is not None:
+            weights += self.weights(role, rank, without="output_layer.weight" if role.value_head else "")
+        away = {
+            "parameters": weights if offload.parameters else 0.0,
+            "gradients": float(trained.gradients) if offload.gradients else 0.0,
+            "optimizer": float(trained.optimizer) if offload.optimizer else 0.0,
+        }
+        held["training"] += weights + trained.gradients + trained.optimizer - sum(away.values())
+        loads[f"{role.name} forward"] = {"activations": score, "training": away["parameters"]}
+        # the optimizer's state comes for the first step of an update and stays until its last
+        algorithm = self.job.config.algorithm
+        stays = away["optimizer"] if algorithm.num_epochs * algorithm.num_mini_batches > 1 else 0.0
+        loads[f"{role.name} update"] = {
+            "activations": max(train, trained.step + away["optimizer"] - stays),
+            "training": away["parameters"] + away["gradients"] + stays,
+        }
+        return {
+            "weights": weights,
+            "gradients": trained.gradients,
+            "optimizer": trained.optimizer,
+            "activations": train,
+        }
+
+    def _moments(
+        self, held: dict[str, float], loads: dict[str, dict[str, float]], aliased: float, buckets: float
+    ) -> dict[str, dict[str, float]]:
+        """What is in use in each phase; `held` always is, each of `loads` in the phase that it is of."""
+        engine, config = self._engine, self.job.config
+        own = {"engine weights": engine.weights - aliased, "KV cache": max(0.0, engine.cache)}
+        if config.reshard.overlap:  # the next weights, beside the present ones
+            own["engine weights"] += engine.weights
+        resting = {} if config.rollout.sleep else own
+        return {
+            # vLLM asks for its whole share before anything is aliased
+            "engine start": held | own | {"engine weights": engine.weights, "activations": engine.workspace},
+            "generate": held | own | {"activations": engine.workspace},
+            "reshard": _sum(held | own | {"buckets": buckets}, loads.get("reshard", {})),
+        } | {phase: _sum(held | resting, load) for phase, load in loads.items() if phase != "reshard"}
+
+    def weights(self, role: Role, rank: int, without: str = "") -> int:
+        """The role's parameters as its layout gives them, without any buffer's padding.
+
+        Args:
+            without: the name of one that is left out, a critic's head that is trained beside adapters.
+        """
+        chunks = self._stage_parameters(role.name, role.grid.coords(role.place(rank) or 0).pp)
+        return sum(p.numel for chunk in chunks for p in chunk if p.name != without) * self.job.itemsize
+
+    def trained(self, role: Role, rank: int) -> TrainedBytes:
+        """What training adds to a role on this rank."""
+        coords = role.grid.coords(role.place(rank) or 0)
+        return self._trained(role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp)
+
+    def _aliased_on(self, rank: int) -> int:
+        job = self.job
+        if not job.aliases or rank not in job.actor.ranks:
+            return 0
+        place = job.actor.place(rank) or 0
+        source, adapted = job.actor.layout_of(place), frozenset(job.actor.adapters)
+        dest = job.rollout.layout_of(job.rollout.ranks.index(rank))
+        return aliased_elements(source, dest, adapted) * job.itemsize
+
+    def _role(self, name: str) -> Role:
+        return next(role for role in self.job.roles if role.name == name)
+
+    def _make_stage_parameters(self, name: str, stage: int) -> tuple[tuple[Parameter, ...], ...]:
+        role = self._role(name)
+        layout = role.layout_of(role.grid.rank(pp=stage))  # the same sizes on every rank of a stage
+        tied = role.spec.tie_embeddings and not role.value_head and role.grid.pp > 1
+        return parameters_of(layout, expert_parallel=role.grid.ep > 1, tied=tied)
+
+    def _make_trained(self, name: str, stage: int, dense: int, expert: int) -> TrainedBytes:
+        role = self._role(name)
+        assert role.trained is not None
+        replicas = role.grid.dp * role.grid.cp
+        parameters = self._stage_parameters(name, stage)
+        if adapters := role.adapters:
+            head = ("score.weight",) if role.value_head else ()
+            parameters = adapters_of(role.layout_of(role.grid.rank(pp=stage)), adapters, head)
+        return trained_bytes(
+            parameters,
+            Options.read(role.trained.ddp, _optimizer(role), replicas),
+            itemsize=self.job.itemsize,
+            dense=(dense, replicas),
+            expert=(expert, role.grid.expert_dp),
+            first_stage=stage == 0,
+        )
+
+    def _make_activations(self, name: str, stage: int) -> tuple[float, float]:
+        """(while training, while scoring) at the peak."""
+        role, config = self._role(name), self.job.config
+        grid, fields = role.grid, role.recompute
+        shape = LayerShape.read(role.spec, grid, fields, self.job.itemsize)
+        tokens = -(-self._tokens(role) // grid.cp)
+        dense, moe = role.layers(stage)
+        flying = in_flight(stage, grid.pp, grid.vpp, self._micro_batches(role))
+        load = StageLoad(dense, moe, tokens, config.max_tokens, flying)
+        train = stage_bytes(shape, load, Recompute.read(fields))
+        score = stage_bytes(shape, StageLoad(min(dense, 1), min(moe, 1), tokens, config.max_tokens, 1.0), Recompute())
+        if stage == grid.pp - 1:
+            if role.value_head:
+                head_train = head_score = 8.0 * tokens * role.spec.hidden_size  # float32 hidden states and gradient
+            else:
+                vocab = padded_vocab_size(role.spec.vocab_size, grid.tp)
+                head_train, head_score = (
+                    self._head_bytes(role, shape, vocab, tokens, train) for train in (True, False)
+                )
+            train, score = train + head_train, score + head_score
+        return train, score
+
+    @staticmethod
+    def _head_bytes(role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool) -> float:
+        if not role.config.chunked_logits:
+            return head_bytes(shape, vocab, tokens, train=train)
+        trains_weight = role.trained is not None and role.trained.lora is None
+        return chunked_head_bytes(shape, vocab, tokens, train=train, trains_weight=trains_weight)
+
+    def _samples(self, role: Role) -> int:
+        """Of one update on a data-parallel rank."""
+        config = self.job.config
+        return -(-config.samples_per_step // (config.algorithm.num_mini_batches * role.grid.dp))
+
+    def _tokens(self, role: Role) -> int:
+        """Of the largest micro-batch, where every sample is as long as it may be."""
+        most = role.config.micro_batch_tokens
+        if role.trained is None or role.trained.gradient_accumulation == 1:
+            return most
+        samples = -(-self._samples(role) // role.trained.gradient_accumulation)
+        return min(most, samples * self.job.config.max_tokens)
+
+    def _micro_batches(self, role: Role) -> int:
+        """Of one update on a data-parallel rank, if every sample is as long as it may be."""
+        samples = self._samples(role)
+        least = min(samples, role.trained.gradient_accumulation) if role.trained is not None else 1
+        return max(least, -(-samples // max(1, role.config.micro_batch_tokens // self.job.config.max_tokens)))
+
+
+def phases_of(memory: Iterable[RankMemory]) -> list[str]:
+    """The phases of all ranks, each once."""
+    return list(dict.fromkeys(phase for rank in memory for phase in rank.moments))
+
+
+def _training(
+    held: dict[str, float], loads: dict[str, dict[str, float]], buckets: float
+) -> dict[str, dict[str, float]]:
+    """What is in use in each phase on a rank without an engine."""
+    moves = {"reshard": _sum(held | {"buckets": buckets}, loads.get("reshard", {}))} if buckets else {}
+    return moves | {phase: _sum(held, load) for phase, load in loads.items() if phase != "reshard"}
+
+
+def _sum(used: dict[str, float], load: dict[str, float]) -> dict[str, float]:
+    return {name: used.get(name, 0.0) + load.get(name, 0.0) for name in used | load}
+
+
+def _optimizer(role: Role) -> dict[str, Any]:
+    return getattr(role.config, "optimizer", {})

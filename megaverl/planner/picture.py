@@ -1,0 +1,229 @@
+"""A picture of a plan: where the roles stand, who sends to whom, how much, and what fills a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megaverl.planner.job import Job
+from megaverl.planner.machine import GB
+from megaverl.planner.memory import phases_of
+from megaverl.planner.report import Capacity, nodes_text, num_nodes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+MOST_RANKS = 64  # up to this many, ranks are drawn one by one; above, nodes
+NEW_LINE = "\n"
+MOST_NAMED = 16  # up to this many cells a side, each cell says its number
+# Okabe and Ito's colours, which differ for colour-blind eyes too
+COLOURS = {
+    "reserve": "#bbbbbb",
+    "training": "#0072B2",
+    "frozen": "#56B4E9",
+    "engine weights": "#D55E00",
+    "KV cache": "#E69F00",
+    "activations": "#009E73",
+    "buckets": "#CC79A7",
+}
+
+
+def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
+    """Write the picture; its suffix, .svg or .png, says in which format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    job = capacity.job
+    figure = Figure(figsize=(15, 10.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(
+        f"{job.config.run.name}: {job.world:,} ranks on {nodes_text(job)}, actor {job.actor.grid}, "
+        f"vLLM tp{job.rollout.tp} x {job.rollout.num_engines}",
+        fontsize=14,
+    )
+    panels = figure.subplots(2, 2, width_ratios=(1, 1.15), height_ratios=(1.25, 1))
+    _placement(panels[0][0], capacity)
+    _who_to_whom(figure, panels[0][1], capacity)
+    _fill(panels[1][0], capacity)
+    _bytes_by_rank(panels[1][1], capacity)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    figure.savefig(part, format=path.suffix.removeprefix("."), dpi=110)
+    os.replace(part, path)
+    return path
+
+
+def _placement(axes: Axes, capacity: Capacity) -> None:
+    """Nodes from top to bottom, their GPUs from left to right: the actor's pipeline stages, or whose each GPU is."""
+    job = capacity.job
+    width, nodes, grid = job.machine.gpus_per_node, num_nodes(job), job.actor.grid
+    axes.set_xticks(range(width))
+    axes.set_xlabel("GPU of the node")
+    axes.set_ylabel("node")
+    if job.placement.is_colocated:
+        kinds = [f"stage {stage}" for stage in range(grid.pp)]
+        kind_of = [grid.coords(job.actor.place(rank) or 0).pp for rank in range(job.world)]
+        axes.set_title("placement: the actor's pipeline stage (colour) on every GPU")
+    else:
+        kinds = [world.name for world in job.placement.worlds]
+        kind_of = [kinds.index(job.placement.world_of(rank).name) for rank in range(job.world)]
+        axes.set_title("placement: the roles (colour) on every GPU")
+    _cells(axes, kind_of, len(kinds), (nodes, width))
+    if job.world <= MOST_RANKS:
+        axes.set_yticks(range(nodes))
+        for rank, kind in enumerate(kind_of):
+            text = (" " if nodes > 2 else NEW_LINE).join(_inside(job, rank))
+            y, x = divmod(rank, width)
+            size = 10 if nodes <= 2 else 6.5
+            axes.text(x, y, f"{rank}\n{text}", ha="center", va="center", fontsize=size, color=_ink(kind, len(kinds)))
+        _edges(axes, range(1, width), range(1, nodes), "white")
+        return
+    for kind, name in enumerate(kinds):
+        held = [rank for rank, other in enumerate(kind_of) if other == kind]
+        first, last = held[0] // width, held[-1] // width
+        text = f"{name}: nodes {first}-{last}\n{len(held):,} ranks"
+        middle = (first + last) / 2
+        axes.text((width - 1) / 2, middle, text, ha="center", va="center", fontsize=10, color=_ink(kind, len(kinds)))
+
+
+def _cells(axes: Axes, kind_of: Sequence[int], num_kinds: int, shape: tuple[int, int]) -> None:
+    """A GPU each, coloured by its kind; those that the job does not use are blank."""
+    from matplotlib import colormaps
+
+    cells = np.full(shape[0] * shape[1], np.nan)
+    cells[: len(kind_of)] = kind_of
+    palette = colormaps["viridis"].resampled(num_kinds)
+    options: dict[str, Any] = {"cmap": palette, "vmin": -0.5, "vmax": num_kinds - 0.5, "alpha": 0.75}
+    axes.imshow(cells.reshape(shape), aspect="auto", interpolation="nearest", **options)
+
+
+def _inside(job: Job, rank: int) -> list[str]:
+    """What a GPU is, in as many words as fit on it."""
+    words = []
+    if (place := job.actor.place(rank)) is not None:
+        at = job.actor.grid.coords(place)
+        words += [f"tp{at.tp}", f"pp{at.pp}", f"dp{at.dp}"]
+    if rank in job.rollout.ranks:
+        engine, place = divmod(job.rollout.ranks.index(rank), job.rollout.tp)
+        words.append(f"vLLM {engine}.{place}")
+    if not job.placement.is_colocated:
+        words += [role for role in job.placement.roles_of(rank) if role not in ("actor", "rollout", "reference")]
+    return words
+
+
+def _ink(stage: int, pp: int) -> str:
+    return "black" if stage >= pp / 2 else "white"
+
+
+def _who_to_whom(figure: Any, axes: Axes, capacity: Capacity) -> None:
+    """Bytes of one reshard from each rank (or node) to each."""
+    from matplotlib import colormaps
+
+    job = capacity.job
+    by_node = job.world > MOST_RANKS
+    size = num_nodes(job) if by_node else job.world
+    matrix = np.zeros((size, size))
+    for rank in capacity.traffic.ranks:
+        for peer, nbytes in rank.from_rank.items():
+            source, dest = (job.machine.node_of(r) if by_node else r for r in (peer, rank.rank))
+            matrix[source, dest] += nbytes / GB
+    unit = "node" if by_node else "rank"
+    shown = np.ma.masked_equal(matrix, 0.0)
+    palette = colormaps["magma_r"].with_extremes(bad="#f2f2f2")
+    most = 1.15 * matrix.max() or 1.0  # the palette's last colour is black
+    image = axes.imshow(shown, cmap=palette, vmin=0.0, vmax=most, aspect="equal", interpolation="nearest")
+    figure.colorbar(image, ax=axes, label=f"GB from {unit} to {unit}", shrink=0.9)
+    axes.set_xlabel(f"to {unit}")
+    axes.set_ylabel(f"from {unit}")
+    axes.set_title(
+        f"who sends to whom in one reshard: {matrix.sum():,.0f} GB in all" + ("" if by_node else " (grey: 0)")
+    )
+    if size <= MOST_NAMED:
+        axes.set_xticks(range(size))
+        axes.set_yticks(range(size))
+        for source, dest in zip(*np.nonzero(matrix), strict=True):
+            value = matrix[source, dest]
+            ink = "white" if value > 0.5 * matrix.max() else "black"
+            axes.text(dest, source, f"{value:.2g}", ha="center", va="center", fontsize=8, color=ink)
+    if not by_node:
+        node_edges = range(job.machine.gpus_per_node, size, job.machine.gpus_per_node)
+        _edges(axes, node_edges, node_edges, "#888888")
+
+
+def _edges(axes: Axes, columns: Iterable[int], rows: Iterable[int], colour: str) -> None:
+    """Lines before these columns and rows of cells."""
+    for column in columns:
+        axes.axvline(column - 0.5, color=colour, linewidth=0.8)
+    for row in rows:
+        axes.axhline(row - 0.5, color=colour, linewidth=0.8)
+
+
+def _fill(axes: Axes, capacity: Capacity) -> None:
+    """What fills the fullest rank in each phase, against the memory of a GPU."""
+    phases = phases_of(capacity.memory)
+    fullest = {p: max(capacity.memory, key=lambda m: m.phases.get(p, 0.0)) for p in phases}
+    labels = [f"{phase}\n(rank {fullest[phase].rank})" for phase in fullest]
+    left = np.zeros(len(fullest))
+    for part, colour in COLOURS.items():
+        values = np.array([fullest[p].moments[p].get(part, 0.0) / GB for p in fullest])
+        if values.any():
+            axes.barh(labels, values, left=left, color=colour, label=part, edgecolor="white", linewidth=0.5)
+            left += values
+    limit = capacity.job.machine.memory / GB
+    axes.axvline(limit, color="#b00000", linewidth=2)
+    axes.text(limit, len(fullest) - 0.6, f"{limit:g} GB ", ha="right", va="bottom", color="#b00000", rotation=90)
+    paper = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    for place, total in enumerate(left):
+        ink = "#b00000" if total > limit else "black"
+        axes.text(total + 0.01 * limit, place, f"{total:.1f}", va="center", fontsize=8, color=ink, bbox=paper)
+    axes.set_xlim(0, 1.12 * max(limit, *left))
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=8)
+    axes.set_xlabel("GB on the fullest rank of each phase")
+    axes.set_title("memory")
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)
+
+
+def _bytes_by_rank(axes: Axes, capacity: Capacity) -> None:
+    """How even the load is: what every rank sends and receives over each link, and what it need not move."""
+    ranks = capacity.traffic.ranks
+    numbers = [rank.rank for rank in ranks]
+    series = {
+        "network received": ([r.received["network"] for r in ranks], "#D55E00", "-"),
+        "network sent": ([r.sent["network"] for r in ranks], "#0072B2", "-"),
+        "NVLink received": ([r.received["nvlink"] for r in ranks], "#E69F00", "--"),
+        "NVLink sent": ([r.sent["nvlink"] for r in ranks], "#56B4E9", "--"),
+        "copied in place": ([r.received["local"] for r in ranks], "#CC79A7", ":"),
+        "aliased": ([r.received["alias"] for r in ranks], "#009E73", "-."),
+    }
+    marker = "o" if len(ranks) <= MOST_RANKS else None
+    for name, (values, colour, line) in series.items():
+        if any(values):
+            gigabytes = [value / GB for value in values]
+            wide = "received" in name  # so that it shows beneath an equal number sent
+            width, alpha = (4.0, 0.5) if wide else (1.5, 1.0)
+            axes.plot(
+                numbers,
+                gigabytes,
+                line,
+                color=colour,
+                label=name,
+                marker=marker,
+                markersize=3,
+                linewidth=width,
+                alpha=alpha,
+            )
+    slowest, mean = capacity.traffic.seconds(capacity.job.machine)
+    share = mean / slowest if slowest else 1.0
+    axes.set_title(f"bytes of every rank: {slowest:.3f} s at the stated bandwidths, {share:.0%} of the wire limit")
+    axes.set_xlabel("rank")
+    axes.set_ylabel("GB")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.01)
+    axes.grid(True, alpha=0.3)
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.13), frameon=False)

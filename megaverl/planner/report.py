@@ -1,0 +1,213 @@
+"""What `megaverl plan` says: one dictionary for machines, and the same as text for people."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from megaverl.distributed.placement import ranks_text
+from megaverl.models.architectures import weights_of
+from megaverl.planner.advice import Advice, Shortage, advise, shortages
+from megaverl.planner.job import Job
+from megaverl.planner.machine import GB
+from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
+from megaverl.planner.traffic import KINDS, Traffic, make_traffic
+
+LINKS = ("nvlink", "network")
+WIDTH = 110  # columns of the text
+BASIS = {
+    "weights": "weights, gradients and optimizer: megatron-core's buffers and distributed optimizer, to the byte",
+    "activations": "activations: counted as in Korthikanti et al. 2022 (arXiv 2205.05198) for this model's layers, "
+    "with fused attention, every sample at full length, even routing of experts; logits by megaverl's own heads",
+    "cache": "KV cache: gpu_memory_utilization of the GPU less weights and an estimate of vLLM's workspace",
+    "bytes": "bytes: the plans that every rank itself will make; aliased weights are one storage on both sides",
+    "time": "time: the slowest rank, all its links at work at once; pass your own --nvlink, --network, --hbm",
+}
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """All that is found out about a job."""
+
+    job: Job
+    memory: list[RankMemory]
+    traffic: Traffic
+    shortages: list[Shortage]
+    advice: Advice | None
+
+
+def survey(job: Job) -> Capacity:
+    """Memory and traffic of every rank, and advice where something does not fit."""
+    memory = MemoryModel(job).ranks()
+    missing = shortages(job, memory)
+    return Capacity(job, memory, make_traffic(job), missing, advise(job) if missing else None)
+
+
+def as_dict(capacity: Capacity) -> dict[str, Any]:
+    """Numbers in bytes and seconds under plain names; `[least, median, most]` over the ranks."""
+    job, traffic, machine = capacity.job, capacity.traffic, capacity.job.machine
+    slowest, mean = traffic.seconds(machine)
+    memory, engine, rollout = capacity.memory, capacity.memory[0].engine, job.rollout
+    return {
+        "model": {"architecture": job.spec.architecture, "layers": job.spec.num_layers, "parameters": parameters(job)},
+        "world": {"ranks": job.world, "nodes": num_nodes(job), "gpus_per_node": machine.gpus_per_node},
+        "machine": {n: getattr(machine, n) for n in ("memory", "reserve", "nvlink", "network", "hbm")},
+        "roles": {
+            role.name: {"ranks": ranks_text(role.ranks), "grid": str(role.grid), "islands": role.islands}
+            for role in job.roles
+        }
+        | {"rollout": {"ranks": ranks_text(rollout.ranks), "tp": rollout.tp, "engines": rollout.num_engines}}
+        | {name: {"ranks": ranks_text(job.placement.ranks[name])} for name in ("reward", "coordinator")},
+        "memory": {
+            role: {part: spread([m.parts[role][part] for m in memory if role in m.parts]) for part in parts}
+            for role, parts in parts_of(memory).items()
+        },
+        "phases": {
+            phase: spread([m.phases[phase] for m in memory if phase in m.phases]) for phase in phases_of(memory)
+        },
+        "kv_cache": {
+            "bytes_per_token": engine.bytes_per_token,
+            "tokens": engine.tokens,
+            "full_sequences_at_once": engine.concurrency,
+            "sequences_per_step": engine.sequences,
+        },
+        "reshard": {
+            "received": {kind: list(traffic.spread("received", kind)) for kind in KINDS},
+            "sent": {kind: list(traffic.spread("sent", kind)) for kind in LINKS},
+            "seconds": slowest,
+            "seconds_mean": mean,
+            "share_of_wire_limit": mean / slowest if slowest else 1.0,
+            "busiest_over_mean": {
+                f"{direction}_{kind}": traffic.busiest(kind, direction)
+                for kind in LINKS
+                for direction in ("sent", "received")
+            },
+        },
+        "fits": not capacity.shortages,
+        "does_not_fit": [str(shortage) for shortage in capacity.shortages],
+        "nearest_settings_that_fit": [list(setting) for setting in capacity.advice.settings] if capacity.advice else [],
+        "basis": list(BASIS.values()),
+    }
+
+
+def as_text(capacity: Capacity) -> str:
+    """The report for a terminal, at most 110 columns wide."""
+    return "\n".join(
+        [*_head(capacity), "", *_memory(capacity), "", *_traffic(capacity), "", *_verdict(capacity), "", *_basis()]
+    )
+
+
+def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
+    """Role -> its components, of all ranks."""
+    found: dict[str, dict[str, None]] = {}
+    for rank in memory:
+        for role, parts in rank.parts.items():
+            found.setdefault(role, {}).update(dict.fromkeys(parts))
+    return {role: list(parts) for role, parts in found.items()}
+
+
+def parameters(job: Job) -> int:
+    """Elements of all weights of the actor."""
+    return sum(prod(weight.shape) for weight in weights_of(job.spec))
+
+
+def num_nodes(job: Job) -> int:
+    return -(-job.world // job.machine.gpus_per_node)
+
+
+def nodes_text(job: Job) -> str:
+    """ "1 node", "128 nodes"."""
+    return f"{num_nodes(job):,} node{'s' if num_nodes(job) > 1 else ''}"
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """[least, median, most]."""
+    return [min(values), statistics.median(values), max(values)]
+
+
+def _head(capacity: Capacity) -> Iterator[str]:
+    job, machine = capacity.job, capacity.job.machine
+    dtype = {2: "16-bit", 4: "32-bit"}[job.itemsize]
+    yield (
+        f"{job.spec.architecture}: {job.spec.num_layers} layers, "
+        f"{parameters(job) / 1e9:.1f} billion parameters, {dtype}"
+    )
+    yield (
+        f"{job.world:,} ranks: {nodes_text(job)} of {machine.gpus_per_node} GPUs, {machine.memory / GB:g} GB each "
+        f"(NVLink {machine.nvlink / GB:.0f}, network {machine.network / GB:.0f}, HBM {machine.hbm / GB:.0f} GB/s)"
+    )
+    yield ""
+    for role in job.roles:
+        islands = f" x {role.islands} islands" if role.islands > 1 else ""
+        yield f"  {role.name:<11} {str(role.grid) + islands:<28} ranks {ranks_text(role.ranks)}"
+    engines = f"vLLM tp{job.rollout.tp}{' with expert parallel' if job.rollout.expert_parallel else ''}"
+    where = "" if job.placement.is_colocated else f"ranks {ranks_text(job.rollout.ranks)}, "
+    yield f"  {'rollout':<11} {engines:<28} {where}{job.rollout.num_engines:,} engines"
+    if not job.placement.is_colocated:
+        for name in ("reward", "coordinator"):
+            yield f"  {name:<11} {'':<28} ranks {ranks_text(job.placement.ranks[name])}"
+
+
+def _memory(capacity: Capacity) -> Iterator[str]:
+    memory, machine = capacity.memory, capacity.job.machine
+    yield f"{'memory per rank, GB':<36}{'least':>10}{'median':>10}{'most':>10}"
+    for role, parts in parts_of(memory).items():
+        for part in parts:
+            yield _row(f"  {role:<10} {part}", [m.parts[role][part] for m in memory if role in m.parts])
+    yield _row("  reserve", [machine.reserve] * len(memory))
+    yield f"in use, of {machine.memory / GB:g} GB"
+    for phase in phases_of(memory):
+        values = [m.phases[phase] for m in memory if phase in m.phases]
+        over = max(values) - machine.memory
+        yield _row(f"  {phase}", values) + (f"   {over / GB:.1f} GB too much" if over > 0 else "")
+    engine = memory[0].engine
+    yield (
+        f"KV cache of an engine: {engine.tokens:,} tokens of {engine.bytes_per_token / 1e3:.0f} kB a rank; "
+        f"{engine.concurrency:,.1f} sequences of {engine.longest:,} at once, {engine.sequences:,} a step"
+    )
+
+
+def _traffic(capacity: Capacity) -> Iterator[str]:
+    traffic, machine = capacity.traffic, capacity.job.machine
+    yield f"{'one reshard, GB per rank':<36}{'least':>10}{'median':>10}{'most':>10}{'most/mean':>11}"
+    names = {"alias": "aliased, not moved", "local": "copied in place", "nvlink": "NVLink", "network": "network"}
+    for kind in KINDS:
+        directions = ("received", "sent") if kind in LINKS else ("received",)
+        for direction in directions:
+            label = f"  {names[kind]}{f' {direction}' if kind in LINKS else ''}"
+            values = [getattr(rank, direction)[kind] for rank in traffic.ranks]
+            busy = f"{traffic.busiest(kind, direction):>11.2f}" if any(values) else ""
+            yield _row(label, values) + busy
+    slowest, mean = traffic.seconds(machine)
+    by_link: dict[str, float] = {}
+    for rank in traffic.ranks:
+        for link, seconds in rank.seconds_by_link(machine).items():
+            by_link[link] = max(by_link.get(link, 0.0), seconds)
+    parts = ", ".join(f"{link} {seconds:.3f} s" for link, seconds in by_link.items() if seconds)
+    share = mean / slowest if slowest else 1.0
+    yield f"time {slowest:.3f} s ({parts or 'nothing moves'}); {share:.0%} of the wire limit (mean rank over busiest)"
+
+
+def _verdict(capacity: Capacity) -> Iterator[str]:
+    if not capacity.shortages:
+        peak = max(rank.peak for rank in capacity.memory)
+        yield f"fits: {peak / GB:.1f} of {capacity.job.machine.memory / GB:.1f} GB on the fullest rank"
+        return
+    yield "does not fit:"
+    for shortage in capacity.shortages:
+        yield f"  - {shortage}"
+    yield f"nearest that would: {capacity.advice}"
+
+
+def _basis() -> Iterator[str]:
+    yield "how this was worked out"
+    for line in BASIS.values():
+        yield textwrap.fill(line, WIDTH, initial_indent="  - ", subsequent_indent="    ")
+
+
+def _row(label: str, values: Sequence[float]) -> str:
+    return f"{label:<36}" + "".join(f"{value / GB:>10.2f}" for value in spread(values))

@@ -1,0 +1,164 @@
+"""Bytes that one reshard moves, rank by rank, from the plans that the ranks themselves will make."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megaverl.planner.job import Job
+from megaverl.planner.machine import Machine
+from megaverl.sharding.boxes import carry, intersect
+from megaverl.sharding.layout import EMPTY, Layout, Piece
+from megaverl.sharding.low_rank import adapter_names, with_factors
+from megaverl.sharding.plan import Plan, make_plans
+
+KINDS = ("alias", "local", "nvlink", "network")
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """What one rank moves in one reshard, in bytes.
+
+    Attributes:
+        received: by kind: aliased (nothing moves), copied within the rank, from the same node, from another.
+        sent: to the same node, to another.
+        from_rank: what comes from each peer.
+        to_rank: what goes to each peer.
+    """
+
+    rank: int
+    received: dict[str, int]
+    sent: dict[str, int]
+    from_rank: dict[int, int] = field(repr=False)
+    to_rank: dict[int, int] = field(repr=False)
+
+    def seconds(self, machine: Machine) -> float:
+        """With all links at work at once, each at its bandwidth in both directions."""
+        return max(self.seconds_by_link(machine).values())
+
+    def seconds_by_link(self, machine: Machine) -> dict[str, float]:
+        """A local copy reads and writes memory; a link sends and receives at once."""
+        return {
+            "local": 2 * self.received["local"] / machine.hbm,
+            "nvlink": max(self.received["nvlink"], self.sent["nvlink"]) / machine.nvlink,
+            "network": max(self.received["network"], self.sent["network"]) / machine.network,
+        }
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """One reshard of a job, over all ranks."""
+
+    ranks: tuple[RankTraffic, ...]
+
+    def spread(self, direction: str, kind: str) -> tuple[int, float, int]:
+        """(least, median, most) over the ranks, of "received" or "sent"."""
+        values = [getattr(rank, direction)[kind] for rank in self.ranks]
+        return min(values), statistics.median(values), max(values)
+
+    def busiest(self, kind: str, direction: str = "sent") -> float:
+        """The busiest rank over the mean; 1 is a perfect balance, and where nothing moves."""
+        values = [getattr(rank, direction)[kind] for rank in self.ranks]
+        mean = sum(values) / len(values)
+        return max(values) / mean if mean else 1.0
+
+    def seconds(self, machine: Machine) -> tuple[float, float]:
+        """(the slowest rank, the mean over the ranks)."""
+        values = [rank.seconds(machine) for rank in self.ranks]
+        return max(values), sum(values) / len(values)
+
+
+def make_traffic(job: Job) -> Traffic:
+    """Make every rank's plan, as the ranks themselves will, and add up its bytes."""
+    source, dest = job.actor.layout_of, job.rollout.layout_of
+    if not job.placement.is_colocated:
+        source, dest = _on(job.placement.islands[0], source), _on(job.rollout.ranks, dest)
+    adapters = job.actor.adapters
+    if adapters:
+        source, dest = with_factors(source, adapters, adapter_names), with_factors(dest, adapters)
+    plans = make_plans(source, dest, job.world, node_of=job.machine.node_of)
+    ranks = []
+    for rank in range(job.world):
+        aliased = aliased_elements(source(rank), dest(rank), frozenset(adapters)) if job.aliases else 0
+        ranks.append(plan_traffic(plans[rank], aliased, job.itemsize, job.machine))
+    return Traffic(tuple(ranks))
+
+
+def _on(ranks: Sequence[int], layout_of: Callable[[int], Layout]) -> Callable[[int], Layout]:
+    """The layouts of a role by rank of the world, on others nothing."""
+    places = {rank: number for number, rank in enumerate(ranks)}
+    return lambda rank: layout_of(places[rank]) if rank in places else EMPTY
+
+
+def plan_traffic(plan: Plan, aliased: int, itemsize: int, machine: Machine) -> RankTraffic:
+    """Add up a plan.
+
+    Args:
+        aliased: elements of its copies that need no copy.
+        itemsize: bytes of an element on the wire: of the smaller of the two dtypes.
+    """
+    node = machine.node_of(plan.rank)
+    copied = sum(transfer.box.numel for transfer in plan.copies)
+    from_rank = {peer: itemsize * sum(t.box.numel for t in ts) for peer, ts in plan.receives.items()}
+    to_rank = {peer: itemsize * sum(t.box.numel for t in ts) for peer, ts in plan.sends.items()}
+
+    def over(peers: dict[int, int], near: bool) -> int:
+        return sum(nbytes for peer, nbytes in peers.items() if (machine.node_of(peer) == node) is near)
+
+    received = {
+        "alias": itemsize * aliased,
+        "local": itemsize * (copied - aliased),
+        "nvlink": over(from_rank, True),
+        "network": over(from_rank, False),
+    }
+    sent = {"nvlink": over(to_rank, True), "network": over(to_rank, False)}
+    return RankTraffic(plan.rank, received, sent, from_rank, to_rank)
+
+
+@lru_cache(maxsize=4096)
+def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = frozenset()) -> int:
+    """Elements of `dest` that can be the source's own storage: nothing of them moves.
+
+    As the alias mover decides it: all of a local tensor lies in one tensor of the source, in the same order, and
+    runs of rows apart from where it starts. The dtypes of both sides must agree besides.
+
+    Args:
+        adapted: weights that adapters are merged into: their tensors are never the source's.
+    """
+    total = 0
+    for local, pieces in _by_local(dest).items():
+        if any(piece.tensor in adapted or ".lora_" in piece.tensor for piece in pieces):
+            continue
+        numel = sum(piece.box.numel for piece in pieces)
+        if numel and _is_run_of_rows(source, dest.local_shapes[local], pieces, numel):
+            total += numel
+    return total
+
+
+def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Piece], numel: int) -> bool:
+    places: set[tuple[str, tuple[int, ...]]] = set()
+    found = 0
+    for piece in pieces:
+        for held in source.by_tensor.get(piece.tensor, ()):
+            common = intersect(held.box, piece.box)
+            if common is None:
+                continue
+            origin, target = carry(common, held.box, held.local_box), carry(common, piece.box, piece.local_box)
+            if origin.shape != target.shape:
+                return False
+            places.add((held.local, tuple(a - b for a, b in zip(origin.start, target.start, strict=True))))
+            found += common.numel
+    if found != numel or len(places) != 1:
+        return False
+    name, shift = places.pop()
+    outer = source.local_shapes[name]
+    return not any(shift[1:]) and outer[1:] == shape[1:] and 0 <= shift[0] <= outer[0] - shape[0]
+
+
+def _by_local(layout: Layout) -> dict[str, list[Piece]]:
+    found: dict[str, list[Piece]] = {}
+    for piece in layout.pieces:
+        found.setdefault(piece.local, []).append(piece)
+    return found

@@ -1,5 +1,0 @@
-"""A run, or several side by side, as one HTML page that needs nothing but itself."""
-
-from megaverl.report.page import write_report
-
-__all__ = ["write_report"]

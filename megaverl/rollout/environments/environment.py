@@ -1,0 +1,120 @@
+"""What an environment is: token ids of a turn in, token ids of the answer out. Nothing generated is tokenised again.
+
+Two kinds. An `Environment` answers one model, turn by turn. A `Game` has several agents, each of which sees a view of
+its own, writes turns of its own and gets rewards of its own. One object is one episode.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from megaverl.rollout.environments.codec import Codec
+
+ALONE = "policy"  # the one agent of an Environment
+
+
+@dataclass(frozen=True)
+class Start:
+    """What an episode begins from.
+
+    Attributes:
+        token_ids: the row's prompt, as the model sees it. text: the same as text.
+        reference, extra: the row's answer and other columns.
+        seed: for whatever the environment draws; the same for all episodes of a group.
+    """
+
+    token_ids: list[int]
+    text: str = ""
+    reference: Any = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a turn led to.
+
+    Attributes:
+        token_ids: what the model reads before its next turn; of no use in the last one.
+        reward: of this turn.
+        done: the episode is over.
+    """
+
+    token_ids: Sequence[int] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(ABC):
+    """One episode with one model.
+
+    Args:
+        codec: between text and token ids. Options of a class of your own follow as keyword arguments; they come from
+            `environment.options`.
+    """
+
+    # Steps wait for something outside this process: several episodes are taken side by side, in threads.
+    waits: ClassVar[bool] = False
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def reset(self, start: Start) -> Sequence[int]:
+        """Begin; returns the prompt, by default the row's."""
+        return start.token_ids
+
+    @abstractmethod
+    def step(self, token_ids: Sequence[int]) -> Outcome:
+        """The model wrote `token_ids` (with the stop token, if it came to one)."""
+
+
+class Game(ABC):
+    """One episode of several agents. Every agent sees only what its own outcomes say.
+
+    Attributes:
+        agents: their names, the same in all episodes.
+    """
+
+    waits: ClassVar[bool] = False
+    agents: ClassVar[tuple[str, ...]]
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    @abstractmethod
+    def reset(self, start: Start) -> Mapping[str, Sequence[int]]:
+        """Begin; returns the prompt of every agent."""
+
+    @abstractmethod
+    def acting(self) -> Sequence[str]:
+        """Who writes the next turn; several write at the same time, without seeing each other's."""
+
+    @abstractmethod
+    def step(self, turns: Mapping[str, Sequence[int]]) -> Mapping[str, Outcome]:
+        """Those who were acting wrote these turns.
+
+        Returns: an outcome for each agent whom it concerns, whether it wrote or not: its tokens come into that
+            agent's view, its reward to that agent's last turn. One `done` ends the episode for all.
+        """
+
+
+class Alone(Game):
+    """An Environment as a game of one agent."""
+
+    agents = (ALONE,)
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment.codec)
+        self.environment = environment
+
+    def reset(self, start: Start) -> Mapping[str, Sequence[int]]:
+        return {ALONE: self.environment.reset(start)}
+
+    def acting(self) -> Sequence[str]:
+        return self.agents
+
+    def step(self, turns: Mapping[str, Sequence[int]]) -> Mapping[str, Outcome]:
+        return {ALONE: self.environment.step(turns[ALONE])}

@@ -1,0 +1,143 @@
+"""A layout: for one rank, which box of which global array sits in which box of which local tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megaverl.sharding.boxes import Box, cut, whole
+from megaverl.sharding.weight import Weight
+
+
+class Piece(NamedTuple):
+    """A box of a global tensor and the box of the local tensor that holds it.
+
+    The two boxes have the same shape up to axes of size one, and the same element order.
+    """
+
+    tensor: str
+    box: Box
+    local: str
+    local_box: Box
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """What one rank holds. Elements of local tensors that no piece covers are padding.
+
+    Attributes:
+        pieces: in the order of the weights' table, those of routed experts after the others.
+        local_shapes: shape of every local tensor, by its name in the engine.
+        global_shapes: shape of every global tensor of which the rank holds a piece.
+    """
+
+    pieces: tuple[Piece, ...]
+    local_shapes: dict[str, tuple[int, ...]]
+    global_shapes: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def by_tensor(self) -> dict[str, list[Piece]]:
+        """The pieces of each global tensor. Made when first asked for: few ranks' are."""
+        index: dict[str, list[Piece]] = {}
+        for piece in self.pieces:
+            index.setdefault(piece.tensor, []).append(piece)
+        return index
+
+    @property
+    def numel(self) -> int:
+        """Elements held, padding not counted."""
+        return sum(piece.box.numel for piece in self.pieces)
+
+
+EMPTY = Layout((), {}, {})
+
+
+def join_layouts(a: Layout, b: Layout) -> Layout:
+    """What a rank holds that holds both, under different local names."""
+    return Layout(a.pieces + b.pieces, a.local_shapes | b.local_shapes, a.global_shapes | b.global_shapes)
+
+
+class Fill(NamedTuple):
+    """How a local tensor is filled: alike in all layers, so worked out once and used for each.
+
+    Attributes:
+        parts: (which of the weights that it holds, box of that weight, box of the local tensor).
+        shape: of the local tensor, padding included.
+    """
+
+    parts: tuple[tuple[int, Box, Box], ...]
+    shape: tuple[int, ...]
+
+
+def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
+    """A local tensor made of boxes stacked along axis 0, in this order.
+
+    Args:
+        boxes: `(which weight, box of it)`; at least one, equal in every axis but the first.
+        rows: rows of the local tensor when it is longer than its parts (padding at the end).
+    """
+    parts = []
+    offset = 0
+    tail = boxes[0][1].shape[1:]
+    for number, box in boxes:
+        height = box.shape[0]
+        if height:
+            parts.append((number, box, cut((offset + height, *tail), 0, offset, offset + height)))
+        offset += height
+    return Fill(tuple(parts), (offset if rows is None else rows, *tail))
+
+
+class Named(NamedTuple):
+    """A global tensor of which no more is known."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class LayoutBuilder:
+    """Collects the pieces of one rank, local tensor by local tensor."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._local_shapes: dict[str, tuple[int, ...]] = {}
+        self._global_shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(self, local: str, weights: Sequence[Weight | Named], fill: Fill) -> None:
+        """A local tensor, the weights that it holds, and how they fill it."""
+        for number, box, local_box in fill.parts:
+            self._pieces.append(Piece(weights[number].name, box, local, local_box))
+        for weight in weights:
+            self._global_shapes[weight.name] = weight.shape
+        self._local_shapes[local] = fill.shape
+
+    def add_stacked(
+        self, local: str, parts: Sequence[tuple[str, tuple[int, ...], Box]], rows: int | None = None
+    ) -> None:
+        """A local tensor made of boxes stacked along axis 0: `(global name, global shape, box)`, as in `stack`."""
+        fill = stack([(number, box) for number, (_, _, box) in enumerate(parts)], rows)
+        self.add(local, [Named(name, tuple(shape)) for name, shape, _ in parts], fill)
+
+    def add_whole(self, tensor: str, shape: Sequence[int], local: str | None = None) -> None:
+        """A global tensor held whole, under its own name unless `local` says otherwise."""
+        self.add_stacked(local or tensor, [(tensor, tuple(shape), whole(shape))])
+
+    def build(self) -> Layout:
+        return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes)
+
+
+def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
+    """Every tensor whole, local names equal to global ones: what a folder or a single process holds."""
+    builder = LayoutBuilder()
+    for name, shape in shapes:
+        builder.add_whole(name, shape)
+    return builder.build()
+
+
+def padded_tensors(layout: Layout) -> list[str]:
+    """Names of the local tensors that have elements which no piece covers."""
+    covered = dict.fromkeys(layout.local_shapes, 0)
+    for piece in layout.pieces:
+        covered[piece.local] += piece.local_box.numel
+    return [name for name, shape in layout.local_shapes.items() if covered[name] < whole(shape).numel]

@@ -1,0 +1,273 @@
+"""Megatron-core's GPTModel as a layout: tensor, pipeline, virtual-pipeline and expert parallel; data replicas alike.
+
+Rules (megatron-core 0.16, `models/gpt/gpt_model.py`, `transformer/attention.py`, `transformer/mlp.py`,
+`transformer/multi_latent_attention.py`, `transformer/moe/experts.py`):
+- `linear_qkv` is the array [q heads of group 0, k 0, v 0, q heads of group 1, ...] cut into equal runs of
+  rows, also when there are fewer groups than ranks;
+- `linear_fc1` is [this rank's gate rows; this rank's up rows];
+- the vocabulary is padded at its end and cut into equal runs of rows;
+- layers are numbered from zero on every stage (and in every chunk of a virtual pipeline);
+- the last stage holds a second copy of tied embeddings when it is not the first stage too;
+- expert-parallel ranks hold neighbouring experts, numbered from zero on each, cut by the expert-tensor size;
+  router and shared experts are as the rest of the layer;
+- the down-projections of latent attention are whole on every rank, as Transformer Engine's layer spec has them and
+  so does our local one (`models/latent.py`; megatron-core's own would cut them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import GridError
+from megaverl.sharding.boxes import Box, cut
+from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, join_layouts, stack
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.parts import even_part, uneven
+from megaverl.sharding.weight import Split, Weight
+
+
+def megatron_layout(
+    weights: Sequence[Weight],
+    spec: ModelSpec,
+    shape: GridShape,
+    rank: int,
+    *,
+    padded_vocab_size: int,
+    transformer_engine: bool = False,
+    layer_split: Sequence[int] | None = None,
+) -> Layout:
+    """What `rank` of the grid holds, under GPTModel's parameter names; arguments and errors as `megatron_layouts`."""
+    return megatron_layouts(
+        weights,
+        spec,
+        shape,
+        padded_vocab_size=padded_vocab_size,
+        transformer_engine=transformer_engine,
+        layer_split=layer_split,
+    )(rank)
+
+
+def megatron_layouts(
+    weights: Sequence[Weight],
+    spec: ModelSpec,
+    shape: GridShape,
+    *,
+    padded_vocab_size: int,
+    transformer_engine: bool = False,
+    layer_split: Sequence[int] | None = None,
+) -> Callable[[int], Layout]:
+    """`rank -> layout` for a whole grid; ranks that hold the same share one object, as plans like it.
+
+    Args:
+        weights: the model's global arrays, from `megaverl.models.architectures.weights_of`.
+        spec: gives the number of heads, groups, layers and experts.
+        shape: the grid; data and context replicas hold the same.
+        padded_vocab_size: rows of the padded vocabulary over all tensor-parallel ranks.
+        transformer_engine: use the names of Transformer Engine's layer spec (experts: TEGroupedMLP), instead
+            of the local one's (SequentialMLP).
+        layer_split: decoder layers of every stage in model order (with virtual stages: chunk by chunk,
+            and in each chunk stage by stage). Even when None.
+
+    Local names carry the prefix `chunk{v}.` when a rank holds several chunks, and none otherwise.
+
+    Raises:
+        GridError: layers, heads, rows, experts or the padded vocabulary that the grid does not divide, each
+            with the first tensor that it concerns.
+    """
+    model = _Model(weights, spec, shape, padded_vocab_size, transformer_engine, layer_split)
+    by_rank: dict[int, Layout] = {}
+    by_place: dict[tuple[int, ...], Layout] = {}
+    dense: dict[tuple[int, int], Layout] = {}
+
+    def layout_of(rank: int) -> Layout:
+        if rank not in by_rank:
+            at = shape.coords(rank)
+            place = (at.pp, at.tp, at.ep, at.etp) if spec.moe else (at.pp, at.tp)
+            if place not in by_place:
+                if (at.pp, at.tp) not in dense:
+                    dense[at.pp, at.tp] = model.dense(at.pp, at.tp)
+                layout = dense[at.pp, at.tp]
+                if spec.moe:
+                    layout = join_layouts(layout, model.experts(at.pp, at.ep, at.etp))
+                by_place[place] = layout
+            by_rank[rank] = by_place[place]
+        return by_rank[rank]
+
+    return layout_of
+
+
+class _Fused(NamedTuple):
+    """The weights that one parameter holds, and its name (in a decoder layer, the part within the layer)."""
+
+    name: str
+    weights: tuple[Weight, ...]
+
+
+class _Model:
+    """The weights, indexed by stage and expert, and how each kind of parameter is filled, worked out once."""
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        spec: ModelSpec,
+        shape: GridShape,
+        padded_vocab_size: int,
+        transformer_engine: bool,
+        layer_split: Sequence[int] | None,
+    ) -> None:
+        self._spec, self._shape, self._padded = spec, shape, padded_vocab_size
+        self._starts = _stage_starts(spec, shape, layer_split)
+        self._num_stages = len(self._starts) - 1
+        problems = [*self._problems(weights)]
+        if problems:
+            raise GridError("\n".join(problems))
+        fused: dict[int | Literal["first", "last", "tied"], dict[str, list[Weight]]] = {}
+        experts: dict[int, dict[int, dict[str, list[Weight]]]] = {}
+        for weight in weights:
+            name = weight.megatron
+            if transformer_engine and weight.transformer_engine is not None:
+                name = weight.transformer_engine
+            if weight.expert is None:
+                fused.setdefault(weight.stage, {}).setdefault(name, []).append(weight)
+            elif isinstance(weight.stage, int):
+                layer = experts.setdefault(weight.stage, {})
+                layer.setdefault(weight.expert, {}).setdefault(name, []).append(weight)
+            if weight.megatron_tied is not None:
+                fused.setdefault("tied", {}).setdefault(weight.megatron_tied, []).append(weight)
+        self._fused = {stage: _as_fused(names) for stage, names in fused.items()}
+        self._experts = {
+            layer: {expert: _as_fused(names) for expert, names in by_expert.items()}
+            for layer, by_expert in experts.items()
+        }
+        self._fills: dict[tuple[str, tuple[int, ...], int], Fill] = {}
+        self._expert_names: dict[int, list[tuple[str, int, int, int]]] = {}
+
+    def dense(self, pp_rank: int, tp_rank: int) -> Layout:
+        """All but the routed experts."""
+        held: list[tuple[str, _Fused]] = []
+        for stage, prefix in self._chunks(pp_rank):
+            last = stage == self._num_stages - 1
+            if stage == 0:
+                held += [(prefix + fused.name, fused) for fused in self._fused.get("first", ())]
+            for layer, name in self._layers(stage, prefix):
+                held += [(name + fused.name, fused) for fused in self._fused.get(layer, ())]
+            if last:
+                held += [(prefix + fused.name, fused) for fused in self._fused.get("last", ())]
+            if last and stage != 0:
+                held += [(prefix + fused.name, fused) for fused in self._fused.get("tied", ())]
+        return self._layout(held, self._shape.tp, tp_rank)
+
+    def experts(self, pp_rank: int, ep_rank: int, etp_rank: int) -> Layout:
+        """The routed experts."""
+        assert self._spec.moe is not None
+        num_local = self._spec.moe.num_experts // self._shape.ep
+        if pp_rank not in self._expert_names:
+            # names and their order are the same on all expert-parallel ranks of a stage
+            self._expert_names[pp_rank] = [
+                (prefix + fused.name.format(i), layer, i, number)
+                for stage, chunk in self._chunks(pp_rank)
+                for layer, prefix in self._layers(stage, chunk)
+                if layer in self._experts
+                for i in range(num_local)
+                for number, fused in enumerate(self._experts[layer][i])
+            ]
+        first = ep_rank * num_local
+        held = [
+            (name, self._experts[layer][first + i][number]) for name, layer, i, number in self._expert_names[pp_rank]
+        ]
+        return self._layout(held, self._shape.expert_tp, etp_rank)
+
+    def _chunks(self, pp_rank: int) -> Iterator[tuple[int, str]]:
+        """Each virtual stage of a rank and the prefix of its parameters' names."""
+        for chunk in range(self._shape.vpp or 1):
+            yield chunk * self._shape.pp + pp_rank, f"chunk{chunk}." if (self._shape.vpp or 1) > 1 else ""
+
+    def _layers(self, stage: int, prefix: str) -> Iterator[tuple[int, str]]:
+        """Each decoder layer of a stage and the prefix of its parameters' names."""
+        start = self._starts[stage]
+        for layer in range(start, self._starts[stage + 1]):
+            yield layer, f"{prefix}decoder.layers.{layer - start}."
+
+    def _layout(self, held: Sequence[tuple[str, _Fused]], tp: int, tp_rank: int) -> Layout:
+        builder = LayoutBuilder()
+        for local, (name, weights) in held:
+            key = (name, weights[0].shape, tp_rank)
+            if key not in self._fills:
+                self._fills[key] = self._fill(weights, tp, tp_rank)
+            builder.add(local, weights, self._fills[key])
+        return builder.build()
+
+    def _fill(self, weights: Sequence[Weight], tp: int, tp_rank: int) -> Fill:
+        """The boxes that one tensor-parallel rank stacks into a parameter."""
+        first = weights[0]
+        if first.split is Split.VOCAB:
+            rows = self._padded // tp
+            low = min(tp_rank * rows, first.shape[0])
+            return stack([(0, cut(first.shape, 0, low, min(low + rows, first.shape[0])))], rows)
+        if first.split is Split.Q:
+            return stack([*_interleaved(weights, self._spec.num_kv_heads, tp, tp_rank)])
+        return stack([(number, even_part(weight, tp, tp_rank)) for number, weight in enumerate(weights)])
+
+    def _problems(self, weights: Sequence[Weight]) -> Iterator[str]:
+        """What the grid does not divide."""
+        spec, shape, tp = self._spec, self._shape, self._shape.tp
+        q = next((weight for weight in weights if weight.split is Split.Q), None)
+        groups = spec.num_kv_heads
+        num_rows = (spec.num_heads + 2 * groups) * spec.head_dim
+        if q and (spec.num_heads % tp or (groups % tp and tp % groups) or num_rows % tp):
+            yield (
+                f"{q.name}: {spec.num_heads} heads and {spec.num_kv_heads} key-value heads cannot be "
+                f"divided over tp {tp} ranks. Choose a tp that divides both."
+            )
+        yield from uneven(weights, spec, tp, shape.expert_tp, ("tp", "etp"))
+        expert = next((weight for weight in weights if weight.expert is not None), None)
+        if expert and spec.moe and spec.moe.num_experts % shape.ep:
+            yield (
+                f"{expert.name}: the layer's {spec.moe.num_experts} experts cannot be divided over ep {shape.ep} "
+                "ranks. Choose an ep that divides them."
+            )
+        vocabulary = next((weight for weight in weights if weight.split is Split.VOCAB), None)
+        if vocabulary and (self._padded % tp or self._padded < vocabulary.shape[0]):
+            yield (
+                f"{vocabulary.name}: the padded vocabulary {self._padded} must be a multiple of tp {tp} "
+                f"and at least {vocabulary.shape[0]}."
+            )
+
+
+def _as_fused(names: dict[str, list[Weight]]) -> list[_Fused]:
+    return [_Fused(name, tuple(weights)) for name, weights in names.items()]
+
+
+def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] | None) -> list[int]:
+    """First layer of every (virtual) stage in model order, and the number of layers as the last entry."""
+    num_stages = shape.pp * (shape.vpp or 1)
+    if layer_split is None:
+        if spec.num_layers % num_stages:
+            raise GridError(
+                f"{spec.num_layers} layers cannot be divided evenly over {num_stages} pipeline stages "
+                f"(pp {shape.pp} x vpp {shape.vpp or 1}). Choose a pp that divides them, or an uneven split."
+            )
+        layer_split = [spec.num_layers // num_stages] * num_stages
+    if len(layer_split) != num_stages or sum(layer_split) != spec.num_layers:
+        raise GridError(
+            f"layer split {list(layer_split)}: expected {num_stages} numbers (pp x vpp) "
+            f"that sum to {spec.num_layers} layers."
+        )
+    return [0, *accumulate(layer_split)]
+
+
+def _interleaved(fused: Sequence[Weight], num_groups: int, tp: int, tp_rank: int) -> Iterator[tuple[int, Box]]:
+    """Rows of one rank out of [q of group 0, k 0, v 0, q of group 1, ...]."""
+    run = sum(weight.shape[0] for weight in fused) // tp
+    low, high = tp_rank * run, (tp_rank + 1) * run
+    row = 0
+    for group in range(num_groups):
+        for number, weight in enumerate(fused):
+            height = weight.shape[0] // num_groups
+            start, stop = max(low, row) - row, min(high, row + height) - row
+            if start < stop:
+                yield number, cut(weight.shape, 0, group * height + start, group * height + stop)
+            row += height

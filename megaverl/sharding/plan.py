@@ -1,0 +1,360 @@
+"""A plan: the intersection of a source and a destination layout, seen from one rank.
+
+Every rank computes its own plan by arithmetic alone, and the rules are the same everywhere, so that the
+sends of one rank are the receives of another without a word between them. What a rank holds itself it copies;
+the rest comes from a holder on its node, else from any, shared out as `dealing` says.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple, overload
+
+from megaverl.errors import ReshardError
+from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
+from megaverl.sharding.holders import Geometry, Side, find_geometries
+from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.load_balance import Dealer, Part
+from megaverl.sharding.naming import listed
+
+MAX_NAMED = 8
+
+Layouts = Callable[[int], Layout]
+NodeOf = Callable[[int], int]
+
+
+class Transfer(NamedTuple):
+    """One box of a global tensor, from a local tensor of `source` to a local tensor of `dest`."""
+
+    tensor: str
+    box: Box
+    source: int
+    source_local: str
+    source_box: Box
+    dest: int
+    dest_local: str
+    dest_box: Box
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank has to do: copies within itself, and by peer what it sends and receives.
+
+    The lists to and from a peer are in the same order on both sides.
+    """
+
+    rank: int
+    world: int
+    source_layout: Layout
+    dest_layout: Layout
+    copies: tuple[Transfer, ...]
+    sends: dict[int, tuple[Transfer, ...]]
+    receives: dict[int, tuple[Transfer, ...]]
+
+    @property
+    def num_received(self) -> int:
+        """Elements that come from other ranks."""
+        return _count(self.receives.values())
+
+    @property
+    def num_sent(self) -> int:
+        """Elements that go to other ranks."""
+        return _count(self.sends.values())
+
+
+def make_plan(
+    source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int, node_of: NodeOf | None = None
+) -> Plan:
+    """The plan of `rank` in a world where rank r holds `source_layouts(r)` and needs `dest_layouts(r)`.
+
+    Each element comes once, from the nearest holder: the rank itself, else one on its node, else any; where
+    several are as near, they share the work evenly.
+
+    Args:
+        source_layouts, dest_layouts: same arguments give same layouts on every rank. Ranks that hold the
+            same should share one object: the work grows with the number of distinct objects.
+        node_of: the node of a rank; None: all on one.
+
+    Raises:
+        ReshardError: tensors that one side has and the other lacks, unequal global shapes, or elements that
+            nobody holds; names every offending tensor.
+    """
+    return make_plans(source_layouts, dest_layouts, world, node_of)[rank]
+
+
+def make_plans(
+    source_layouts: Layouts, dest_layouts: Layouts, world: int, node_of: NodeOf | None = None
+) -> Sequence[Plan]:
+    """The plans of all ranks, each made when it is asked for, and not kept.
+
+    Args and errors as for `make_plan`.
+    """
+    with _collector_at_rest():
+        return _Plans(_Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0)))
+
+
+def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
+    """The copies that fill `dest` from `source` in one place (a folder, one process), merged.
+
+    Raises:
+        ReshardError: elements of `dest` that `source` lacks.
+    """
+    return list(_Planner(lambda _: source, lambda _: dest, 1, lambda _: 0, allow_unused=True).plan(0).copies)
+
+
+class _Plans(Sequence[Plan]):
+    def __init__(self, planner: _Planner) -> None:
+        self._planner = planner
+
+    def __len__(self) -> int:
+        return self._planner.world
+
+    @overload
+    def __getitem__(self, rank: int) -> Plan: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Plan]: ...
+    def __getitem__(self, rank: int | slice) -> Plan | list[Plan]:
+        ranks = range(self._planner.world)[rank]
+        with _collector_at_rest():
+            return self._planner.plan(ranks) if isinstance(ranks, int) else [self._planner.plan(r) for r in ranks]
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    """Layouts and plans are hundreds of thousands of tuples and no cycle: walking through them again and again
+    while they grow would be a third of the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _Row(NamedTuple):
+    """A transfer of one tensor between any rank of a class of the source and any of the destination."""
+
+    tensor: str
+    box: Box
+    source_local: str
+    source_box: Box
+    dest_local: str
+    dest_box: Box
+
+
+class _Planner:
+    def __init__(
+        self,
+        source_layouts: Layouts,
+        dest_layouts: Layouts,
+        world: int,
+        node_of: NodeOf,
+        allow_unused: bool = False,
+    ) -> None:
+        self.world = world
+        self.source = Side(source_layouts, world)
+        self.dest = Side(dest_layouts, world)
+        nodes: dict[int, int] = {}
+        self.node_of = [nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)]
+        self._refuse_mismatch(allow_unused)
+        self.geometries = find_geometries(self.source, self.dest)
+        self._refuse_missing()
+        # by class of the destination what it wants, by set of holders what is wanted of it
+        self._wanted: list[list[int]] = [[] for _ in self.dest.layouts]
+        self._asked: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
+        self._holder_sets: list[list[tuple[int, ...]]] = [[] for _ in self.source.layouts]
+        for number, geometry in enumerate(self.geometries):
+            for dest_class, amounts in geometry.wanted.items():
+                self._wanted[dest_class].append(number)
+                for bundle, size in amounts.items():
+                    classes = geometry.bundles[bundle].classes
+                    self._asked.setdefault(classes, []).append((size, number, bundle, dest_class))
+        for classes in self._asked:
+            for source_class in classes:
+                self._holder_sets[source_class].append(classes)
+        self._dealers: dict[tuple[int, ...], Dealer] = {}
+        self._rows: dict[tuple[int, tuple[int, ...], int, int], list[list[_Row]]] = {}
+        self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
+
+    def plan(self, rank: int) -> Plan:
+        incoming = self._incoming(rank)
+        outgoing: dict[int, list[Part]] = {}
+        for classes in self._holder_sets[self.source.class_of[rank]]:
+            for other, part in self._dealer(classes).served(rank):
+                outgoing.setdefault(other, []).append(part)
+        return Plan(
+            rank=rank,
+            world=self.world,
+            source_layout=self.source.layouts[self.source.class_of[rank]],
+            dest_layout=self.dest.layouts[self.dest.class_of[rank]],
+            copies=self._transfers(rank, rank, incoming.pop(rank, [])),
+            sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
+            receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
+        )
+
+    def _incoming(self, rank: int) -> dict[int, list[Part]]:
+        """Where each element that `rank` needs comes from."""
+        own, wants = self.source.class_of[rank], self.dest.class_of[rank]
+        incoming: dict[int, list[Part]] = {}
+        for number in self._wanted[wants]:
+            geometry = self.geometries[number]
+            for bundle, size in geometry.wanted[wants].items():
+                classes = geometry.bundles[bundle].classes
+                if own in classes:
+                    incoming.setdefault(rank, []).append(Part(number, 0, len(geometry.tensors), bundle))
+                    continue
+                for holder, part in self._dealer(classes).fetched(rank, number, bundle, size):
+                    incoming.setdefault(holder, []).append(part)
+        return incoming
+
+    def _dealer(self, classes: tuple[int, ...]) -> Dealer:
+        if classes not in self._dealers:
+            self._dealers[classes] = Dealer(
+                classes, self._asked[classes], self.geometries, self.source, self.dest, self.node_of
+            )
+        return self._dealers[classes]
+
+    def _transfers(self, source: int, dest: int, parts: list[Part]) -> tuple[Transfer, ...]:
+        """What goes from one rank to another, in an order that both know: by geometry, tensor and box."""
+        source_class, dest_class = self.source.class_of[source], self.dest.class_of[dest]
+        new = tuple.__new__  # a world's plans hold tens of millions of transfers: skip the named tuple's own
+        transfers: list[Transfer] = []
+        for number, same in groupby(sorted(parts), key=lambda part: part.geometry):
+            for low, high, bundles in _segments(list(same)):
+                rows = self._rows_of(number, bundles, source_class, dest_class)
+                transfers += [
+                    new(Transfer, (tensor, box, source, source_local, source_box, dest, dest_local, dest_box))
+                    for of_tensor in rows[low:high]
+                    for tensor, box, source_local, source_box, dest_local, dest_box in of_tensor
+                ]
+        return tuple(transfers)
+
+    def _rows_of(self, number: int, bundles: tuple[int, ...], source_class: int, dest_class: int) -> list[list[_Row]]:
+        """For each tensor of a geometry, what of these bundles goes from one class to another."""
+        key = (number, bundles, source_class, dest_class)
+        if key not in self._rows:
+            geometry = self.geometries[number]
+            held_by, wanted_by = self.source.layouts[source_class].by_tensor, self.dest.layouts[dest_class].by_tensor
+            self._rows[key] = rows = []
+            for tensor in geometry.tensors:
+                held, wanted = held_by[tensor], wanted_by[tensor]
+                # tensors alike differ at most in the place of their boxes inside fused local tensors
+                shape = (number, bundles, _places(held), _places(wanted))
+                if shape not in self._merged:
+                    self._merged[shape] = _merge(_overlaps(geometry, bundles, held, wanted))
+                rows.append(
+                    [
+                        _Row(tensor, box, held[i].local, source_box, wanted[j].local, dest_box)
+                        for box, i, source_box, j, dest_box in self._merged[shape]
+                    ]
+                )
+        return self._rows[key]
+
+    def _refuse_mismatch(self, allow_unused: bool) -> None:
+        problems = [*self.source.disagreements, *self.dest.disagreements]
+        problems += [
+            f"{tensor}: the source has no such tensor"
+            for tensor in self.dest.shapes
+            if tensor not in self.source.shapes
+        ]
+        for tensor, shape in self.source.shapes.items():
+            wanted = self.dest.shapes.get(tensor)
+            if wanted is None:
+                if not allow_unused:
+                    problems.append(f"{tensor}: the destination has no place for it")
+            elif wanted != shape:
+                problems.append(f"{tensor}: shape {shape} at the source, {wanted} at the destination")
+        if problems:
+            raise ReshardError(f"source and destination are not the same model: {'; '.join(listed(problems))}.")
+
+    def _refuse_missing(self) -> None:
+        problems = []
+        for geometry in self.geometries:
+            for number, box in geometry.missing.items():
+                by_tensor, rank = self.dest.layouts[number].by_tensor, self.dest.ranks[number][0]
+                problems += [
+                    f"{tensor}: rank {rank} needs {box} for {by_tensor[tensor][0].local}, but no rank holds it"
+                    for tensor in geometry.tensors
+                ]
+        if problems:
+            raise ReshardError(f"the source lacks what the destination needs: {'; '.join(listed(problems))}.")
+
+
+def _segments(parts: list[Part]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """Runs of tensors with the bundles that all of the run come in, from the parts of one geometry."""
+    cuts = sorted({part.low for part in parts} | {part.high for part in parts})
+    for low, high in zip(cuts, cuts[1:], strict=False):
+        bundles = tuple(sorted(part.bundle for part in parts if part.low <= low and high <= part.high))
+        if bundles:
+            yield low, high, bundles
+
+
+def _places(pieces: list[Piece]) -> tuple[object, ...]:
+    """What of the pieces of a tensor decides how boxes merge: all but the names."""
+    if len(pieces) == 1:
+        return pieces[0].box, pieces[0].local_box
+    locals_ = list(dict.fromkeys(piece.local for piece in pieces))
+    return tuple((piece.box, piece.local_box, locals_.index(piece.local)) for piece in pieces)
+
+
+class _Overlap(NamedTuple):
+    """A box of the source that the destination wants: in which piece of either side, and where there."""
+
+    source_local: str
+    dest_local: str
+    box: Box
+    source_piece: int
+    source_box: Box
+    dest_piece: int
+    dest_box: Box
+
+
+def _overlaps(
+    geometry: Geometry, bundles: tuple[int, ...], held: list[Piece], wanted: list[Piece]
+) -> Iterator[_Overlap]:
+    cells = [cell for bundle in bundles for cell in geometry.bundles[bundle].cells]
+    places = [next((i, p) for i, p in enumerate(held) if contains(p.box, cell)) for cell in cells]
+    for j, piece in enumerate(wanted):
+        for cell, (i, origin) in zip(cells, places, strict=True):
+            box = intersect(cell, piece.box)
+            if box is not None:
+                source_box = carry(box, origin.box, origin.local_box)
+                dest_box = carry(box, piece.box, piece.local_box)
+                yield _Overlap(origin.local, piece.local, box, i, source_box, j, dest_box)
+
+
+def _merge(overlaps: Iterable[_Overlap]) -> list[tuple[Box, int, Box, int, Box]]:
+    """Join what is adjacent in all three boxes, until nothing is; sorted by box."""
+    merged = sorted(overlaps)
+    count = 0
+    while count != len(merged):
+        count = len(merged)
+        pending, merged = merged, []
+        for overlap in pending:
+            joined = _join(merged[-1], overlap) if merged else None
+            if joined is None:
+                merged.append(overlap)
+            else:
+                merged[-1] = joined
+    return sorted((o.box, o.source_piece, o.source_box, o.dest_piece, o.dest_box) for o in merged)
+
+
+def _join(a: _Overlap, b: _Overlap) -> _Overlap | None:
+    if (a.source_local, a.dest_local) != (b.source_local, b.dest_local):
+        return None
+    box, source_box, dest_box = join(a.box, b.box), join(a.source_box, b.source_box), join(a.dest_box, b.dest_box)
+    if box is None or source_box is None or dest_box is None:
+        return None
+    # side by side in one tensor and one below the other in the next: adjacent everywhere, yet not one box
+    if not (same_up_to_ones(box.shape, source_box.shape) and same_up_to_ones(box.shape, dest_box.shape)):
+        return None
+    return a._replace(box=box, source_box=source_box, dest_box=dest_box)
+
+
+def _count(by_peer: Iterable[Sequence[Transfer]]) -> int:
+    return sum(transfer.box.numel for transfers in by_peer for transfer in transfers)

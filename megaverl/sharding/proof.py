@@ -1,0 +1,254 @@
+"""Proof that a plan is right: each element written once, none fetched that is held, sends match receives.
+
+The proof knows nothing of how plans are made. It goes tensor by tensor, and what it proved of one holds for
+another whose pieces and transfers have the same boxes: thousands of layers and experts cost a few proofs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megaverl.errors import ReshardError
+from megaverl.sharding.boxes import Box, carry, contains, intersect, same_up_to_ones, subtract, whole
+from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.overlaps import first_overlap
+from megaverl.sharding.plan import Plan, Transfer
+
+
+def check_plan(plan: Plan) -> None:
+    """Prove one rank's plan against its own two layouts.
+
+    Every element that the destination layout needs is written exactly once and nothing else is written; what
+    is sent is the part of the source layout that it is said to be; and no element comes from another rank that
+    this rank holds itself.
+
+    Raises:
+        ReshardError: names tensor, box and rank.
+    """
+    _Checker().check(plan)
+
+
+def check_plans(plans: Sequence[Plan]) -> None:
+    """Prove the plans of all ranks, and that each sends exactly what the other receives, in the same order.
+
+    Each plan is looked at once and not kept, so that `make_plans` may make it on the way: what two ranks say of
+    their traffic is compared by its 64-bit hash, and box by box only to name a difference.
+
+    Raises:
+        ReshardError: names tensor, box and both ranks.
+    """
+    checker = _Checker()
+    said: dict[tuple[int, int], int] = {}
+    for rank, plan in enumerate(plans):
+        if (plan.rank, plan.world) != (rank, len(plans)):
+            raise ReshardError(f"plan {rank} of {len(plans)} is that of rank {plan.rank} of {plan.world}.")
+        checker.check(plan)
+        traffic = [((rank, peer), transfers) for peer, transfers in plan.sends.items()]
+        traffic += [((peer, rank), transfers) for peer, transfers in plan.receives.items()]
+        for pair, transfers in traffic:
+            if transfers:
+                digest = hash(transfers)
+                other = said.pop(pair, None)
+                if other is None:
+                    said[pair] = digest
+                elif other != digest:
+                    _refuse_difference(plans, *pair)
+    for sender, receiver in said:
+        _refuse_difference(plans, sender, receiver)
+
+
+class _Held:
+    """A layout as the proofs see it: for each tensor the number of its places, and the local names in them."""
+
+    def __init__(self, layout: Layout, numbers: dict[object, int]) -> None:
+        self.layout = layout
+        self._numbers = numbers
+        self._places: dict[str, tuple[int, tuple[str, ...]]] = {}
+
+    def places(self, tensor: str) -> tuple[int, tuple[str, ...]]:
+        """Tensors of the same number lie in the same boxes, up to the names of local tensors."""
+        found = self._places.get(tensor)
+        if found is None:
+            pieces = self.layout.by_tensor.get(tensor, ())
+            locals_ = tuple(dict.fromkeys(piece.local for piece in pieces))
+            key = tuple((piece.box, locals_.index(piece.local), piece.local_box) for piece in pieces)
+            found = self._places[tensor] = (self._numbers.setdefault(key, len(self._numbers)), locals_)
+        return found
+
+
+class _Checker:
+    """Proofs, and what was proven so far."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {}
+        self._held: dict[int, _Held] = {}
+        self._sound: dict[int, Layout] = {}
+        self._written: set[object] = set()
+        self._read: set[object] = set()
+        self._apart: set[object] = set()
+
+    def check(self, plan: Plan) -> None:
+        if id(plan.dest_layout) not in self._sound:
+            _check_layout(plan.dest_layout, plan.rank)
+            self._sound[id(plan.dest_layout)] = plan.dest_layout
+        source, dest = self._of(plan.source_layout), self._of(plan.dest_layout)
+        written: dict[str, list[Transfer]] = {tensor: [] for tensor in plan.dest_layout.by_tensor}
+        read: set[tuple[object, ...]] = set()
+        for sender, receiver, transfers in _traffic(plan):
+            # a plan may hold tens of thousands of transfers: fields by number, and no call for each
+            for transfer in transfers:
+                if transfer[2] != sender or transfer[5] != receiver:
+                    raise ReshardError(
+                        f"{_where(transfer)}: rank {plan.rank} has it among what goes "
+                        f"from rank {sender} to rank {receiver}."
+                    )
+            if sender == plan.rank:
+                for transfer in transfers:
+                    key = (transfer[0], transfer[3], transfer[1], transfer[4])
+                    if key not in read:
+                        self._check_read(transfer, source)
+                        read.add(key)
+            if receiver == plan.rank:
+                for transfer in transfers:
+                    into = written.get(transfer[0])
+                    if into is None:
+                        raise ReshardError(f"{_where(transfer)}: the destination has no place for {transfer.tensor}.")
+                    into.append(transfer)
+        for tensor, transfers in written.items():
+            self._check_written(tensor, transfers, dest, plan.rank)
+            if tensor in plan.source_layout.by_tensor:
+                self._check_needed(tensor, transfers, source, plan.rank)
+
+    def _of(self, layout: Layout) -> _Held:
+        held = self._held.get(id(layout))
+        if held is None:
+            held = self._held[id(layout)] = _Held(layout, self._numbers)
+        return held
+
+    def _check_read(self, transfer: Transfer, source: _Held) -> None:
+        """The box that is sent is the one that it is said to be."""
+        number, locals_ = source.places(transfer.tensor)
+        local = transfer.source_local
+        key = (number, locals_.index(local) if local in locals_ else None, transfer.box, transfer.source_box)
+        if key not in self._read:
+            pieces = source.layout.by_tensor.get(transfer.tensor, ())
+            _prove_place(transfer, local, transfer.source_box, pieces, transfer.source)
+            self._read.add(key)
+
+    def _check_written(self, tensor: str, transfers: Sequence[Transfer], dest: _Held, rank: int) -> None:
+        """Every element of a tensor's places is written once, with what belongs there."""
+        number, locals_ = dest.places(tensor)
+        key: tuple[object, ...]
+        if len(locals_) == 1:
+            (local,) = locals_
+            key = (number, *[(t[1], t[7]) if t[6] == local else None for t in transfers])
+        else:
+            key = (number, *[(t[1], t[7], locals_.index(t[6]) if t[6] in locals_ else None) for t in transfers])
+        if key not in self._written:
+            _prove_written(tensor, transfers, dest.layout.by_tensor[tensor], rank)
+            self._written.add(key)
+
+    def _check_needed(self, tensor: str, transfers: Sequence[Transfer], source: _Held, rank: int) -> None:
+        """Nothing that the rank holds comes from another."""
+        number, _ = source.places(tensor)
+        for transfer in transfers:
+            key = (number, transfer.box)
+            if transfer.source == rank or key in self._apart:
+                continue
+            for piece in source.layout.by_tensor[tensor]:
+                if common := intersect(piece.box, transfer.box):
+                    raise ReshardError(
+                        f"{_where(transfer)} fetches {common} from rank {transfer.source}, "
+                        f"but holds it itself in {piece.local}."
+                    )
+            self._apart.add(key)
+
+
+def _traffic(plan: Plan) -> list[tuple[int, int, Sequence[Transfer]]]:
+    """`(sender, receiver, transfers)` of all that the plan says."""
+    for what, peers in (("sends to", plan.sends), ("receives from", plan.receives)):
+        for peer in peers:
+            if peer == plan.rank or not 0 <= peer < plan.world:
+                raise ReshardError(f"rank {plan.rank} {what} rank {peer}, which is none of its peers.")
+    traffic: list[tuple[int, int, Sequence[Transfer]]] = [(plan.rank, plan.rank, plan.copies)]
+    traffic += [(plan.rank, peer, transfers) for peer, transfers in plan.sends.items()]
+    traffic += [(peer, plan.rank, transfers) for peer, transfers in plan.receives.items()]
+    return traffic
+
+
+def _check_layout(layout: Layout, rank: int) -> None:
+    """The pieces of a layout lie inside their local tensors and do not overlap there."""
+    by_local: dict[str, list[Piece]] = {}
+    for piece in layout.pieces:
+        by_local.setdefault(piece.local, []).append(piece)
+    for local, pieces in by_local.items():
+        shape = layout.local_shapes.get(local)
+        for piece in pieces:
+            if shape is None or len(shape) != len(piece.local_box.start) or not contains(whole(shape), piece.local_box):
+                raise ReshardError(f"{piece.tensor}: on rank {rank}, {local} {piece.local_box} lies outside {shape}.")
+        both = first_overlap([piece.local_box for piece in pieces])
+        if both is not None:
+            a, b = (pieces[i] for i in both)
+            raise ReshardError(
+                f"on rank {rank} two weights have the same place in {local}: "
+                f"{a.tensor} {a.local_box} and {b.tensor} {b.local_box}."
+            )
+
+
+def _prove_written(tensor: str, transfers: Sequence[Transfer], pieces: Sequence[Piece], rank: int) -> None:
+    for transfer in transfers:
+        _prove_place(transfer, transfer.dest_local, transfer.dest_box, pieces, rank)
+    for local in dict.fromkeys(piece.local for piece in pieces):
+        boxes = [transfer.dest_box for transfer in transfers if transfer.dest_local == local]
+        both = first_overlap(boxes)
+        if both is not None:
+            a, b = (boxes[i] for i in both)
+            raise ReshardError(f"{tensor}: on rank {rank}, {local} {intersect(a, b)} is written twice.")
+        for piece in pieces:
+            rest = [piece.local_box] if piece.local == local else []
+            for box in boxes:
+                rest = [part for whole_ in rest for part in subtract(whole_, box)]
+            if rest:
+                raise ReshardError(f"{tensor}: rank {rank} never gets {rest[0]} of {local}.")
+
+
+def _prove_place(transfer: Transfer, local: str, box: Box, pieces: Sequence[Piece], rank: int) -> None:
+    """`box` of the local tensor is a place of the tensor's, and holds just the transfer's global box."""
+    if not same_up_to_ones(transfer.box.shape, box.shape):
+        raise ReshardError(f"{_where(transfer)}: {transfer.box} and {local} {box} differ in shape.")
+    inside = 0
+    for piece in pieces:
+        alike = piece.local == local and len(piece.local_box.start) == len(box.start)
+        common = intersect(piece.local_box, box) if alike else None
+        if common is not None:
+            inside += common.numel
+            here, there = carry(common, piece.local_box, piece.box), carry(common, box, transfer.box)
+            if here != there:
+                raise ReshardError(
+                    f"{_where(transfer)}: {local} {common} on rank {rank} is the place of {here}, not of {there}."
+                )
+    if inside != box.numel:
+        held = ", ".join(f"{piece.box} in {piece.local} {piece.local_box}" for piece in pieces) or "none of it"
+        raise ReshardError(
+            f"{_where(transfer)}: {local} {box} lies outside what rank {rank} has of {transfer.tensor}: {held}."
+        )
+
+
+def _refuse_difference(plans: Sequence[Plan], sender: int, receiver: int) -> None:
+    """Say where what one rank sends and what the other expects are not the same."""
+    sent, expected = plans[sender].sends.get(receiver, ()), plans[receiver].receives.get(sender, ())
+    for a, b in zip(sent, expected, strict=False):
+        if a != b:
+            raise ReshardError(f"rank {sender} sends {_where(a)}, where rank {receiver} expects {_where(b)}.")
+    more = sent[len(expected) :] or expected[len(sent) :]
+    raise ReshardError(
+        f"rank {sender} sends {len(sent)} boxes to rank {receiver}, which expects {len(expected)}; "
+        f"the first that only one of them knows: {_where(more[0])}."
+    )
+
+
+def _where(transfer: Transfer) -> str:
+    return (
+        f"{transfer.tensor} {transfer.box} from {transfer.source_local} {transfer.source_box} of rank "
+        f"{transfer.source} to {transfer.dest_local} {transfer.dest_box} of rank {transfer.dest}"
+    )

@@ -1,0 +1,405 @@
+"""A run described in Python: `TrainerConfig`, and what else may stand where a configuration is wanted."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from megaverl.config import Config, load_config
+from megaverl.config.errors import InvalidConfig, Mistake, did_you_mean
+from megaverl.config.recipes import recipe
+from megaverl.config.run import named_reward
+from megaverl.config.trainer import TrainerConfig as Loop
+from megaverl.config.yaml_source import COMMAND_LINE
+from megaverl.errors import ConfigError
+from megaverl.trainer.api.devices import Devices, device_map, parse_devices
+
+# What `get_ppo_config()` alone lays over the recipe of the quickstart: one process, without vLLM, about half a minute.
+SMALL_RUN: dict[str, dict[str, Any]] = {
+    "run": {"name": "quickstart_ppo", "nproc": None},
+    "actor": {"tp": 1, "optimizer": {"lr": 1e-3}},
+    "rollout": {"engine": "hf", "sampling": {"max_tokens": 8}},
+    "data": {"prompts_per_step": 16},
+    "trainer": {"steps": 25},
+}
+
+JOB_OF_ONE: dict[str, str] = {}  # variables that torchrun did not set, but a job of this one process did
+
+Reward = str | Callable[..., Any] | Mapping[str, Any]
+
+
+@dataclass
+class TrainerConfig:
+    """The usual settings under their usual names; None leaves the default of the key it stands for.
+
+    Everything else is set in `options`, under the keys of the YAML file (`megaverl keys`): nested, or dotted like
+    {"actor.optimizer.clip_grad": 0.5}.
+
+    Attributes:
+        max_steps: steps of the whole run; `total_steps` is another word for it.
+        actor_model: Hugging Face folder, or org/name on a hub (model.path). Likewise critic_model, reference_model.
+        reward_function: a built-in reward, "module:function", "file.py:function", a function of an importable
+            module, or what one of `reward_modules` registers (`register_reward`).
+        train_data, validation_data: files, patterns, folders or names of data sets.
+        use_vllm: True: rollout.engine vllm; False: hf, plain transformers.
+        actor_device_mapping: {"model": "cuda:0-3"}, "0-3" or [0, 1, 2, 3]: the role's ranks; likewise the others'.
+        checkpoint_config: keys of the section `checkpoint`, such as {"save_interval": 10, "keep_last_k": 3,
+            "async_save": True}.
+        fsdp_config: refused, with what takes the place of FSDP here.
+        log_with: one tracker or several: tensorboard, wandb, mlflow, swanlab, csv, jsonl.
+        may_be_small: without a model and data it is the small run of `get_ppo_config`.
+    """
+
+    algorithm: str = "ppo"
+    actor_model: str | Path | None = None
+    critic_model: str | Path | None = None
+    reference_model: str | Path | None = None
+    tokenizer: str | Path | None = None
+    reward_function: Reward | Sequence[Reward] | None = None
+    reward_modules: str | Path | Sequence[str | Path] | None = None
+    train_data: str | Path | Sequence[str | Path] | None = None
+    validation_data: str | Path | Sequence[str | Path] | None = None
+    max_steps: int | None = None
+    prompts_per_step: int | None = None
+    group_size: int | None = None
+    learning_rate: float | None = None
+    critic_learning_rate: float | None = None
+    max_prompt_tokens: int | None = None
+    max_response_tokens: int | None = None
+    tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    rollout_tensor_parallel_size: int | None = None
+    use_vllm: bool | None = None
+    num_gpus: int | None = None
+    actor_device_mapping: Devices = None
+    critic_device_mapping: Devices = None
+    reference_device_mapping: Devices = None
+    reward_device_mapping: Devices = None
+    rollout_device_mapping: Devices = None
+    use_dynamic_batching: bool | None = None
+    async_rollout: bool | None = None
+    trust_remote_code: bool | None = None
+    offload_folder: str | Path | None = None
+    fsdp_config: Mapping[str, Any] | None = None
+    checkpoint_config: Mapping[str, Any] | None = None
+    log_with: str | Sequence[str] | None = None
+    track_metrics: Sequence[str] | None = None
+    output_dir: str | Path | None = None
+    run_name: str | None = None
+    seed: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    may_be_small: bool = field(default=False, init=False)
+    total_steps: InitVar[int | None] = None
+
+    def __post_init__(self, total_steps: int | None) -> None:
+        if total_steps is None:
+            return
+        if self.max_steps not in (None, total_steps):
+            raise ConfigError(
+                f"max_steps={self.max_steps} and total_steps={total_steps} are the same setting. Give one of them."
+            )
+        self.max_steps = total_steps
+
+    def values(self) -> dict[str, Any]:
+        """What a YAML file would hold, as nested mappings.
+
+        Raises:
+            ConfigError: lists every setting that cannot be read.
+        """
+        found: dict[str, Any] = {}
+        mistakes = []
+        for name, key in KEYS.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            try:
+                value = plain(CONVERT[name](value, name) if name in CONVERT else value, name)
+            except ConfigError as error:
+                mistakes.append(str(error))
+                continue
+            if value is not None:
+                put(found, key, value)
+        if mistakes:
+            raise ConfigError("\n".join(mistakes))
+        for key, value in self.options.items():
+            put(found, key, plain(value, key))
+        return found
+
+    def to_config(self, *, check_paths: bool = True) -> Config:
+        """The checked configuration.
+
+        Raises:
+            ConfigError: lists every mistake under the key of the YAML file.
+        """
+        return resolve(self, check_paths=check_paths)
+
+
+def _max_steps(settings: TrainerConfig) -> int | None:
+    return settings.max_steps
+
+
+def _set_max_steps(settings: TrainerConfig, value: int | None) -> None:
+    settings.max_steps = value
+
+
+setattr(TrainerConfig, "total_steps", property(_max_steps, _set_max_steps))  # noqa: B010 - not a field to mypy
+SETTINGS = tuple(inspect.signature(TrainerConfig).parameters)
+KEYS = {
+    "algorithm": "algorithm.name",
+    "actor_model": "model.path",
+    "critic_model": "critic.path",
+    "reference_model": "reference.path",
+    "tokenizer": "model.tokenizer",
+    "reward_function": "reward",
+    "reward_modules": "reward_modules",
+    "train_data": "data.train",
+    "validation_data": "data.validation",
+    "max_steps": "trainer.steps",
+    "prompts_per_step": "data.prompts_per_step",
+    "group_size": "algorithm.group_size",
+    "learning_rate": "actor.optimizer.lr",
+    "critic_learning_rate": "critic.optimizer.lr",
+    "max_prompt_tokens": "data.max_prompt_tokens",
+    "max_response_tokens": "rollout.sampling.max_tokens",
+    "tensor_parallel_size": "actor.tp",
+    "pipeline_parallel_size": "actor.pp",
+    "rollout_tensor_parallel_size": "rollout.tp",
+    "use_vllm": "rollout.engine",
+    "num_gpus": "run.nproc",
+    "actor_device_mapping": "placement.actor_devices",
+    "critic_device_mapping": "placement.critic_devices",
+    "reference_device_mapping": "placement.reference_devices",
+    "reward_device_mapping": "placement.reward_devices",
+    "rollout_device_mapping": "placement.rollout_devices",
+    "use_dynamic_batching": "rollout.use_dynamic_batching",
+    "async_rollout": "rollout.async_rollout",
+    "trust_remote_code": "model.trust_remote_code",
+    "offload_folder": "model.offload_folder",
+    "fsdp_config": "fsdp_config",
+    "checkpoint_config": "checkpoint",
+    "log_with": "run.log_with",
+    "track_metrics": "run.track_metrics",
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "seed": "run.seed",
+}
+
+
+def reward_entry(value: Reward, where: str = "reward_function") -> dict[str, Any]:
+    """One entry of the section `reward`.
+
+    Raises:
+        ConfigError: a function that other processes could not import.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, str):
+        return dict(named_reward(value))
+    return {"function": importable_name(value, where)}
+
+
+def importable_name(function: Callable[..., Any], where: str) -> str:
+    """`module:name` or `file.py:name`, by which every rank finds a function.
+
+    Raises:
+        ConfigError: a lambda, a function inside another, or one typed at a prompt.
+    """
+    module, name = inspect.getmodule(function), getattr(function, "__qualname__", "")
+    if module is None or not name.isidentifier() or getattr(module, name, None) is not function:
+        raise ConfigError(
+            f"{where}: {function!r} cannot be imported by other processes. Define it at the top level of a file and "
+            "give the function, or its name as file.py:function."
+        )
+    if module.__name__ != "__main__":
+        return f"{module.__name__}:{name}"
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        raise ConfigError(f"{where}: {name} was typed at a prompt. Put it into a file and name file.py:{name}.")
+    return f"{Path(file).resolve()}:{name}"
+
+
+def _rewards(value: Any, where: str) -> list[dict[str, Any]]:
+    entries = value if isinstance(value, list | tuple) else [value]
+    return [reward_entry(entry, where) for entry in entries]
+
+
+def _several(value: Any, where: str) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return list(value)
+    if not isinstance(value, str | Path | Mapping):
+        raise ConfigError(f"{where}: found {value!r}; expected text, or a list of such.")
+    return [value]
+
+
+def _engine(value: Any, where: str) -> str:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where}: found {value!r}; expected True (vLLM) or False (plain transformers).")
+    return "vllm" if value else "hf"
+
+
+def _section(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f'{where}: found {value!r}; expected a mapping such as {{"save_interval": 10}}.')
+    return dict(value)
+
+
+def plain(value: Any, where: str) -> Any:
+    """A value as a YAML file has it; paths become text.
+
+    Raises:
+        ConfigError: one that no file could hold, such as a model instead of its folder.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner, f"{where}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, where) for inner in value]
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise ConfigError(
+        f"{where}: found a {type(value).__name__}; expected text (a folder, org/name), a number, a list or a mapping: "
+        "every rank reads it out of a file."
+    )
+
+
+CONVERT: dict[str, Callable[[Any, str], Any]] = {
+    "reward_function": _rewards,
+    "reward_modules": _several,
+    "train_data": _several,
+    "validation_data": _several,
+    "log_with": _several,
+    "track_metrics": _several,
+    "use_vllm": _engine,
+    "checkpoint_config": _section,
+    **{name: parse_devices for name in KEYS if name.endswith("_device_mapping")},
+}
+
+
+def put(values: dict[str, Any], key: str, value: Any) -> None:
+    """Lay `value` under a dotted key; mappings are merged, anything else is replaced."""
+    *parents, last = key.split(".")
+    for part in parents:
+        inner = values.get(part)
+        values[part] = dict(inner) if isinstance(inner, Mapping) else {}
+        values = values[part]
+    if isinstance(value, Mapping) and isinstance(values.get(last), Mapping):
+        for inner_key, inner in value.items():
+            put(values[last], inner_key, inner)
+    else:
+        values[last] = value
+
+
+Description = Config | TrainerConfig | Mapping[str, Any] | str | Path
+
+
+def resolve(description: Description, overrides: Sequence[str] = (), *, check_paths: bool = True) -> Config:
+    """A checked configuration from whatever describes one: a file, a mapping, a TrainerConfig, or a Config.
+
+    Where it says nothing of `placement`, what `set_device_map` was told counts.
+
+    Raises:
+        ConfigError: lists every mistake.
+    """
+    if isinstance(description, Config):
+        if not overrides:
+            return description
+        description = description.to_dict()
+    if isinstance(description, TrainerConfig):
+        values = description.values()
+        if description.may_be_small and not _names_inputs(values):
+            description, overrides = recipe("quickstart"), [*as_overrides(SMALL_RUN), *as_overrides(values), *overrides]
+            if check_paths:
+                from megaverl.trainer.quickstart import make_inputs
+
+                make_inputs(load_config(description, overrides, check_paths=False))
+        else:
+            description = values
+    if not isinstance(description, str | Path | Mapping):
+        raise ConfigError(
+            f"config: found a {type(description).__name__}; expected a YAML file, a mapping, a TrainerConfig or a "
+            "Config."
+        )
+    if isinstance(description, Mapping) and device_map() and not description.get("placement"):
+        description = {**description, "placement": device_map()}
+    try:
+        with as_started():
+            config = load_config(description, list(overrides), check_paths=check_paths)
+            if config.placement.is_given or not device_map():
+                return config
+            more = [f"placement.{key}={ranks}" for key, ranks in device_map().items()]
+            return load_config(description, [*overrides, *more], check_paths=check_paths)
+    except InvalidConfig as error:
+        source = str(description) if isinstance(description, str | Path) else "what was given"
+        raise InvalidConfig(map(_of_a_program, error.mistakes), source) from None
+
+
+def _of_a_program(mistake: Mistake) -> Mistake:
+    """The same, where no command line was typed: with the setting of `TrainerConfig` that the key is."""
+    if mistake.where not in ("", COMMAND_LINE):
+        return mistake
+    names = [name for name, key in KEYS.items() if f"{mistake.key}.".startswith(f"{key}.")]
+    return replace(mistake, where=f"`{names[0]}` in Python" if names else "")
+
+
+def _names_inputs(values: Mapping[str, Any]) -> bool:
+    """Whether a model or training data is named, in either form of the YAML file."""
+    named = {"model": ("path", "pretrain_model_path"), "data": ("train", "train_path")}
+    sections = [(values.get(section), keys) for section, keys in named.items()]
+    return any(isinstance(given, str) or any(key in given for key in keys) for given, keys in sections if given)
+
+
+def as_overrides(values: Mapping[str, Any], inside: str = "") -> list[str]:
+    """`key=value` for all that nested mappings hold, so that each key is known to be given, and nothing beside it."""
+    found: list[str] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value and all(name.isidentifier() for name in value):
+            found += as_overrides(value, f"{inside}{key}.")
+        else:
+            found.append(f"{inside}{key}={json.dumps(value)}")
+    return found
+
+
+def refuse_unknown(names: Iterable[str], who: str = "") -> None:
+    """Raise a ConfigError where one of `names` is no field of `TrainerConfig`."""
+    if unknown := [name for name in names if name not in SETTINGS]:
+        hints = "".join(did_you_mean(name, SETTINGS) for name in unknown)
+        raise ConfigError(
+            f"{who}no setting {', '.join(unknown)}.{hints} Keys of the YAML file go into options={{...}}."
+        )
+
+
+def get_ppo_config(**settings: Any) -> TrainerConfig:
+    """A TrainerConfig for PPO, to be changed and handed to a trainer: `get_ppo_config(actor_model="models/small")`.
+
+    With neither a model nor data it is a small run of the quickstart's task, in one process and without vLLM:
+    tokenizer, model and data are made in the run's folder. `max_steps` is a number in any case.
+
+    Raises:
+        ConfigError: a setting that there is not.
+    """
+    refuse_unknown(settings, "get_ppo_config: ")
+    config = TrainerConfig(**{"algorithm": "ppo", **settings})
+    config.may_be_small = True
+    if config.max_steps is None:
+        values = config.values()
+        default = Loop.model_fields["steps"].default if _names_inputs(values) else SMALL_RUN["trainer"]["steps"]
+        config.max_steps = values.get("trainer", {}).get("steps", default)
+    return config
+
+
+@contextmanager
+def as_started() -> Iterator[None]:
+    """The environment as this program was started: a job of one, which it is, says nothing of the next trainer's."""
+    hidden = {name: os.environ.pop(name) for name in JOB_OF_ONE if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ |= hidden

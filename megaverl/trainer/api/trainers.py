@@ -1,0 +1,267 @@
+"""`RLTrainer` and `PPOTrainer` for Python programs: settings in, the trainer of `megaverl train` behind them."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megaverl.config import Config
+from megaverl.errors import SAVED_AND_LEFT, TrainingStopped
+from megaverl.trainer.api.settings import (
+    Description,
+    Reward,
+    TrainerConfig,
+    as_overrides,
+    as_started,
+    refuse_unknown,
+    resolve,
+)
+from megaverl.trainer.api.strategy import RoleBasedDistributedStrategy
+from megaverl.trainer.api.world import explained, init_distributed, under_torchrun
+
+if TYPE_CHECKING:
+    from megaverl.data.batch import RolloutBatch
+    from megaverl.monitoring.console import Console
+    from megaverl.trainer.job import Job
+    from megaverl.trainer.rl import RLTrainer as Loop
+    from megaverl.trainer.stored_rollouts import StoredRollouts
+
+
+# What `update` returns also has these, each the first that was measured.
+SHORT_NAMES = {
+    "reward": ("reward/mean",),
+    "loss": ("actor/loss",),
+    "kl": ("actor/kl", "train/kl", "actor/approx_kl"),
+}
+
+
+class RLTrainer:
+    """Reinforcement learning from Python: the same run as `megaverl train` of the same configuration.
+
+        trainer = RLTrainer(
+            actor_model="models/small", reward_function="exact_match", train_data="train.jsonl", use_vllm=True
+        )
+        trainer.train()
+
+    Args:
+        config: a YAML file, a mapping, a TrainerConfig or a Config; None: what the keywords say alone.
+        reward_model: what scores responses: as `reward_function`, or the folder of a model.
+        strategy: which role has which ranks; or `set_device_map` before.
+        overrides: "key=value" as on the command line, over all else.
+        settings: fields of `TrainerConfig`, laid over `config`.
+
+    Raises:
+        ConfigError: lists every mistake, before anything is built.
+    """
+
+    def __init__(
+        self,
+        config: Description | None = None,
+        *,
+        reward_model: Reward | Path | None = None,
+        strategy: RoleBasedDistributedStrategy | None = None,
+        overrides: Sequence[str] = (),
+        **settings: Any,
+    ) -> None:
+        refuse_unknown(settings)
+        more = _given(settings)
+        if reward_model is not None:
+            more.append(f"reward={json.dumps([_reward_of(reward_model)])}")
+        if strategy is not None:
+            more += [f"placement.{key}={ranks}" for key, ranks in strategy.placement.items()]
+        self.config: Config = resolve({} if config is None else config, [*more, *overrides])
+        self._loop: Loop | None = None
+
+    def train(self) -> dict[str, float]:
+        """Train to the last step, or go on where an earlier run of this folder stopped.
+
+        Under torchrun as one of its ranks; otherwise in this process, or, where the configuration needs several
+        ranks, in as many processes as it needs, started here.
+
+        Returns: the metrics of the last validation, or of the last step.
+
+        Raises:
+            TrainingStopped: a rank failed; it has told why.
+            SystemExit: with `errors.SAVED_AND_LEFT`: the run was asked to leave, and goes on when it is started again.
+        """
+        if not under_torchrun() and _num_ranks(self.config) > 1:
+            return _train_in_ranks(self.config)
+        with explained():
+            return self.loop.train()
+
+    @property
+    def loop(self) -> Loop:
+        """The trainer itself, on this rank; made when it is first asked for."""
+        if self._loop is None:
+            from megaverl.trainer.run import make_trainer
+
+            self._loop = self._made(make_trainer)
+        return self._loop
+
+    def _made(self, make: Callable[[Config, Console, Job], Loop]) -> Loop:
+        """A loop, in this run's folder."""
+        job = init_distributed(self.config)
+        from megaverl.distributed.collectives import on_first_rank
+        from megaverl.monitoring.console import Console
+        from megaverl.trainer.job import reporter
+        from megaverl.trainer.run import prepare_folder
+
+        console = Console(job.fabric.rank)
+        console.speaks = job.fabric.rank == reporter(job.fabric.placement)
+        on_first_rank(lambda: prepare_folder(self.config.run_dir, self.config, "train"), job.fabric.control)
+        for warning in self.config.warnings:
+            console.warn(warning)
+        for choice in self.config.choices:
+            console.print(choice)
+        return make(self.config, console, job)
+
+
+class PPOTrainer(RLTrainer):
+    """A loop of one's own: `rollout` gives responses, `update` trains on them.
+
+        trainer = PPOTrainer(get_ppo_config(actor_model="models/small", total_steps=100, ...))
+        while trainer.num_steps < 100:
+            rollouts = trainer.rollout()
+            print(trainer.update(rollouts)["reward/mean"])
+
+    Every rank takes part in every call. What a step leaves is what `train` leaves: trackers, samples, validation,
+    checkpoints, and after the last one of `total_steps` the model. After SIGTERM or SIGUSR1 the call that is under way,
+    or the next one, saves and leaves with the exit code `errors.SAVED_AND_LEFT`. The configuration may name any
+    algorithm; its own default is PPO.
+    """
+
+    _measured: Mapping[str, float] = {}
+    _records: ExitStack | None = None
+    _has_begun = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are done; at first those of the checkpoint that the run goes on from."""
+        with explained():
+            self._begin()
+        return self.loop.next_step
+
+    def rollout(self) -> RolloutBatch:
+        """Responses to the next `data.prompts_per_step` prompts; nothing is scored or trained yet."""
+        with explained():
+            self._begin()
+            self.loop.stages.step = self.loop.next_step + 1
+            drawn = self.loop.rollouts(self.loop.next_step)
+        self._measured = drawn.metrics
+        return drawn.batch
+
+    def update(self, rollouts: RolloutBatch) -> dict[str, float]:
+        """Score `rollouts`, train on them, and give the engine the new weights.
+
+        Args:
+            rollouts: of `rollout`, as they are or changed: fewer of them, or with `rewards` [B] of one's own, which
+                are then not scored.
+
+        Returns: the step's metrics; with those of a validation where one is due. Three have a short name as well:
+            `reward` (reward/mean), `loss` (actor/loss) and `kl`: to the reference, or, where there is none, to the
+            policy that generated (actor/approx_kl).
+        """
+        with explained():
+            self._begin()
+            loop, trainer = self.loop, self.config.trainer
+            metrics = loop.one_step(loop.next_step, self._given(rollouts))
+            loop.next_step += 1
+            metrics |= loop.after_step(loop.next_step) or {}
+            loop.safe_point()
+            if loop.next_step == trainer.steps and self.config.checkpoint.export_hf:
+                loop.export()
+        short = {name: metrics[key] for name, keys in SHORT_NAMES.items() for key in reversed(keys) if key in metrics}
+        return {**metrics, **short}
+
+    def close(self) -> None:
+        """Finish trackers, and what is still being saved; at the program's end this is done by itself."""
+        records, self._records = self._records, None
+        if records is None:
+            return
+        atexit.unregister(self.close)
+        with records:
+            if getattr(sys, "last_value", None) is None:  # with all other ranks
+                self.loop.settle()
+
+    def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
+        from megaverl.trainer.generate import score_metrics
+        from megaverl.trainer.stored_rollouts import StoredRollouts
+        from megaverl.workers.reward import Scores
+
+        metrics, scores = dict(self._measured), None
+        if "rewards" in rollouts:
+            rewards = rollouts.rewards.float()
+            scores = Scores(rewards, {"given": rewards}, rewards > 0)
+            metrics |= score_metrics(scores, 0.0)
+        return StoredRollouts(self.loop.next_step, 0, rollouts, scores, metrics)
+
+    def _begin(self) -> None:
+        """Take up a checkpoint, if there is one, and give the engine its first weights."""
+        if self._has_begun:
+            return
+        self._has_begun = True
+        if not init_distributed(self.config).fabric.placement.is_colocated:
+            from megaverl.trainer.asked_for import StepsAskedFor
+
+            self._loop = self._made(StepsAskedFor)
+        self.loop.resume()
+        self._records = ExitStack()
+        self._records.enter_context(self.loop.leave.listening())
+        self._records.enter_context(self.loop.recording())
+        atexit.register(self.close)
+
+
+def _given(settings: Mapping[str, Any]) -> list[str]:
+    """`key=value` for every setting that is said."""
+    algorithm = {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
+    values = TrainerConfig(**settings).values()
+    if not algorithm:  # its default is no word about a configuration that has its own
+        values.pop("algorithm", None) if values.get("algorithm") == {"name": "ppo"} else values["algorithm"].pop("name")
+    return as_overrides(values)
+
+
+def _reward_of(value: Reward | Path) -> dict[str, Any]:
+    from megaverl.trainer.api.settings import reward_entry
+
+    if isinstance(value, Path):
+        value = str(value)
+    is_model = isinstance(value, str) and ":" not in value and ("/" in value or (Path(value) / "config.json").exists())
+    if not is_model:
+        return reward_entry(value, "reward_model")
+    return {"name": "reward_model", "path": str(value)}
+
+
+def _num_ranks(config: Config) -> int:
+    from megaverl.trainer.launcher import default_nproc
+
+    return config.run.nproc or default_nproc(config, "train")
+
+
+def _train_in_ranks(config: Config) -> dict[str, float]:
+    """The command itself, on a file that holds this configuration."""
+    import tempfile
+
+    from megaverl.monitoring.backends import read_metrics
+    from megaverl.trainer.launcher import check_world, start_ranks
+
+    count = _num_ranks(config)
+    check_world(config, "train", count)
+    for choice in config.choices:  # to the ranks they are given
+        print(choice)
+    with tempfile.TemporaryDirectory(prefix="megaverl_") as folder:
+        file = Path(folder, "config.yaml")
+        file.write_text(config.to_yaml(), encoding="utf-8")
+        arguments = ["-m", "megaverl.cli.main", "train", "--config", str(file)]
+        with as_started():
+            code = start_ranks(arguments, count, log_hint=str(config.run_dir / "logs"))
+    if code == SAVED_AND_LEFT:
+        raise SystemExit(code)
+    if code:
+        raise TrainingStopped(f"training ended with exit code {code}; {config.run_dir / 'logs'} says more.")
+    records = read_metrics(config.run_dir / "metrics.jsonl")
+    return {name: value for name, value in records[-1].items() if name not in ("step", "time")}

@@ -1,0 +1,158 @@
+"""Contracts of what happens around generation: rewards, environments, functions that generate."""
+
+from __future__ import annotations
+
+import math
+import random
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megaverl.data.tokenizers import Tokenizer, load_tokenizer
+from megaverl.rewards import RewardSample, build_reward
+from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.rollout.environments import Outcome, Start, find_environment
+from megaverl.rollout.environments.codec import Codec
+from megaverl.rollout.environments.registry import make_game
+from megaverl.trainer.contracts.promise import Broken, Promise
+from megaverl.workers.own_functions import generate_by
+
+MOST_TURNS = 64
+RESPONSES = ("42", "", "The answer is 42.", "\u4f60\u597d \U0001f600", "x" * 5000, "no idea", "\\boxed{42}", "42\n\n42")
+
+
+def reward_promises(name: str, options: Mapping[str, Any], *, batched: bool = False) -> Iterator[Promise]:
+    """Of a reward (`reward: [{function: ...}]`)."""
+    samples = [
+        RewardSample(f"Question {i}?", response, "42", {"level": i}, num_tokens=len(response), finish_reason="stop")
+        for i, response in enumerate(RESPONSES)
+    ]
+
+    def score(some: Sequence[RewardSample] = samples) -> list[float]:
+        reward = build_reward([{"function": name, "options": dict(options), "batched": batched}])
+        return [float(value) for value in reward.score(list(some)).total]
+
+    def finite() -> None:
+        wrong = [RESPONSES[i][:20] for i, value in enumerate(score()) if not math.isfinite(value)]
+        if wrong:
+            raise Broken(f"not a finite number for the response {wrong[0]!r}: give every response one.")
+
+    def alone() -> None:
+        together, apart = score(), [score([sample])[0] for sample in samples]
+        if together != apart:
+            first = next(i for i, (a, b) in enumerate(zip(together, apart, strict=True)) if a != b)
+            raise Broken(
+                f"response {RESPONSES[first][:20]!r} scores {together[first]} among others and {apart[first]} alone."
+            )
+
+    def same() -> None:
+        if score() != score():
+            raise Broken("two calls gave different scores: a run could not be repeated. Draw nothing at random.")
+
+    yield "a finite number for every response: empty, long, of any letters", finite
+    yield "a response scores alike alone and among others", alone
+    yield "the same twice", same
+
+
+def tiny_tokenizer(folder: Path) -> Tokenizer:
+    """A tokenizer made on the spot."""
+    from megaverl.data.tasks import make_task
+
+    return load_tokenizer(
+        make_task("reverse", num_digits=3, num_train=64, num_held_out=8).train_tokenizer(folder / "tokenizer.model")
+    )
+
+
+def environment_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
+    """Of an environment or a game (`environment.name`)."""
+    scratch = tempfile.TemporaryDirectory()
+    tokenizer = tiny_tokenizer(Path(scratch.name))
+
+    def play(seed: int = 0) -> tuple[list[tuple[str, Outcome]], bool]:
+        """Random turns until it is over; what they led to, and whether it came to an end."""
+        game = make_game(name, Codec(tokenizer, chat=False), options)
+        draw = random.Random(seed)
+        prompt = tokenizer.encode("reverse 123 =")
+        views = game.reset(Start(prompt, "reverse 123 =", "321", {}, seed))
+        if set(views) != set(game.agents):
+            raise Broken(f"reset gives prompts for {sorted(views)}; its agents are {sorted(game.agents)}.")
+        for agent, tokens in views.items():
+            _check_tokens(tokens, tokenizer, f"the prompt of {agent}")
+        seen: list[tuple[str, Outcome]] = []
+        for _ in range(MOST_TURNS):
+            acting = list(game.acting())
+            if not acting or set(acting) - set(game.agents):
+                raise Broken(f"acting() gave {acting}; expected one or more of {sorted(game.agents)}.")
+            turns = {
+                agent: [draw.randrange(tokenizer.vocab_size) for _ in range(3)] + [tokenizer.eos_token_id]
+                for agent in acting
+            }
+            outcomes = game.step(turns)
+            for agent, outcome in outcomes.items():
+                if not isinstance(outcome, Outcome):
+                    raise Broken(
+                        f"step gave {type(outcome).__name__} for {agent}; return megaverl.rollout.environments.Outcome."
+                    )
+                if not math.isfinite(outcome.reward):
+                    raise Broken(f"the reward of {agent} is {outcome.reward}; it must be finite.")
+                _check_tokens(outcome.token_ids, tokenizer, f"what {agent} reads next")
+            seen += outcomes.items()
+            if any(outcome.done for outcome in outcomes.values()):
+                return seen, True
+        return seen, False
+
+    def same() -> None:
+        if play(1) != play(1):
+            raise Broken("two episodes of one seed and the same turns differ: draw from Start.seed only.")
+
+    def kept_open() -> None:
+        with scratch:
+            play(2)
+
+    yield "a class derived from Environment or Game", lambda: (find_environment(name), None)[1]
+    yield "prompts, acting agents and outcomes are what they must be", lambda: (play(), None)[1]
+    yield "the same seed and turns, the same episode", same
+    yield "an episode of other turns too", kept_open
+
+
+def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer, what: str) -> None:
+    wrong = [token for token in tokens if not isinstance(token, int) or not 0 <= token < tokenizer.vocab_size]
+    if wrong:
+        raise Broken(f"{what} holds {wrong[0]!r}, which is no token id: encode text with self.codec.")
+
+
+def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
+    """Of a function that generates (`rollout.function`)."""
+    prompts = [[1, 2, 3], [4, 5], [1, 2, 3], [6]]
+    seeds = [11, 12, 13, 14]
+
+    def engine(given: Sequence[Sequence[int]], sampling: SamplingOptions, own: Sequence[int]) -> list[Generation]:
+        """An engine that draws from the seed alone."""
+        if len(given) != len(own):
+            raise Broken(f"it asked the engine for {len(given)} responses with {len(own)} seeds; give one each.")
+        found = []
+        for prompt, seed in zip(given, own, strict=True):
+            draw = random.Random(f"{list(prompt)} {seed}")
+            count = draw.randint(1, sampling.max_tokens)
+            tokens = [draw.randrange(50) for _ in range(count)]
+            found.append(Generation(tokens, [-draw.random() for _ in tokens], "stop"))
+        return found
+
+    def call(some: slice = slice(None)) -> list[Generation]:
+        return generate_by(name, engine, prompts[some], SamplingOptions(8), seeds[some])
+
+    def bounded() -> None:
+        long = [len(each.token_ids) for each in call() if len(each.token_ids) > 8]
+        if long:
+            raise Broken(f"a response has {long[0]} tokens; sampling.max_tokens is 8.")
+        if positive := [value for each in call() for value in each.log_probs if value > 1e-6]:
+            raise Broken(f"a log-probability is {positive[0]}; they are at most 0.")
+
+    def same() -> None:
+        if call() != call():
+            raise Broken("two calls gave different responses: draw from the seeds only.")
+
+    yield "one response for each prompt, a log-probability for each token", lambda: (call(), None)[1]
+    yield "no longer than asked for, log-probabilities of at most 0", bounded
+    yield "the same seeds, the same responses", same

@@ -1,0 +1,168 @@
+"""torchrun, but SIGTERM and SIGUSR1 go on to the ranks, the exit code is that of the ranks, they end with the agent
+whatever ends it, and the job's store listens where the other nodes look for it, and nowhere else.
+
+    # torchrun's arguments
+    python -m megaverl.trainer.elastic_agent --nnodes 2 --node-rank 0 ... -m megaverl.cli.main train ...
+
+A scheduler signals the process that it has started, and torchrun gives ranks that it ends 30 s, which is less than a
+large checkpoint takes, and then exits with 1 whatever they say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, TrainingStopped
+from megaverl.processes import ending_with_parent
+
+PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
+MASTER_PORT = 29500  # torchrun's, where none is given
+C10D_PORT = 29400  # torch's, of an endpoint without one
+JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
+ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run an agent of a job on this machine; the exit code of its first rank that failed."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
+    arguments.signals_to_handle = ENDS_RANKS
+    silence_torchs_agent()
+    with passing_on_signals():
+        try:
+            met = _meet(arguments)  # the job's store lives as long as this does
+            launch_config, program, given = config_from_args(arguments)
+            if isinstance(program, str):  # else --run-path, for which torch's own processes end with this one
+                program, *given = ending_with_parent([program, *given])
+            elastic_launch(launch_config, program)(*given)
+            del met
+        except (TrainingStopped, RendezvousError) as error:
+            where = "" if isinstance(error, TrainingStopped) else f"no rendezvous at {arguments.rdzv_endpoint}: "
+            print(f"error: {where}{error}", file=sys.stderr, flush=True)
+            os._exit(FAILED)  # no rank has begun; a thread of torch may still wait for an answer
+        except ChildFailedError as error:
+            return explain({rank: failure.exitcode for rank, failure in error.failures.items()})
+        except (KeyboardInterrupt, SignalException) as error:
+            return interrupted(error)
+    return 0
+
+
+def _meet(arguments: argparse.Namespace) -> Any:
+    """Of several nodes with a fixed address: see that all are here, within `--rdzv-conf timeout=SECONDS`; of a
+    rendezvous by torch's c10d, which finds that out by itself, that no other program answers there. One node alone
+    meets nobody: its store is on the loopback. Returns the store, for torch's agent of the first node to use."""
+    from megaverl.distributed.node_rendezvous import meet
+    from megaverl.distributed.store import LOOPBACK, keep_store, store_at
+
+    if arguments.standalone or arguments.nnodes in ("1", "1:1"):
+        store = keep_store(LOOPBACK, arguments.master_port or 0, timedelta(seconds=JOIN_SECONDS))
+        arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.node_rank = "static", f"{LOOPBACK}:{store.port}", 0
+        return store
+    arguments.master_port = arguments.master_port or MASTER_PORT
+    if not arguments.nnodes.isdigit() or arguments.rdzv_backend not in ("static", "c10d"):
+        return None
+    settings = dict(part.split("=", 1) for part in arguments.rdzv_conf.split(",") if "=" in part)
+    endpoint = arguments.rdzv_endpoint or f"{arguments.master_addr}:{arguments.master_port}"
+    host, _, port = endpoint.rpartition(":")
+    if arguments.rdzv_backend == "c10d":
+        with suppress(OSError):  # nobody is there yet
+            store_at(host or port, int(port) if host else C10D_PORT)
+        return None
+    patience = float(settings.get("timeout", JOIN_SECONDS))
+    return meet(host, int(port), arguments.node_rank, int(arguments.nnodes), patience)
+
+
+def silence_torchs_agent() -> None:
+    """A rank tells by itself why it fails, and `explain` what it could not: torch's agent would tell it once more."""
+    for name in ("elastic", "launcher"):
+        logger = logging.getLogger(f"torch.distributed.{name}")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False  # torch gives each module's logger a level of its own
+
+
+@contextmanager
+def passing_on_signals() -> Iterator[None]:
+    """SIGTERM and SIGUSR1 that this process gets go to its ranks; without any, they end this process."""
+    before = {number: signal.signal(number, _pass_on) for number in PASSED_ON}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
+    """Say what the ranks could not; returns the exit code of the job.
+
+    Args:
+        exitcodes: by rank, of those that did not end with 0; negative: the signal.
+        log_hint: the folder of the ranks' logs.
+    """
+    ended_by_agent = -signal.SIGTERM
+    own = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
+    # A rank that a signal ended is the cause: the others then fail on the connection to it.
+    rank, exitcode = min(own.items(), key=lambda item: (item[1] > 0, item[0]))
+    if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT):
+        return exitcode
+    if exitcode >= 0:
+        print(f"rank {rank} ended with exit code {exitcode}.", file=sys.stderr)
+        return exitcode
+    name = signal.Signals(-exitcode).name
+    cause = " Out of memory is the usual cause (see dmesg)." if name == "SIGKILL" else ""
+    where = f" Its log: {log_hint}/rank_{rank}.log" if log_hint else ""
+    print(f"rank {rank} was ended by {name}.{cause}{where}", file=sys.stderr)
+    return FAILED
+
+
+def interrupted(error: BaseException) -> int:
+    """Say so, after a signal that ends the ranks; returns the exit code of the job."""
+    name = signal.Signals(getattr(error, "sigval", signal.SIGINT)).name
+    print(
+        f"interrupted by {name} and ended without saving; SIGTERM lets a training run save first.",
+        file=sys.stderr,
+        flush=True,
+    )
+    return INTERRUPTED
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    ranks = _ranks()
+    for pid in ranks:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:  # it has just ended
+            continue
+    if not ranks:
+        sys.exit(128 + number)
+
+
+def _ranks() -> list[int]:
+    """The children of this process that are ranks. Linux only, as is all that schedulers run."""
+    found = []
+    for path in Path("/proc/self/task").glob("*/children"):
+        for child in path.read_text().split():
+            try:
+                if b"\0LOCAL_RANK=" in b"\0" + Path("/proc", child, "environ").read_bytes():
+                    found.append(int(child))
+            except OSError:  # it has just ended
+                continue
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,349 @@
+"""Fingerprints: whether the weights on both sides of a reshard are the same, element by element.
+
+The fingerprint of a box of a global array is the sum, modulo 2**64, of each element's bits (as an integer of
+its own width) times an odd 64-bit weight that depends on the element's place in the *global* array: the product
+over the axes of a hash of the index along that axis. So
+- it is exact and independent of order: the sums of disjoint boxes add up to that of their union, whichever
+  ranks hold them;
+- one changed element always shows (its change, less than 2**32, times an odd number is not zero), and the bits
+  of zero and of minus zero differ;
+- two elements or two rows that changed places, a shifted or stale part, or any change that was not made
+  with these hashes in mind goes unnoticed with a probability of about 2**-31 (float32) or 2**-47 (16 bits);
+- padding is in no box and counts nowhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megaverl.distributed.collectives import gather_json
+from megaverl.errors import ReshardError
+from megaverl.platform import platform
+from megaverl.sharding.boxes import Box, carry, intersect
+from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.plan import MAX_NAMED
+from megaverl.weights.views import view
+
+# Elements that are widened to 64 bits at a time: what a CPU's cache holds, and what keeps a GPU busy.
+CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Tensors = Mapping[str, torch.Tensor]
+LayoutOf = Callable[[int], Layout]
+
+
+def fingerprints(layout: Layout, tensors: Tensors, dtype: torch.dtype | None = None) -> dict[str, int]:
+    """This rank's part of every global tensor's fingerprint, each between 0 and 2**64 - 1.
+
+    Parts of disjoint boxes, on one rank or several, add up modulo 2**64. A box that a rank holds twice counts
+    twice.
+
+    Args:
+        tensors: local name -> tensor, as in `layout`.
+        dtype: elements are rounded to it first; None: taken as they are.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for piece in layout.pieces:
+        part = box_fingerprint(view(tensors[piece.local], piece.local_box), piece.box, dtype)
+        sums[piece.tensor] = sums[piece.tensor] + part if piece.tensor in sums else part
+    if not sums:
+        return {}
+    return {name: value % 2**64 for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)}
+
+
+@torch.no_grad()
+def box_fingerprint(data: torch.Tensor, box: Box, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The fingerprint of one box, as an int64 scalar on the data's device.
+
+    Args:
+        data: the elements of `box`, in its shape up to axes of size one.
+        box: where they stand in the global array.
+        dtype: elements are rounded to it first.
+    """
+    dtype = dtype or data.dtype
+    shape = box.shape or (1,)
+    weights = [
+        _axis_weights(axis, low, high, data.device) for axis, (low, high) in enumerate(zip(*box, strict=True))
+    ] or [torch.ones(1, dtype=torch.int64, device=data.device)]
+    columns = weights[-1]
+    rows = torch.ones(1, dtype=torch.int64, device=data.device)
+    for weight in weights[:-1]:
+        rows = torch.outer(rows, weight).flatten()
+    matrix = data.reshape(math.prod(shape[:-1]), shape[-1])
+    chunk = CUDA_CHUNK if data.is_cuda else CPU_CHUNK
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    width = min(chunk, matrix.shape[1])
+    height = min(max(1, chunk // max(1, width)), matrix.shape[0])
+    widened = torch.empty(height, width, dtype=torch.int64, device=data.device)
+    for top in range(0, matrix.shape[0], max(1, height)):
+        for left in range(0, matrix.shape[1], max(1, width)):
+            part = matrix[top : top + height, left : left + width].to(dtype)
+            products = widened[: part.shape[0], : part.shape[1]]
+            products.copy_(part.view(INTEGERS[dtype.itemsize]))
+            products.mul_(columns[left : left + width])
+            total += products.sum(1).mul_(rows[top : top + height]).sum()
+    return total
+
+
+@lru_cache(maxsize=32)
+def _axis_weights(axis: int, low: int, high: int, device: torch.device) -> torch.Tensor:
+    """Odd hashes [high - low] of the indices along an axis: splitmix64, in wrapping int64."""
+    mixed = torch.arange(low, high, dtype=torch.int64, device=device) + (axis + 1) * 2**40
+    mixed = mixed * _signed(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    return (mixed ^ _shifted(mixed, 31)) | 1
+
+
+def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
+    """Shifted right without the sign."""
+    return (bits >> shift) & (2 ** (64 - shift) - 1)
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned
+
+
+class Held(NamedTuple):
+    """A cell (an intersection of a source and a destination box) in one local tensor of this rank."""
+
+    cell: int
+    side: str
+    tensor: str
+    box: Box
+    local: str
+    local_box: Box
+
+
+class Difference(NamedTuple):
+    """A copy whose elements are not those of the source, and a rank whose source copy is right.
+
+    Attributes:
+        side: "source" or "destination".
+    """
+
+    tensor: str
+    box: Box
+    side: str
+    local: str
+    rank: int
+    right: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.tensor} {self.box}: {self.local} of the {self.side} on rank {self.rank} is not what the source "
+            f"holds on rank {self.right}"
+        )
+
+
+@dataclass(frozen=True)
+class CheckStats:
+    """What one comparison did on this rank: tensors compared in all, bytes read here, and seconds."""
+
+    num_tensors: int
+    bytes_read: int
+    seconds: float
+
+
+class ReshardCheck:
+    """Compares both sides of a reshard, as often as asked.
+
+    Every copy is compared by itself, in cells: the intersections of what source and destination ranks hold. One
+    source holder gives a cell's value to all, in one all-reduce of 8 bytes a cell; each rank then looks at its
+    own copies. Every rank of the group takes part in making one and in comparing.
+
+    Args:
+        source_layouts, dest_layouts: rank -> layout, the same functions of the rank on every rank.
+        source_tensors, dest_tensors: local name -> tensor, looked up anew at every comparison. Where the
+            dtypes differ, the source is rounded to the destination's.
+        group: the ranks of the layouts, in order; None: all.
+    """
+
+    def __init__(
+        self,
+        source_layouts: LayoutOf,
+        dest_layouts: LayoutOf,
+        source_tensors: Tensors,
+        dest_tensors: Tensors,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._layouts = {"source": source_layouts, "destination": dest_layouts}
+        self._tensors = {"source": source_tensors, "destination": dest_tensors}
+        self._group = group
+        self._cells: _Cells | None = None
+        self._dtypes: Callable[[str], torch.dtype | None] = lambda tensor: None
+
+    def compare(self) -> CheckStats:
+        """Compare every copy of every element of both sides.
+
+        Raises:
+            ReshardError: on every rank; names tensor, box, local tensor and rank of what differs.
+        """
+        stats, found, num_more = self.differences()
+        if found:
+            more = f"; and {num_more} more boxes" if num_more else ""
+            raise ReshardError(
+                f"source and destination differ after resharding: {'; '.join(map(str, found))}{more}. If an "
+                "optimizer step or a load ran in between, reshard again; otherwise stop, as responses would come "
+                "from wrong weights."
+            )
+        return stats
+
+    def differences(self, limit: int = MAX_NAMED) -> tuple[CheckStats, list[Difference], int]:
+        """What differs in the first `limit` cells that do, on every rank alike, and how many cells are left out."""
+        start = time.perf_counter()
+        if self._cells is None:
+            rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
+            self._cells = _Cells(self._layouts["source"], self._layouts["destination"], world, rank)
+            self._dtypes = _agree_on_dtypes(
+                self._layouts["destination"](rank), self._tensors["destination"], self._group
+            )
+        cells = self._cells
+        nbytes, values = 0, torch.zeros(len(cells.held), dtype=torch.int64, device=platform.device)
+        for i, held in enumerate(cells.held):
+            data = view(self._tensors[held.side][held.local], held.local_box)
+            values[i] = box_fingerprint(data, held.box, self._dtypes(held.tensor))
+            nbytes += data.numel() * data.element_size()
+        index = torch.tensor([held.cell for held in cells.held], dtype=torch.int64, device=values.device)
+        expected = torch.zeros(cells.num_cells, dtype=torch.int64, device=values.device)
+        expected[index[cells.given]] = values[cells.given]
+        dist.all_reduce(expected, group=self._group)  # one rank gives each cell's value, all others zero
+        wrong = (values != expected[index]).nonzero().flatten()
+        num_wrong = torch.tensor([wrong.numel()], dtype=torch.int64, device=values.device)
+        dist.all_reduce(num_wrong, group=self._group)
+        found: list[Difference] = []
+        num_more = 0
+        if int(num_wrong):
+            found, num_more = self._name({cells.held[i].cell for i in wrong.tolist()}, values.tolist(), limit)
+        return CheckStats(cells.num_tensors, nbytes, time.perf_counter() - start), found, num_more
+
+    def _name(self, wrong: set[int], values: list[int], limit: int) -> tuple[list[Difference], int]:
+        """Every rank tells its values of the first cells that differ: all see which copies are the odd ones."""
+        assert self._cells is not None
+        all_wrong = sorted({cell for found in gather_json(sorted(wrong), self._group) for cell in found})
+        named = set(all_wrong[:limit])
+        mine = [
+            [held.cell, held.tensor, held.box, held.side, held.local, value]
+            for held, value in zip(self._cells.held, values, strict=True)
+            if held.cell in named
+        ]
+        copies: dict[int, list[_Copy]] = {}
+        for rank, reports in enumerate(gather_json(mine, self._group)):
+            for cell, tensor, (low, high), side, local, value in reports:
+                copy = _Copy(tensor, Box(tuple(low), tuple(high)), side, local, rank, value)
+                copies.setdefault(cell, []).append(copy)
+        found = [difference for cell in sorted(copies) for difference in _odd_ones(copies[cell])]
+        return found, len(all_wrong) - len(named)
+
+
+class _Copy(NamedTuple):
+    tensor: str
+    box: Box
+    side: str
+    local: str
+    rank: int
+    value: int
+
+
+def _odd_ones(copies: list[_Copy]) -> Iterator[Difference]:
+    """The copies that differ from most of the source's (when these are even: from the lowest rank's)."""
+    votes: dict[int, int] = {}
+    for copy in copies:
+        if copy.side == "source":
+            votes[copy.value] = votes.get(copy.value, 0) + 1
+    right = max(votes, key=lambda value: votes[value])
+    holder = min(copy.rank for copy in copies if copy.side == "source" and copy.value == right)
+    for copy in copies:
+        if copy.value != right:
+            yield Difference(copy.tensor, copy.box, copy.side, copy.local, copy.rank, holder)
+
+
+def compare_fingerprints(
+    source_layouts: LayoutOf,
+    source_tensors: Tensors,
+    dest_layouts: LayoutOf,
+    dest_tensors: Tensors,
+    group: dist.ProcessGroup | None = None,
+) -> CheckStats:
+    """Compare both sides of a reshard once; see `ReshardCheck`.
+
+    Raises:
+        ReshardError: on every rank; names tensor, box, local tensor and rank of what differs.
+    """
+    return ReshardCheck(source_layouts, dest_layouts, source_tensors, dest_tensors, group).compare()
+
+
+class _Cells:
+    """The cells of two sides, numbered alike on every rank, and those that this rank holds.
+
+    Attributes:
+        given: positions in `held` of the copies whose values this rank gives to all.
+    """
+
+    def __init__(self, source_layouts: LayoutOf, dest_layouts: LayoutOf, world: int, rank: int) -> None:
+        sources, dests = _holders(source_layouts, world), _holders(dest_layouts, world)
+        own_source, own_dest = _own(source_layouts(rank)), _own(dest_layouts(rank))
+        self.num_tensors, self.num_cells = len(sources), 0
+        self.held: list[Held] = []
+        self.given: list[int] = []
+        for tensor in sorted(sources):
+            boxes = sorted(dests.get(tensor, {}))
+            for box in sorted(sources[tensor]):
+                mine = own_source.get((tensor, box), ())
+                # boxes are sorted by their start: those from here on begin below this one
+                for other in boxes[: bisect_left(boxes, Box(box.stop, ()))] if box.start else boxes:
+                    common = intersect(box, other)
+                    if common is None:
+                        continue
+                    if mine and sources[tensor][box] == rank:
+                        self.given.append(len(self.held))
+                    self._add(mine, common, "source")
+                    self._add(own_dest.get((tensor, other), ()), common, "destination")
+                    self.num_cells += 1
+
+    def _add(self, pieces: Iterable[Piece], common: Box, side: str) -> None:
+        for piece in pieces:
+            local_box = carry(common, piece.box, piece.local_box)
+            self.held.append(Held(self.num_cells, side, piece.tensor, common, piece.local, local_box))
+
+
+def _holders(layouts: LayoutOf, world: int) -> dict[str, dict[Box, int]]:
+    """Tensor -> distinct box -> first rank that holds it."""
+    found: dict[str, dict[Box, int]] = {}
+    seen: dict[int, Layout] = {}
+    for rank in range(world):
+        layout = layouts(rank)
+        if id(layout) not in seen:
+            seen[id(layout)] = layout
+            for piece in layout.pieces:
+                found.setdefault(piece.tensor, {}).setdefault(piece.box, rank)
+    return found
+
+
+def _own(layout: Layout) -> dict[tuple[str, Box], list[Piece]]:
+    found: dict[tuple[str, Box], list[Piece]] = {}
+    for piece in layout.pieces:
+        found.setdefault((piece.tensor, piece.box), []).append(piece)
+    return found
+
+
+def _agree_on_dtypes(
+    layout: Layout, tensors: Tensors, group: dist.ProcessGroup | None
+) -> Callable[[str], torch.dtype | None]:
+    """Global tensor -> the destination's dtype, also on ranks that hold nothing of it."""
+    mine = {piece.tensor: str(tensors[piece.local].dtype).removeprefix("torch.") for piece in layout.pieces}
+    found = {name for names in gather_json(sorted(set(mine.values())), group) for name in names}
+    if len(found) == 1:
+        only: torch.dtype = getattr(torch, found.pop())
+        return lambda tensor: only
+    by_tensor = {tensor: name for part in gather_json(mine, group) for tensor, name in part.items()}
+    return lambda tensor: getattr(torch, by_tensor[tensor]) if tensor in by_tensor else None

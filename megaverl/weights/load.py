@@ -1,0 +1,226 @@
+"""The file mover: a rank's own slices out of a model's files, straight into its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megaverl.errors import ModelError
+from megaverl.sharding.boxes import carry, split
+from megaverl.sharding.files import INDEX_FILE, StoredTensor, folder_layout, read_folder, read_header, read_weight_map
+from megaverl.sharding.layout import Layout, padded_tensors
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.naming import as_block
+from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
+from megaverl.sharding.weight import Weight
+from megaverl.weights.checkpoints import open_checkpoint, without_head
+from megaverl.weights.stored import Reader, StoredArray, stored_arrays
+from megaverl.weights.torch_dist import is_torch_dist
+from megaverl.weights.views import check_tensors, view
+
+MAX_READ = 1 << 24  # elements that are read at a time, where they cannot go straight to their place
+# Tensors that some files hold though no model reads them: buffers that are computed from the configuration.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+LM_HEAD = "lm_head.weight"
+
+
+def load_folder(
+    folder: str | Path,
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    weights: Sequence[Weight],
+    optional: Collection[str] = (),
+) -> list[str]:
+    """Fill this rank's tensors from a folder, reading only the boxes that the layout names.
+
+    Values are converted to the tensors' dtype; padding (vocabulary rows beyond the model's) becomes zero.
+
+    Args:
+        folder: a Hugging Face folder, one safetensors file or sharded with an index; or a Megatron distributed
+            checkpoint with a config.json in it, as `megaverl convert` writes it.
+        layout: this rank's layout, from `megatron_layout` or another.
+        tensors: local name -> tensor or parameter, any device and floating dtype; more may be in it.
+        weights: all weights of the model, so that every rank finds the same mistakes.
+        optional: names that the folder may lack, such as a critic's `score.weight`.
+
+    Returns:
+        The optional names that the folder lacks: the caller initialises them.
+
+    Raises:
+        ModelError: a missing or damaged file, missing or left-over tensors, wrong shapes: names them all.
+        CheckpointError: the same of a distributed checkpoint.
+    """
+    folder = Path(folder)
+    check_tensors(layout, tensors, "the model", ModelError)
+    if is_torch_dist(folder):
+        return _load_checkpoint(folder, layout, tensors, weights, optional)
+    stored = read_folder(folder)
+    absent = [weight.name for weight in weights if weight.name in optional and weight.name not in stored]
+    check_stored(folder, stored, weights, absent)
+    # the weights decide which tensors are read: a second head stored beside tied embeddings is none of them
+    held = {weight.name: stored[weight.name] for weight in weights if weight.name in stored}
+    wanted = _without(layout, absent)
+    clear_padding(wanted, tensors)
+    fill(folder_layout(held), stored_arrays(held), wanted, tensors)
+    return absent
+
+
+class ArrivingFolder:
+    """`load_folder` file by file, so that one is read while the next is on its way.
+
+    Names are checked before the first one where there is an index, shapes with each file. Arguments and errors as
+    `load_folder`; `finish` returns the optional names that the files lack.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        layout: Layout,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        weights: Sequence[Weight],
+        optional: Collection[str] = (),
+    ) -> None:
+        self._folder, self._layout, self._tensors = Path(folder), layout, tensors
+        self._weights, self._optional = weights, optional
+        self._names = {weight.name for weight in weights}
+        self._seen: set[str] = set()
+        check_tensors(layout, tensors, "the model", ModelError)
+        index = self._folder / INDEX_FILE
+        if index.is_file():
+            check_names(self._folder, read_weight_map(index), weights, optional)
+        clear_padding(layout, tensors)
+
+    def read(self, file: Path) -> None:
+        """Take what this rank needs from a file that is there."""
+        stored = read_header(file)
+        check_shapes(self._folder, stored, self._weights)
+        held = {name: tensor for name, tensor in stored.items() if name in self._names}
+        fill(folder_layout(held), stored_arrays(held), _only(self._layout, held), self._tensors)
+        self._seen.update(stored)
+
+    def finish(self) -> list[str]:
+        """After the last file."""
+        absent = [
+            weight.name for weight in self._weights if weight.name in self._optional and weight.name not in self._seen
+        ]
+        check_names(self._folder, dict.fromkeys(self._seen, self._folder.name), self._weights, absent)
+        return absent
+
+
+def _load_checkpoint(
+    folder: Path,
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    weights: Sequence[Weight],
+    optional: Collection[str],
+) -> list[str]:
+    opened = open_checkpoint(folder)
+    absent = without_head(weights, opened, optional)
+    source = opened.layout([weight for weight in weights if weight.name not in absent], ModelSpec.from_folder(folder))
+    wanted = _without(layout, absent)
+    clear_padding(wanted, tensors)
+    fill(source, opened.arrays(source), wanted, tensors)
+    return absent
+
+
+def fill(
+    source: Layout, arrays: Mapping[str, StoredArray], wanted: Layout, tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Read the boxes that `wanted` names out of stored arrays into their places."""
+    with torch.no_grad(), Reader(arrays) as reader:
+        for transfer in intersect_layouts(source, wanted):
+            for box in split(transfer.dest_box, MAX_READ):
+                target = view(tensors[transfer.dest_local], box)
+                read = target if target.device.type == "cpu" else torch.empty(box.shape, dtype=target.dtype)
+                reader.read(transfer.source_local, carry(box, transfer.dest_box, transfer.source_box), read)
+                if read is not target:
+                    target.copy_(read)
+
+
+def clear_padding(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Zero what has padding in it, before the rest is read into its place."""
+    with torch.no_grad():
+        for name in padded_tensors(layout):
+            tensors[name].zero_()
+
+
+def _only(layout: Layout, names: Collection[str]) -> Layout:
+    """The local tensors that hold any of these weights, with the pieces of these."""
+    pieces = tuple(piece for piece in layout.pieces if piece.tensor in names)
+    held = {piece.local for piece in pieces}
+    return Layout(
+        pieces,
+        {name: shape for name, shape in layout.local_shapes.items() if name in held},
+        {name: shape for name, shape in layout.global_shapes.items() if name in names},
+    )
+
+
+def _without(layout: Layout, absent: Collection[str]) -> Layout:
+    if not absent:
+        return layout
+    pieces = tuple(piece for piece in layout.pieces if piece.tensor not in absent)
+    # a tensor that is padding alone, of a small vocabulary cut in many, has no pieces and stays
+    gone = {piece.local for piece in layout.pieces} - {piece.local for piece in pieces}
+    return Layout(
+        pieces,
+        {name: shape for name, shape in layout.local_shapes.items() if name not in gone},
+        {name: shape for name, shape in layout.global_shapes.items() if name not in absent},
+    )
+
+
+def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight], absent: Collection[str]) -> None:
+    """Every weight is there, and every tensor is a weight of the model.
+
+    Args:
+        files: tensor -> the file that holds it.
+        absent: weights that may be missing.
+
+    Raises:
+        ModelError: names every tensor that is missing or left over.
+    """
+    names = {weight.name for weight in weights}
+    problems = [
+        f"{weight.name}: missing, expected with shape {list(weight.shape)}"
+        for weight in weights
+        if weight.name not in files and weight.name not in absent
+    ]
+    problems += [
+        f"{name}: in {file}, but config.json describes a model without it"
+        for name, file in files.items()
+        # tied models and critics have no head of their own, yet some folders store one
+        if name not in names and name != LM_HEAD and not name.endswith(IGNORED_SUFFIXES)
+    ]
+    _refuse(folder, problems)
+
+
+def check_shapes(folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight]) -> None:
+    """Raise a ModelError that names every stored tensor of another shape than the model's weight."""
+    _refuse(
+        folder,
+        [
+            f"{weight.name}: shape {list(stored[weight.name].shape)} in {stored[weight.name].file.name}, "
+            f"expected {list(weight.shape)}"
+            for weight in weights
+            if weight.name in stored and stored[weight.name].shape != weight.shape
+        ],
+    )
+
+
+def check_stored(
+    folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight], absent: Collection[str]
+) -> None:
+    """`check_names`, then `check_shapes`."""
+    check_names(folder, {name: tensor.file.name for name, tensor in stored.items()}, weights, absent)
+    check_shapes(folder, stored, weights)
+
+
+def _refuse(folder: Path, problems: Sequence[str]) -> None:
+    if problems:
+        raise ModelError(
+            f"{folder}: its weights do not fit its config.json:{as_block(problems, MAX_NAMED)}"
+            "\nCopy config.json and weights from the same source."
+        )

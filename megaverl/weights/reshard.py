@@ -1,0 +1,283 @@
+"""Resharding: a plan, the tensors on both sides, and the movers that carry it out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megaverl.distributed.collectives import gather_json, together
+from megaverl.distributed.deadlines import record_event, wait, wait_for_event
+from megaverl.distributed.failures import GRACE_SECONDS, Failures
+from megaverl.errors import ReshardError
+from megaverl.platform import platform
+from megaverl.sharding.naming import listed
+from megaverl.sharding.plan import Plan, Transfer
+from megaverl.sharding.proof import check_plan
+from megaverl.weights.background import Background
+from megaverl.weights.double_buffer import Staging
+from megaverl.weights.dtypes import agree_on_dtypes, converting, wire_dtypes
+from megaverl.weights.transports import BUCKET_BYTES, Job, Moved, Options, assign
+from megaverl.weights.transports.alias import Alias
+from megaverl.weights.views import check_tensors
+
+
+@dataclass(frozen=True)
+class ReshardStats:
+    """What one run moved on this rank.
+
+    Attributes:
+        bytes_local: copied within the rank.
+        bytes_sent, bytes_received: to and from other ranks.
+        seconds: that this rank spent in the run; with overlap, in the background and at the boundary.
+        num_messages: sends and receives.
+        bytes_aliased: in tensors that share their storage with the source, of which nothing moved.
+        version: of the weights that the destination now holds.
+    """
+
+    bytes_local: int
+    bytes_sent: int
+    bytes_received: int
+    seconds: float
+    num_messages: int
+    bytes_aliased: int = 0
+    version: int = 0
+
+
+class Resharder:
+    """Moves one set of weights into another's layout, in place, as often as asked.
+
+    Making one is collective over `group`, and so is every run. Between `start` and `finish` the source's tensors
+    must stay as they are, and the destination holds neither version whole, unless `overlap` moves the new one
+    into a set of its own. After a run that failed the destination counts as torn until a whole one has passed.
+
+    Args:
+        plan: this rank's plan; checked here.
+        source_tensors: local name -> tensor, all of `plan.source_layout` and no others; their storage is looked
+            up anew at every run, so that offloading may move them in between.
+        dest_tensors: the same for the destination.
+        group: the ranks of the plan, in order; None: all.
+        bucket_bytes: buffer for each of sending and receiving, and all the extra memory of a run.
+        alias: let destination tensors take the source's storage where layout, dtype and device agree. From then
+            on they change when the source does: call `source_changes` before.
+        may_rebind: False where captured graphs hold the addresses of the destination's tensors.
+        overlap: move in the background, into a second set of the destination's tensors; nothing is aliased.
+        node_of: the node of a rank; None: all on one.
+        timeout: how long to wait for another rank; None: the group's own timeout.
+        folder: a shared folder, through which weights go between nodes; None: over the network.
+        ipc: let processes of one node read each other's memory, where they can: faster, and needs no buffer.
+        apart: destination tensors that are written to after a run, and so are never aliased.
+        changing: the weights that the source changes or `apart` speaks of; the others travel until they have arrived
+            whole, and then no more. None: all.
+
+    Raises:
+        ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
+            too little memory for a second set. Nothing has moved then.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        source_tensors: Mapping[str, torch.Tensor],
+        dest_tensors: Mapping[str, torch.Tensor],
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        alias: bool = False,
+        may_rebind: bool = True,
+        overlap: bool = False,
+        node_of: Callable[[int], int] | None = None,
+        timeout: timedelta | None = None,
+        folder: str | Path | None = None,
+        ipc: bool = False,
+        apart: Collection[str] = (),
+        changing: Collection[str] | None = None,
+    ) -> None:
+        self.version = 0
+        self.torn: str | None = "no version has been moved yet"
+        self._plan, self._group = plan, group
+        self._timeout = timeout
+        with together(group) if plan.world > 1 else nullcontext():
+            check_plan(plan)
+            check_tensors(plan.source_layout, source_tensors, "the source", ReshardError, exact=True)
+            check_tensors(plan.dest_layout, dest_tensors, "the destination", ReshardError, exact=True)
+        source, dest = dict(source_tensors), dict(dest_tensors)
+        sides = {"source": (plan.source_layout, source), "destination": (plan.dest_layout, dest)}
+        dtypes = agree_on_dtypes(sides, group)
+        self._staging: Staging | None = None
+        moving = group
+        if overlap:
+            with together(group) if plan.world > 1 else nullcontext():
+                self._staging = Staging(dest, may_rebind)
+            dest = self._staging.tensors
+            if plan.world > 1:
+                # a group of its own: what moves in the background must not meet the main thread's collectives
+                ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+                everyone = len(ranks) == dist.get_world_size()
+                moving = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)
+        self._failures = Failures(group, plan.rank, timeout)
+        options = Options(
+            bucket_bytes=bucket_bytes,
+            alias=alias and not overlap,
+            may_rebind=may_rebind,
+            node_of=node_of,
+            timeout=timeout,
+            folder=None if folder is None else Path(folder),
+            ipc=ipc,
+            apart=frozenset(apart),
+        )
+        wire, converts = wire_dtypes(dtypes), converting(dtypes)
+        self._job = Job(plan, source, dest, wire, converts, moving, options, self._failures)
+        self._all_movers = self._movers = assign(self._job)
+        self._aliases = [mover for mover in self._movers if isinstance(mover, Alias)]
+        self._later_movers = self._movers
+        if changing is not None:
+            later = replace(self._job, plan=_only(plan, frozenset(changing)))
+            self._later_movers = assign(later)
+        # the second set of an overlapped run is another one every time
+        self._to_arrive = 2 if overlap and may_rebind else 1
+        travels = bool(plan.sends or plan.receives)
+        self._anything_travels = plan.world > 1 and any(gather_json(travels, group))
+        self._background: Background[Moved] | None = None
+        self._started = False
+
+    def run(self) -> ReshardStats:
+        """Bring the destination up to date. Every rank of the group takes part.
+
+        Raises:
+            ReshardError: a rank died or stalled, by number and with the weights concerned.
+        """
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Set the next version going; with `overlap` it moves by itself, and the destination stays whole."""
+        assert not self._started, "finish() the version that was started"
+        begin = time.perf_counter()
+        self._started = True
+        self._movers = self._all_movers if self._to_arrive else self._later_movers
+        if self._staging is not None:
+            self._background = Background(self._move)
+        else:
+            with torch.no_grad(), self._tearing():
+                for mover in self._movers:
+                    mover.start(self.version + 1)
+        self._seconds = time.perf_counter() - begin
+
+    def finish(self) -> ReshardStats:
+        """Wait until the started version is whole on every rank, and make it the destination's.
+
+        Raises:
+            ReshardError: as `run`.
+        """
+        assert self._started, "start() comes first"
+        begin = time.perf_counter()
+        with torch.no_grad(), self._tearing():
+            if self._background is not None and self._staging is not None:
+                moved = self._background.result()
+                self._seconds += self._background.seconds
+                begin = time.perf_counter()
+                self._agree()
+                self._staging.swap()
+            else:
+                moved = self._finish_movers()
+                self._agree()
+        self.version += 1
+        self.torn = None
+        self._to_arrive = max(0, self._to_arrive - 1)
+        self._started, self._background = False, None
+        return ReshardStats(
+            bytes_local=moved.local,
+            bytes_sent=moved.sent,
+            bytes_received=moved.received,
+            seconds=self._seconds + time.perf_counter() - begin,
+            num_messages=moved.messages,
+            bytes_aliased=moved.aliased,
+            version=self.version,
+        )
+
+    def source_changes(self) -> None:
+        """To be called before the source's weights change: what shares storage with them changes as well, and
+        what does not stays behind, so the destination holds no version whole until the next run."""
+        if self.torn is None and any(alias.shares() for alias in self._aliases):
+            self.torn = f"part of it shares storage with the source, which has changed since version {self.version}"
+
+    def check_whole(self) -> None:
+        """Refuse to use a destination that holds parts of two versions.
+
+        Raises:
+            ReshardError: says why it is torn.
+        """
+        if self.torn is not None:
+            raise ReshardError(
+                f"the engine's weights are torn: {self.torn}. Nothing can be generated until a whole reshard has "
+                "passed."
+            )
+        if freed := [name for alias in self._aliases for name in alias.freed()]:
+            raise ReshardError(
+                f"the engine's weights are gone: {', '.join(listed(freed))} share storage with the actor's, which was "
+                "freed. Bring that back and reshard, or set reshard.alias=never."
+            )
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """Around everything that writes to the destination."""
+        wanted = self.version + 1
+        if self._staging is None:
+            self.torn = f"version {wanted} is being written over version {self.version}"
+        try:
+            yield
+        except Exception as error:
+            self._started, self._background = False, None
+            self._to_arrive = max(1, self._to_arrive)
+            if self._staging is None:
+                self.torn = f"the reshard from version {self.version} to {wanted} failed ({error})"
+            raise
+
+    def _move(self) -> Moved:
+        for mover in self._movers:
+            mover.start(self.version + 1)
+        return self._finish_movers()
+
+    def _finish_movers(self) -> Moved:
+        moved = Moved()
+        for mover in self._movers:
+            moved = moved.plus(mover.finish())
+        if platform.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        return moved
+
+    def _agree(self) -> None:
+        """Every rank has got here with the same version: one number from each. Nothing if nothing travels."""
+        if not self._anything_travels:
+            return
+        mine = torch.tensor([self.version + 1], device=platform.device)
+        versions = torch.empty(self._plan.world, dtype=torch.int64, device=platform.device)
+        patience = None if self._timeout is None else self._timeout + timedelta(seconds=GRACE_SECONDS)
+        try:
+            work = dist.all_gather_into_tensor(versions, mine, group=self._group, async_op=True)
+            wait(work, patience)
+            wait_for_event(record_event(), patience)
+        except (RuntimeError, TimeoutError) as error:
+            what = "with its own part whole and waiting for the others"
+            raise self._failures.blame(self.version + 1, -1, what, error) from error
+        if other := {rank: found for rank, found in enumerate(versions.tolist()) if found != self.version + 1}:
+            raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")
+
+
+def _only(plan: Plan, tensors: Collection[str]) -> Plan:
+    """The part of a plan that concerns these weights."""
+
+    def kept(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+        return tuple(transfer for transfer in transfers if transfer.tensor in tensors)
+
+    def by_peer(lists: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
+        return {peer: left for peer, transfers in lists.items() if (left := kept(transfers))}
+
+    return replace(plan, copies=kept(plan.copies), sends=by_peer(plan.sends), receives=by_peer(plan.receives))

@@ -1,0 +1,232 @@
+"""Arrays that lie in files, whole or in chunks, and reading any box of them without loading the rest."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from megaverl.errors import CheckpointError, ModelError
+from megaverl.sharding.boxes import Box, whole
+from megaverl.sharding.files import AGAIN, StoredTensor
+from megaverl.sharding.overlaps import BoxIndex
+
+# safetensors' words for a dtype
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+ROWS_BYTES = 1 << 21  # of rows that are read at a time where only some columns of them are wanted
+MOST_WASTE = 8  # bytes read for each that is wanted: beyond, page faults are cheaper
+
+
+class Extent(NamedTuple):
+    """A box of an array, contiguous in a file in row-major order, or with the given strides (in elements)."""
+
+    box: Box
+    file: Path
+    offset: int
+    strides: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class StoredArray:
+    """An array in files."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    extents: Sequence[Extent]
+
+    @property
+    def nbytes(self) -> int:
+        return whole(self.shape).numel * self.dtype.itemsize
+
+    @cached_property
+    def index(self) -> BoxIndex:
+        return BoxIndex([extent.box for extent in self.extents])
+
+
+def stored_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, StoredArray]:
+    """The tensors of safetensors files, by name.
+
+    Raises:
+        ModelError: a tensor of a dtype that is not known here.
+    """
+    unknown = [f"{name} ({tensor.dtype})" for name, tensor in stored.items() if tensor.dtype not in DTYPES]
+    if unknown:
+        raise ModelError(
+            f"tensors of dtypes that cannot be read here: {', '.join(unknown[:8])}. Dequantise the model first."
+        )
+    return {
+        name: StoredArray(tensor.shape, DTYPES[tensor.dtype], [Extent(whole(tensor.shape), tensor.file, tensor.offset)])
+        for name, tensor in stored.items()
+    }
+
+
+class Reader:
+    """Reads boxes of stored arrays; several threads may share one. Holds open files, and no data."""
+
+    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
+        self.arrays = arrays
+        self._files: dict[Path, int] = {}
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+        self._maps.clear()  # a map goes when the last tensor on it goes
+
+    def read(self, name: str, box: Box, out: torch.Tensor) -> None:
+        """Fill `out` (CPU, any strides, any dtype) with a box of an array; shapes agree up to axes of size one.
+
+        Raises:
+            CheckpointError: the file cannot be read, or ends too early.
+        """
+        array = self.arrays[name]
+        target = out.view(box.shape)
+        for number, common in array.index.meeting(box):
+            part = target[_within(common, box)]
+            self._read_extent(array.dtype, array.extents[number], common, part)
+
+    def _read_extent(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
+        try:
+            first = None if extent.strides else _run_start(box, extent.box)
+            if first is None:
+                if extent.strides or not self._copy_rows(dtype, extent, box, out):
+                    self._copy_strided(dtype, extent, box, out)
+                return
+            straight = out.dtype == dtype and out.is_contiguous()
+            run = out if straight else self._buffer(box.numel * dtype.itemsize).view(dtype).view(box.shape)
+            self._pread(extent.file, run.reshape(-1).view(torch.uint8), extent.offset + first * dtype.itemsize)
+            if not straight:
+                out.copy_(run)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{extent.file}: cannot be read ({error}). {AGAIN}") from error
+
+    def _pread(self, file: Path, out: torch.Tensor, offset: int) -> None:
+        data = out.numpy().data
+        while data:
+            count = os.preadv(self._descriptor(file), [data], offset)
+            if count == 0:
+                raise CheckpointError(f"{file}: truncated: it ends before byte {offset + len(data)}. {AGAIN}")
+            data, offset = data[count:], offset + count
+
+    def _buffer(self, nbytes: int) -> torch.Tensor:
+        """This thread's own, made once: a new one for each read leaves the allocator's arenas full of holes."""
+        buffer: torch.Tensor | None = getattr(self._local, "buffer", None)
+        if buffer is None or len(buffer) < nbytes:
+            buffer = self._local.buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer[:nbytes]
+
+    def _copy_rows(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> bool:
+        """Columns: whole rows into a buffer, and what is wanted from there, unless most of them is not."""
+        axis = next(axis for axis, size in enumerate(box.shape) if size > 1)
+        inner = extent.box.shape[axis + 1 :]
+        width, wanted = math.prod(inner), math.prod(box.shape[axis + 1 :])
+        if width > MOST_WASTE * wanted or width * dtype.itemsize > ROWS_BYTES:
+            return False
+        inside = _within(box, extent.box)
+        strides = row_major(extent.box.shape)
+        first = sum(part.start * stride for part, stride in zip(inside[: axis + 1], strides, strict=False))
+        target = out[(0,) * axis]
+        step = ROWS_BYTES // (width * dtype.itemsize)
+        for low in range(0, len(target), step):
+            rows = target[low : low + step]
+            buffer = self._buffer(len(rows) * width * dtype.itemsize)
+            self._pread(extent.file, buffer, extent.offset + (first + low * width) * dtype.itemsize)
+            rows.copy_(buffer.view(dtype).view(len(rows), *inner)[(slice(None), *inside[axis + 1 :])])
+        return True
+
+    def _copy_strided(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
+        """A few of many columns, or a chunk stored transposed: through the page cache, and given back at once."""
+        mapped = self._map(extent.file)
+        numel = whole(extent.box.shape).numel
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * dtype.itemsize, offset=extent.offset)
+        if extent.offset % dtype.itemsize:  # no view of another dtype at an odd place
+            flat = flat.clone()
+        strides = extent.strides or row_major(extent.box.shape)
+        array = flat.view(dtype).as_strided(extent.box.shape, strides)
+        out.copy_(array[_within(box, extent.box)])
+        if extent.strides is None:
+            start = (box.start[0] - extent.box.start[0]) * strides[0]
+            stop = (box.stop[0] - extent.box.start[0]) * strides[0]
+            _give_back(mapped, extent.offset + start * dtype.itemsize, extent.offset + stop * dtype.itemsize)
+        else:
+            _give_back(mapped, extent.offset, extent.offset + numel * dtype.itemsize)
+
+    def _descriptor(self, file: Path) -> int:
+        with self._lock:
+            if file not in self._files:
+                self._files[file] = os.open(file, os.O_RDONLY)
+            return self._files[file]
+
+    def _map(self, file: Path) -> mmap.mmap:
+        descriptor = self._descriptor(file)
+        with self._lock:
+            if file not in self._maps:
+                # copy on write, for torch takes only buffers that may be written to; nothing writes
+                self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            return self._maps[file]
+
+
+def _within(inner: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(low - base, high - base) for low, high, base in zip(inner.start, inner.stop, outer.start, strict=True)
+    )
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides in elements of an array that lies row by row."""
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _run_start(inner: Box, outer: Box) -> int | None:
+    """Where `inner` begins in `outer`'s elements, if it is one run of them; else None."""
+    strides = row_major(outer.shape)
+    free = False  # whether an axis before took only a part of more than one
+    for low, high, base, end in zip(
+        reversed(inner.start), reversed(inner.stop), reversed(outer.start), reversed(outer.stop), strict=True
+    ):
+        if free and high - low > 1:
+            return None
+        free = free or (low, high) != (base, end)
+    return sum((low - base) * stride for low, base, stride in zip(inner.start, outer.start, strides, strict=True))
+
+
+def _give_back(mapped: mmap.mmap, start: int, stop: int) -> None:
+    """Take the pages of a range out of this process's memory; the system keeps them cached."""
+    page = mmap.PAGESIZE
+    low = start // page * page
+    mapped.madvise(mmap.MADV_DONTNEED, low, min(stop, len(mapped)) - low)

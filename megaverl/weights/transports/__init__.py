@@ -1,0 +1,24 @@
+"""Movers: what carries a plan's boxes, one file each. A new mover is a new file here that registers itself."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from megaverl.weights.transports.local import copy_local
+from megaverl.weights.transports.packing import BUCKET_BYTES, Message, messages
+from megaverl.weights.transports.registry import Job, Moved, Mover, Options, assign, register
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = [
+    "BUCKET_BYTES",
+    "Job",
+    "Message",
+    "Moved",
+    "Mover",
+    "Options",
+    "assign",
+    "copy_local",
+    "messages",
+    "register",
+]

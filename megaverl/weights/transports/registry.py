@@ -1,0 +1,151 @@
+"""What a mover is, and who carries what: each takes from a plan what it can carry and leaves the rest to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megaverl.distributed.failures import Failures
+from megaverl.errors import ReshardError
+from megaverl.sharding.plan import Plan, Transfer
+from megaverl.weights.transports.packing import BUCKET_BYTES
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How weights may be moved; the same on every rank.
+
+    Attributes:
+        bucket_bytes: buffer for each of sending and receiving.
+        alias: let the destination take the source's storage where it can.
+        may_rebind: the destination's tensors may take other storage at any time: no captured graph holds their
+            addresses.
+        node_of: the node of a rank; None: all on one.
+        timeout: how long to wait for another rank; None: the group's own timeout.
+        folder: where weights between nodes go through files; None: over the network.
+        ipc: let processes of one node read each other's memory.
+        apart: destination tensors that must keep a storage of their own, as they are written to after a run.
+    """
+
+    bucket_bytes: int = BUCKET_BYTES
+    alias: bool = False
+    may_rebind: bool = True
+    node_of: Callable[[int], int] | None = None
+    timeout: timedelta | None = None
+    folder: Path | None = None
+    ipc: bool = False
+    apart: frozenset[str] = frozenset()
+
+    def same_node(self, a: int, b: int) -> bool:
+        return self.node_of is None or self.node_of(a) == self.node_of(b)
+
+
+@dataclass
+class Job:
+    """One rank's plan and tensors; the three lists hold what no mover has taken yet.
+
+    Attributes:
+        wire: global tensor -> the dtype in which it travels.
+        converts: global tensor -> whether its dtype differs between source and destination.
+        failures: turns what goes wrong between ranks into an error that names the rank.
+    """
+
+    plan: Plan
+    source: Tensors
+    dest: Tensors
+    wire: Callable[[str], torch.dtype]
+    converts: Callable[[str], bool]
+    group: dist.ProcessGroup | None
+    options: Options
+    failures: Failures
+    copies: list[Transfer] = field(init=False)
+    sends: dict[int, tuple[Transfer, ...]] = field(init=False)
+    receives: dict[int, tuple[Transfer, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.copies = list(self.plan.copies)
+        self.sends, self.receives = dict(self.plan.sends), dict(self.plan.receives)
+
+    def wire_of(self, transfer: Transfer) -> torch.dtype:
+        return self.wire(transfer.tensor)
+
+    def take_peers(self, wanted: Callable[[int], bool]) -> tuple[dict[int, tuple[Transfer, ...]], ...]:
+        """All (sends, receives) to and from the peers that are wanted; both ends must decide alike."""
+        taken = []
+        for lists in (self.sends, self.receives):
+            peers = [peer for peer in lists if wanted(peer)]
+            taken.append({peer: lists.pop(peer) for peer in peers})
+        return tuple(taken)
+
+
+class Moved(NamedTuple):
+    """What one mover did in one run, in bytes; messages count sends and receives."""
+
+    aliased: int = 0
+    local: int = 0
+    sent: int = 0
+    received: int = 0
+    messages: int = 0
+
+    def plus(self, other: Moved) -> Moved:
+        return Moved(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Mover(Protocol):
+    """Carries its share of a plan, as often as asked. A class that is registered has `take` as well."""
+
+    def start(self, version: int) -> None:
+        """Begin what can go on by itself while other movers work. `version` numbers the run, from 1."""
+
+    def finish(self) -> Moved:
+        """Do the rest; afterwards the mover's part of the destination is whole.
+
+        Raises:
+            ReshardError: a rank that died or stalled, by its number.
+        """
+
+
+class MoverClass(Protocol):
+    """A registered class."""
+
+    @classmethod
+    def take(cls, job: Job) -> Mover | None:
+        """Take from the job what this mover carries; None when that is nothing.
+
+        Every rank of the group calls this, in the same order: small collectives are allowed.
+        """
+
+
+_movers: list[tuple[int, MoverClass]] = []
+Class = TypeVar("Class", bound=MoverClass)
+
+
+def register(order: int) -> Callable[[type[Class]], type[Class]]:
+    """Class decorator; movers of a lower `order` are asked first."""
+
+    def add(cls: type[Class]) -> type[Class]:
+        _movers.append((order, cls))
+        _movers.sort(key=lambda entry: entry[0])
+        return cls
+
+    return add
+
+
+def assign(job: Job) -> list[Mover]:
+    """Give every copy, send and receive of the job to a mover. Every rank of the group takes part.
+
+    Raises:
+        ReshardError: something is left that no mover carries.
+    """
+    found = [mover for _, cls in _movers if (mover := cls.take(job)) is not None]
+    if job.copies or job.sends or job.receives:
+        raise ReshardError(f"no mover carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
+    return found

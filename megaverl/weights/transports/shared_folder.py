@@ -1,0 +1,115 @@
+"""The file mover: between nodes without a fast network, boxes go through safetensors files in a shared folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from megaverl.distributed.collectives import gather_json
+from megaverl.errors import ReshardError
+from megaverl.sharding.plan import Transfer
+from megaverl.weights.transports.packing import Message, copy_all, messages
+from megaverl.weights.transports.registry import Job, Moved, register
+from megaverl.weights.views import view
+
+POLL_SECONDS = 0.02
+PATIENCE_SECONDS = 1800.0  # where no timeout was given
+
+
+@register(order=60)
+class SharedFolder:
+    """Takes what goes from node to node where the options name a folder.
+
+    A sender writes a file for every message, complete under its name; the receiver waits for it, reads it into
+    place and removes it. Nobody waits before having written all of its own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Path,
+        sends: Mapping[int, Sequence[Transfer]],
+        receives: Mapping[int, Sequence[Transfer]],
+    ) -> None:
+        size = job.options.bucket_bytes
+        self._job, self._folder, self._version = job, folder, 0
+        self._sends = [(peer, i, m) for peer in sends for i, m in enumerate(messages(sends[peer], job.wire_of, size))]
+        self._receives = [
+            (peer, i, m) for peer in receives for i, m in enumerate(messages(receives[peer], job.wire_of, size))
+        ]
+
+    @classmethod
+    def take(cls, job: Job) -> SharedFolder | None:
+        folder, rank = job.options.folder, job.plan.rank
+        if folder is None or job.plan.world == 1:
+            return None
+        # files of another run, or of another resharder, must never be taken for these
+        token = gather_json(os.urandom(8).hex(), job.group)[0]
+        sends, receives = job.take_peers(lambda peer: not job.options.same_node(rank, peer))
+        own = folder / f"reshard-{token}"
+        try:
+            own.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ReshardError(f"reshard.folder={folder}: cannot be written ({error}). Name another folder.") from error
+        return cls(job, own, sends, receives) if sends or receives else None
+
+    def start(self, version: int) -> None:
+        """Write everything that others wait for, one message in memory at a time."""
+        for peer, number, _ in self._sends:  # what a failed run has left
+            self._file(self._version, self._job.plan.rank, peer, number).unlink(missing_ok=True)
+        self._version = version
+        for peer, number, message in self._sends:
+            file = self._file(version, self._job.plan.rank, peer, number)
+            temporary = file.with_suffix(".tmp")
+            try:
+                save_file(self._boxes(message), temporary, metadata={"boxes": str(message)})
+                temporary.rename(file)
+            except (SafetensorError, OSError) as error:
+                temporary.unlink(missing_ok=True)
+                raise ReshardError(
+                    f"{file}: cannot be written for rank {peer} ({error}). Make room, or name another reshard.folder."
+                ) from error
+
+    def finish(self) -> Moved:
+        for peer, number, message in self._receives:
+            file = self._file(self._version, peer, self._job.plan.rank, number)
+            self._wait_for(file, peer, message)
+            try:
+                stored = load_file(file)
+                boxes = [stored[str(i)] for i in range(len(message.transfers))]
+                file.unlink()
+            except (SafetensorError, OSError, KeyError) as error:
+                raise ReshardError(f"{file}: cannot be read as rank {peer} wrote it ({error!r}): {message}.") from error
+            targets = [view(self._job.dest[t.dest_local], t.dest_box) for t in message.transfers]
+            copy_all(targets, [box.reshape(target.shape) for box, target in zip(boxes, targets, strict=True)])
+        return Moved(
+            sent=sum(message.nbytes for *_, message in self._sends),
+            received=sum(message.nbytes for *_, message in self._receives),
+            messages=len(self._sends) + len(self._receives),
+        )
+
+    def _boxes(self, message: Message) -> dict[str, torch.Tensor]:
+        boxes = [view(self._job.source[t.source_local], t.source_box) for t in message.transfers]
+        dtypes = map(self._job.wire_of, message.transfers)
+        return {
+            str(i): box.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
+            for i, (box, dtype) in enumerate(zip(boxes, dtypes, strict=True))
+        }
+
+    def _file(self, version: int, source: int, dest: int, number: int) -> Path:
+        return self._folder / f"version{version}-from{source}-to{dest}-{number}.safetensors"
+
+    def _wait_for(self, file: Path, peer: int, message: Message) -> None:
+        timeout = self._job.options.timeout
+        end = time.monotonic() + (PATIENCE_SECONDS if timeout is None else timeout.total_seconds())
+        while not file.exists():
+            if time.monotonic() > end:
+                what = f"reading {message} of rank {peer} from {file.name}"
+                raise self._job.failures.blame(self._version, peer, what, TimeoutError("no such file came"))
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,118 @@
+"""The critic: the value of every response token, and its update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from megaverl.algorithms import LossOutput, value_losses
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline
+from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
+from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.updates import Weighting, run_updates, share
+
+
+class Critic:
+    """A backbone with a value head, trained towards the returns."""
+
+    def __init__(
+        self, trainable: TrainableModel, algorithm: AlgorithmConfig, *, micro_batch_tokens: int, seed: int
+    ) -> None:
+        self.trainable, self.model, self.algorithm = trainable, trainable.model, algorithm
+        self.micro_batch_tokens, self.seed = micro_batch_tokens, seed
+        self._value_loss = value_loss(algorithm)
+
+    def values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `values_of`."""
+        return values_of(self, batch)
+
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the model's grid reads for their values."""
+        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
+
+    def update(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
+        """Take all updates of one step towards `returns`; `values` are the old ones. Returns metrics."""
+        return run_updates(
+            self.trainable,
+            batch,
+            self._loss,
+            algorithm=self.algorithm,
+            weighting=Weighting("token_mean"),
+            fields={"old_values": batch.values, "returns": batch.returns, **heads_of(batch, self.model)},
+            micro_batch_tokens=self.micro_batch_tokens,
+            seed=self.seed,
+            step=step,
+        )
+
+    def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        values, _ = self.model.values(output, micro)
+        result = self._value_loss({**micro.fields, "values": values})
+        loss = self.algorithm.value_loss_coef * result.loss
+        return loss, {**result.metrics, "loss": share(loss)}
+
+
+def value_loss(algorithm: AlgorithmConfig) -> Callable[[Mapping[str, torch.Tensor]], LossOutput]:
+    """The loss that the configuration names, with its options.
+
+    Raises:
+        ConfigError: there is none of this name, or it does not have these options.
+    """
+    loss = value_losses.get(algorithm.value_loss)
+    own = {"clip_range": algorithm.value_clip_range} if "clip_range" in loss.options else {}
+    options = {**own, **algorithm.value_loss_options}
+    loss.check_options(options)
+    return partial(loss, **options)
+
+
+class HasValues(Protocol):
+    """A critic, or an actor that is its own."""
+
+    model: MegatronModel
+    algorithm: AlgorithmConfig
+    micro_batch_tokens: int
+
+
+def values_of(critic: HasValues, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The values that advantages are made of, the same on every rank.
+
+    Returns: [B, R] float32, before each response token; [B] float32, after each response that was cut off (`cut_off`),
+        0 after the others.
+    """
+    micro = micro_batches_for(critic.model, batch, critic.micro_batch_tokens, fields_of_values(batch, critic))
+    rows, columns = batch.response_shape
+    both = critic.model.score(micro, partial(last_and_values, critic.model), (rows, 1 + columns))
+    return both[:, 1:].contiguous(), both[:, 0].contiguous()
+
+
+def fields_of_values(batch: RolloutBatch, critic: HasValues) -> dict[str, torch.Tensor]:
+    """What `last_and_values` reads of the samples."""
+    cut = cut_off(batch) if critic.algorithm.bootstrap_truncated else torch.zeros(len(batch))
+    return {**heads_of(batch, critic.model), "cut_off": cut.float().unsqueeze(1)}
+
+
+def cut_off(batch: RolloutBatch) -> torch.Tensor:
+    """[B] bool: the responses that the length limit ended. One whose `finish_reason` is not known here has ended.
+
+    Their episodes are not over: what would have followed is worth what the critic says of the state after their last
+    token (partial-episode bootstrapping, arXiv 1712.00378).
+    """
+    reasons = batch.columns.get("finish_reason", [None] * len(batch))
+    return torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
+
+
+def last_and_values(model: MegatronModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """[n, 1 + r]: the value after each response that was cut off, 0 after others; then those before each token."""
+    values, after = model.values(output, micro)
+    cut = micro.fields["cut_off"].sum(dim=1) * (micro.response_lengths > 0)  # a row that only fills up has no response
+    return torch.cat([after.where(cut > 0, 0.0).unsqueeze(1), values], dim=1)
+
+
+def heads_of(batch: RolloutBatch, model: MegatronModel) -> dict[str, torch.Tensor]:
+    """Where each agent has a value head of its own: which one is a sample's, [B, 1]."""
+    return {"heads": batch.agent_ids.unsqueeze(1)} if model.value_head > 1 else {}

@@ -1,0 +1,450 @@
+"""One role's Megatron-core model on its grid: score tokens, take an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config.roles import LoraConfig
+from megaverl.distributed.collectives import together
+from megaverl.distributed.groups import Grid
+from megaverl.models.architectures import weights_of
+from megaverl.models.build import build_model, can_pack, layers_per_stage, named_parameters, uses_transformer_engine
+from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
+from megaverl.models.heads import ValuesBesideLogits
+from megaverl.models.lora import Adapters
+from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
+from megaverl.models.packing import AtPositions, Packing, as_one_row
+from megaverl.models.vocab_divergence import Distributions
+from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
+from megaverl.platform import platform
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import Weight
+from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
+from megaverl.workers.offload import Offload, Place, storages_of
+
+platform.adapt_megatron()
+
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+
+# TransformerConfig's coefficients of losses that routers of experts add to the policy's.
+ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+
+
+class Predicting(NamedTuple):
+    """Of each response token [n]: whose it is, and where in the model's output [b, s] it is predicted."""
+
+    sample: torch.Tensor
+    row: torch.Tensor
+    position: torch.Tensor
+
+
+@dataclass
+class MicroBatch:
+    """Samples that go through the model together, prompt and response joined: a row each, or packed into one row.
+
+    Attributes:
+        samples: [n] int64, the samples' places in the whole batch.
+        tokens: [n, s] int64, right-padded: padding on the right needs no mask, as causal attention never sees it; or
+            [1, t], see `packing`.
+        prompt_lengths, response_lengths: [n] int64.
+        fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
+        packing: where the samples are in a packed row; None: they have rows of their own.
+        taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
+    """
+
+    samples: torch.Tensor
+    tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    response_lengths: torch.Tensor
+    fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    packing: Packing | None = None
+    taught: torch.Tensor | None = None
+
+    @property
+    def num_response_columns(self) -> int:
+        """r: the longest response here."""
+        return int(self.response_lengths.max()) if self.samples.numel() else 0
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[n, r] bool: where a response token is."""
+        return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
+
+    def predicting(self) -> Predicting:
+        """Where each response token's predecessor is, whose output predicts that token."""
+        sample, column = self.response_mask.nonzero(as_tuple=True)
+        if self.packing is not None:
+            return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
+        return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
+
+    def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
+        """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none."""
+        if self.packing is not None:
+            return output[0, self.packing.starts + self.response_lengths]
+        sample = torch.arange(len(self.samples), device=output.device)
+        return output[sample, (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)]
+
+    def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
+        """How tokens of these samples [n] were drawn: as the samples say, or at `temperature` where they do not."""
+        if "temperatures" not in self.fields or not self.fields["temperatures"].shape[1]:
+            return {"temperature": temperature}
+        return {"temperature": self.fields["temperatures"][sample, 0], "top_k": self.fields["top_ks"][sample, 0]}
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        if self.tokens.device == device:
+            return self
+        return MicroBatch(
+            self.samples.to(device),
+            self.tokens.to(device),
+            self.prompt_lengths.to(device),
+            self.response_lengths.to(device),
+            {name: tensor.to(device) for name, tensor in self.fields.items()},
+            None if self.packing is None else self.packing.to(device),
+            None if self.taught is None else self.taught.to(device),
+        )
+
+
+# (model output on the last stage, micro-batch) -> per-response-token values [b, r]
+Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+# ... -> (this micro-batch's share of the global loss, sums to be added over micro-batches and ranks)
+Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+Taken = TypeVar("Taken")
+
+
+class MegatronModel:
+    """The chunks of a GPTModel that this rank holds, and how to run them through the pipeline.
+
+    Args:
+        overrides: the user's TransformerConfig fields.
+        value_head: a critic: one value per position instead of logits, or one for each of several agents.
+        beside_logits: an actor that is its own critic: logits, and beside them such values.
+        lora: train adapters, and a critic's head, and nothing else.
+        activation_checkpointing: none, selective or full; `overrides` go before it.
+        chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
+        pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, where `can_pack`.
+        initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
+
+    Attributes:
+        packs: whether micro-batches are packed.
+        parameters: the model's own on this rank, by local name, that `layout_of` tells of.
+        weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
+            besides, if it is beside logits.
+        adapters: what is trained instead of these, if `lora` says so.
+        resident: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        grid: Grid,
+        *,
+        dtype: torch.dtype,
+        seed: int,
+        overrides: Mapping[str, Any] | None = None,
+        value_head: int = 0,
+        beside_logits: bool = False,
+        role: str = "actor",
+        lora: LoraConfig | None = None,
+        activation_checkpointing: str = "none",
+        chunked_logits: bool = False,
+        initialize: bool = True,
+        pack_samples: bool = True,
+    ) -> None:
+        check_divides(spec, grid.shape, role)
+        self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
+        options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
+        options |= {} if initialize else {"perform_initialization": False}
+        self.config = transformer_config(spec, grid.shape, dtype, options)
+        self._router_losses = {name: getattr(self.config, name) for name in ROUTER_LOSSES if getattr(self.config, name)}
+        self.beside_logits = beside_logits
+        self.chunks = build_model(
+            spec, self.config, grid, value_head=value_head, seed=seed, beside_logits=beside_logits
+        )
+        self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
+        self.held_weights = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
+        self.weights = weights_of(spec) if beside_logits else self.held_weights
+        self.held_layout_of = self._layouts(self.held_weights)
+        self.layout_of = self._layouts(self.weights) if beside_logits else self.held_layout_of
+        named = self.layout_of(grid.rank).local_shapes if beside_logits else self.held_parameters
+        self.parameters = {name: self.held_parameters[name] for name in named}
+        self.adapters: Adapters | None = None
+        if lora is not None:
+            self.adapters = Adapters(
+                self.chunks,
+                self.held_weights,
+                self.held_layout_of,
+                lora,
+                self.config,
+                grid,
+                parameters=self.held_parameters,
+                trained=("score.weight",) if value_head else (),
+                role=role,
+                seed=seed,
+            )
+        self._head: HiddenHead | None = None
+        if chunked_logits and (beside_logits or not value_head) and grid.is_last_stage:
+            self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
+        self._values_beside: ValuesBesideLogits | None = None
+        if beside_logits and grid.is_last_stage:
+            self._values_beside = self.chunks[-1].value_head
+        self.packs = pack_samples and can_pack(self.config)
+        self._positions = AtPositions()
+        for chunk in self.chunks if self.packs else ():
+            chunk.rotary_pos_emb.register_forward_hook(self._positions)
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(as_one_row)
+        self.resident: AbstractContextManager[Any] = nullcontext()
+        self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
+        self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
+
+    def _layouts(self, weights: Sequence[Weight]) -> Callable[[int], Layout]:
+        spec, shape = self.spec, self.grid.shape
+        return megatron_layouts(
+            weights,
+            spec,
+            shape,
+            padded_vocab_size=padded_vocab_size(spec.vocab_size, shape.tp),
+            transformer_engine=uses_transformer_engine(),
+            layer_split=layers_per_stage(self.config, shape),
+        )
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its model replica: last stage, first tensor- and context-parallel rank."""
+        coords = self.grid.coords
+        return self.grid.is_last_stage and coords.tp == 0 and coords.cp == 0
+
+    def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
+        """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
+
+        A critic may start from a language model: its value head stays as it was initialised. Every rank takes
+        part, and all fail if one does. Returns the names that the folder lacked.
+
+        Args:
+            arriving: the folder's weight files, each given when it is there (`ModelFiles.arriving`). None: all are.
+
+        Raises:
+            ModelError, CheckpointError: a missing or damaged file, or tensors that do not fit the model.
+        """
+        absent: list[str] = []
+        layout, optional = self.held_layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
+        if arriving is None:
+            with together(self.grid.world):
+                absent = load_folder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
+            return absent
+        with together(self.grid.world):
+            reader = ArrivingFolder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
+        for file in arriving:
+            with together(self.grid.world):
+                reader.read(file)
+        with together(self.grid.world):
+            absent = reader.finish()
+        return absent
+
+    def clear_padding(self) -> None:
+        """Zero the vocabulary's padding, before a checkpoint of this model, which may have had less, is read."""
+        clear_padding(self.layout_of(self.grid.rank), self.parameters)
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the model computes what its own weights alone say."""
+        return nullcontext() if self.adapters is None else self.adapters.off()
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """All of the weights on this rank, those of adapters among them."""
+        return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
+
+    def keep_away(self, place: Place) -> None:
+        """From now on the weights are at `place` whenever nobody is inside `resident`."""
+        self.resident = away = Offload(lambda: storages_of(self.held), place)
+        away.leave()
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the weights are away at times: nothing else can live in their storage."""
+        return isinstance(self.resident, Offload)
+
+    def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
+        """Per-response-token values of the whole batch, on every rank.
+
+        Every rank of the grid takes part; each data-parallel rank holds the micro-batches of its samples.
+
+        Returns:
+            [B, R] float32 of `shape`, zero where there is no response token; [B, R, n] where `score` gives n values.
+        """
+        outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
+        result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
+        if self.reports:
+            for samples, values in outputs:
+                result[samples, : values.shape[1]] += values
+        # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
+        dist.all_reduce(result, group=self.grid.world)
+        return result.cpu()
+
+    def outputs(
+        self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
+    ) -> list[Taken]:
+        """What `take` makes of the model's output for each micro-batch, without a gradient; nothing before the last
+        stage."""
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(batches).to(platform.device)
+            return self._forward(model, batch), lambda output, non_loss_data=True: take(output, batch)
+
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad(), self.resident:
+            taken: list[Taken] = self._run(self.chunks, micro_batches, forward_step, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return taken
+
+    def forward_backward(
+        self, chunks: list[Any], micro_batches: Sequence[MicroBatch], loss: Loss
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Accumulate gradients over `micro_batches`; returns each one's sums on the last stage, else nothing."""
+        self._weigh_router_losses(micro_batches)
+
+        def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            batch = next(batches).to(platform.device)
+
+            def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor]]:
+                value, sums = loss(output, batch)
+                if self._values_beside is not None and self._values_beside.waits:
+                    # a loss of logits alone: megatron-core waits for the gradient of every parameter
+                    value = value + 0.0 * self._values_beside.take().sum()
+                return value, torch.ones((), dtype=torch.int, device=output.device), sums
+
+            return self._forward(model, batch), loss_func
+
+        return self._run(chunks, micro_batches, forward_step, forward_only=False)
+
+    def _weigh_router_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Make the routers' own losses means over the tokens of the whole mini-batch, padding counted.
+
+        megatron-core multiplies them by the tokens that a rank sees of a micro-batch, and counts on gradients being
+        divided by all tokens afterwards; ours are not, as the policy's loss comes normalised.
+        """
+        if not self._router_losses:
+            return
+        shape = self.grid.shape
+        tokens = torch.tensor(sum(batch.tokens.numel() for batch in micro_batches), device=platform.device)
+        dist.all_reduce(tokens, group=self.grid.dp_group)
+        factor = shape.tp * shape.cp / int(tokens)  # each of these ranks sees its part of the sequence
+        for name, given in self._router_losses.items():
+            setattr(self.config, name, [each * factor for each in given] if isinstance(given, list) else given * factor)
+
+    def _run(self, chunks: list[Any], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool) -> Any:
+        iterators = [iter(micro_batches) for _ in chunks]
+        return self._schedule(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(micro_batches),
+            # with variable_seq_lengths the stages exchange the true shape of every micro-batch
+            seq_length=micro_batches[0].tokens.shape[1],
+            micro_batch_size=micro_batches[0].tokens.shape[0],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+            pg_collection=self.grid.pg_collection,
+            **({"p2p_communicator": self._p2p} if self._p2p else {}),
+        )
+
+    def _forward(self, model: Any, batch: MicroBatch) -> torch.Tensor:
+        tokens = batch.tokens
+        if self.config.sequence_parallel and tokens.shape[1] % self.grid.shape.tp:
+            # the sequence is cut over tensor-parallel ranks into equal parts
+            tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.grid.shape.tp))
+        if batch.packing is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            return model(tokens, positions, None)
+        with self._positions.at(batch.packing.positions):
+            return model(tokens, batch.packing.positions.unsqueeze(0), None, packed_seq_params=batch.packing)
+
+    def log_probs(
+        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of every response token.
+
+        Args:
+            logits: [b, s, padded_vocab / tp], this rank's shard; with `chunked_logits` hidden states [b, s, hidden].
+            temperature: of the distribution, where a sample does not say how it was drawn (`temperatures`, `top_ks`).
+
+        Returns:
+            (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
+        """
+        sample, row, position = batch.predicting()
+        given: dict[str, Any] = {
+            "index": row * logits.shape[1] + position,
+            "vocab_size": self.spec.vocab_size,
+            **batch.drawing(sample, temperature),
+            "with_entropy": with_entropy,
+            "group": self.grid.tp_group,
+        }
+        targets = batch.tokens[row, position + 1]
+        if self._head is None:
+            log_probs, entropy = vocab_parallel_log_probs(logits, targets, **given)
+        else:
+            log_probs, entropy = head_log_probs(logits, self._head.weight, targets, **given)
+        return spread(log_probs, batch), spread(entropy, batch)
+
+    def squared_probs(
+        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
+        sample, row, position = batch.predicting()
+        given: dict[str, Any] = {
+            "index": row * logits.shape[1] + position,
+            "vocab_size": self.spec.vocab_size,
+            **batch.drawing(sample, temperature),
+            "group": self.grid.tp_group,
+        }
+        targets = batch.tokens[row, position + 1]
+        if self._head is None:
+            log_probs, squares = vocab_parallel_squared_probs(logits, targets, **given)
+        else:
+            log_probs, squares = head_squared_probs(logits, self._head.weight, targets, **given)
+        return spread(log_probs, batch), spread(squares, batch)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[padded_vocab / tp, hidden] of the output layer, as of the last forward pass; with `chunked_logits`."""
+        assert self._head is not None, "logits are whole"
+        return self._head.weight.detach()
+
+    def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
+        """Those that the response tokens were drawn from, as this model has them: logits, or with `chunked_logits`
+        hidden states and the output layer's weight."""
+        _, row, position = batch.predicting()
+        weight = None if self._head is None else self._head.weight
+        return Distributions(output, row * output.shape[1] + position, weight)
+
+    def values(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[b, s, heads] -> values [b, r] before each response token, zero in the padding, and [b] after the last one.
+
+        With several heads the field `heads` [b, 1] says which one is a sample's. Where values are beside logits, those
+        of the forward pass that gave the `output`.
+        """
+        output = output if self._values_beside is None else self._values_beside.take()
+        sample, row, position = batch.predicting()
+        heads = batch.fields.get("heads")
+        head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
+        after = batch.at_the_end(output).float().gather(1, head.unsqueeze(1))[:, 0]
+        return spread(output[row, position, head[sample]].float(), batch), after
+
+
+def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """[n response tokens] -> [b, r], zero in the padding."""
+    mask = batch.response_mask
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

@@ -1,0 +1,178 @@
+"""From a batch to the micro-batches of this data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import plan_micro_batches
+from megaverl.data.sharing import Outline, outline_of, plan_packed_micro_batches, shared_tokens
+from megaverl.models.packing import pack
+from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+
+READ = ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
+DRAWING = ("temperatures", "top_ks")
+
+
+# for each data-parallel rank its micro-batches, as the numbers of samples
+MicroBatchPlan = list[list[list[int]]]
+
+
+def micro_batches_for(
+    model: MegatronModel,
+    batch: RolloutBatch,
+    max_tokens: int,
+    fields: Mapping[str, torch.Tensor] | None = None,
+    samples: Sequence[int] | None = None,
+    *,
+    least: int = 1,
+    unit: int = 1,
+    part: tuple[int, int] = (0, 1),
+) -> list[MicroBatch]:
+    """This rank's share of `batch`, cut under the token budget; every data-parallel rank gets as many.
+
+    Args:
+        batch: with the tokens of the samples that are this rank's, and the lengths of all.
+        fields: [B, R] tensors that the loss needs.
+        part: (which, of how many): this model's share, where others elsewhere work on the rest.
+        max_tokens, samples, least, unit: see `plan_for`.
+
+    Raises:
+        DataError: one sample alone is above the budget.
+    """
+    outline = outline_of(batch)
+    plan = plan_for(model, outline, max_tokens, samples, least=least, unit=unit, parts=part[1])
+    return micro_batches_of(model, batch, outline, plan, fields, unit=unit, part=part[0])
+
+
+def plan_for(
+    model: MegatronModel,
+    outline: Outline,
+    max_tokens: int,
+    samples: Sequence[int] | None = None,
+    *,
+    least: int = 1,
+    unit: int = 1,
+    parts: int = 1,
+) -> MicroBatchPlan:
+    """Micro-batches of all data-parallel ranks, the same on every rank: it follows from the lengths.
+
+    Args:
+        max_tokens: rows x longest row of a micro-batch never exceed it; where the model packs, the row's tokens.
+        samples: the samples of this mini-batch; all if not given.
+        least: micro-batches at least, where there are as many samples.
+        parts: models like this that share the work, each with data-parallel ranks of its own.
+        unit: so many neighbours are never split: 2 for pairs. `samples` are then numbers of units.
+
+    Returns: those of this model's ranks if there is one part; else of the first part's, then of the second's ...
+
+    Raises:
+        DataError: one sample alone is above the budget.
+    """
+    shape = model.grid.shape
+    given: dict[str, Any] = {
+        "multiple_of": _multiple_of(model),
+        # an interleaved pipeline takes micro-batches in groups of its stages
+        "count_multiple_of": shape.pp if shape.vpp else 1,
+        "least": least,
+        "key": f"{model.role}.micro_batch_tokens",
+    }
+    units = range(len(outline) // unit) if samples is None else samples
+    whole = [[number * unit + i for i in range(unit)] for number in units]
+    lengths, num_ranks = outline.lengths, shape.dp * parts
+    if model.packs:
+        shared = shared_tokens(outline.prompt_lengths)
+        return plan_packed_micro_batches(whole, lengths, shared, outline.prompts, num_ranks, max_tokens, **given)
+    # a unit costs as much as its rows, all as long as the longest
+    costs = [unit * max(lengths[first : first + unit]) for first in range(0, len(outline) - unit + 1, unit)]
+    given["multiple_of"] *= unit
+    return [
+        [[number * unit + i for number in micro for i in range(unit)] for micro in mine]
+        for mine in plan_micro_batches(costs, num_ranks, max_tokens, indices=units, **given)
+    ]
+
+
+def of_each_rank(model: MegatronModel, plan: MicroBatchPlan, part: int = 0) -> list[Sequence[int]]:
+    """The samples that each rank of the model's grid works on: those of its data-parallel rank."""
+    shape = model.grid.shape
+    parts = [[row for micro in mine for row in micro] for mine in plan[part * shape.dp : (part + 1) * shape.dp]]
+    return [parts[shape.coords(rank).dp] for rank in range(shape.world_size)]
+
+
+def micro_batches_of(
+    model: MegatronModel,
+    batch: RolloutBatch,
+    outline: Outline,
+    plan: MicroBatchPlan,
+    fields: Mapping[str, torch.Tensor] | None = None,
+    *,
+    unit: int = 1,
+    part: int = 0,
+) -> list[MicroBatch]:
+    """Those of a plan that are this rank's."""
+    bare = RolloutBatch({name: batch[name] for name in READ})
+    # how each sample was drawn: its log-probs are of that distribution
+    fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
+    mine, multiple_of = plan[part * model.grid.shape.dp + model.grid.coords.dp], _multiple_of(model)
+    if model.packs:
+        return [_packed(bare, rows, fields, outline.prompts, multiple_of, unit) for rows in mine]
+    return [_padded(bare, rows, fields, multiple_of, unit) for rows in mine]
+
+
+def _multiple_of(model: MegatronModel) -> int:
+    return model.grid.shape.tp if model.config.sequence_parallel else 1
+
+
+def _padded(
+    batch: RolloutBatch, rows: list[int], fields: Mapping[str, torch.Tensor], multiple_of: int, unit: int
+) -> MicroBatch:
+    batch, index = _chosen(batch, rows, unit)
+    return MicroBatch(
+        samples=index,
+        tokens=batch.joined(multiple_of=multiple_of).token_ids,
+        prompt_lengths=batch.prompt_lengths,
+        response_lengths=batch.response_lengths,
+        fields=_columns(fields, batch, index),
+    )
+
+
+def _packed(
+    batch: RolloutBatch,
+    rows: list[int],
+    fields: Mapping[str, torch.Tensor],
+    prompts: list[int],
+    multiple_of: int,
+    unit: int,
+) -> MicroBatch:
+    batch, index = _chosen(batch, rows, unit)
+    padded = batch.joined().token_ids
+    packing = pack(
+        batch.sequence_lengths.tolist(),
+        shared_tokens(batch.prompt_lengths.tolist()),
+        [prompts[row] for row in rows] or list(range(unit)),
+        width=padded.shape[1],
+        multiple_of=multiple_of,
+    )
+    return MicroBatch(
+        samples=index,
+        tokens=padded.flatten()[packing.source].unsqueeze(0),
+        prompt_lengths=batch.prompt_lengths,
+        response_lengths=batch.response_lengths,
+        fields=_columns(fields, batch, index),
+        packing=packing,
+    )
+
+
+def _chosen(batch: RolloutBatch, rows: list[int], unit: int) -> tuple[RolloutBatch, torch.Tensor]:
+    if rows:
+        return batch.select(rows), torch.tensor(rows, dtype=torch.int64)
+    # A rank that has no samples left still takes part: a row (or a unit) without a response, of no weight.
+    return batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
+
+
+def _columns(fields: Mapping[str, torch.Tensor], batch: RolloutBatch, index: torch.Tensor) -> dict[str, torch.Tensor]:
+    width = int(batch.response_lengths.max())
+    return {name: tensor[index, :width] for name, tensor in fields.items()}

@@ -1,0 +1,250 @@
+"""Updates on judged responses: the policy by a preference loss, a reward model by how it ranks them.
+
+The rows of a batch are better and worse responses in turn; for KTO any responses, `desirable` or not. A pair is never
+split over micro-batches, so that one forward pass gives both sides of its loss; weights are over the pairs (for KTO the
+responses) of the whole batch, so that neither the split nor the grid shows in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megaverl.algorithms import (
+    Entry,
+    LossOutput,
+    finalize,
+    kto_reference_kl,
+    preference_losses,
+    response_log_probs,
+    reward_model_losses,
+)
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline
+from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
+from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
+from megaverl.workers.policy import Policy
+from megaverl.workers.trainable import TrainableModel, UpdateReport
+from megaverl.workers.updates import share
+
+
+def column(micro: MicroBatch, name: str) -> torch.Tensor:
+    """[b] out of a field [b, 1]; 0 in a micro-batch that only fills up."""
+    values = micro.fields[name]
+    return values[:, 0] if values.shape[1] else values.new_zeros(len(values))
+
+
+class PairUpdates:
+    """What both kinds of update share: micro-batches of whole pairs, and the report as metrics."""
+
+    def __init__(self, trainable: TrainableModel, *, micro_batch_tokens: int) -> None:
+        self.trainable, self.model = trainable, trainable.model
+        self.micro_batch_tokens = micro_batch_tokens
+
+    def run(
+        self, batch: RolloutBatch, fields: Mapping[str, torch.Tensor], loss: Loss, *, unit: int = 2
+    ) -> dict[str, float]:
+        """One optimizer step on the pairs (or responses) of `batch`; every rank takes part.
+
+        Args:
+            fields: of each response, [2 x pairs]. unit: responses that make a term of the loss.
+        """
+        weights = torch.full((len(batch),), 1.0 / max(len(batch) // unit, 1))
+        given = {name: values.unsqueeze(1).float() for name, values in {**fields, "weights": weights}.items()}
+        given["own"] = batch.response_mask
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, given, unit=unit)
+        return as_metrics(self.trainable.update(micro, loss))
+
+
+def as_metrics(report: UpdateReport) -> dict[str, float]:
+    """The means of a loss's metrics, `loss`, `grad_norm` and `lr`."""
+    sums = dict(report.sums)
+    total = sums.pop("loss")
+    return {
+        **finalize(type(report.sums)(sums)),
+        "loss": float(total[1]),
+        "grad_norm": report.grad_norm,
+        "lr": report.learning_rate,
+    }
+
+
+class PreferenceUpdates(PairUpdates):
+    """DPO and its relatives on a policy.
+
+    Args:
+        policy: the one that is trained; its log-probs, and a reference's, are at temperature 1.
+        weight: a factor on the loss.
+    """
+
+    def __init__(
+        self,
+        policy: TrainableModel,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        micro_batch_tokens: int,
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(policy, micro_batch_tokens=micro_batch_tokens)
+        self.entry: Entry[LossOutput] = preference_losses.get(name)
+        self.options, self.weight = dict(options), weight
+        self.entry.check_options(self.options)
+        self._single = of_single_responses(name)
+        self._plain = Policy(policy.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens)
+
+    def update(self, batch: RolloutBatch, reference: Policy | None) -> dict[str, float]:
+        """One optimizer step. Returns the loss's metrics."""
+        reference = None if reference is None else reference.untempered()
+        fields: dict[str, torch.Tensor] = {}
+        if reference is not None:
+            fields["ref"] = response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
+        if "reference_kl" in self.entry.inputs:
+            assert reference is not None
+            fields["kl"] = self._mismatched_kl(batch, reference).expand(len(batch))
+        if not self._single:
+            return self.run(batch, fields, self._loss)
+        return self.run(batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1)
+
+    def evaluate(self, batch: RolloutBatch, reference: Policy | None) -> dict[str, float]:
+        """`accuracy`: how often the better response is the likelier one, next to the reference if there is one.
+
+        Of single responses: how often one is likelier than the reference finds it, if it is desirable, and less likely
+        if it is not; next to what KTO compares with.
+        """
+        reference = None if reference is None else reference.untempered()
+        sums, lengths = response_log_probs(self._plain.log_probs(batch), batch.response_mask)
+        if reference is not None:
+            sums = sums - response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
+        else:
+            sums = sums / lengths.clamp(min=1)
+        if self._single:
+            bar = self._mismatched_kl(batch, reference).clamp(min=0.0) if reference is not None else 0.0
+            return {"accuracy": float(((sums > bar) == batch.desirable).float().mean())}
+        return {"accuracy": float((sums[0::2] > sums[1::2]).float().mean())}
+
+    def _mismatched_kl(self, batch: RolloutBatch, reference: Policy) -> torch.Tensor:
+        """KTO's reference point: each prompt with a response to the next one."""
+        others = batch.select(of_the_next(batch.group_ids.tolist()))
+        crossed = RolloutBatch(
+            {
+                "input_ids": batch.input_ids,
+                "prompt_lengths": batch.prompt_lengths,
+                "generated_ids": others.generated_ids,
+                "response_lengths": others.response_lengths,
+                "response_mask": others.response_mask,
+            }
+        )
+        mine, frozen = (
+            response_log_probs(policy.log_probs(crossed), crossed.response_mask)[0]
+            for policy in (self._plain, reference)
+        )
+        return kto_reference_kl(mine, frozen)
+
+    def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        log_probs, _ = self.model.log_probs(logits, micro)
+        sums, lengths = response_log_probs(log_probs, micro.fields["own"])
+        weights = column(micro, "weights")
+        inputs: dict[str, torch.Tensor] = {}
+        if self._single:
+            inputs = {"log_probs": sums, "desirable": column(micro, "desirable") > 0, "weights": weights}
+            if "kl" in micro.fields:
+                inputs["reference_kl"] = column(micro, "kl")[:1].sum()
+            if "ref" in micro.fields:
+                inputs["ref_log_probs"] = column(micro, "ref")
+        else:
+            for place, side in enumerate(("chosen", "rejected")):
+                inputs[f"{side}_log_probs"], inputs[f"{side}_lengths"] = sums[place::2], lengths[place::2]
+                if "ref" in micro.fields:
+                    inputs[f"ref_{side}_log_probs"] = column(micro, "ref")[place::2]
+            inputs["weights"] = weights[0::2]
+        result = self.entry(inputs, **self.options)
+        loss = self.weight * result.loss
+        return loss, {**result.metrics, "loss": share(loss)}
+
+
+def of_single_responses(name: str) -> bool:
+    """Whether every response counts by itself in a preference loss, as desirable or not (KTO)."""
+    return "desirable" in preference_losses.get(name).inputs
+
+
+def of_the_next(group_ids: Sequence[int]) -> list[int]:
+    """For every row one of the next group, at the same place in it as far as it reaches; the last has the first."""
+    groups: dict[int, list[int]] = {}
+    for row, group in enumerate(group_ids):
+        groups.setdefault(group, []).append(row)
+    order = list(groups)
+    following = {group: groups[order[(i + 1) % len(order)]] for i, group in enumerate(order)}
+    places = [groups[group].index(row) for row, group in enumerate(group_ids)]
+    return [
+        following[group][min(place, len(following[group]) - 1)] for group, place in zip(group_ids, places, strict=True)
+    ]
+
+
+class RewardModel:
+    """A sequence classifier with one label: scores a response by its value at the last token.
+
+    Args:
+        model: with a value head.
+    """
+
+    def __init__(self, model: MegatronModel, *, micro_batch_tokens: int) -> None:
+        self.model, self.micro_batch_tokens = model, micro_batch_tokens
+
+    def scores(self, batch: RolloutBatch) -> torch.Tensor:
+        """[B] float32, the same on every rank."""
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
+        return self.model.score(micro, at_the_end, (len(batch), 1))[:, 0]
+
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the model's grid reads."""
+        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
+
+
+class RewardModelUpdates(PairUpdates):
+    """Trains a reward model on pairs."""
+
+    def __init__(
+        self,
+        trainable: TrainableModel,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        micro_batch_tokens: int,
+        weight: float = 1.0,
+    ) -> None:
+        super().__init__(trainable, micro_batch_tokens=micro_batch_tokens)
+        self.entry: Entry[LossOutput] = reward_model_losses.get(name)
+        self.options, self.weight = dict(options), weight
+        self.entry.check_options(self.options)
+        self.reward_model = RewardModel(trainable.model, micro_batch_tokens=micro_batch_tokens)
+
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """One optimizer step; `margins` of the batch are used if it has them."""
+        fields = {"margins": batch.margins} if "margins" in batch else {}
+        return self.run(batch, fields, self._loss)
+
+    def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
+        """`accuracy`: how often the better response scores higher; `margin`: by how much, in the mean."""
+        scores = self.reward_model.scores(batch)
+        better, worse = scores[0::2], scores[1::2]
+        return {"accuracy": float((better > worse).float().mean()), "margin": float((better - worse).mean())}
+
+    def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        scores = at_the_end(output, micro)[:, 0]
+        inputs = {
+            "chosen_rewards": scores[0::2],
+            "rejected_rewards": scores[1::2],
+            "weights": column(micro, "weights")[0::2],
+            "margins": column(micro, "margins")[0::2] if "margins" in micro.fields else None,
+        }
+        result = self.entry(inputs, **self.options)
+        loss = self.weight * result.loss
+        return loss, {**result.metrics, "loss": share(loss)}
+
+
+def at_the_end(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """[b, s, 1] -> [b, 1] float32: the value at each sequence's last token."""
+    values = micro.at_the_end(output).float()
+    return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)  # a row that only fills up

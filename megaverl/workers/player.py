@@ -1,0 +1,142 @@
+"""The environments of a run, spread over the ranks of `world`: every rank holds some episodes, all see all turns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.config.environment import EnvironmentConfig
+from megaverl.data.tokenizers import Tokenizer
+from megaverl.distributed.collectives import gather_json, together
+from megaverl.errors import EpisodeError, MegaverlError
+from megaverl.rollout.environments import Codec, Game, Limits, Outcome, Start, Turns, Views, agents_of, make_game, play
+from megaverl.rollout.environments.episodes import Generate
+
+SIDE_BY_SIDE = 16  # episodes of a rank whose steps wait for something outside it
+
+
+class Player:
+    """Plays episodes; every rank of `world` takes part, with the same starts, and gets the same views.
+
+    Args:
+        config: `environment`, with a name.
+        max_tokens: of everything after a prompt. max_prompt_tokens: of a prompt.
+        chat: answers are messages of the tokenizer's chat template.
+    """
+
+    def __init__(
+        self,
+        config: EnvironmentConfig,
+        tokenizer: Tokenizer,
+        world: dist.ProcessGroup,
+        *,
+        max_tokens: int,
+        max_prompt_tokens: int,
+        chat: bool,
+    ) -> None:
+        assert config.name is not None, "a run without an environment has no episodes to play"
+        self.name, self.options, self.world = config.name, config.options, world
+        self.codec = Codec(tokenizer, chat=chat)
+        self.limits = Limits(config.max_turns, config.max_turn_tokens or max_tokens // config.max_turns, max_tokens)
+        self.max_prompt_tokens = max_prompt_tokens
+        with together(world):
+            self.agents = agents_of(self.name)
+
+    def play(self, starts: Sequence[Start], generate: Generate) -> list[Views]:
+        """One episode from each start, to its end.
+
+        Args:
+            generate: one turn for each request; the same on every rank.
+
+        Raises:
+            EpisodeError: on every rank, when an environment fails on any.
+        """
+        rank, size = dist.get_rank(self.world), dist.get_world_size(self.world)
+        mine = range(rank, len(starts), size)
+        games: dict[int, Game] = {}
+        begun: dict[int, Any] = {}
+        with together(self.world):
+            for number in mine:
+                begun[number] = self._begin(games, number, starts[number])
+        everyone = _joined(gather_json(begun, self.world))
+
+        def step(turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Turns]:
+            found: dict[int, Any] = {}
+            with together(self.world):
+                found = self._step_all(games, {number: turns[number] for number in turns if number in games})
+            return {
+                number: Turns({agent: Outcome(*outcome) for agent, outcome in outcomes.items()}, acting)
+                for number, (outcomes, acting) in _joined(gather_json(found, self.world)).items()
+            }
+
+        return play(
+            [everyone[number][0] for number in range(len(starts))],
+            [everyone[number][1] for number in range(len(starts))],
+            generate=generate,
+            step=step,
+            limits=self.limits,
+        )
+
+    def _begin(self, games: dict[int, Game], number: int, start: Start) -> list[Any]:
+        """[prompts by agent, who writes first] of one episode."""
+        try:
+            game = games[number] = make_game(self.name, self.codec, self.options)
+            prompts = {agent: [int(token) for token in ids] for agent, ids in game.reset(start).items()}
+            acting = list(game.acting())
+        except MegaverlError:
+            raise
+        except Exception as error:  # a user's environment may raise anything
+            raise self._failed(number, "reset", error) from error
+        if set(prompts) != set(self.agents) or not acting or not set(acting) <= set(self.agents):
+            raise EpisodeError(
+                f"environment '{self.name}', episode {number}: prompts for {', '.join(prompts) or 'nobody'}, and "
+                f"{', '.join(acting) or 'nobody'} writes first; its agents are {', '.join(self.agents)}."
+            )
+        for agent, ids in prompts.items():
+            if not 0 < len(ids) <= self.max_prompt_tokens:
+                raise EpisodeError(
+                    f"environment '{self.name}', episode {number}: the prompt of '{agent}' has {len(ids)} tokens; "
+                    f"expected 1 to data.max_prompt_tokens={self.max_prompt_tokens}."
+                )
+        return [prompts, acting]
+
+    def _step_all(self, games: Mapping[int, Game], turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Any]:
+        """[outcomes by agent, who writes next] of each episode of this rank."""
+        if turns and type(_inner(games[next(iter(turns))])).waits:
+            with ThreadPoolExecutor(min(len(turns), SIDE_BY_SIDE)) as threads:
+                found = list(threads.map(lambda number: self._step(games[number], number, turns[number]), turns))
+        else:
+            found = [self._step(games[number], number, turns[number]) for number in turns]
+        return dict(zip(turns, found, strict=True))
+
+    def _step(self, game: Game, number: int, turns: Mapping[str, list[int]]) -> list[Any]:
+        try:
+            outcomes = {
+                agent: [[int(token) for token in outcome.token_ids], float(outcome.reward), bool(outcome.done)]
+                for agent, outcome in game.step(turns).items()
+            }
+            done = any(outcome[2] for outcome in outcomes.values())
+            return [outcomes, [] if done else list(game.acting())]
+        except MegaverlError:
+            raise
+        except Exception as error:  # as above
+            raise self._failed(number, "step", error) from error
+
+    def _failed(self, number: int, method: str, error: Exception) -> EpisodeError:
+        return EpisodeError(
+            f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Mend the "
+            "environment or the row; what a model writes must never make it fail."
+        )
+
+
+def _inner(game: Game) -> Any:
+    """The user's own object."""
+    return getattr(game, "environment", game)
+
+
+def _joined(parts: Sequence[Mapping[Any, Any]]) -> dict[int, Any]:
+    """By episode; JSON has made its number text."""
+    return {int(number): value for part in parts for number, value in part.items()}

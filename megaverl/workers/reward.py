@@ -1,0 +1,190 @@
+"""The reward role: every rank scores its share of the responses; all get all scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import rows_of_rank
+from megaverl.data.sharing import Outline
+from megaverl.data.tokenizers import Tokenizer
+from megaverl.distributed.collectives import gather_rows, together
+from megaverl.errors import RewardError
+from megaverl.platform import platform
+from megaverl.rewards import Reward, RewardSample
+
+
+@dataclass(frozen=True)
+class Scores:
+    """total: [B] float32, the weighted sum. components: each reward's own [B], by name. correct: [B] bool."""
+
+    total: torch.Tensor
+    components: dict[str, torch.Tensor]
+    correct: torch.Tensor
+
+    def metric(self, name: str) -> torch.Tensor:
+        """[B]: `accuracy`, `reward` (the total), or a reward by its name."""
+        own = {"accuracy": self.correct.float(), "reward": self.total}
+        return own[name] if name in own else self.components[name]
+
+    def select(self, rows: Sequence[int]) -> Scores:
+        """Of these samples, in this order."""
+        index = torch.tensor(rows, dtype=torch.int64)
+        components = {name: values[index] for name, values in self.components.items()}
+        return Scores(self.total[index], components, self.correct[index])
+
+    @staticmethod
+    def concat(parts: Sequence[Scores]) -> Scores:
+        """Of several batches, one after the other."""
+        names = list(parts[0].components)
+        return Scores(
+            torch.cat([part.total for part in parts]),
+            {name: torch.cat([part.components[name] for part in parts]) for name in names},
+            torch.cat([part.correct for part in parts]),
+        )
+
+
+ENVIRONMENT = "environment"  # the component that an environment's own rewards are, with weight 1
+
+
+class ScoringModel(Protocol):
+    """A reward model, on Megatron or on transformers."""
+
+    def scores(self, batch: RolloutBatch) -> torch.Tensor:
+        """[B] float32, the same on every rank; all ranks take part."""
+
+    def rows(self, outline: Outline) -> list[Sequence[int]]:
+        """The samples that each rank of the role reads."""
+
+
+@dataclass(frozen=True)
+class LearnedReward:
+    """A reward model as a term of the sum."""
+
+    name: str
+    weight: float
+    model: ScoringModel
+
+
+class RewardRole:
+    """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of them."""
+
+    def __init__(
+        self,
+        reward: Reward,
+        tokenizer: Tokenizer,
+        world: dist.ProcessGroup,
+        learned: Sequence[LearnedReward] = (),
+    ) -> None:
+        self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
+        self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
+        self._failed: RewardError | None = None
+
+    def score_some(self, part: RolloutBatch, rows: Sequence[int], num_samples: int) -> None:
+        """Score samples of a batch that is not whole yet, those of them that are this rank's, ahead of `score`.
+
+        An error is kept until all ranks hear of it there.
+
+        Args:
+            rows: their numbers among the `num_samples` of the batch.
+        """
+        mine = rows_of_rank(num_samples, dist.get_rank(self.world), dist.get_world_size(self.world))
+        places = [place for place, row in enumerate(rows) if row in mine]
+        if places and self._failed is None:
+            try:
+                scored = self._columns(part, places)
+            except RewardError as error:
+                self._failed = error
+                return
+            self._scored |= {rows[place]: row for place, row in zip(places, scored, strict=True)}
+
+    def _columns(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[float]]:
+        """Of each of these samples: total, correct, components."""
+        output = self.reward.score(self.samples(batch, rows))
+        found: list[Sequence[float]] = [output.total, output.correct]
+        found += [output.components[each.name] for each in self.reward.components]
+        return [[float(column[number]) for column in found] for number in range(len(rows))]
+
+    def _take_scored(self, rows: Sequence[int]) -> list[list[float]] | None:
+        """What was scored early, if it was all of these."""
+        scored, failed, self._scored, self._failed = self._scored, self._failed, {}, None
+        if failed is not None:
+            raise failed
+        return [scored[row] for row in rows] if scored and scored.keys() >= set(rows) else None
+
+    def score(self, batch: RolloutBatch) -> Scores:
+        """Scores of all samples, on every rank. The batch has the columns `prompt`, `reference` and `extra`.
+
+        Raises:
+            RewardError: on every rank, when a reward raises or returns the wrong thing on any.
+        """
+        size, rank = dist.get_world_size(self.world), dist.get_rank(self.world)
+        rows = rows_of_rank(len(batch), rank, size)
+        scored = torch.empty(0)
+        names = [component.name for component in self.reward.components]
+        from_environment = "turn_rewards" in batch
+        with together(self.world):
+            columns = self._take_scored(rows) or self._columns(batch, rows)
+            scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(names))
+        table = gather_rows(scored.to(platform.device), self.world).cpu()
+        components = {name: table[:, 2 + i] for i, name in enumerate(names)}
+        total, correct = table[:, 0], table[:, 1].bool()
+        for each in self.learned:
+            components[each.name] = each.model.scores(batch)
+            total = total + each.weight * components[each.name]
+        if self.learned and self.reward.accuracy_component is None:
+            correct = components[self.learned[0].name] > 0
+        if from_environment:
+            components[ENVIRONMENT] = batch.turn_rewards.sum(dim=1)
+            total = total + components[ENVIRONMENT]
+            if self.reward.accuracy_component is None and not self.learned:
+                correct = components[ENVIRONMENT] > 0
+        return Scores(total, components, correct)
+
+    def rows(self, outline: Outline) -> list[set[int]]:
+        """The samples that each rank of the role reads, those of its models among them."""
+        size = dist.get_world_size(self.world)
+        found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
+        for each in self.learned:
+            for mine, rows in zip(found, each.model.rows(outline), strict=True):
+                mine.update(rows)
+        return found
+
+    def weights(self, scores: Scores) -> dict[str, float]:
+        """The weight of every component in the total."""
+        own = {rule.name: rule.weight for rule in self.reward.components}
+        own |= {model.name: model.weight for model in self.learned}
+        return {name: own.get(name, 1.0) for name in scores.components}
+
+    def samples(self, batch: RolloutBatch, rows: Sequence[int]) -> list[RewardSample]:
+        """What a reward function sees of the samples `rows`."""
+        num_tokens = batch.response_mask.sum(dim=1).tolist()
+        return [self._sample(batch, row, num_tokens[row]) for row in rows]
+
+    def _sample(self, batch: RolloutBatch, row: int, num_tokens: int) -> RewardSample:
+        transcript = self.transcript(batch, row)
+        return RewardSample(
+            prompt=batch.columns["prompt"][row],
+            response=self.response(batch, row) if "turns" in batch.columns else transcript,
+            transcript=transcript,
+            reference=batch.columns["reference"][row],
+            extra=batch.columns["extra"][row],
+            num_tokens=num_tokens,
+            finish_reason=batch.columns["finish_reason"][row],
+        )
+
+    def response(self, batch: RolloutBatch, row: int) -> str:
+        """A response as text, without special tokens; of an episode its last turn."""
+        if "turns" not in batch.columns:
+            return self.transcript(batch, row)
+        begin, end = (batch.columns["turns"][row] or [(0, 0)])[-1]
+        return self.tokenizer.decode(batch.generated_ids[row, begin:end].tolist())
+
+    def transcript(self, batch: RolloutBatch, row: int) -> str:
+        """Everything after the prompt as text, without special tokens."""
+        return self.tokenizer.decode(batch.generated_ids[row, : int(batch.response_lengths[row])].tolist())

@@ -1,0 +1,131 @@
+"""What the ranks of a test world do with groups and collectives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl import errors
+from megaverl.distributed.collectives import gather_json, gather_rows, on_first_rank, raise_together, together
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.groups import DENSE_GROUPS, EXPERT_GROUPS, ProcessGroupManager
+from megaverl.errors import MegaverlError
+
+FIELDS = (*DENSE_GROUPS, *EXPERT_GROUPS, "embd", "pos_embd", "inter_dist_opt")
+
+
+def group_ranks(sizes: dict[str, int]) -> dict[str, list[int] | None]:
+    """Members of every group of this rank's ProcessGroupCollection, by field."""
+    collection = ProcessGroupManager().grid(GridShape(**sizes)).pg_collection
+    groups = {name: getattr(collection, name) for name in FIELDS}
+    return {name: None if group is None else dist.get_process_group_ranks(group) for name, group in groups.items()}
+
+
+def two_grids(first: dict[str, int], second: dict[str, int]) -> dict[str, Any]:
+    """How many groups there are after each of two grids, and which of their fields are one and the same group."""
+    manager = ProcessGroupManager()
+    one = manager.grid(GridShape(**first))
+    after_first = manager.num_groups
+    other = manager.grid(GridShape(**second))
+    groups = [{name: getattr(grid.pg_collection, name) for name in FIELDS} for grid in (one, other)]
+    members = [
+        {name: None if g is None else tuple(dist.get_process_group_ranks(g)) for name, g in found.items()}
+        for found in groups
+    ]
+    distinct = {ranks for found in members for ranks in found.values() if ranks is not None}
+    shared = {
+        ranks: {
+            id(found[name]) for found, m in zip(groups, members, strict=True) for name in FIELDS if m[name] == ranks
+        }
+        for ranks in distinct
+    }
+    total = torch.ones(())
+    dist.all_reduce(total, group=other.tp_group)
+    return {
+        "after_first": after_first,
+        "after_both": manager.num_groups,
+        "distinct": sorted(distinct),
+        "every_group_is_one_object": all(len(objects) == 1 for objects in shared.values()),
+        "world_is_the_default_group": one.world is dist.group.WORLD and other.world is dist.group.WORLD,
+        "sum_over_tp": int(total),
+    }
+
+
+def too_small_a_grid() -> str:
+    try:
+        ProcessGroupManager().grid(GridShape(tp=2))
+    except errors.GridError as error:
+        return str(error)
+    return ""
+
+
+def deep_pipeline_then(second: dict[str, int]) -> list[int]:
+    """Ranks in the middle of a pipeline have no embedding group; the next grid must not trip over that."""
+    manager = ProcessGroupManager()
+    manager.grid(GridShape(pp=dist.get_world_size()))
+    found = []
+    grid = manager.grid(GridShape(**second))
+    for group in (grid.tp_group, grid.pp_group, grid.dp_group):
+        total = torch.tensor(2 ** dist.get_rank())
+        dist.all_reduce(total, group=group)
+        found.append(int(total))
+    return found
+
+
+def gather(value: Any) -> list[Any]:
+    """The same value from every rank, with the rank beside it."""
+    return gather_json([dist.get_rank(), value])
+
+
+def gather_in_pairs() -> list[int]:
+    """Over the pair that this rank belongs to."""
+    rank = dist.get_rank()
+    pair = ProcessGroupManager().grid(GridShape(tp=2, dp=2)).tp_group
+    return gather_json(rank, pair)
+
+
+def gather_uneven(rows_of: list[int], dtype: str) -> dict[str, Any]:
+    """Rank r brings `rows_of[r]` rows, each row [r, number]."""
+    rank = dist.get_rank()
+    rows = torch.tensor([[rank, number] for number in range(rows_of[rank])], dtype=getattr(torch, dtype))
+    found = gather_rows(rows.reshape(-1, 2))
+    return {"rows": found.tolist(), "dtype": str(found.dtype)}
+
+
+def fail(on: dict[str, list[str]], how: str) -> dict[str, Any]:
+    """The ranks in `on` raise [class, text]; what each rank hears, and whether it can still talk afterwards."""
+    own = on.get(str(dist.get_rank()))
+    error: Exception | None = None
+    if own is not None:
+        error = getattr(errors, own[0], ValueError)(own[1])
+    heard: dict[str, Any] = {"class": "", "text": "", "cause": False}
+    try:
+        if how == "raise_together":
+            raise_together(error)
+        else:
+            with together():
+                if error is not None:
+                    raise error
+    except MegaverlError as caught:
+        heard = {"class": type(caught).__name__, "text": str(caught), "cause": caught.__cause__ is error is not None}
+    return heard | {"after": gather_json(dist.get_rank())}
+
+
+def first_rank_only(fails: bool) -> dict[str, Any]:
+    """The first rank of each pair makes a value; who called, and what each rank got."""
+    pair = ProcessGroupManager().grid(GridShape(tp=2, dp=2)).tp_group
+    called: list[int] = []
+
+    def make() -> dict[str, int]:
+        called.append(dist.get_rank())
+        if fails:
+            raise errors.DataError(f"nothing on rank {dist.get_rank()}")
+        return {"from": dist.get_rank()}
+
+    try:
+        result = on_first_rank(make, pair)
+    except MegaverlError as error:
+        result = f"{type(error).__name__}: {error}"
+    return {"called": called, "result": result}

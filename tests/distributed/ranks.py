@@ -1,0 +1,217 @@
+"""What the ranks do in tests/distributed/test_row_transfer.py."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import Outline, outline_of
+from megaverl.dataflow.redistribute import Reads
+from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
+from megaverl.dataflow.tensor_channel import Courier
+from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.placement import parse_wanted, resolve
+from megaverl.distributed.rendezvous import Facts, introduce
+from megaverl.distributed.worlds import Fabric, job_store, join
+from megaverl.errors import DataError
+from megaverl.sharding.rows import Rows
+
+
+def start(said: dict[str, Any]) -> Fabric:
+    """Join the job with roles as `said`; grids of one rank each, so that any placement fits."""
+    deadline = timedelta(seconds=30)
+    store, rank, size = job_store(deadline)
+    nodes = introduce(store, rank, size, Facts(node="here"), deadline)
+    wanted = {role: parse_wanted(value) for role, value in said.items()}
+    grids: dict[str, Any] = dict.fromkeys([*said, "actor", "rollout", "reward"])
+    return join(resolve(wanted, size, grids, nodes), store, rank, deadline)
+
+
+def full_batch(rng: random.Random, num_rows: int) -> RolloutBatch:
+    """What no rank would have in a real job: all rows, of ragged lengths, an empty response among them."""
+    prompts = [rng.randint(1, 7) for _ in range(num_rows)]
+    responses = [rng.choice([0, 1, 5, 9]) for _ in range(num_rows)]
+    wide_s, wide_r = max(prompts, default=0), max(responses, default=0)
+    lengths = torch.tensor(responses, dtype=torch.int64)
+    numbers = torch.tensor([rng.random() for _ in range(num_rows * wide_r)]).reshape(num_rows, wide_r)
+    mask = torch.arange(wide_r) < lengths.unsqueeze(1)
+    prompt_mask = torch.arange(wide_s) < torch.tensor(prompts, dtype=torch.int64).unsqueeze(1)
+    ids = torch.arange(num_rows * wide_s).reshape(num_rows, wide_s)
+    return RolloutBatch(
+        {
+            "input_ids": ids * prompt_mask,
+            "prompt_lengths": torch.tensor(prompts, dtype=torch.int64),
+            "generated_ids": (numbers * 1000).long() * mask,
+            "response_lengths": lengths,
+            "response_mask": mask & (numbers > 0.3),
+            "rollout_log_probs": -numbers * mask,
+            "rewards": torch.tensor([rng.random() for _ in range(num_rows)]),
+            "group_ids": torch.arange(num_rows),
+        },
+        {"answer": [f"é{i}" for i in range(num_rows)], "extra": [{"n": i, "none": None} for i in range(num_rows)]},
+    )
+
+
+def same(a: RolloutBatch, b: RolloutBatch) -> bool:
+    """Equal to the bit, once both are cut to what they hold."""
+    a, b = a.trim(), b.trim()
+    tensors = a.tensors.keys() == b.tensors.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return tensors and a.columns == b.columns
+
+
+def draw_rows(rng: random.Random, num_rows: int) -> tuple[Rows, Rows]:
+    """Some layout on four ranks in which every row is somewhere, and another that wants some of them."""
+    source = {rank: rng.sample(range(num_rows), rng.randint(0, num_rows)) for rank in rng.sample(range(4), 3)}
+    first = min(source)
+    source[first] = rng.sample(range(num_rows), num_rows)
+    return source, {rank: rng.sample(range(num_rows), rng.randint(0, num_rows)) for rank in rng.sample(range(4), 3)}
+
+
+def batches_move(seeds: list[int]) -> dict[str, Any]:
+    """Many edges between all four ranks, each with another layout; what comes is compared with the whole."""
+    fabric = start({"rollout": "2-3"})
+    assert dist.get_world_size() == 2 and dist.get_rank() == fabric.rank % 2
+    assert dist.get_rank(fabric.group) == dist.get_rank(fabric.control) == fabric.rank
+    total = torch.tensor([fabric.rank])
+    dist.all_reduce(total)  # in the world alone
+    wrong, moved = [], 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        full = full_batch(rng, rng.randint(1, 9))
+        source, dest = draw_rows(rng, len(full))
+        moving = Moving.plan(fabric, f"edge {seed}", source, dest)
+        mine = full.select(source[fabric.rank]).trim() if fabric.rank in source else None
+        got = move_batch(fabric, moving, mine)
+        moved += sum(len(move.rows) for move in moving.moves if move.dest == fabric.rank)
+        wanted = dest.get(fabric.rank)
+        if wanted is not None and (got is None or not same(got, full.select(wanted))):
+            wrong.append(seed)
+        few = move_batch(fabric, moving, mine, names=["rewards"])
+        if wanted is not None and (few is None or "rewards" not in few or "rollout_log_probs" in few):
+            wrong.append(seed)
+        results = {"values": mine.rollout_log_probs * 2} if mine is not None else None
+        values = move_tensors(fabric, moving, results, mine)
+        if wanted and (values is None or not _same_values(values["values"], full.select(wanted))):
+            wrong.append(seed)
+    reached = gather_json(fabric.rank, fabric.group)
+    env = [os.environ["RANK"], os.environ["WORLD_SIZE"]]
+    return {"wrong": wrong, "moved": moved, "world": int(total), "reached": reached, "env": env, "roles": fabric.roles}
+
+
+def _same_values(values: torch.Tensor, batch: RolloutBatch) -> bool:
+    wanted = batch.rollout_log_probs * 2
+    width = min(values.shape[1], wanted.shape[1])
+    cut = torch.equal(values[:, :width], wanted[:, :width])
+    return cut and not values[:, width:].any() and not wanted[:, width:].any()
+
+
+def sender_dies(how: str) -> str:
+    """Rank 0 should send to 1 and 2, and does not."""
+    fabric = replace(start({"rollout": 0}), timeout=timedelta(seconds=1))
+    moving = Moving.plan(fabric, "rollouts", {0: [0, 1]}, {1: [0], 2: [1]})
+    if fabric.rank == 0:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        signal.sigwait({signal.SIGUSR1})  # until the test ends it
+    try:
+        move_batch(fabric, moving, None)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def weights_move() -> dict[str, Any]:
+    """The actor's weights, TP 2 on ranks 0-1, into an engine's, TP 2 on ranks 2-3, by the reshard engine's own plan."""
+    from megaverl.distributed.grid import GridShape
+    from megaverl.models.architectures import weights_of
+    from megaverl.sharding.layout import EMPTY, Layout
+    from megaverl.sharding.megatron import megatron_layouts
+    from megaverl.sharding.plan import make_plan
+    from megaverl.sharding.vllm import vllm_layouts
+    from megaverl.weights.reshard import Resharder
+    from tests.sharding.specs import element_ids, fill, make_spec
+
+    fabric = start({"rollout": "2-3"})
+    model = make_spec()
+    weights = weights_of(model)
+    grid = megatron_layouts(weights, model, GridShape(tp=2), padded_vocab_size=64)
+    engine = vllm_layouts(weights, model, 2)
+
+    def source(rank: int) -> Layout:
+        return grid(rank) if rank < 2 else EMPTY
+
+    def dest(rank: int) -> Layout:
+        return engine(rank - 2) if rank >= 2 else EMPTY
+
+    ids = element_ids(weights)
+    tensors = [
+        {name: torch.nn.Parameter(torch.from_numpy(array).float()) for name, array in fill(layout, of).items()}
+        for layout, of in ((source(fabric.rank), ids), (dest(fabric.rank), {k: v * 0 for k, v in ids.items()}))
+    ]
+    plan = make_plan(source, dest, 4, fabric.rank, fabric.placement.node_of)
+    stats = Resharder(plan, tensors[0], tensors[1], fabric.group, timeout=fabric.timeout).run()
+    expected = fill(dest(fabric.rank), ids)
+    wrong = [name for name, t in tensors[1].items() if not torch.equal(t, torch.from_numpy(expected[name]).float())]
+    return {"wrong": wrong, "received": stats.bytes_received, "sent": stats.bytes_sent, "tensors": len(tensors[1])}
+
+
+@dataclass(frozen=True)
+class Marks:
+    """A dataclass that may travel."""
+
+    total: torch.Tensor
+    by_name: dict[str, Any]
+
+
+def values_travel() -> dict[str, Any]:
+    """Rollouts on 2-3, an actor on 0-1: a batch whole and in parts, what is added to it, a field, anything else."""
+    fabric = start({"rollout": "2-3", "actor": "0-1"})
+    courier, full = Courier(fabric, known=[Marks]), full_batch(random.Random(5), 7)
+    to, back = ((2, 3), (0, 1)), ((0, 1), (2, 3))
+    marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
+    found: dict[str, Any] = {}
+
+    def parts(outline: Outline) -> Rows:
+        assert outline == outline_of(full)
+        return {0: [0, 2, 5], 1: [1]}
+
+    reads = Reads(parts, frozenset({"rollout_log_probs", "group_ids", "values"}))
+    if fabric.rank >= 2:
+        courier.send("rollouts", full, *to)
+        courier.send("parts", full, *to, lands=True)
+        courier.send("values", full.rollout_log_probs * 2, *to, base=full)
+        courier.send("scores", marks, *to)
+        courier.send("nothing", None, *to)
+        more = courier.receive("experience", *back, base=full)
+        found["added"] = torch.equal(more.advantages, full.rollout_log_probs * 3) and more.input_ids is full.input_ids
+    else:
+        whole = courier.receive("rollouts", *to)
+        found["whole"] = same(whole, full)
+        part = courier.receive("parts", *to, reads=reads)
+        mine = list(parts(outline_of(part))[fabric.rank])
+        others = [row for row in range(7) if row not in mine]
+        known = RolloutBatch({name: part[name] for name in full}, part.columns)
+        found["part"] = same(known.select(mine), full.select(mine)) and not part.select(others).generated_ids.any()
+        found["of all"] = torch.equal(part.rollout_log_probs, full.trim().rollout_log_probs)
+        found["nothing else"] = not part.select(others).rewards.any() and not part.select(others).response_mask.any()
+        found["column"] = [entry is None for entry in part.columns["answer"]] == [row in others for row in range(7)]
+        found["field"] = torch.equal(courier.receive("values", *to, base=whole), full.rollout_log_probs * 2)
+        scores = courier.receive("scores", *to)
+        found["scores"] = torch.equal(scores.total, marks.total) and scores.by_name["a"] == [1, None, "x"]
+        found["tuple"] = scores.by_name["b"][0] is True and int(scores.by_name["b"][1]) == 2
+        found["nothing"] = courier.receive("nothing", *to) is None
+        courier.send("experience", whole.with_(advantages=whole.rollout_log_probs * 3), *back, base=whole)
+    courier.settle()
+    try:
+        courier.send("object", object(), *(to if fabric.rank >= 2 else back))
+    except DataError as error:
+        found["refused"] = "a object cannot go to other ranks" in str(error)
+    return found

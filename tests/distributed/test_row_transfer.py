@@ -1,0 +1,95 @@
+"""Batches between the ranks of different roles, on real gloo worlds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megaverl.distributed.ragged import Table, merge, pack, unpack
+from megaverl.errors import DataError
+from tests.device_tensors import DeviceTensor
+from tests.distributed.forks import Server
+
+
+def test_batches_move_between_two_worlds(forks: Server) -> None:
+    ended = forks.run("tests.distributed.ranks:batches_move", ranks=4, seeds=list(range(20)))
+    found = ended.check()
+    assert [answer["wrong"] for answer in found] == [[], [], [], []]
+    assert sum(answer["moved"] for answer in found) > 50
+    assert [answer["world"] for answer in found] == [1, 1, 5, 5], "an all-reduce stays in its world"
+    assert all(answer["reached"] == [0, 1, 2, 3] for answer in found), "the fabric reaches all"
+    assert [answer["env"] for answer in found] == [["0", "2"], ["1", "2"]] * 2
+    assert found[0]["roles"] == ["actor", "coordinator"] and found[3]["roles"] == ["reward", "rollout"]
+
+
+@pytest.mark.parametrize("how", ["killed", "stalled"])
+def test_a_sender_that_is_lost_is_named_within_the_deadline(forks: Server, how: str) -> None:
+    ended = forks.run("tests.distributed.ranks:sender_dies", ranks=3, how=how, deadline=4.0)
+    for rank in (1, 2):
+        assert ended.codes[rank] == 0, ended.output[rank]
+        assert "TrainingStopped: rollouts: rank 0 (reward+rollout, here) died or stalled" in ended.results[rank]
+        assert "within 1 s" in ended.results[rank]
+        assert ended.seconds[rank] < 4
+
+
+def test_what_a_table_holds_comes_back() -> None:
+    lengths = torch.tensor([2, 0, 3])
+    ragged = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    table = Table(
+        {"a": ragged, "flags": torch.tensor([True, False, True]), "half": ragged.bfloat16()[:, 0]},
+        {"a": "R"},
+        {"R": lengths},
+        {"a": -1.0},
+        {"text": ["x", None, {"y": 1}]},
+    )
+    header, payload = pack(table, [2, 1])
+    assert payload.numel() == 2 * 8 + 3 * 4 + 2 * 2 + 2, "what is beyond a row's length does not travel"
+    back = unpack(header, payload, {"a": -1.0})
+    assert back.tensors["a"].tolist() == [[8, 9, 10, -1], [-1] * 4]
+    assert back.tensors["flags"].tolist() == [True, False] and back.columns["text"] == [{"y": 1}, None]
+    assert back.tensors["half"].dtype == torch.bfloat16
+    both = merge(3, [([2], table, [0]), ([0, 1], back, [0, 1])])
+    assert both.tensors["a"].tolist() == [[8, 9, 10, -1], [-1] * 4, [0, 1, 2, 3]]
+    assert both.lengths["R"].tolist() == [3, 0, 2]
+
+
+@pytest.mark.parametrize("own", ["host", "device"])
+def test_what_arrives_in_a_gpu_joins_what_lies_on_the_host(own: str) -> None:
+    ragged, lengths = torch.arange(12).reshape(3, 4), torch.tensor([2, 0, 3])
+    table = Table({"a": ragged, "b": lengths.float()}, {"a": "R"}, {"R": lengths})
+    header, payload = pack(table, [2, 1])
+    arrived = unpack(header, DeviceTensor(payload), {})
+    if own == "device":
+        moved = {name: DeviceTensor(tensor) for name, tensor in table.tensors.items()}
+        table = Table(moved, table.axes, {"R": DeviceTensor(lengths)})
+    for parts in ([([2], table, [0]), ([0, 1], arrived, [0, 1])], [([0, 1], arrived, [0, 1]), ([2], table, [0])]):
+        both = merge(3, parts)
+        assert both.tensors["a"].tolist() == [[8, 9, 10, 0], [0] * 4, [0, 1, 2, 3]]
+        assert both.tensors["b"].tolist() == [3, 0, 2] and both.lengths["R"].tolist() == [3, 0, 2]
+        held = [*both.tensors.values(), *both.lengths.values()]
+        assert {tensor.device.type for tensor in held} == {"cpu"}, "batches lie on the host"
+
+
+def test_messages_that_are_damaged_are_refused() -> None:
+    header, payload = pack(Table({"a": torch.arange(3)}), [0, 1])
+    for text, data in ((header, payload[:-1]), (header[:-1], payload), (b"{}", payload), (header, payload.repeat(2))):
+        with pytest.raises(DataError, match="cannot be read"):
+            unpack(text, data, {})
+    with pytest.raises(DataError, match="holds what JSON cannot"):
+        pack(Table({"a": torch.arange(1)}, columns={"c": [object()]}), [0])
+    with pytest.raises(DataError, match="complex64"):
+        pack(Table({"a": torch.zeros(1, dtype=torch.complex64)}), [0])
+    with pytest.raises(DataError, match="differ in what they hold: a, b"):
+        merge(1, [([0], Table({"a": torch.arange(1)}), [0]), ([], Table({"b": torch.arange(1)}), [])])
+
+
+def test_weights_go_to_separate_engines_over_the_fabric(forks: Server) -> None:
+    found = forks.run("tests.distributed.ranks:weights_move", ranks=4).check()
+    assert [answer["wrong"] for answer in found] == [[], [], [], []]
+    assert [bool(answer["tensors"]) for answer in found] == [False, False, True, True]
+    assert sum(answer["sent"] for answer in found[:2]) == sum(answer["received"] for answer in found[2:]) > 0
+
+
+def test_whatever_a_flow_gives_travels(forks: Server) -> None:
+    for found in forks.run("tests.distributed.ranks:values_travel", ranks=4).check():
+        assert [name for name, right in found.items() if not right] == [] and "refused" in found

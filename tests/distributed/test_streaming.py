@@ -1,0 +1,89 @@
+"""Samples that are sent as they are finished: at work before the last is written, and the same batch in the end."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import outline_of
+from megaverl.dataflow.plan import Edge
+from megaverl.dataflow.redistribute import Reads
+from megaverl.dataflow.streaming import StreamingCarrier, outline_from
+from megaverl.distributed.p2p import receive_json, send_json
+from megaverl.errors import DataError
+from megaverl.monitoring.timeline import Timeline
+from tests.distributed.forks import Server
+from tests.distributed.ranks import full_batch, same, start
+
+NUM = 8
+# the ranks that score read what lands on them; one of those that train reads a few more than land there, one nothing
+LANDS = {2: range(NUM // 2), 4: range(NUM // 2, NUM)}
+TRAINS = {3: [0, 1, 6], 5: []}
+
+
+def samples_stream(seed: int, ahead: bool) -> dict[str, Any]:
+    """Two engines, two ranks that score, two that train; then a step whose samples come at once.
+
+    Args:
+        ahead: the engines are steps ahead of training.
+    """
+    fabric = start({"rollout": "0-1", "reward": "2,4", "actor": "3,5"})
+    to_reward = Edge("rollouts", "rollout", ("reward",), (0, 1), (2, 4), ())
+    to_actor = Edge("rollouts", "rollout", ("advantages",), (0, 1), (3, 5), ())
+    carrier = StreamingCarrier(fabric, (), ("reward", "advantages"), (0, 1), NUM, ahead)
+    carrier.reads = {
+        "reward": Reads(lambda outline: LANDS),
+        "advantages": Reads(lambda outline: TRAINS, frozenset({"group_ids"})),
+    }
+    carrier.follow([to_reward, to_actor])
+    batch, seen = full_batch(random.Random(seed), NUM), Timeline()
+    found: dict[str, Any] = {"same": [], "parts": []}
+    for one_by_one in (True, False):
+        if fabric.rank in (0, 1):
+            if one_by_one:
+                carrier.begin()
+                for row in (n for n in (5, 2, 7, 0, 1, 6, 3, 4) if n % 2 == fabric.rank):
+                    carrier.give([row], batch.select([row]).trim())
+                    if row in (2, 1):  # goes on when its first sample of that half was worked on
+                        assert receive_json(fabric, "worked on", 2) == row
+            for edge in (to_reward, to_actor):
+                carrier.send(edge, {"rollouts": batch})
+            continue
+        edge = to_reward if fabric.rank in LANDS else to_actor
+
+        def each(rows: Any, part: RolloutBatch) -> None:
+            found["parts"].append(list(rows))
+            if fabric.rank == 2 and rows[0] in (2, 1):
+                send_json(fabric, "worked on", rows[0] % 2, rows[0]).wait()
+
+        carrier.arrive(edge, seen.span, each if one_by_one else lambda rows, part: None)
+        read = list({**LANDS, **TRAINS}[fabric.rank])
+        whole = carrier.receive(edge, {})
+        alike = outline_of(whole) == outline_of(batch)
+        alike = alike and (fabric.rank in LANDS or torch.equal(whole.group_ids, batch.group_ids))
+        own = RolloutBatch({name: whole[name] for name in batch}, whole.columns)
+        found["same"].append(alike and same(own.select(read), batch.select(read)))
+        others = [row for row in range(NUM) if row not in read]
+        found["same"].append(not whole.select(others).generated_ids.any())
+    carrier.settle()
+    return found
+
+
+@pytest.mark.parametrize(("ahead", "trained"), [(False, [[0], [1], [2], [3]]), (True, [[0, 2], [1, 3]])])
+def test_samples_are_worked_on_before_the_last_is_finished(
+    forks: Server, ahead: bool, trained: list[list[int]]
+) -> None:
+    """An engine here waits for its first sample to have been scored: sent with the others, it would wait for good."""
+    found = forks.run("tests.distributed.test_streaming:samples_stream", ranks=6, seed=3, ahead=ahead).check()
+    assert [each["same"] for each in found] == [[], [], *([[True] * 4] * 4)]
+    assert sorted(found[2]["parts"]) == [[row] for row in LANDS[2]]
+    assert sorted(map(sorted, found[3]["parts"])) == trained
+
+
+def test_a_sample_that_does_not_come_is_missed() -> None:
+    with pytest.raises(DataError, match=r"of 4 samples \[2\] did not come"):
+        outline_from({0: (1, 1, 0), 1: (1, 1, 0), 3: (1, 1, 1)})

@@ -1,0 +1,9 @@
+"""What runs on a rank of tests/doctor."""
+
+from __future__ import annotations
+
+from megaverl.monitoring.doctor.one_token import generate_one
+
+
+def one_token() -> str:
+    return generate_one("hf")

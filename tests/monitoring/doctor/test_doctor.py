@@ -1,0 +1,170 @@
+"""The doctor: what it says of a machine, and that everything wrong comes with its mend."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from megaverl.monitoring.doctor import SECTIONS, Finding, as_dict, as_text
+from megaverl.monitoring.doctor import kernels as kernels_module
+from megaverl.monitoring.doctor import stack as stack_module
+from megaverl.monitoring.doctor import storage as storage_module
+from megaverl.monitoring.doctor.kernels import KERNELS, kernels
+from megaverl.monitoring.doctor.network import is_free, network
+from megaverl.monitoring.doctor.stack import versions
+from megaverl.monitoring.doctor.storage import storage
+from megaverl.monitoring.doctor.trials import Trial
+from megaverl.platform.device import Platform
+
+ROOT = Path(__file__).parents[3]
+
+
+class DiskUsage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def named(findings: Iterable[Finding], name: str) -> Finding:
+    return next(finding for finding in findings if finding.name == name)
+
+
+def test_the_whole_report_of_this_machine() -> None:
+    """The real command: all sections, and a right sum over two ranks."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-m", "megaverl.cli.main", "doctor", "--json", "--no-generation", "--timeout", "240"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**environment, "CUDA_VISIBLE_DEVICES": ""},
+        timeout=300,
+        check=False,
+    )
+    report = json.loads(done.stdout)
+    assert tuple(report["sections"]) == SECTIONS
+    assert report["healthy"] == (done.returncode == 0)
+    trials = {finding["name"]: finding for finding in report["sections"]["trials"]}
+    assert trials["all-reduce of two ranks"]["status"] == "ok", trials
+    assert trials["all-reduce of two ranks"]["found"].startswith("right, over gloo: 16 MiB")
+    for findings in report["sections"].values():
+        assert all(finding["mend"] for finding in findings if finding["status"] in ("warn", "fail"))
+
+
+def test_a_token_is_generated(world: Callable[..., list[Any]]) -> None:
+    """On the plain engine, which starts at once; tests/rollout has vLLM."""
+    (found,) = world(1, "tests.monitoring.doctor.ranks:one_token")
+    assert found.startswith("token ") and " from hf on cpu: engine ready after " in found
+
+
+def test_what_is_wrong_cannot_be_said_without_its_mend() -> None:
+    with pytest.raises(ValueError, match="not what to do"):
+        Finding("network", "x", "fail", "broken")
+
+
+def test_text_and_json_say_the_same() -> None:
+    findings = [
+        Finding("versions", "torch", "ok", "2.0"),
+        Finding("storage", "runs", "fail", "full\nreally", "free some space"),
+    ]
+    text = as_text(findings)
+    assert "FAIL  runs   full" in text and "-> free some space" in text
+    assert text.endswith("1 failing, 0 warnings: the lines that begin with -> say what to do.")
+    shown = as_dict(findings)
+    assert shown["healthy"] is False
+    assert shown["sections"]["storage"] == [
+        {"name": "runs", "status": "fail", "found": "full\nreally", "mend": "free some space"}
+    ]
+    assert as_text(findings[:1]).endswith("Nothing is wrong.")
+
+
+def test_a_trial_that_fails_shows_its_last_words() -> None:
+    trial = Trial("sum", "megaverl.monitoring.doctor.nothing_of_that_name", 1, "mend it", {})
+    finding = trial.finish(time.monotonic() + 60)
+    assert finding.status == "fail" and finding.mend == "mend it"
+    assert "rank 0 ended with 1" in finding.found and "nothing_of_that_name" in finding.found
+
+
+def test_a_trial_that_hangs_is_ended() -> None:
+    trial = Trial("sum", "http.server", 1, "mend it", {"PYTHONUNBUFFERED": "1"})
+    finding = trial.finish(time.monotonic())
+    assert finding.status == "fail" and "and ended" in finding.found
+    assert "--timeout 120" in finding.mend
+    assert all(process.poll() is not None for process in trial._processes)
+
+
+def test_what_is_absent_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"python": "3.9.1", "torch": "absent", "vllm": "absent", "megatron-core": "0.12.0", "transformers": "5"}
+    monkeypatch.setattr(stack_module, "collect_versions", lambda: found)
+    findings = list(versions())
+    assert named(findings, "python").status == "fail"
+    assert "pip install torch" in named(findings, "torch").mend
+    assert "rollout.engine=hf" in named(findings, "vllm").mend
+    assert "megatron-core>=0.16" in named(findings, "megatron-core").mend.replace("<0.20,", "")
+    assert named(findings, "transformers").status == "ok"
+
+
+def test_a_cuda_build_beside_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = stack_module.metadata.version
+    monkeypatch.setattr(stack_module.torch, "__version__", "2.13.0+cpu")
+    monkeypatch.setattr(
+        stack_module.metadata, "version", lambda name: "0.28.0" if name == "torchvision" else real(name)
+    )
+    finding = named(versions(), "torchvision")
+    assert finding.status == "fail" and "pip uninstall -y torchvision" in finding.mend
+
+
+def test_kernels_on_a_gpu_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each fallback, what it costs and how to get the fast one; with all modules, nothing to mend."""
+    monkeypatch.setattr(kernels_module, "platform", Platform(is_cuda=True))
+    monkeypatch.setattr(kernels_module.importlib.util, "find_spec", lambda name: None)
+    poor = {finding.name: finding for finding in kernels()}
+    for kernel in KERNELS:
+        finding = poor[kernel.what]
+        assert (finding.status, finding.mend) == ("warn", kernel.mend)
+        assert kernel.fallback in finding.found and kernel.costs in finding.found
+    monkeypatch.setattr(kernels_module.importlib.util, "find_spec", lambda name: object())
+    rich = {finding.name: finding for finding in kernels()}
+    assert all(rich[kernel.what].found == kernel.fast for kernel in KERNELS)
+
+
+def test_network_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "l")  # NCCL takes a prefix
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    findings = list(network())
+    assert named(findings, "GLOO_SOCKET_IFNAME").status == "fail"
+    assert "lo" in named(findings, "GLOO_SOCKET_IFNAME").mend
+    assert not [finding for finding in findings if finding.name == "NCCL_SOCKET_IFNAME"]
+    assert named(findings, "MASTER_ADDR").status == "fail"
+    assert "GLOO_SOCKET_IFNAME=nosuch0" in named(findings, "settings").found
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert not is_free(port)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        finding = named(network(), f"port {port}")
+    assert finding.status == "warn" and "--master-port" in finding.mend
+
+
+def test_a_full_disk_and_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(storage_module.shutil, "disk_usage", lambda path: DiskUsage(64 * 2**20, 0, 2**20))
+    monkeypatch.setattr(storage_module.resource, "getrlimit", lambda which: (256, 1000))
+    findings = list(storage(tmp_path / "not" / "there" / "yet"))
+    assert named(findings, "runs").status == "fail" and "run.dir" in named(findings, "runs").mend
+    assert "--shm-size" in named(findings, "shared memory").mend
+    files = named(findings, "open files")
+    assert (files.status, files.found) == ("warn", "hard limit 1000") and "--ulimit nofile" in files.mend

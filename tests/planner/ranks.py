@@ -1,0 +1,98 @@
+"""What the ranks of a test world measure: bytes that a real actor or critic holds, and that a real reshard moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.roles import LoraConfig
+from megaverl.distributed.grid import GridShape
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.plan import make_plan
+from megaverl.sharding.vllm import vllm_layouts
+from megaverl.weights.reshard import Resharder
+from megaverl.workers.critic import Critic
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.policy import Actor
+from megaverl.workers.trainable import TrainableModel
+from tests.models.ranks import manager
+from tests.workers.ranks import experience
+
+
+def trained(
+    folder: str,
+    shape: dict[str, int],
+    dtype: str,
+    *,
+    critic: bool = False,
+    ddp: dict[str, Any] | None = None,
+    megatron: dict[str, Any] | None = None,
+    lora: dict[str, Any] | None = None,
+) -> dict[str, int]:
+    """Bytes of weights, gradients and optimizer on this rank, after one real update."""
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape(**shape)),
+        dtype=getattr(torch, dtype),
+        seed=0,
+        value_head=critic,
+        overrides=megatron,
+        role="critic" if critic else "actor",
+        lora=None if lora is None else LoraConfig(**lora),
+    )
+    trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2)
+    if critic:
+        Critic(trainable, AlgorithmConfig(), micro_batch_tokens=64, seed=0).update(experience(), step=0)
+    else:
+        actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
+        actor.update(experience(), step=0, kl_coef=0.0)
+    buffers = [b for chunk in trainable.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    weights = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.held}
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
+        "optimizer": sum(map(optimizer_bytes, parts(trainable.optimizer))),
+    }
+
+
+def parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def optimizer_bytes(optimizer: Any) -> int:
+    """Master weights and moments; a counter of steps is no state of a parameter."""
+    masters = [
+        p
+        for groups in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups")
+        for group in getattr(optimizer, groups, [])
+        for p in group
+    ]
+    moments = [
+        tensor
+        for state in optimizer.optimizer.state.values()
+        for name, tensor in state.items()
+        if torch.is_tensor(tensor) and name in ("exp_avg", "exp_avg_sq", "master_param")
+    ]
+    return sum(tensor.nbytes for tensor in (*masters, *moments))
+
+
+def resharded(folder: str, shape: dict[str, int], tp: int, gpus_per_node: int) -> dict[str, int]:
+    """What a real reshard from a Megatron model into tensors of vLLM's shapes counted on this rank."""
+    model = MegatronModel(
+        ModelSpec.from_folder(folder), manager().grid(GridShape(**shape)), dtype=torch.bfloat16, seed=0
+    )
+    layouts = vllm_layouts(model.weights, model.spec, tp)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shapes = layouts(rank).local_shapes
+    dest = {name: torch.empty(size, dtype=torch.bfloat16) for name, size in shapes.items()}
+    plan = make_plan(model.layout_of, layouts, world, rank, node_of=lambda r: r // gpus_per_node)
+    stats = Resharder(plan, model.parameters, dest, alias=True).run()
+    return {
+        "alias": stats.bytes_aliased,
+        "local": stats.bytes_local,
+        "sent": stats.bytes_sent,
+        "received": stats.bytes_received,
+    }

@@ -1,0 +1,191 @@
+"""Pure parts: activations against the paper's table, pipelines, buckets, machines, aliases, advice."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import GridError
+from megaverl.models.architectures import weights_of
+from megaverl.planner.activations import (
+    LayerShape,
+    Recompute,
+    StageLoad,
+    in_flight,
+    layer_bytes,
+    paper_layer_bytes,
+    stage_bytes,
+)
+from megaverl.planner.advice import advise, shortages, stage_ranks, with_settings
+from megaverl.planner.buffers import Options, Parameter, make_buffer
+from megaverl.planner.machine import GB, Machine
+from megaverl.planner.memory import MemoryModel
+from megaverl.planner.stages import layer_split
+from megaverl.planner.traffic import aliased_elements, make_traffic
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.vllm import vllm_layouts
+from tests.planner.jobs import make, recipe
+from tests.sharding.specs import make_spec
+
+
+@given(
+    heads=st.sampled_from([8, 16, 96]),
+    head_dim=st.sampled_from([64, 128]),
+    sequence=st.sampled_from([512, 2048]),
+    tp=st.sampled_from([1, 2, 8]),
+    sequence_parallel=st.booleans(),
+)
+def test_a_gpt_layer_keeps_what_the_paper_says(
+    heads: int, head_dim: int, sequence: int, tp: int, sequence_parallel: bool
+) -> None:
+    """Korthikanti et al. 2022, table 2: dropout, an MLP of 4h without a gate, attention that keeps its scores."""
+    hidden = heads * head_dim
+    spec = make_spec(
+        num_heads=heads, num_kv_heads=heads, head_dim=head_dim, hidden_size=hidden, ffn_hidden_size=4 * hidden
+    )
+    shape = LayerShape(spec, tp=tp, gated=False, dropout=True, unfused=True, sequence_parallel=sequence_parallel)
+    expected = paper_layer_bytes(sequence, 1, hidden, heads, tp, sequence_parallel=sequence_parallel)
+    assert sequence * layer_bytes(shape, sequence) == pytest.approx(expected)
+    without = expected - 5 * heads * sequence**2 / tp
+    assert sequence * layer_bytes(shape, sequence, modules=("core_attn",)) == pytest.approx(without)
+
+
+def test_the_papers_example() -> None:
+    """GPT-3 175B (h 12288, 96 heads, s 2048), batch 1, tp 8: 34 + 80 units without recomputation."""
+    unit = 2048 * 12288 / 8
+    assert paper_layer_bytes(2048, 1, 12288, 96, 8, sequence_parallel=True) == pytest.approx((34 + 80) * unit)
+
+
+def test_micro_batches_in_flight() -> None:
+    assert [in_flight(stage, 4, None, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(0, 4, None, 2) == 2, "no more than there are"
+    p, m = 8, 2
+    assert in_flight(0, p, m, 100) == pytest.approx(p * (1 + (p - 1) / (p * m))), "section 4.2.3"
+
+
+def test_full_recomputation_keeps_one_input_a_group() -> None:
+    spec = make_spec(hidden_size=64, ffn_hidden_size=256, num_layers=8)
+    shape, load = LayerShape(spec), StageLoad(8, 0, tokens=100, sequence=50, micro_batches=4.0)
+    stored = [
+        stage_bytes(shape, load, Recompute("full", "uniform", layers)) - layers * 100 * layer_bytes(shape, 50)
+        for layers in (1, 2, 8)
+    ]
+    one_input = 100 * 4 * 2 * 64
+    assert stored[0] - stored[1] == pytest.approx(4 * one_input)
+    assert stored[1] - stored[2] == pytest.approx(3 * one_input)
+    assert stage_bytes(shape, load, Recompute()) > stage_bytes(shape, load, Recompute("full", "uniform", 1))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    replicas=st.sampled_from([1, 2, 3, 8]),
+    bucket=st.sampled_from([None, 1000, 4000]),
+    shared=st.booleans(),
+)
+def test_replicas_own_every_element_once(sizes: list[int], replicas: int, bucket: int | None, shared: bool) -> None:
+    options = Options.read({}, {}, replicas)
+    parameters = [Parameter(str(i), n, is_shared_embedding=shared and i == 0) for i, n in enumerate(sizes)]
+    buffer = make_buffer(parameters, replicas, bucket, options)
+    assert sum(buffer.owned(replica, replicas) for replica in range(replicas)) == sum(sizes)
+    assert all(end % replicas == 0 and end % 128 == 0 for end in buffer.bucket_ends)
+
+
+def test_uneven_layers_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(GridError, match="actor.pp: 7 layers of the stages between cannot be divided over 2"):
+        layer_split(10, 3, None, {"num_layers_in_first_pipeline_stage": 3}, "actor")
+    with pytest.raises(GridError, match="pipeline_model_parallel_layout is not read"):
+        layer_split(10, 2, None, {"pipeline_model_parallel_layout": "Et*5|t*5L"}, "actor")
+
+
+def test_what_can_be_aliased() -> None:
+    spec = make_spec("LlamaForCausalLM", num_layers=2, num_heads=4, num_kv_heads=2)
+    weights = weights_of(spec)
+
+    def elements(tp: int, engine_tp: int) -> tuple[int, int]:
+        source = megatron_layouts(weights, spec, GridShape(tp=tp), padded_vocab_size=64)(0)
+        dest = vllm_layouts(weights, spec, engine_tp)(0)
+        return aliased_elements(source, dest), dest.numel
+
+    aliased, needed = elements(2, 2)
+    assert aliased == needed, "one key-value head a rank: the same order on both sides"
+    aliased, needed = elements(1, 1)
+    assert aliased == needed - 2 * (4 + 2 * 2) * spec.head_dim * spec.hidden_size, "qkv is interleaved by group"
+
+
+def test_the_70b_recipe_at_1024_ranks() -> None:
+    """FACTS: 15.4 GB into each GPU, 0.31 s at 50 GB/s; the busiest sender within 1.5 times the mean."""
+    job = recipe("llama3_70b/grpo_128_nodes", 1024)
+    traffic = make_traffic(job)
+    assert len(traffic.ranks) == 1024
+    assert sum(r.sent["network"] for r in traffic.ranks) == sum(r.received["network"] for r in traffic.ranks)
+    received = traffic.spread("received", "network")
+    assert 15.2 * GB < received[0] <= received[2] < 15.6 * GB
+    assert traffic.busiest("network") < 1.5
+    slowest, mean = traffic.seconds(job.machine)
+    assert 0.30 < mean <= slowest < 0.35
+    shapes = [weight.shape for weight in weights_of(job.spec)]
+    engine = 2 * sum(math.prod(shape) * (8 if len(shape) == 1 else 1) for shape in shapes)  # norms on every rank
+    assert sum(rank.received["alias"] + rank.received["network"] for rank in traffic.ranks) == 128 * engine
+
+
+def test_seconds_follow_the_bandwidths() -> None:
+    job = recipe("llama3_70b/grpo_8_nodes", 64)
+    slow = dataclasses.replace(job.machine, network=job.machine.network / 2)
+    traffic = make_traffic(job)
+    assert traffic.seconds(slow)[0] == pytest.approx(2 * traffic.seconds(job.machine)[0])
+
+
+def test_recipes_fit_the_machines_that_they_name() -> None:
+    for name, nodes in (
+        ("llama3_70b/grpo_8_nodes", 8),
+        ("llama3_70b/ppo_16_nodes", 16),
+        ("llama3_70b/grpo_128_nodes", 128),
+    ):
+        job = recipe(name, 8 * nodes)
+        assert shortages(job, MemoryModel(job).ranks(stage_ranks(job))) == [], name
+
+
+def test_advice_is_the_nearest_setting_that_fits() -> None:
+    job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.9")
+    missing = shortages(job, MemoryModel(job).ranks(stage_ranks(job)))
+    assert {s.what for s in missing} == {"engine start", "generate", "reshard"}
+    assert "GB too much" in str(missing[0])
+    advice = advise(job)
+    assert advice.settings == (("rollout.vllm.gpu_memory_utilization", 0.6),)
+    mended = with_settings(job, advice.settings)
+    assert shortages(mended, MemoryModel(mended).ranks(stage_ranks(mended))) == []
+
+
+def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
+    spec = recipe("llama3_70b/grpo_8_nodes", 64).spec
+    job = make(
+        spec, 64, "actor.tp=8", "rollout.tp=8", "algorithm={name: grpo, group_size: 8, kl: {in: loss, coef: 0.1}}"
+    )
+    advice = advise(job)
+    assert len(advice.settings) > 1 and "=" in str(advice)
+    mended = with_settings(job, advice.settings)
+    assert shortages(mended, MemoryModel(mended).ranks(stage_ranks(mended))) == []
+    hopeless = make(spec, 2, "actor.tp=2", "rollout.tp=2", "algorithm={name: grpo, group_size: 8}")
+    assert advise(hopeless).settings == () and "more nodes" in str(advise(hopeless))
+
+
+def test_a_cache_that_holds_no_sequence_is_told() -> None:
+    job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.2")
+    [missing] = shortages(job, MemoryModel(job).ranks(stage_ranks(job)))
+    assert missing.what == "KV cache" and "less than one sequence" in str(missing)
+
+
+def test_offload_and_sleep_free_what_they_say() -> None:
+    job = recipe("llama3_70b/grpo_8_nodes", 64, machine=Machine(reserve=0.0))
+    [rank] = MemoryModel(job).ranks([0])
+    awake = with_settings(job, (("rollout.sleep", False), ("reference.offload", False)))
+    [other] = MemoryModel(awake).ranks([0])
+    resting = rank.parts["rollout"]["weights"] + rank.parts["rollout"]["KV cache"]
+    reference = rank.parts["reference"]["weights"]
+    assert other.phases["actor update"] - rank.phases["actor update"] == pytest.approx(resting + reference)
+    assert other.phases["generate"] - rank.phases["generate"] == pytest.approx(reference)

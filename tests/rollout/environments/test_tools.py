@@ -1,0 +1,138 @@
+"""Tools in processes of their own: what they may do, how long they may take, and what the model is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megaverl.errors import ConfigError, EpisodeError
+from megaverl.rollout.environments import Codec
+from megaverl.rollout.environments.environment import Start
+from megaverl.rollout.environments.guess import GuessingGame
+from megaverl.rollout.environments.tool_use import ToolUse
+from megaverl.rollout.environments.tools import Answer, ToolBox, ToolLimits, calculate
+from tests.rollout.environments.test_episodes import Letters
+
+TOOLS = {
+    "calculator": "megaverl.rollout.environments.tools:calculate",
+    "shell": "os:system",
+    "opened": "builtins:open",
+    "connect": "socket:create_connection",
+    "fill": "builtins:bytearray",
+    "leave": "os:_exit",
+    "environment": "os:getenv",
+    "said": "builtins:repr",
+}
+
+
+@pytest.fixture(scope="module")
+def box() -> Iterator[ToolBox]:
+    made = ToolBox(TOOLS, ToolLimits(seconds=1.0, memory_mb=256, max_characters=20), size=1)
+    yield made
+    made.close()
+
+
+def test_a_call_and_its_result(box: ToolBox) -> None:
+    assert box.call("calculator", {"expression": "2*(3+4)^2 - min(5, 6)"}) == Answer("93", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("calculator", {"expression": "1/0"}, "ZeroDivisionError"),
+        ("calculator", {"expressoin": "1"}, "TypeError"),
+        ("calculator", {"expression": "9**9**9**9"}, "took longer than 1 s"),
+        ("calculator", {"expression": "__import__('os')"}, "ValueError"),
+        ("calculator", {"expression": 3}, "ValueError: expre"),
+        ("calcluator", {"expression": "1"}, "there is no tool 'calcluator'; there are: calculator"),
+        ("shell", {"command": "true"}, "PermissionError"),
+        ("opened", {"file": "/tmp/megaverl_tool", "mode": "w"}, "PermissionError"),
+        ("connect", {"address": ["127.0.0.1", 9]}, "PermissionError"),
+        ("leave", {"status": 3}, "ended its process (code 3)"),
+    ],
+)
+def test_whatever_goes_wrong_is_an_answer_and_the_next_call_goes_well(
+    box: ToolBox, name: str, arguments: dict[str, object], said: str
+) -> None:
+    answer = box.call(name, arguments)
+    assert not answer.ok and said in answer.text
+    assert box.call("calculator", {"expression": "1+1"}) == Answer("2", True)
+
+
+def test_limits_of_memory_and_of_what_is_told(tmp_path: Path) -> None:
+    (tmp_path / "greedy_tools.py").write_text(
+        "def fill(mb):\n    return len(bytearray(mb * 2**20))\ndef talk(n):\n    print('x' * n)\n    return 'y' * n\n"
+    )
+    import sys
+
+    sys.path.insert(0, str(tmp_path))
+    box = ToolBox(
+        {"fill": "greedy_tools:fill", "talk": "greedy_tools:talk"}, ToolLimits(memory_mb=256, max_characters=9)
+    )
+    try:
+        assert box.call("fill", {"mb": 8}).ok
+        assert box.call("fill", {"mb": 1024}) == Answer("more than 256 MiB of memory", False)
+        assert box.call("talk", {"n": 100}) == Answer("y" * 9, True), "what it prints goes nowhere"
+    finally:
+        box.close()
+        sys.path.remove(str(tmp_path))
+
+
+def test_nothing_of_this_process_reaches_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "hush")
+    box = ToolBox({"environment": "os:getenv"})
+    try:
+        assert box.call("environment", {"key": "SECRET_KEY"}) == Answer("None", True)
+    finally:
+        box.close()
+
+
+def test_a_tool_that_cannot_be_imported_ends_the_run() -> None:
+    with pytest.raises(EpisodeError, match="no_such_module_for_test.*module:function"):
+        ToolBox({"gone": "no_such_module_for_test:f"}).call("gone", {})
+
+
+@pytest.mark.parametrize("text", ["", "2 +", "a", "[1]", "abs", "'a' * 9", "x.y", "1 if 1 else 2"])
+def test_what_is_no_arithmetic(text: str) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        calculate(text)
+
+
+def letters(text: str) -> list[int]:
+    return [ord(letter) for letter in text]
+
+
+CODEC = Codec(Letters(), chat=False)
+
+
+def test_a_json_call_is_answered_and_a_turn_without_one_ends_the_episode() -> None:
+    environment = ToolUse(CODEC, result="got {text}", error="bad: {text}", call_reward=0.5, error_reward=-1.0)
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>$'
+    outcome = environment.step(letters(call))
+    assert (CODEC.decode(outcome.token_ids), outcome.reward, outcome.done) == ("got 42", 0.5, False)
+    for wrong, said in (
+        ("{not json}", "bad: Expecting property name"),
+        ('{"name": 3}', 'bad: a call is {"name"'),
+        ('{"name": "calculator", "arguments": {"expression": "1/0"}}', "bad: ZeroDivisionError"),
+    ):
+        outcome = environment.step(letters(f"<tool_call>{wrong}</tool_call>$"))
+        assert CODEC.decode(outcome.token_ids).startswith(said) and outcome.reward == -1.0 and not outcome.done
+    assert environment.step(letters("The answer is 42.$")).done
+
+
+def test_a_call_written_as_the_recipe_says() -> None:
+    environment = ToolUse(CODEC, call=r"\[(.*?)\]", result="is {text} =")
+    assert CODEC.decode(environment.step(letters("[47+85]$")).token_ids) == "is 132 ="
+    with pytest.raises(ConfigError, match="no built-in tool 'abacus'; there are: calculator"):
+        ToolUse(CODEC, tools=["abacus"])
+
+
+def test_the_guessing_game() -> None:
+    game = GuessingGame(CODEC)
+    assert list(game.reset(Start([1, 2], reference="6"))) == [1, 2]
+    told = [
+        (CODEC.decode(o.token_ids), o.reward, o.done) for o in map(game.step, map(letters, ("3$", "8$", "x$", "6$")))
+    ]
+    assert told == [("higher", -0.1, False), ("lower", -0.1, False), ("higher", -0.1, False), ("", 1.0, True)]

@@ -1,0 +1,139 @@
+"""Model specs and element ids for the tests of layouts and plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.weight import Weight
+
+ROUTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+DENSE = tuple(architecture for architecture in ARCHITECTURES if architecture not in ROUTED)
+# What a tiny folder of an architecture needs beside the sizes that all share, in Hugging Face's words.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"num_local_experts": 6, "intermediate_size": 16},
+    "Qwen3MoeForCausalLM": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+    "DeepseekV3ForCausalLM": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "q_lora_rank": 20,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 6,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    },
+}
+
+
+def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> ModelSpec:
+    """A spec small enough to write out every element."""
+    latent = architecture == "DeepseekV3ForCausalLM"
+    gemma = architecture == "GemmaForCausalLM"
+    fields = {
+        "architecture": architecture,
+        "num_layers": 4,
+        "hidden_size": 8,
+        "ffn_hidden_size": 16,
+        "num_heads": 4,
+        "num_kv_heads": 4 if latent else 2,
+        "head_dim": 4 if latent else 2,
+        "vocab_size": 50,
+        "tie_embeddings": False,
+        "qkv_bias": architecture == "Qwen2ForCausalLM",
+        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "max_positions": 64,
+        "activation": "gelu_tanh" if gemma else "silu",
+        "norm_plus_one": gemma,
+        "scale_embeddings": gemma,
+        "moe": make_experts(architecture) if architecture in ROUTED else None,
+        "mla": MLASpec(8, 6, 2, 2, 3) if latent else None,
+    }
+    return ModelSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def make_experts(
+    architecture: str, num_experts: int = 4, ffn_hidden_size: int = 8, num_dense_layers: int = 1
+) -> MoESpec:
+    """Experts as the architecture has them."""
+    experts = MoESpec(num_experts, 2, ffn_hidden_size, normalize_weights=True)
+    if architecture != "DeepseekV3ForCausalLM":
+        return experts
+    return replace(
+        experts,
+        num_dense_layers=num_dense_layers,
+        shared_ffn_hidden_size=2 * ffn_hidden_size,
+        router="sigmoid",
+        router_bias=True,
+        num_groups=2,
+        scaling=2.5,
+    )
+
+
+@st.composite
+def specs(draw: st.DrawFn, tp_sizes: Sequence[int], architectures: Sequence[str] = ARCHITECTURES) -> ModelSpec:
+    """Any of the architectures, any sizes that every one of `tp_sizes` divides."""
+    most = max(tp_sizes)
+    architecture = draw(st.sampled_from(architectures))
+    num_layers = draw(st.sampled_from([1, 2, 4]))
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = max(kv_heads, most) * draw(st.integers(1, 3))
+    sizes: dict[str, object] = {
+        "num_layers": num_layers,
+        "hidden_size": most * draw(st.integers(1, 3)),
+        "ffn_hidden_size": most * draw(st.integers(1, 3)),
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        # Megatron cuts the fused rows evenly, also where a head is shared by several ranks
+        "head_dim": draw(st.integers(1, 3)) * max(1, most // kv_heads),
+        "vocab_size": draw(st.integers(3, 140)),
+        "tie_embeddings": draw(st.booleans()),
+    }
+    if architecture in ROUTED:
+        num_experts = draw(st.sampled_from([2, 4, 6]))
+        width = most * draw(st.integers(1, 2))
+        sizes["moe"] = make_experts(architecture, num_experts, width, draw(st.integers(0, num_layers - 1)))
+    if architecture == "DeepseekV3ForCausalLM":
+        mla = MLASpec(
+            q_lora_rank=draw(st.sampled_from([None, 3, 4])),
+            kv_lora_rank=draw(st.integers(1, 4)),
+            qk_nope_head_dim=draw(st.integers(1, 2)),
+            qk_rope_head_dim=2,
+            v_head_dim=draw(st.integers(1, 3)),
+        )
+        sizes |= {"mla": mla, "num_kv_heads": heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+    return make_spec(architecture, **sizes)
+
+
+def element_ids(weights: Sequence[Weight]) -> dict[str, np.ndarray]:
+    """Every global array filled with numbers that occur nowhere else; zero is left for padding."""
+    ids, first = {}, 1
+    for weight in weights:
+        count = int(np.prod(weight.shape))
+        ids[weight.name] = np.arange(first, first + count).reshape(weight.shape)
+        first += count
+    return ids
+
+
+def fill(layout: Layout, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The local tensors of a layout, holding element ids; padding is zero."""
+    tensors = {name: np.zeros(shape, dtype=np.int64) for name, shape in layout.local_shapes.items()}
+    for piece in layout.pieces:
+        target = tensors[piece.local][piece.local_box.slices]
+        assert (target == 0).all(), f"{piece} overlaps another piece"
+        target[...] = ids[piece.tensor][piece.box.slices].reshape(target.shape)
+    return tensors

@@ -1,0 +1,44 @@
+"""Even chunks along axis 0: against torch.chunk, and against what FSDP2 itself holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megaverl.sharding.even import even_layout, even_layouts
+from megaverl.sharding.weight import Split, Weight
+from tests.sharding.specs import element_ids, fill
+
+SHAPES = {"long.weight": (7, 3), "square.weight": (4, 4), "short.weight": (2, 5), "norm.weight": (5,), "one.bias": (1,)}
+
+
+def make_weights(shapes: dict[str, tuple[int, ...]]) -> list[Weight]:
+    return [Weight(name, shape, Split.REPLICATED, 0, name, name) for name, shape in shapes.items()]
+
+
+@given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
+def test_chunks_are_those_of_torch(rows: int, columns: int, world: int) -> None:
+    weights = make_weights({"w": (rows, columns)})
+    ids = element_ids(weights)
+    chunks = torch.from_numpy(ids["w"]).chunk(world)
+    for rank in range(world):
+        found = fill(even_layout(weights, world, rank), ids)["w"]
+        expected = chunks[rank].numpy() if rank < len(chunks) else np.zeros((0, columns))
+        assert found.shape == expected.shape
+        assert (found == expected).all()
+
+
+def test_a_rank_that_holds_nothing_has_no_pieces() -> None:
+    layout = even_layouts(make_weights({"w": (2, 3)}), 4)(3)
+    assert (layout.pieces, layout.local_shapes, layout.numel) == ((), {"w": (0, 3)}, 0)
+
+
+def test_fsdp2_itself_holds_these_elements(world: Callable[..., list[Any]]) -> None:
+    """4 ranks and tensors of 1 to 7 rows: whole chunks, short ones and none."""
+    results = world(4, "tests.sharding.ranks:compare_with_fsdp2", shapes={name: list(s) for name, s in SHAPES.items()})
+    assert results == [[]] * 4

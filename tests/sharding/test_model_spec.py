@@ -1,0 +1,289 @@
+"""What a model is, read from config.json as transformers 4 and 5 write it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megaverl.errors import ModelError
+from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "intermediate_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 101,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 512,
+}
+
+
+def spec(without: str = "", **changes: Any) -> ModelSpec:
+    return ModelSpec.from_config({key: value for key, value in (CONFIG | changes).items() if key != without})
+
+
+def test_dimensions_are_carried_over() -> None:
+    found = spec()
+    assert (found.num_layers, found.hidden_size, found.ffn_hidden_size) == (3, 48, 96)
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (6, 2, 8)
+    assert (found.vocab_size, found.max_positions, found.norm_eps) == (101, 512, 1e-6)
+
+
+def test_what_may_be_left_out() -> None:
+    found = spec(without="num_key_value_heads")
+    assert (found.num_kv_heads, found.tie_embeddings, found.rope_theta, found.rope_scaling) == (6, False, 10000.0, None)
+    assert spec(num_key_value_heads=None, head_dim=None).head_dim == 8
+    assert spec(head_dim=32).head_dim == 32
+    assert spec(tie_word_embeddings=True).tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "qkv_bias", "qk_norm"),
+    [("LlamaForCausalLM", False, False), ("Qwen2ForCausalLM", True, False), ("Qwen3ForCausalLM", False, True)],
+)
+def test_what_the_architecture_decides(architecture: str, qkv_bias: bool, qk_norm: bool) -> None:
+    found = spec(architectures=[architecture])
+    assert (found.qkv_bias, found.qk_norm) == (qkv_bias, qk_norm)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(
+    ("written", "theta", "scaling"),
+    [
+        ({"rope_theta": 5e5}, 5e5, None),  # transformers 4
+        ({"rope_theta": 5e5, "rope_scaling": None}, 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),  # transformers 5
+        ({"rope_theta": 5e5, "rope_scaling": LLAMA3}, 5e5, LLAMA3),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            5e5,
+            {"type": "linear", "factor": 2.0},
+        ),
+        ({"rope_parameters": LLAMA3 | {"rope_theta": 5e5}}, 5e5, LLAMA3 | {"rope_theta": 5e5}),
+    ],
+)
+def test_rotary_settings_of_either_transformers(
+    written: dict[str, Any], theta: float, scaling: dict[str, Any] | None
+) -> None:
+    found = spec(**written)
+    assert (found.rope_theta, found.rope_scaling) == (theta, scaling)
+
+
+def test_the_installed_transformers_is_read_back() -> None:
+    import transformers
+
+    for architecture in ARCHITECTURES:
+        config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
+            **{key: value for key, value in CONFIG.items() if key != "architectures"},
+            architectures=[architecture],
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            **({"first_k_dense_replace": 1} if architecture == "DeepseekV3ForCausalLM" else {"head_dim": 8}),
+        )
+        found = ModelSpec.from_config(config.to_dict())
+        assert (found.architecture, found.rope_theta, found.rope_scaling) == (architecture, 1e6, None)
+        assert found.norm_eps == 1e-6
+        if found.mla is None:
+            assert (found.head_dim, found.num_kv_heads) == (8, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM"),
+        ({"architectures": None}, "None is not supported"),
+        ({"architectures": []}, "None is not supported"),
+        ({"hidden_size": "48"}, "hidden_size is '48'; expected a whole number above 0"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"vocab_size": None}, "vocab_size is None"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a number above 0"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is computed"),
+        ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2}, "a window of 128 tokens"),
+    ],
+)
+def test_what_cannot_be_built_is_named(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec(**changes)
+    assert str(caught.value).startswith("config.json: ")
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "rms_norm_eps", "vocab_size"])
+def test_a_missing_key_is_named(key: str) -> None:
+    with pytest.raises(ModelError, match=f"config.json: the key '{key}' is missing"):
+        spec(without=key)
+
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 24,
+}
+# the keys of deepseek-ai/DeepSeek-V3's config.json, with smaller numbers
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "q_lora_rank": 20,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 10,
+}
+GEMMA = {"architectures": ["GemmaForCausalLM"], "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+
+
+def test_experts_of_mixtral() -> None:
+    assert spec(**MIXTRAL).moe == MoESpec(8, 2, 96, normalize_weights=True)
+    with_loss = spec(**MIXTRAL, output_router_logits=True, router_aux_loss_coef=0.02).moe
+    assert with_loss is not None and with_loss.aux_loss_coef == 0.02
+
+
+def test_experts_of_qwen3_moe() -> None:
+    found = spec(**QWEN3_MOE, norm_topk_prob=True, router_aux_loss_coef=0.001)
+    assert (found.moe, found.qk_norm) == (MoESpec(128, 8, 24, normalize_weights=True), True)
+    # as transformers 5 writes it, and its default of norm_topk_prob
+    renamed = {key: value for key, value in QWEN3_MOE.items() if key != "num_experts"} | {"num_local_experts": 128}
+    assert spec(**renamed).moe == MoESpec(128, 8, 24, normalize_weights=False)
+
+
+def test_experts_and_latent_attention_of_deepseek() -> None:
+    found = spec(**DEEPSEEK)
+    assert found.mla == MLASpec(20, 16, 12, 4, 10)
+    assert (found.head_dim, found.num_kv_heads) == (16, found.num_heads)
+    assert found.moe == MoESpec(
+        16,
+        4,
+        24,
+        normalize_weights=True,
+        num_dense_layers=1,
+        shared_ffn_hidden_size=48,
+        router="sigmoid",
+        router_bias=True,
+        num_groups=4,
+        groups_per_token=2,
+        scaling=2.5,
+    )
+    without = spec(**DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": None})
+    assert without.mla is not None and without.moe is not None
+    assert (without.mla.q_lora_rank, without.moe.shared_ffn_hidden_size) == (None, 0)
+
+
+@pytest.mark.parametrize("written", [{}, {"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}])
+def test_gemma_as_its_folders_write_it(written: dict[str, Any]) -> None:
+    found = spec(**GEMMA | written)
+    assert (found.activation, found.norm_plus_one, found.scale_embeddings) == ("gelu_tanh", True, True)
+    assert (found.tie_embeddings, found.head_dim) == (True, 16)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (MISTRAL | {"sliding_window": 128}, "window of 128 tokens; only full attention is computed"),
+        (MIXTRAL | {"sliding_window": 511}, "set sliding_window to null"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1; only 0.0 is computed"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; only 1"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers is [0]; only []"),
+        (QWEN3_MOE | {"num_experts_per_tok": 129}, "num_experts_per_tok is 129, of 128 experts"),
+        (QWEN3_MOE | {"moe_intermediate_size": None}, "moe_intermediate_size is None"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "scoring_func is 'softmax'; only 'sigmoid'"),
+        (DEEPSEEK | {"rope_interleave": False}, "rope_interleave is False"),
+        (DEEPSEEK | {"n_group": 3}, "n_group is 3 and topk_group 2, of 16 experts"),
+        (DEEPSEEK | {"first_k_dense_replace": 3}, "first_k_dense_replace is 3, of 3 layers"),
+        (DEEPSEEK | {"q_lora_rank": 0}, "q_lora_rank is 0; expected a whole number"),
+        (GEMMA | {"hidden_activation": "gelu"}, "hidden_act is 'gelu'; only gelu_pytorch_tanh"),
+        (GEMMA | {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is {'quant_method': 'fp8'}"),
+        ({"mlp_bias": True}, "mlp_bias is True; only False"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ],
+)
+def test_what_would_be_computed_otherwise_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        spec(**changes)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MISTRAL | {"sliding_window": None},
+        MISTRAL | {"sliding_window": 512},  # as long as the longest sequence
+        QWEN3_MOE | {"sliding_window": 128, "use_sliding_window": False, "mlp_only_layers": []},
+        QWEN3_MOE | {"sliding_window": 128},  # Qwen's windows wait to be switched on
+        {"quantization_config": None, "mlp_bias": False, "attn_logit_softcapping": None},
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+    ],
+)
+def test_what_is_equal_to_what_is_computed_is_accepted(changes: dict[str, Any]) -> None:
+    assert spec(**changes).sliding_window is None
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    with pytest.raises(ModelError) as caught:
+        spec(without="num_experts", **QWEN3_MOE | {"hidden_size": 0, "moe_intermediate_size": "24"})
+    assert [line.split()[1] for line in str(caught.value).splitlines()] == [
+        "the",
+        "hidden_size",
+        "moe_intermediate_size",
+    ]
+    with pytest.raises(ModelError) as caught:
+        spec(**MIXTRAL, mlp_bias=True, sliding_window=9, hidden_act="relu")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_a_sliding_window_that_is_not_used_is_none() -> None:
+    """As Qwen2.5's folders write it."""
+    assert spec(use_sliding_window=False, sliding_window=128, max_window_layers=2).num_layers == 3
+    assert spec(use_sliding_window=True, sliding_window=128, max_window_layers=3).num_layers == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "not found. `model.path` must name"),
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe", "not valid JSON"),
+        (b"[]", "expected a JSON object"),
+    ],
+)
+def test_a_folder_that_is_none(tmp_path: Path, content: bytes | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ModelError) as caught:
+        ModelSpec.from_folder(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path / "config.json"))
+    assert said in str(caught.value)
+
+
+def test_a_folder_is_read_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code = (
+        "import sys; from megaverl.sharding.model_spec import ModelSpec; "
+        "print(ModelSpec.from_folder(sys.argv[1]).num_heads, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "6 False\n", done.stderr

@@ -1,0 +1,82 @@
+"""Which rows go from whom to whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import DataError
+from megaverl.sharding.rows import Move, plan_moves, rows_of_engines, rows_of_grid
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[dict[int, list[int]], dict[int, list[int]], int]:
+    """(who holds what, who wants what, ranks per node), any of them."""
+    num_ranks, num_rows = draw(st.integers(1, 8)), draw(st.integers(0, 12))
+    some = st.lists(st.sampled_from(range(num_rows)), unique=True, max_size=num_rows) if num_rows else st.just([])
+    source = {rank: draw(some) for rank in range(num_ranks)}
+    held = sorted({row for rows in source.values() for row in rows})
+    wanted = st.lists(st.sampled_from(held), unique=True) if held else st.just([])
+    return source, {rank: draw(wanted) for rank in range(num_ranks)}, draw(st.integers(1, 4))
+
+
+@settings(max_examples=300, deadline=None)
+@given(layouts())
+def test_every_row_once_from_a_nearest_holder_and_nothing_that_is_there(case) -> None:  # type: ignore[no-untyped-def]
+    source, dest, per_node = case
+    moves = plan_moves(source, dest, lambda rank: rank // per_node)
+    got = Counter((move.dest, row) for move in moves for row in move.rows)
+    assert set(got.values()) <= {1}
+    assert set(got) == {(rank, row) for rank, rows in dest.items() for row in rows if row not in source[rank]}
+    assert len({(move.source, move.dest) for move in moves}) == len(moves), "one message for a pair"
+    for move in moves:
+        for row in move.rows:
+            assert row in source[move.source]
+            near = [r for r in source if r // per_node == move.dest // per_node and row in source[r]]
+            assert not near or move.source in near
+    again = plan_moves(dict(reversed(source.items())), dict(reversed(dest.items())), lambda rank: rank // per_node)
+    assert again == moves, "the same on every rank, in whatever order it lists the others"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 4]), st.integers(0, 40))
+def test_from_grid_to_grid_the_holders_share_evenly(tp: int, pp: int, engine_tp: int, num_rows: int) -> None:
+    """Rollout on ranks 0-7, actor on 8-15."""
+    grid = GridShape.fit(8, tp=tp, pp=pp)
+    num_engines = 8 // engine_tp
+    source = rows_of_engines(range(8), engine_tp, [range(e, num_rows, num_engines) for e in range(num_engines)])
+    dest = rows_of_grid(range(8, 16), grid, [range(d, num_rows, grid.dp) for d in range(grid.dp)])
+    sent = Counter[int]()
+    for move in plan_moves(source, dest):
+        sent[move.source] += len(move.rows)
+    for engine in range(num_engines):
+        loads = [sent[rank] for rank in range(engine * engine_tp, (engine + 1) * engine_tp)]
+        assert max(loads) - min(loads) <= 1
+    assert sum(sent.values()) == sum(len(rows) for rows in dest.values())
+
+
+def test_a_colocated_role_on_the_same_grid_moves_nothing() -> None:
+    rows = rows_of_grid(range(4), GridShape(tp=2, dp=2), [[0, 1], [2, 3]])
+    assert rows == {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
+    assert plan_moves(rows, rows) == []
+
+
+def test_only_what_is_missing_moves() -> None:
+    assert plan_moves({0: [0, 1], 1: [2]}, {1: [1, 2, 0]}) == [Move(0, 1, (1, 0))]
+
+
+@pytest.mark.parametrize(
+    ("dest", "words"), [({1: [0, 7]}, r"wants the rows \[7\], which no rank"), ({1: [0, 0]}, "more than once")]
+)
+def test_what_cannot_be_moved(dest: dict[int, list[int]], words: str) -> None:
+    with pytest.raises(DataError, match=words):
+        plan_moves({0: [0, 1]}, dest)
+
+
+def test_parts_that_do_not_fit_the_grid() -> None:
+    with pytest.raises(DataError, match="4 ranks and 3 parts"):
+        rows_of_grid(range(4), GridShape(dp=4), [[0], [1], [2]])

@@ -1,0 +1,134 @@
+"""Adapters: their layouts follow the weights', and merging where weights land gives W + alpha / rank * B A."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import ModelError
+from megaverl.models.architectures import weights_of
+from megaverl.sharding.boxes import whole
+from megaverl.sharding.layout import Layout, whole_layout
+from megaverl.sharding.low_rank import LowRank, factor_weights, low_ranks, with_factors
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_spec import ARCHITECTURES
+from megaverl.sharding.plan import make_plans
+from megaverl.sharding.vllm import vllm_layouts
+from megaverl.weights.merge_adapters import Merge, add_product
+from megaverl.weights.reshard import Resharder
+from tests.sharding.specs import make_spec
+
+RANK, SCALING = 2, 1.5
+Tensors = dict[str, torch.Tensor]
+
+
+def cut(layout: Layout, full: Tensors) -> Tensors:
+    """A rank's local tensors, out of the global ones."""
+    local = {name: torch.zeros(shape) for name, shape in layout.local_shapes.items()}
+    for piece in layout.pieces:
+        place = local[piece.local][piece.local_box.slices]
+        place.copy_(full[piece.tensor][piece.box.slices].reshape(place.shape))
+    return local
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
+    """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
+    spec = make_spec(architecture)
+    weights = weights_of(spec)
+    adapters = low_ranks(weights, "all-linear", RANK, "actor.lora")
+    generator = torch.Generator().manual_seed(0)
+    full = {w.name: torch.randn(w.shape, generator=generator) for w in (*weights, *factor_weights(adapters))}
+    grid = GridShape(tp=2, pp=2)
+    megatron = megatron_layouts(weights, spec, grid, padded_vocab_size=64)
+
+    def names(adapter: LowRank, local: str) -> tuple[str, str]:
+        return f"{local}.{adapter.projection}.a", f"{local}.{adapter.projection}.b"
+
+    source = with_factors(megatron, adapters, names)
+    engine: Callable[[int], Layout] = vllm_layouts(weights, spec, tp)
+    dest = with_factors(engine, adapters)
+    plans = make_plans(source, dest, 4)
+    held = [cut(source(rank), full) for rank in range(4)]
+    for rank in range(4):
+        merge = Merge(engine(rank), adapters, SCALING, torch.float32, torch.device("cpu"))
+        landed = {name: torch.zeros(shape) for name, shape in engine(rank).local_shapes.items()} | merge.factors
+        arriving = [(rank, plans[rank].copies), *plans[rank].receives.items()]
+        for peer, transfers in arriving:
+            for t in transfers:
+                place = landed[t.dest_local][t.dest_box.slices]
+                place.copy_(held[peer][t.source_local][t.source_box.slices].reshape(place.shape))
+        merge.apply(landed)
+        merged = dict(full)
+        for name, adapter in adapters.items():
+            merged[name] = full[name] + SCALING * full[adapter.b] @ full[adapter.a]
+        for name, expected in cut(engine(rank), merged).items():
+            torch.testing.assert_close(landed[name], expected, atol=1e-5, rtol=1e-5, msg=f"rank {rank} {name}")
+        assert merge.written == {piece.local for piece in engine(rank).pieces if piece.tensor in adapters}
+
+
+def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megaverl.weights.merge_adapters.CHUNK", 100)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(30, 20, generator=generator).bfloat16()
+    a, b = (torch.randn(*size, generator=generator).bfloat16() for size in ((3, 20), (30, 3)))
+    expected = (weight.float() + 0.7 * (b.float() @ a.float())).bfloat16()
+    add_product(weight, a, b, 0.7)
+    torch.testing.assert_close(weight.float(), expected.float(), atol=0, rtol=2**-8)
+    assert (weight != expected).float().mean() < 0.01, "float32 sums in another order may round otherwise"
+
+
+def test_targets_are_pefts() -> None:
+    weights = weights_of(make_spec("LlamaForCausalLM"))
+
+    def chosen(targets: str | list[str]) -> set[str]:
+        return {a.module for a in low_ranks(weights, targets, RANK, "actor.lora").values()}
+
+    assert chosen(["q_proj"]) == {f"model.layers.{i}.self_attn.q_proj" for i in range(4)}
+    assert chosen(["layers.1.mlp.up_proj", "o_proj"]) >= {
+        "model.layers.1.mlp.up_proj",
+        "model.layers.3.self_attn.o_proj",
+    }
+    assert chosen(r".*layers\.[01]\.self_attn\.[qv]_proj") == {
+        f"model.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qv"
+    }
+    assert len(chosen("all-linear")) == 4 * 7
+    assert not any(
+        "mlp" in name for name in low_ranks(weights_of(make_spec("MixtralForCausalLM")), "all-linear", 1, "")
+    )
+    for wrong in (["q_proj", "c_attn"], "nothing", ["lm_head"], ["embed_tokens"]):
+        with pytest.raises(ModelError, match=r"actor\.lora\.targets.*Choose from.*q_proj"):
+            chosen(wrong)
+    with pytest.raises(ModelError, match=r"actor\.lora\.rank=99"):
+        low_ranks(weights, "all-linear", 99, "actor.lora")
+
+
+def test_names_are_pefts() -> None:
+    adapters = low_ranks(weights_of(make_spec()), ["down_proj"], RANK, "actor.lora")
+    first = adapters["model.layers.0.mlp.down_proj.weight"]
+    assert first.a == "base_model.model.model.layers.0.mlp.down_proj.lora_A.weight"
+    assert first.shapes == {first.a: (RANK, 16), first.b: (8, RANK)}
+    assert [whole(w.shape).numel for w in factor_weights(adapters)][:2] == [RANK * 16, 8 * RANK]
+
+
+def test_what_never_changes_travels_until_it_has_arrived() -> None:
+    layout = whole_layout([("still", (4, 3)), ("moves", (2, 3))])
+    source = {name: torch.full(shape, 1.0) for name, shape in layout.local_shapes.items()}
+    dest = {name: torch.zeros(shape) for name, shape in layout.local_shapes.items()}
+    plan = make_plans(lambda rank: layout, lambda rank: layout, 1)[0]
+    resharder = Resharder(plan, source, dest, changing=["moves"])
+    assert resharder.run().bytes_local == 4 * 18
+    dest["still"].zero_()  # nobody does that to an engine: it shows what is written
+    source["moves"].fill_(2.0)
+    assert resharder.run().bytes_local == 4 * 6
+    assert not dest["still"].any() and torch.equal(dest["moves"], source["moves"])
+    dest["moves"].resize_(0)  # a run that fails
+    with pytest.raises(IndexError):
+        resharder.run()
+    dest["moves"].resize_(2, 3)
+    assert resharder.run().bytes_local == 4 * 18, "after that, nothing is taken for granted"
+    assert torch.equal(dest["still"], source["still"])

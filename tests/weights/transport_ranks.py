@@ -1,0 +1,171 @@
+"""What the ranks do in the tests of aliases, overlap, files, and of ranks that die or stall."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import ReshardError
+from megaverl.models.architectures import weights_of
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.plan import make_plan
+from megaverl.sharding.vllm import vllm_layouts
+from megaverl.weights.reshard import Resharder
+from tests.sharding.specs import element_ids, fill, make_spec
+from tests.weights.ranks import as_parameters
+
+Parameters = dict[str, torch.nn.Parameter]
+
+
+class Sides:
+    """Megatron's tensors on a grid, vLLM's at a TP, and what vLLM's must hold once they are moved."""
+
+    def __init__(self, grid: dict[str, int], vllm_tp: int, **spec: Any) -> None:
+        rank, shape, model = dist.get_rank(), GridShape(**grid), make_spec(**spec)
+        weights = weights_of(model)
+        source_layouts = megatron_layouts(weights, model, shape, padded_vocab_size=64)
+        dest_layouts = vllm_layouts(weights, model, vllm_tp)
+        self.plan = make_plan(source_layouts, dest_layouts, shape.world_size, rank)
+        ids = {name: array % 251 + 1 for name, array in element_ids(weights).items()}
+        self.source = as_parameters(fill(source_layouts(rank), ids), torch.float32)
+        self.moved = as_parameters(fill(dest_layouts(rank), ids), torch.float32)
+        self.dest = as_parameters(fill(dest_layouts(rank), {k: v * 0 for k, v in ids.items()}), torch.float32)
+
+    def multiply(self, factor: int) -> None:
+        """The next version: all of the source's elements times `factor`."""
+        for tensor in self.source.values():
+            tensor.data.mul_(factor)
+
+    def wrong(self, factor: int) -> list[str]:
+        """Destination tensors that are not the first version times `factor`; padding does not count."""
+        out = []
+        for name, tensor in self.dest.items():
+            used = self.moved[name] != 0
+            if not torch.equal(tensor[used], self.moved[name][used] * factor):
+                out.append(name)
+        return out
+
+    def shared(self) -> int:
+        """Bytes of destination tensors that lie in the source's storage."""
+        storages = {tensor.untyped_storage().data_ptr() for tensor in self.source.values()}
+        shared = [t for t in self.dest.values() if t.untyped_storage().data_ptr() in storages]
+        return sum(tensor.numel() * tensor.element_size() for tensor in shared)
+
+
+def refusal(resharder: Resharder) -> str:
+    try:
+        resharder.check_whole()
+    except ReshardError as error:
+        return str(error)
+    return ""
+
+
+def alias(grid: dict[str, int], vllm_tp: int, may_rebind: bool) -> dict[str, Any]:
+    sides = Sides(grid, vllm_tp, num_kv_heads=2, vocab_size=64)
+    resharder = Resharder(sides.plan, sides.source, sides.dest, alias=True, may_rebind=may_rebind)
+    unset = refusal(resharder)
+    first = resharder.run()
+    found: dict[str, Any] = {
+        "unset": unset,
+        "wrong": sides.wrong(1),
+        "aliased": first.bytes_aliased,
+        "copied": first.bytes_local,
+        "shared": sides.shared(),
+        "whole": refusal(resharder),
+    }
+    resharder.source_changes()
+    found["changed"] = refusal(resharder)
+    sides.multiply(2)
+    resharder.run()
+    found["wrong"] += sides.wrong(2)
+    # as offloading does: the weights leave, and come back to another place
+    for tensor in sides.source.values():
+        tensor.data = tensor.data.clone().mul_(3)
+    found["unmoved"] = sides.wrong(2)
+    resharder.run()
+    found["wrong"] += sides.wrong(6)
+    found["shared_again"] = sides.shared()
+    # storage that is freed under the engine: its weights are gone, and it says so
+    for tensor in sides.source.values():
+        tensor.untyped_storage().resize_(0)
+    found["freed"] = refusal(resharder)
+    return found
+
+
+def overlap(may_rebind: bool) -> dict[str, Any]:
+    """A version that moves in the background is not seen before `finish`, and whole from then on."""
+    sides = Sides({"tp": 2, "pp": 2}, 2)
+    resharder = Resharder(
+        sides.plan, sides.source, sides.dest, alias=True, may_rebind=may_rebind, overlap=True, bucket_bytes=1024
+    )
+    resharder.run()
+    places = {name: tensor.data_ptr() for name, tensor in sides.dest.items()}
+    sides.multiply(2)
+    resharder.start()
+    total = torch.ones(1)
+    dist.all_reduce(total)  # the ranks' own traffic goes on meanwhile
+    found = {"before": sides.wrong(1), "usable": refusal(resharder), "total": int(total)}
+    stats = resharder.finish()
+    in_place = places == {name: tensor.data_ptr() for name, tensor in sides.dest.items()}
+    return found | {"after": sides.wrong(2), "version": stats.version, "in_place": in_place}
+
+
+def through_files(folder: str) -> dict[str, Any]:
+    """Every rank on a node of its own; all that travels goes through the folder, which is empty afterwards."""
+    sides = Sides({"tp": 2, "pp": 2}, 2)
+    resharder = Resharder(
+        sides.plan, sides.source, sides.dest, bucket_bytes=1024, node_of=lambda rank: rank, folder=folder
+    )
+    wrong = []
+    for factor in (1, 2):
+        stats = resharder.run()
+        wrong += sides.wrong(factor)
+        sides.multiply(2)
+    elements = sides.plan.num_received
+    left = [str(path) for path in Path(folder).rglob("*") if path.is_file()]
+    return {"wrong": wrong, "received": stats.bytes_received, "elements": elements, "left": left}
+
+
+def lose_a_rank(how: str, lost: int, seconds: float, folder: str, files: str | None = None, ipc: bool = False) -> None:
+    """Rank `lost` kills or stops itself in the middle of the second version; the others write what they say.
+
+    A stopped rank is killed by the last of the others, so that the world can end.
+    """
+    rank = dist.get_rank()
+    sides = Sides({"tp": 2, "pp": 2}, 2)
+    resharder = Resharder(
+        sides.plan,
+        sides.source,
+        sides.dest,
+        bucket_bytes=512,
+        timeout=timedelta(seconds=seconds),
+        node_of=None if ipc else lambda rank: rank,
+        folder=files,
+        ipc=ipc,
+    )
+    pids = gather_json(os.getpid())
+    resharder.run()
+    sides.multiply(2)
+    if rank == lost:
+        if files is None and not ipc:  # what was written into files could be read without its writer
+            resharder.start()
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
+    try:
+        resharder.run()
+        message = "no error"
+    except ReshardError as error:
+        message = str(error)
+    mixed = {bool(sides.wrong(1)), bool(sides.wrong(2))} == {True}
+    (Path(folder) / f"{rank}.txt").write_text(f"{message}\n{refusal(resharder)}\n{resharder.version}\n{mixed}\n")
+    while how == "stop" and len(list(Path(folder).glob("*.txt"))) < len(pids) - 1:
+        signal.sigtimedwait([], 0.05)
+    if how == "stop":
+        os.kill(pids[lost], signal.SIGKILL)

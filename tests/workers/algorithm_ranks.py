@@ -1,0 +1,120 @@
+"""What the ranks of a test world do with every policy loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.distributed.grid import GridShape
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.trainer.mix import answers_update
+from megaverl.workers.critic import Critic
+from megaverl.workers.implicit_reward import ImplicitRewardModel
+from megaverl.workers.log_prob_difference import LogProbDifference
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates
+from megaverl.workers.policy import Actor, Policy
+from megaverl.workers.teacher import Teacher
+from megaverl.workers.trainable import TrainableModel
+from tests.models.ranks import manager
+from tests.workers.ranks import experience
+
+
+def updates(
+    folder: str, teacher: str, shape: dict[str, int], algorithms: dict[str, dict[str, Any]], micro_batch_tokens: int
+) -> dict[str, Any]:
+    """Metrics of an update with each of `algorithms` on a grid that fills the world, and the squared score norms.
+
+    Args:
+        teacher: folder of another model, for those with a divergence. algorithms: with `chunked` logits are never
+            whole.
+    """
+    grid = manager().grid(GridShape(**shape))
+
+    def model(folder: str, role: str, *, chunked: bool) -> MegatronModel:
+        spec = ModelSpec.from_folder(folder)
+        made = MegatronModel(spec, grid, dtype=torch.float32, seed=0, role=role, chunked_logits=chunked)
+        made.load(folder)
+        return made
+
+    found: dict[str, Any] = {}
+    for name, given in algorithms.items():
+        algorithm = {key: value for key, value in given.items() if key != "chunked"}
+        optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+        student = model(folder, "actor", chunked=given.get("chunked", False))
+        trainable = TrainableModel(student, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+        config = AlgorithmConfig(**algorithm)
+        actor = Actor(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
+        if config.divergence_name is not None:
+            frozen = model(teacher, "reference", chunked=True)
+            actor.teacher = Teacher(frozen, config.divergence_name, config.distillation.options, temperature=0.8)
+        if "score_norms" not in found:
+            found["score_norms"] = actor.score_norms(experience()).tolist()
+        found[name] = actor.update(experience(), step=0, kl_coef=0.1)
+    return found
+
+
+def pair_updates(
+    folder: str, shape: dict[str, int], losses: dict[str, dict[str, Any]], micro_batch_tokens: int
+) -> dict[str, Any]:
+    """Metrics of two updates with each preference loss and of a reward model, and what both say of pairs after them."""
+    grid, pairs = manager().grid(GridShape(**shape)), experience()
+    pairs = pairs.select(list(range(len(pairs) // 2 * 2)))
+    holes = pairs.response_mask & ((torch.arange(9) != 1) | (pairs.response_lengths < 3).unsqueeze(1))
+    every_other = torch.arange(len(pairs)) % 2 == 0
+    pairs = pairs.with_(  # a token of somebody else's in the middle
+        response_mask=holes, desirable=every_other, group_ids=torch.arange(len(pairs)) // 2
+    )
+    optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+
+    def model(value_head: int = 0, seed: int = 0) -> MegatronModel:
+        made = MegatronModel(
+            ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=seed, role="actor", value_head=value_head
+        )
+        made.load(folder)
+        return made
+
+    def trainable(made: MegatronModel) -> TrainableModel:
+        return TrainableModel(made, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+
+    # as in a run that samples at this temperature: pairs are compared at 1
+    reference = Policy(model(), temperature=0.7, micro_batch_tokens=micro_batch_tokens)
+    found: dict[str, Any] = {}
+    for name, options in losses.items():
+        updates = PreferenceUpdates(trainable(model()), name, options, micro_batch_tokens=micro_batch_tokens)
+        found[name] = [updates.update(pairs, reference) for _ in range(2)] + [updates.evaluate(pairs, reference)]
+    single = pairs.select([0, 3, 4, 5, 1]).with_(
+        group_ids=torch.arange(5)
+    )  # two desirable ones, and three that are not
+    updates = PreferenceUpdates(trainable(model()), "kto", {}, micro_batch_tokens=micro_batch_tokens)
+    found["single"] = [updates.update(single, reference) for _ in range(2)] + [updates.evaluate(single, reference)]
+    margins = torch.arange(len(pairs)).float() // 2 / 10
+    ranking = RewardModelUpdates(
+        trainable(model(value_head=1)), "bradley_terry", {"center_coef": 0.01}, micro_batch_tokens=micro_batch_tokens
+    )
+    found["reward_model"] = [ranking.update(pairs.with_(margins=margins)) for _ in range(3)]
+    found["scores"] = ranking.reward_model.scores(pairs).tolist()
+    phi = ImplicitRewardModel(trainable(model()), temperature=0.8, micro_batch_tokens=micro_batch_tokens, beta=0.5)
+    frozen, correct = phi.log_probs(pairs), every_other
+    found["implicit"] = [phi.update(pairs, frozen, correct) for _ in range(2)]
+    writer = Actor(
+        trainable(model()), AlgorithmConfig(), temperature=0.7, micro_batch_tokens=micro_batch_tokens, seed=0
+    )
+    found["answers"] = [answers_update(writer, pairs, weight=0.5) for _ in range(2)]
+    agents = pairs.with_(agent_ids=torch.arange(len(pairs)) % 2)
+    critic = Critic(
+        trainable(model(value_head=2)), AlgorithmConfig(name="ppo"), micro_batch_tokens=micro_batch_tokens, seed=0
+    )
+    found["two_heads"] = [critic.update(agents, step=step) for step in range(2)]
+    found["values"] = critic.values(agents)[0].tolist()
+    return found
+
+
+def log_prob_difference(own: list[list[float]]) -> list[float]:
+    """Mean, percentile and largest of what all ranks have, each `own` of its number."""
+    difference, mine = LogProbDifference(), torch.tensor([own[dist.get_rank()]])
+    difference.add(mine, torch.zeros_like(mine), torch.ones_like(mine).bool())
+    return list(difference.over_ranks(dist.group.WORLD).stats())

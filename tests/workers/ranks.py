@@ -1,0 +1,281 @@
+"""What the ranks of a test world do with actors and critics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.sharing import outline_of
+from megaverl.distributed.grid import GridShape
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.weights.export import save_folder
+from megaverl.workers.actor_critic import ActorCritic
+from megaverl.workers.critic import Critic
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.micro_batches import micro_batches_for, micro_batches_of
+from megaverl.workers.policy import Actor
+from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.updates import Updated, plan_updates, rows_of_updates
+from tests.models.ranks import manager
+
+
+def experience(num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1) -> RolloutBatch:
+    """A batch with everything that an update needs, responses of 1 to 9 tokens; so many neighbours have one prompt."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(scale: float) -> torch.Tensor:
+        return torch.randn(num_samples, 9, generator=generator) * scale
+
+    prompts = torch.randint(3, 6, (num_samples,), generator=generator)
+    lengths = torch.randint(1, 10, (num_samples,), generator=generator)
+    lengths[0] = 9
+    first = torch.arange(num_samples) // same_prompts * same_prompts
+    prompts = prompts[first]
+    return RolloutBatch(
+        {
+            "input_ids": torch.randint(0, 100, (num_samples, 5), generator=generator)[first],
+            "prompt_lengths": prompts,
+            "generated_ids": torch.randint(0, 100, (num_samples, 9), generator=generator),
+            "response_mask": torch.arange(9) < lengths[:, None],
+            "rollout_log_probs": normal(0.1) - 4.6,
+            "old_log_probs": normal(0.1) - 4.6,
+            "ref_log_probs": normal(0.1) - 4.6,
+            "advantages": normal(1.0),
+            "values": normal(1.0),
+            "returns": normal(1.0),
+        }
+    )
+
+
+def update(
+    folder: str,
+    shape: dict[str, int],
+    output: str,
+    *,
+    critic: bool = False,
+    shared: bool = False,
+    micro_batch_tokens: int = 64,
+    megatron: dict[str, Any] | None = None,
+    chunked_logits: bool = False,
+    pack_samples: bool = True,
+    same_prompts: int = 1,
+    **algorithm: Any,
+) -> dict[str, float]:
+    """Update a model of `folder` on a grid that fills the world; its weights go to `output`.
+
+    Args:
+        shared: an actor that is its own critic.
+    """
+    grid_shape = GridShape(**shape)
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(grid_shape),
+        dtype=torch.float32,
+        seed=0,
+        value_head=critic or shared,
+        beside_logits=shared,
+        overrides=megatron,
+        role="critic" if critic else "actor",
+        initialize=False,  # as in a run: what is drawn is cut, and marked so, in another way than what is read
+        chunked_logits=chunked_logits,
+        pack_samples=pack_samples,
+    )
+    model.load(folder)
+    # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step
+    optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+    trainable = TrainableModel(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    config = AlgorithmConfig(**algorithm)
+    batch = experience(same_prompts=same_prompts)
+    if critic:
+        role = Critic(trainable, config, micro_batch_tokens=micro_batch_tokens, seed=0)
+        metrics = role.update(with_own_tokens(role, batch), step=0)
+    else:
+        kind = ActorCritic if shared else Actor
+        actor = kind(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
+        metrics = actor.update(with_own_tokens(actor, batch), step=0, kl_coef=0.1)
+    save_folder(
+        output,
+        source_folder=folder,
+        weights=model.held_weights,
+        layouts=model.held_layout_of,
+        tensors=model.held_parameters,
+        group=model.grid.world,
+    )
+    return metrics
+
+
+def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:
+    """The batch as it comes from elsewhere: of samples that this rank does not train on, the tokens are not there."""
+    outline = outline_of(batch)
+    own = sorted(rows_of_updates(role, outline, 0, 0)[dist.get_rank()])
+    if role.trainable.model.grid.shape.dp > 1 and role.algorithm.num_epochs == 1:  # each sample is one replica's
+        assert len(own) < len(batch)
+    tokens = {name: torch.zeros_like(batch[name]) for name in ("input_ids", "generated_ids")}
+    for name, tensor in tokens.items():
+        tensor[own] = batch[name][own]
+    return batch.with_(**tokens, prompt_numbers=torch.tensor(outline.prompts))
+
+
+def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> dict[str, list[float]]:
+    """Of cut-off responses without their last tokens: the values after them, and those before the tokens left out.
+
+    Every other sample is an agent's of its own, with a value head of its own; the fifth has ended.
+    """
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape(**shape)),
+        dtype=torch.float32,
+        seed=0,
+        value_head=2,
+        role="critic",
+        pack_samples=pack_samples,
+    )
+    model.load(folder)
+    for name, parameter in model.held_parameters.items():
+        if name.endswith("output_layer.weight"):
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    whole = experience(same_prompts=3).with_(agent_ids=torch.arange(6) % 2)
+    places = torch.arange(9)
+    whole = whole.with_(response_lengths=whole.response_lengths.clamp(min=2))
+    lengths = whole.response_lengths - 1
+    cut = RolloutBatch(
+        {
+            **{name: whole[name] for name in ("input_ids", "prompt_lengths", "generated_ids", "agent_ids")},
+            "response_mask": places < lengths[:, None],
+        },
+        {"finish_reason": ["length", "length", "length", "length", "stop", "length"]},
+    )
+    found = {}
+    for bootstraps in (True, False):
+        algorithm = AlgorithmConfig(name="ppo", bootstrap_truncated=bootstraps)
+        critic = Critic(trainable, algorithm, micro_batch_tokens=24, seed=0)
+        before, last = critic.values(cut)
+        found[f"last {bootstraps}"] = last.tolist()
+    known, ended = critic.values(whole)
+    assert torch.allclose(before, known.masked_fill(places >= lengths[:, None], 0.0), atol=1e-5)
+    assert not ended.any(), "why they ended is not known"
+    found["left out"] = known.gather(1, lengths[:, None])[:, 0].tolist()
+    return found
+
+
+def tokens_of_updates(folder: str) -> list[list[int]]:
+    """Of each update of a step on three samples of each of four prompts: its tokens packed, and with a prompt each."""
+    model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape()), dtype=torch.float32, seed=0)
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    batch, found = experience(12, same_prompts=3), []
+    outline = outline_of(batch)
+    algorithm = AlgorithmConfig(num_mini_batches=2, num_epochs=2)
+    for planned in plan_updates(trainable, outline, algorithm, 64, seed=0, step=0):
+        micro = micro_batches_of(model, batch, outline, planned.micro_batches)
+        each = sum(outline.lengths[sample] for sample in planned.samples)
+        found.append([sum(part.tokens.numel() for part in micro), each, len(planned.samples)])
+    return found
+
+
+def update_that_is_not_finite(folder: str) -> list[bool]:
+    """Per parameter: whether it stayed as it was through an update with an infinite loss."""
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape.fit(dist.get_world_size(), tp=2)),
+        dtype=torch.float32,
+        seed=0,
+    )
+    model.load(folder)
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+    batch = experience()
+    batch = batch.with_(advantages=torch.full_like(batch.advantages, torch.inf))
+    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
+    try:
+        actor.update(batch, step=0)
+    except Exception as error:  # the test wants to know which
+        assert type(error).__name__ == "TrainingStopped", error
+        assert "actor.optimizer.lr" in str(error)
+        return [torch.equal(before[name], parameter) for name, parameter in model.parameters.items()]
+    return [False]
+
+
+def one_pass(folder: str) -> dict[str, Any]:
+    """Of an actor that is its own critic: both results of one forward pass, and of a pass for each."""
+    model = MegatronModel(
+        ModelSpec.from_folder(folder),
+        manager().grid(GridShape.fit(dist.get_world_size(), pp=2)),
+        dtype=torch.float32,
+        seed=0,
+        value_head=2,
+        beside_logits=True,
+    )
+    model.load(folder)
+    for name, parameter in model.held_parameters.items():
+        if name == "value_head.weight":
+            parameter.data.normal_(generator=torch.Generator().manual_seed(1))
+    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    algorithm = AlgorithmConfig(bootstrap_truncated=True)
+    actor = ActorCritic(trainable, algorithm, temperature=0.8, micro_batch_tokens=64, seed=0)
+    batch = experience().with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0])).with_columns(finish_reason=["length"] * 6)
+    passes = []
+    model.chunks[-1].register_forward_hook(lambda *seen: passes.append(1))
+    both = actor.log_probs_and_values(batch)
+    number = len(passes)
+    of_others, _ = actor.values(batch.with_(agent_ids=1 - batch.agent_ids))
+    values, last_values = actor.values(batch)
+    return {
+        "passes": [number, len(micro_batches_for(model, batch, 64))],
+        "same": [torch.equal(both[0], actor.log_probs(batch)), torch.equal(both[1], values)],
+        "last": torch.equal(both[2], last_values) and bool(last_values.all()),
+        "heads": bool((both[1] != of_others).any(dim=1).all()),
+    }
+
+
+def as_it_is_ruled(folder: str) -> dict[str, Any]:
+    """Updates of the same weights on the same samples, under several rulings: how far the weights go, and how."""
+    rulings = {"own": None, "the same": Ruled(1.0, None, 0), "less": Ruled(0.5, 0.5, 0), "later": Ruled(1.0, None, 4)}
+    rulings["skipped"] = Ruled(1.0, None, 4, applies=False)
+    found: dict[str, Any] = {}
+    ways: dict[str, torch.Tensor] = {}
+    for name, ruling in rulings.items():
+        model = MegatronModel(
+            ModelSpec.from_folder(folder),
+            manager().grid(GridShape.fit(dist.get_world_size(), tp=1)),
+            dtype=torch.float32,
+            seed=0,
+        )
+        model.load(folder)
+        before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters.values()])
+        optimizer = {
+            "lr": 0.1,
+            "adam_eps": 1.0,
+            "weight_decay": 0.0,
+            "clip_grad": 1e-3,
+        }  # in proportion to the gradient
+        decays = {"lr_decay_style": "linear", "lr_decay_steps": 10}
+        trainable = TrainableModel(model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10)
+        trainable.judge = ruling
+        metrics = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0).update(
+            experience(), step=0
+        )
+        after = torch.cat([parameter.detach().flatten() for parameter in model.parameters.values()])
+        ways[name] = after - before
+        found[name] = [metrics["lr"], trainable.scheduler.num_steps, ruling.max_norm if ruling else None]
+    far = {name: float(way.norm()) for name, way in ways.items()}
+    return {"found": found, "far": far, "same": torch.equal(ways["own"], ways["the same"])}
+
+
+class Ruled:
+    """A judge that always says this; a `clip` of None is the one of megatron-core."""
+
+    oldest = newest = 0
+
+    def __init__(self, scale: float, clip: float | None, schedule_step: int, *, applies: bool = True) -> None:
+        self.scale, self._clip, self.schedule_step, self.applies = scale, clip, schedule_step, applies
+        self.clip = self.max_norm = 0.0
+
+    def __call__(self, sums: Any, norm: float, tokens: float, *, overflow: bool, max_norm: float) -> Ruled:
+        self.max_norm = max_norm
+        self.clip = self._clip * max_norm / norm if self._clip is not None else max_norm / (norm + 1e-6)
+        return self

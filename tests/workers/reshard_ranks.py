@@ -1,0 +1,131 @@
+"""What the ranks of a test world do with an actor and the engine that takes its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megaverl.config.roles import LoraConfig
+from megaverl.config.rollout import RolloutConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.distributed.grid import GridShape
+from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.weights.export import save_folder
+from megaverl.workers.adapters import load_adapter_folder, merged_model
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.policy import Policy
+from megaverl.workers.rollout import Rollout
+from tests.models.ranks import manager
+
+GREEDY = SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def engine(folder: str, tp: int, *, load_weights: bool, **vllm: Any) -> VLLMEngine:
+    return VLLMEngine(
+        folder,
+        RolloutConfig(tp=tp, vllm=vllm),
+        seed=0,
+        dtype=torch.float32,
+        max_model_len=64,
+        load_weights=load_weights,
+        num_sequences=16,
+    )
+
+
+def reshard_and_generate(
+    old_folder: str,
+    new_folder: str,
+    shapes: list[dict[str, int]],
+    exports: list[str],
+    tp: int,
+    vllm: dict[str, Any],
+    prompts: list[list[int]],
+    adapter: str | None = None,
+) -> list[dict[str, Any]]:
+    """One engine without weights of its own; for each grid an actor that gives it the old weights, then the new.
+
+    With an `adapter` (rank 4, alpha 8) that makes the old weights the new ones, the last grid's actor has it.
+    Returns for each grid the greedy responses with the old and the new weights, and the largest difference between
+    the engine's log-probs of the new ones and the actor's. The new weights are exported by each grid.
+    """
+    spec = ModelSpec.from_folder(old_folder)
+    made = engine(old_folder, tp, load_weights=False, **vllm)
+    found = []
+    for shape, export in zip(shapes, exports, strict=True):
+        lora = LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
+        model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0, lora=lora)
+        rollout = Rollout(made, made.layouts(model.weights, spec), model, model.grid.world)
+        responses = []
+        for folder in (old_folder, new_folder):
+            rollout.source_changes()
+            if lora is None or folder == old_folder:
+                model.load(folder)
+            else:
+                before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
+                load_adapter_folder(model, str(adapter))
+            first = rollout.reshard()
+            if lora is not None and folder == new_folder:
+                again = rollout.reshard()  # merged anew into what arrives, not into what was there
+                # with the adapters' weights known to be there, embeddings and norms stay where they are
+                assert again.bytes_local == first.bytes_local < rollout_bytes(made)
+                assert all(torch.equal(before[name], p) for name, p in model.parameters.items())
+            responses.append(rollout.generate(prompts, GREEDY, [0] * len(prompts)))
+        found.append(
+            {
+                "old": [each.token_ids for each in responses[0]],
+                "new": [each.token_ids for each in responses[1]],
+                "difference": largest_difference(model, prompts, responses[1]),
+            }
+        )
+        save_folder(export, source_folder=old_folder, **merged_model(model))
+    made.close()
+    return found
+
+
+def rollout_bytes(made: VLLMEngine) -> int:
+    """Of an engine's weights on this rank."""
+    return sum(parameter.nbytes for parameter in made.named_parameters().values())
+
+
+def largest_difference(model: MegatronModel, prompts: list[list[int]], responses: list[Generation]) -> float:
+    """Between the engine's log-probs of its responses and the actor's of the same tokens."""
+    longest = max(map(len, prompts))
+    batch = RolloutBatch(
+        {
+            "input_ids": torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts]),
+            "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts]),
+            "generated_ids": torch.tensor([each.token_ids for each in responses]),
+            "response_mask": torch.ones(len(prompts), GREEDY.max_tokens, dtype=torch.bool),
+        }
+    )
+    # the engine's greedy log-probs are those at temperature 1
+    policy = Policy(model, temperature=1.0, micro_batch_tokens=128)
+    theirs = torch.tensor([each.log_probs for each in responses])
+    return float((policy.log_probs(batch) - theirs).abs().max())
+
+
+def generate_afresh(folder: str, tp: int, vllm: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+    """The greedy responses of a new engine that loaded `folder` itself."""
+    made = engine(folder, tp, load_weights=True, **vllm)
+    responses = made.generate(prompts, GREEDY, [0] * len(prompts))
+    made.close()
+    return [each.token_ids for each in responses]
+
+
+def parameters_that_differ(folder: str, shape: dict[str, int], tp: int) -> list[str]:
+    """All of vLLM's parameters, also those that it computes from others: after a reshard, against a fresh engine's."""
+    spec = ModelSpec.from_folder(folder)
+    model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0)
+    model.load(folder)
+    made = engine(folder, tp, load_weights=False)
+    Rollout(made, made.layouts(model.weights, spec), model, model.grid.world).reshard()
+    found = {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
+    made.close()
+    fresh = engine(folder, tp, load_weights=True)
+    expected = dict(fresh.model.named_parameters())
+    differ = [name for name in expected if not torch.equal(found[name], expected[name])]
+    fresh.close()
+    return differ + sorted(found.keys() ^ expected.keys())

@@ -1,0 +1,74 @@
+"""What the ranks do in the tests of a rollout that takes its weights from an actor."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config.reshard import ReshardConfig
+from megaverl.config.rollout import RolloutConfig
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.groups import default_group
+from megaverl.errors import ReshardError
+from megaverl.rollout.engine import SamplingOptions
+from megaverl.rollout.vllm_engine import VLLMEngine
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.rollout import Rollout, adopting
+from tests.models.ranks import manager
+
+
+def versions(
+    folder: str, other_folder: str, grid: dict[str, int], tp: int, prompts: list[list[int]], dtype: str
+) -> dict[str, Any]:
+    """Answers with shared, then with overlapped weights, of the folder's model and of the other's."""
+    model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape(**grid)), dtype=torch.float32, seed=0)
+    model.load(folder)
+    shared = ReshardConfig(check_every=1)
+    engine = VLLMEngine(
+        folder,
+        RolloutConfig(tp=tp),
+        seed=0,
+        dtype=getattr(torch, dtype),
+        max_model_len=64,
+        load_weights=False,
+        num_sequences=16,
+        on_load=adopting(model, default_group(), None, shared),
+    )
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters.values()}
+    adopted = sum(tensor.untyped_storage().data_ptr() in storages for tensor in engine.named_parameters().values())
+    layouts = engine.layouts(model.weights, model.spec)
+
+    def answer(rollout: Rollout) -> Any:
+        sampling = SamplingOptions(max_tokens=8, temperature=0.0)
+        try:
+            return [asdict(found) for found in rollout.generate(prompts, sampling, [0] * len(prompts))]
+        except ReshardError as error:
+            return str(error)
+
+    rollout = Rollout(engine, layouts, model, default_group(), config=shared)
+    found = {"adopted": adopted, "parameters": len(engine.named_parameters()), "unset": answer(rollout)}
+    rollout.reshard()
+    found["first"] = answer(rollout)
+    rollout.source_changes()
+    model.load(other_folder)
+    found["between"] = answer(rollout)
+    stats = rollout.reshard()
+    found |= {"second": answer(rollout), "stats": asdict(stats)}
+    # overlap: the engine gets storage of its own, and a second set beside it
+    for parameter in engine.named_parameters().values():
+        parameter.data = parameter.data.clone()
+    rollout = Rollout(engine, layouts, model, default_group(), config=ReshardConfig(overlap=True, check_every=1))
+    rollout.reshard()
+    found["overlapped_second"] = answer(rollout)
+    model.load(folder)
+    rollout.start_reshard()
+    found["draining"] = answer(rollout)
+    stats = rollout.finish_reshard()
+    found |= {"overlapped_first": answer(rollout), "version": rollout.weight_version}
+    engine.close()
+    dist.barrier()
+    return found

@@ -1,0 +1,112 @@
+"""Policy losses with their corrections give the same loss and gradient norm on 1x1x1 and 2x2x1, for other splits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megaverl.algorithms import policy_losses
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import ConfigError
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.workers.teacher import Teacher
+from tests.worlds import run_world
+
+# The second mini-batch starts from what the first has learned: a wrong gradient shows in its loss.
+COMMON = {"num_mini_batches": 2, "entropy_coef": 0.01, "loss_aggregation": "seq_mean_token_mean"}
+STRAIGHT_THROUGH = {"in": "loss", "kind": "k1", "coef": 0.1, "straight_through": True}
+PARTS: dict[str, dict[str, Any]] = {
+    "gspo": {"correction": {"kind": "sequence_mask", "high": 1.1}, "clip_range": 0.02},
+    "gmpo": {"correction": {"kind": "geometric_mask", "low": 0.9, "high": 1.1}},
+    "cispo": {"correction": {"kind": "token_truncate", "high": 1.1}},
+    "sapo": {"correction": {"kind": "token_mask"}, "loss_aggregation": "fixed_length", "loss_length": 9},
+    "importance_sampling": {"correction": {"kind": "sequence_truncate", "high": 1.1}},
+    "policy_gradient": {"loss_aggregation": "token_sum"},
+    "clip_cov": {"policy_loss_options": {"fraction": 0.3, "covariance_low": -1.0}},
+    "kl_cov": {"policy_loss_options": {"fraction": 0.3}, "kl": STRAIGHT_THROUGH},
+}
+TWICE = {"gpg"}  # policy_gradient under another name
+OTHERS: dict[str, dict[str, Any]] = {name: {} for name in policy_losses if name not in {*PARTS, *TWICE}}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    name: {**COMMON, "policy_loss": name, **part} for name, part in {**PARTS, **OTHERS}.items()
+}
+OWN = {"token_selector": "tests.workers.own:every_other", "policy_loss_options": {"offset": 1}}
+ALGORITHMS["own_selector"] = {**COMMON, "policy_loss": "clip_cov", **OWN}
+# A teacher over the whole vocabulary: alone, and beside a policy loss, with logits that are never whole.
+TAUGHT = {"divergence": "reverse_kl", "coef": 2.0}
+ALGORITHMS["gkd"] = {"name": "gkd", "num_mini_batches": 2, "distillation": {"options": {"beta": 0.3}}}
+ALGORITHMS["taught"] = {**COMMON, "name": "grpo", "distillation": TAUGHT, "chunked": True}
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "dpo": {"beta": 0.5, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.5},
+    "simpo": {},
+    "orpo": {"lam": 0.5},
+    "kto": {"undesirable_weight": 0.5},
+}
+
+
+def updates(folder: Path, shape: dict[str, int], tokens: int, what: str = "updates") -> dict[str, Any]:
+    size = GridShape(**shape).world_size
+    given: dict[str, Any] = {"losses": LOSSES}
+    if what == "updates":
+        given = {"algorithms": ALGORITHMS, "teacher": folder.parent / "teacher"}
+    options = {"folder": folder, "shape": shape, "micro_batch_tokens": tokens, **given}
+    results = run_world(size, f"tests.workers.algorithm_ranks:{what}", **options)
+    assert all(result == results[0] for result in results[1:]), "every rank says the same"
+    return results[0]
+
+
+def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path / "model", "Qwen3ForCausalLM")
+    make_tiny_folder(tmp_path / "teacher", "LlamaForCausalLM", seed=1)
+    expected = updates(folder, {}, 1000)
+    found = updates(folder, {"tp": 2, "pp": 2}, 14)
+    norms = torch.tensor(expected.pop("score_norms"))
+    torch.testing.assert_close(torch.tensor(found.pop("score_norms")), norms, atol=1e-5, rtol=0)
+    for name, metrics in found.items():
+        assert metrics == pytest.approx(expected[name], abs=2e-5, rel=2e-5), name
+    assert 0.4 < expected["own_selector"]["selected_fraction"] < 0.7
+    for name in ("clip_cov", "kl_cov"):
+        assert 0.0 < expected[name]["selected_fraction"] < 0.5
+    for name in ("gspo", "gmpo", "cispo", "importance_sampling"):
+        assert 0.0 < expected[name]["correction_fraction"] < 1.0
+    assert expected["gkd"]["distillation_divergence"] > 0 and expected["gkd"]["grad_norm"] > 0
+
+
+def test_pairs_too(tmp_path: Path) -> None:
+    """Pairs stay together however they are split, and a reward model's score is that of the last token."""
+    folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
+    expected = updates(folder, {}, 1000, "pair_updates")
+    found = updates(folder, {"tp": 2, "pp": 2}, 28, "pair_updates")
+    for name in ("scores", "values"):
+        torch.testing.assert_close(torch.tensor(found.pop(name)), torch.tensor(expected.pop(name)), atol=3e-5, rtol=0)
+    for name, reports in found.items():
+        for report, wanted in zip(reports, expected[name], strict=True):
+            for which in ("preference_accuracy", "implicit_accuracy"):  # before anything is learned, of ties
+                report.pop(which, None), wanted.pop(which, None)
+            assert report == pytest.approx(wanted, abs=3e-5, rel=3e-5), name
+    assert expected["dpo"][0]["margin"] == pytest.approx(0.0, abs=1e-5), "policy and reference count the same tokens"
+    for name in (*LOSSES, "single"):
+        assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
+    for name in ("implicit", "answers"):
+        assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
+    assert expected["two_heads"][1]["loss"] < expected["two_heads"][0]["loss"]
+    assert expected["reward_model"][2]["loss"] < expected["reward_model"][1]["loss"]
+
+
+def test_a_teacher_with_another_vocabulary_is_refused() -> None:
+    def of(size: int, packs: bool = True) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size), packs=packs)
+
+    teacher = Teacher(of(7), "reverse_kl", {}, temperature=1.0)
+    teacher.check_student(student := of(7))
+    assert student.packs
+    Teacher(of(7, packs=False), "reverse_kl", {}, temperature=1.0).check_student(student)
+    assert not student.packs, "both read the same rows"
+    with pytest.raises(ConfigError, match="reference.path: the teacher has a vocabulary of 7 tokens.*one of 8"):
+        teacher.check_student(of(8))

@@ -1,0 +1,168 @@
+"""From rewards to advantages, as `algorithm` says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megaverl.algorithms import gae, grpo, policy_losses, remax, rloo, token_rewards, whiten
+from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.data.batch import RolloutBatch
+from megaverl.errors import ConfigError
+from megaverl.workers.credit import Credit
+from megaverl.workers.policy import policy_loss_options
+
+
+def batch(**tensors: torch.Tensor) -> RolloutBatch:
+    """Two prompts, two responses each, of 3, 1, 0 and 2 tokens."""
+    lengths = torch.tensor([3, 1, 0, 2])
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        "input_ids": torch.ones(4, 2).long(),
+        "prompt_lengths": torch.full((4,), 2),
+        "generated_ids": torch.ones(4, 3).long(),
+        "response_mask": torch.arange(3) < lengths[:, None],
+        "rollout_log_probs": -torch.rand(4, 3, generator=generator),
+        "rewards": torch.tensor([1.0, 0.0, 0.25, 0.5]),
+        "group_ids": torch.tensor([0, 0, 1, 1]),
+    }
+    return RolloutBatch({**given, **tensors})
+
+
+def config(**options: object) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(options)
+
+
+def test_ppo_is_gae_whitened() -> None:
+    values = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+    given = batch(values=values)
+    found, metrics = Credit(config(name="ppo", gamma=0.9, lam=0.8)).assign(given, kl_coef=0.0)
+    mask = given.response_mask
+    expected = gae(token_rewards(given.rewards, mask), values, mask, gamma=0.9, lam=0.8)
+    torch.testing.assert_close(found.advantages, whiten(expected.advantages, mask))
+    torch.testing.assert_close(found.returns, expected.returns)
+    assert metrics == {"advantage_mean": pytest.approx(float(expected.advantages[mask].mean()))}
+    plain, _ = Credit(config(name="ppo", gamma=0.9, lam=0.8, normalize_advantages=False)).assign(given, kl_coef=0.0)
+    torch.testing.assert_close(plain.advantages, expected.advantages)
+
+
+def test_a_response_that_was_cut_off_goes_on_with_its_last_value() -> None:
+    """By hand, gamma 0.5 and lambda 1, two tokens; the values before them are 0.4 and 0.8, and 0.6 after them."""
+    given = batch(values=torch.tensor([[0.0] * 3] * 3 + [[0.4, 0.8, 9.0]]), last_values=torch.tensor([0, 0, 0, 0.6]))
+    ppo = Credit(config(name="ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
+    found, _ = ppo.assign(given, kl_coef=0.0)
+    # the second's return is 0.5 + 0.5 * 0.6 = 0.8, the first's half of it
+    torch.testing.assert_close(found.returns[3], torch.tensor([0.4, 0.8, 0.0]))
+    torch.testing.assert_close(found.advantages[3], torch.tensor([0.0, 0.0, 0.0]))
+    ended, _ = ppo.assign(given.with_(last_values=torch.zeros(4)), kl_coef=0.0)
+    torch.testing.assert_close(ended.returns[3], torch.tensor([0.25, 0.5, 0.0]))
+    turns = Credit(config(name="turn_ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
+    found, _ = turns.assign(given.with_(turn_ids=torch.arange(3).expand(4, 3)), kl_coef=0.0)
+    torch.testing.assert_close(found.returns[3], torch.tensor([0.4, 0.8, 0.0]))
+
+
+def test_a_kl_penalty_in_the_reward_of_tokens_and_of_responses() -> None:
+    ref = -torch.rand(4, 3, generator=torch.Generator().manual_seed(2))
+    given = batch(ref_log_probs=ref)
+    kl = (given.rollout_log_probs - ref) * given.response_mask
+    kl_config = {"in": "reward", "coef": 0.5}  # of k1
+    found, metrics = Credit(config(name="grpo", group_size=2, kl=kl_config)).assign(given, kl_coef=0.5)
+    expected = grpo(given.rewards - 0.5 * kl.sum(1), given.group_ids, given.response_mask)
+    torch.testing.assert_close(found.advantages, expected.advantages)
+    assert metrics["kl"] == pytest.approx(float(kl.sum() / given.response_mask.sum()))
+    extra = {"greedy_rewards": torch.full((4,), 0.5)}
+    found, _ = Credit(config(name="remax", kl=kl_config)).assign(given, kl_coef=0.5, extra=extra)
+    rewards = token_rewards(given.rewards, given.response_mask, kl, kl_coef=0.5)
+    torch.testing.assert_close(
+        found.advantages, remax(rewards, extra["greedy_rewards"], given.response_mask).advantages
+    )
+    # a KL in the loss leaves rewards alone, and is measured all the same
+    found, metrics = Credit(config(name="rloo", group_size=2, kl={**kl_config, "in": "loss"})).assign(
+        given, kl_coef=0.5
+    )
+    torch.testing.assert_close(found.advantages, rloo(given.rewards, given.group_ids, given.response_mask).advantages)
+    assert "kl" in metrics
+
+
+def test_options_reach_the_estimator() -> None:
+    given = batch()
+    for options in ({"normalize_by_std": False}, {"advantage_options": {"normalize_std": False}}):
+        found, _ = Credit(config(name="grpo", group_size=2, **options)).assign(given, kl_coef=0.0)
+        expected = grpo(given.rewards, given.group_ids, given.response_mask, normalize_std=False)
+        torch.testing.assert_close(found.advantages, expected.advantages)
+    with pytest.raises(ConfigError, match="has no option 'sharpness'"):
+        Credit(config(name="grpo", group_size=2, advantage_options={"sharpness": 1}))
+
+
+def test_options_of_a_policy_loss() -> None:
+    def options(name: str, **given: object) -> dict[str, object]:
+        algorithm = config(name=name, group_size=2, **given)
+        return policy_loss_options(policy_losses.get(algorithm.policy_loss_name), algorithm)
+
+    assert options("grpo") == {}  # the function's own
+    assert options("grpo", clip_range=0.1) == {"clip_low": 0.1, "clip_high": 0.1}
+    assert options("grpo", clip_range_high=0.3) == {"clip_high": 0.3}
+    assert options("dapo") == {"clip_low": 0.2, "clip_high": 0.28}
+    assert options("dapo", clip_range=0.1) == {"clip_low": 0.1, "clip_high": 0.1}
+    assert options("dapo", policy_loss="sapo", policy_loss_options={"tau_negative": 2.0}) == {"tau_negative": 2.0}
+    # what only the selector of tokens has is not given to the loss
+    assert options("kl_cov", policy_loss_options={"penalty": 2.0, "fraction": 0.1}) == {"penalty": 2.0}
+
+
+def test_every_reward_by_itself() -> None:
+    given = batch()
+    extra = {"component_rewards": torch.tensor([[1.0, 0], [0, 1], [0, 0], [1, 1]])}
+    extra["component_weights"] = torch.tensor([1.0, 0.0])
+    found, _ = Credit(config(name="gdpo", group_size=2)).assign(given, kl_coef=0.0, extra=extra)
+    assert found.advantages[0, 0] > 0 > found.advantages[1, 0]
+
+
+def test_an_environment_s_rewards_stand_where_their_turns_end() -> None:
+    """Two turns with the environment's word in between; what a function scored comes on top, at the end."""
+    mask = torch.tensor([[True, False, True]] * 2)
+    given = RolloutBatch(
+        {
+            "input_ids": torch.ones(2, 2).long(),
+            "prompt_lengths": torch.full((2,), 2),
+            "generated_ids": torch.ones(2, 3).long(),
+            "response_mask": mask,
+            "rollout_log_probs": torch.zeros(2, 3),
+            "turn_ids": torch.tensor([[0, 0, 1]] * 2),
+            "turn_rewards": torch.tensor([[0.5, 0.0, 1.0], [-0.5, 0.0, 0.0]]),
+            "rewards": torch.tensor([1.75, -0.5]),
+            "group_ids": torch.tensor([0, 0]),
+            "values": torch.zeros(2, 3),
+        }
+    )
+    found, _ = Credit(config(name="turn_ppo", normalize_advantages=False)).assign(given, kl_coef=0.0)
+    torch.testing.assert_close(found.token_rewards, torch.tensor([[0.5, 0.0, 1.25], [-0.5, 0.0, 0.0]]))
+    assert (found.advantages[~mask] == 0).all(), "what the environment said is nobody's doing"
+    found, _ = Credit(config(name="turn_grpo", group_size=2)).assign(given, kl_coef=0.0)
+    assert found.advantages[0, 0] > 0 > found.advantages[1, 0] and found.advantages[0, 2] > 0
+
+
+def test_every_agent_is_credited_by_itself() -> None:
+    agents = torch.tensor([0, 1, 0, 1])
+    given = batch(agent_ids=agents, values=torch.zeros(4, 3))
+    credit = Credit(config(name="ppo"))
+    found, metrics = credit.assign_each(given, kl_coef=0.0, extra={"greedy_rewards": None})
+    for agent in (0, 1):
+        rows = (agents == agent).nonzero()[:, 0]
+        alone, own = credit.assign(given.select(rows), kl_coef=0.0)
+        torch.testing.assert_close(found.advantages[rows], alone.advantages)
+        torch.testing.assert_close(found.returns[rows], alone.returns)
+    assert set(metrics) == set(own)
+
+
+def test_weights_of_rewards_are_nobodys_rows() -> None:
+    """As many rewards as there are samples, of two agents."""
+    agents = torch.tensor([0, 1, 0, 1])
+    weights, rewards = torch.tensor([1.0, 0.0, 0.0, 2.0]), torch.rand(4, 4)
+    given, credit = batch(agent_ids=agents, group_ids=agents), Credit(config(name="gdpo", group_size=2))
+    extra = {"component_rewards": rewards, "component_weights": weights}
+    found, _ = credit.assign_each(given, kl_coef=0.0, extra=extra)
+    for agent in (0, 1):
+        rows = (agents == agent).nonzero()[:, 0]
+        own = {"component_rewards": rewards[rows], "component_weights": weights}
+        alone, _ = credit.assign(given.select(rows), kl_coef=0.0, extra=own)
+        torch.testing.assert_close(found.advantages[rows], alone.advantages)

@@ -1,0 +1,129 @@
+"""Reward models on transformers: scores as transformers gives them one by one, and what it cannot score is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.tasks import make_task
+from megaverl.data.tokenizers import Tokenizer, load_tokenizer
+from megaverl.errors import ModelError, RewardError
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.rollout.engine import Generation
+from megaverl.workers.transformers_reward import TransformersRewardModel
+from tests.checkpoint.convert.folders import as_reward_model
+
+SYSTEM = {"role": "system", "content": "9"}
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}={% endfor %}{% if add_generation_prompt %}0{% endif %}"
+PROMPTS, RESPONSES = ["12=", "345=", "6=", "78="], ["21", "543", "6", "88"]
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    task = make_task("reverse", num_digits=3, num_train=16, num_held_out=4)
+    return load_tokenizer(task.train_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    base = make_tiny_folder(root / "base", "Qwen3ForCausalLM", vocab_size=tokenizer.vocab_size)
+    made = as_reward_model(base, root / "classifier")
+    tokenizer.save(made)
+    return made
+
+
+def batch(tokenizer: Tokenizer) -> RolloutBatch:
+    generations = []
+    for text in RESPONSES:
+        ids = tokenizer.encode(text)
+        generations.append(Generation(token_ids=ids, log_probs=[0.0] * len(ids), finish_reason="stop"))
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    conversations = [[SYSTEM, {"role": "user", "content": text}] for text in PROMPTS]
+    return RolloutBatch.from_generations(prompts, generations, columns={"messages": conversations, "prompt": PROMPTS})
+
+
+def one_by_one(folder: Path, tokens: list[list[int]]) -> torch.Tensor:
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(str(folder), dtype=torch.float32)
+    with torch.no_grad():
+        return torch.stack([model(torch.tensor([ids])).logits[0, 0] for ids in tokens])
+
+
+def test_token_ids_of_the_same_vocabulary(group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer) -> None:
+    model = TransformersRewardModel(folder, tokenizer, group, micro_batch_tokens=12)
+    tokens = [tokenizer.encode(p) + tokenizer.encode(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    assert len({len(ids) for ids in tokens}) < len(tokens), "some share a forward pass"
+    expected = one_by_one(folder, tokens)
+    assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
+    assert expected.std() > 1e-3
+
+
+def test_text_through_another_tokenizer(
+    group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """The conversation by its own chat template or, where it has none, the texts as they stand."""
+    other = make_task("add", num_train=16, num_held_out=4).train_tokenizer(tmp_path / "tokenizer.model")
+    own = load_tokenizer(other)
+    assert own.backend.get_vocab() != tokenizer.backend.get_vocab()
+    base = make_tiny_folder(tmp_path / "base", "Qwen3ForCausalLM", vocab_size=own.vocab_size)
+    made = as_reward_model(base, tmp_path / "classifier")
+    own.save(made)
+    model = TransformersRewardModel(made, tokenizer, group, micro_batch_tokens=64)
+    texts = [f"9\n\n{p}{r}" for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    expected = one_by_one(made, [own.encode(text, add_special_tokens=True) for text in texts])
+    assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
+    (made / "chat_template.jinja").write_text(TEMPLATE)
+    for reads, with_template in ((made, own), (with_own_template(folder, tmp_path / "same"), tokenizer)):
+        model = TransformersRewardModel(reads, tokenizer, group, micro_batch_tokens=64)
+        texts = [f"9={p}={r}=" for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+        expected = one_by_one(reads, [with_template.encode(text) for text in texts])
+        assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
+    bare = RolloutBatch(batch(tokenizer).tensors)
+    with pytest.raises(RewardError, match="does not have the conversations .* as the column `messages`"):
+        model.scores(bare)
+
+
+def with_own_template(folder: Path, output: Path) -> Path:
+    """The same model and vocabulary, with a chat template."""
+    shutil.copytree(folder, output)
+    (output / "chat_template.jinja").write_text(TEMPLATE)
+    return output
+
+
+def test_what_it_cannot_score(group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = TransformersRewardModel(folder, tokenizer, group, micro_batch_tokens=64)
+    model.model.config.max_position_embeddings = 4
+    with pytest.raises(RewardError, match=r"prompt and response 0 have \d+ tokens, and it reads 4. Lower"):
+        model.scores(batch(tokenizer))
+    several = tmp_path / "several"
+    several.mkdir()
+    for file in folder.iterdir():
+        (several / file.name).write_bytes(file.read_bytes())
+    config = json.loads((several / "config.json").read_text())
+    config |= {
+        "num_labels": 3,
+        "id2label": {str(i): str(i) for i in range(3)},
+        "label2id": {str(i): i for i in range(3)},
+    }
+    (several / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="it has 3 labels; a reward model has one"):
+        TransformersRewardModel(several, tokenizer, group, micro_batch_tokens=64)
+    (several / "config.json").write_text('{"model_type": "no_such_model"}')
+    with pytest.raises(ModelError, match="cannot read it as a sequence classifier"):
+        TransformersRewardModel(several, tokenizer, group, micro_batch_tokens=64)
