@@ -116,7 +116,7 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     from megaverl.checkpoint.random_state import seed_generators
     from megaverl.config import load_config
     from megaverl.monitoring.console import Console
-    from megaverl.trainer.rl import RLTrainer
+    from megaverl.trainer.rl import Trainer
 
     warm = warm_start(out, 0)
     seed_generators(0)
@@ -125,7 +125,7 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     given["checkpoint"] |= {"resume": "never"}
     given["data"] |= {"validation": []}
     config = load_config(given, world_size=1)
-    trainer, clock = RLTrainer(config, Console(rank=1)), Clock()
+    trainer, clock = Trainer(config, Console(rank=1)), Clock()
     watch(trainer, clock)
     found: list[tuple[float, float]] = []
     one_step = trainer.one_step

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint  # what a conversion imports, once for a process
 
-from megaverl.checkpoint.convert.run import Request, convert, process_group
+from megaverl.checkpoint.convert.run import ConversionRequest, convert, process_group
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
 from megaverl.processes import ending_with_parent
@@ -113,8 +113,8 @@ def main() -> int:
         print(f"{nbytes / 1e9:.3f} GB, TP{options.tp} x PP{options.pp}, {len(os.sched_getaffinity(0))} cores")
         print(f"{'':24}{'copy':>9}{'convert':>10}{'speed of the copy':>20}")
         requests = [
-            ("Hugging Face -> Megatron", Request(work / "hf", work / "m", "megatron", shape, quiet=True)),
-            ("Megatron -> Hugging Face", Request(work / "m", work / "back", "hugging_face", quiet=True)),
+            ("Hugging Face -> Megatron", ConversionRequest(work / "hf", work / "m", "megatron", shape, quiet=True)),
+            ("Megatron -> Hugging Face", ConversionRequest(work / "m", work / "back", "hugging_face", quiet=True)),
         ]
         for what, request in requests:
             copied, converted = [], []

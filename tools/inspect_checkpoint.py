@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
-from megaverl.checkpoint.contents import INDEX_FILE, Contents, StoredTensor, read_contents
+from megaverl.checkpoint.contents import INDEX_FILE, CheckpointTensor, Contents, read_contents
 from megaverl.checkpoint.manifest import MANIFEST_FILE, Manifest, checkpoint_folders, read_json
 from megaverl.errors import CheckpointError
 
@@ -147,7 +147,7 @@ def _tensors(contents: Contents, pattern: str) -> Iterator[str]:
             yield f"  {name}  [{shape}] {tensor.dtype}, {tensor.num_shards} shards, {_size(tensor.num_bytes)}"
 
 
-def _sum(tensors: Iterable[StoredTensor]) -> str:
+def _sum(tensors: Iterable[CheckpointTensor]) -> str:
     found = list(tensors)
     if not found:
         return "none"

@@ -98,11 +98,11 @@ def attempt(config: Any) -> str | None:
     from megaverl.checkpoint.random_state import seed_generators
     from megaverl.errors import MegaverlError
     from megaverl.monitoring.console import Console
-    from megaverl.trainer.rl import RLTrainer
+    from megaverl.trainer.rl import Trainer
 
     seed_generators(config.run.seed)
     try:
-        RLTrainer(config, Console(rank=1)).train()
+        Trainer(config, Console(rank=1)).train()
     except MegaverlError as failed:
         return f"{type(failed).__name__}: {failed}"
     return None

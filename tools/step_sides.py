@@ -207,7 +207,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     from megaverl.config import load_config
     from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
-    from megaverl.trainer.rl import RLTrainer
+    from megaverl.trainer.rl import Trainer
 
     rank = int(os.environ["RANK"])
     config = load_config(None, megaverl_settings(job, folder), command="train")
@@ -216,7 +216,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     platform.start()
     dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))
 
-    class Bench(RLTrainer):
+    class Bench(Trainer):
         def one_step(self, step: int, rollouts: Any = None) -> dict[str, float]:
             if step == 0:
                 self.watch = watch_roles(self)

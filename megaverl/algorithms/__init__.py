@@ -19,7 +19,7 @@ from megaverl.algorithms.aggregation import Denominators, aggregations, count_de
 from megaverl.algorithms.covariance_losses import covariances, token_selectors
 from megaverl.algorithms.distillation import distillation, distillation_loss, divergences
 from megaverl.algorithms.divergence_losses import binary_kl, binary_tv
-from megaverl.algorithms.dynamic_sampling import Kept, keep_groups
+from megaverl.algorithms.dynamic_sampling import KeptSamples, keep_groups
 from megaverl.algorithms.entropy import entropy_sum
 from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, raft, rloo
 from megaverl.algorithms.implicit_rewards import implicit_rewards, outcome_cross_entropy, prime
@@ -62,7 +62,7 @@ __all__ = [
     "Entry",
     "FixedKL",
     "KLController",
-    "Kept",
+    "KeptSamples",
     "LossOutput",
     "MetricSums",
     "Registry",

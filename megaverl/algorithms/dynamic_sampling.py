@@ -10,7 +10,7 @@ from torch import Tensor
 from megaverl.algorithms.groups import group_stats
 
 
-class Kept(NamedTuple):
+class KeptSamples(NamedTuple):
     """rows: int64, the samples to train on, whole groups in the order of the batch.
 
     missing: groups that are still wanted. silent: groups of the batch whose scores are all equal.
@@ -23,7 +23,7 @@ class Kept(NamedTuple):
 
 def keep_groups(
     scores: Tensor, group_ids: Tensor, prompt_ids: Tensor | None = None, *, wanted: int, last_round: bool = False
-) -> Kept:
+) -> KeptSamples:
     """The first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
 
     There a group is kept if 0 < its right answers < its size; with scores of 0 and 1 that is the same as scores that
@@ -41,7 +41,7 @@ def keep_groups(
         wanted: prompts in a step, `data.prompts_per_step`.
     """
     if not len(scores):
-        return Kept(torch.zeros(0, dtype=torch.int64), wanted, 0)
+        return KeptSamples(torch.zeros(0, dtype=torch.int64), wanted, 0)
     differs = group_stats(scores.double(), group_ids).std > 0
     units = group_ids if prompt_ids is None else prompt_ids
     telling = _in_order(units[differs])
@@ -52,7 +52,7 @@ def keep_groups(
         chosen = chosen + silent[:missing]
         missing = wanted - len(chosen)
     kept = torch.isin(units, torch.tensor(chosen, dtype=torch.int64, device=units.device))
-    return Kept(kept.nonzero()[:, 0], missing, len(silent))
+    return KeptSamples(kept.nonzero()[:, 0], missing, len(silent))
 
 
 def _in_order(group_ids: Tensor) -> list[int]:

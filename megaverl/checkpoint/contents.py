@@ -28,7 +28,7 @@ _MODULES = (
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class CheckpointTensor:
     """A tensor of a checkpoint.
 
     Attributes:
@@ -60,7 +60,7 @@ class Contents:
         ends: file -> the size in bytes that it must have at least.
     """
 
-    tensors: dict[str, StoredTensor]
+    tensors: dict[str, CheckpointTensor]
     objects: list[str]
     ends: dict[str, int]
 
@@ -90,7 +90,7 @@ def read_contents(folder: Path) -> Contents:
         for name, entry in index.state_dict_metadata.items():
             if hasattr(entry, "chunks"):
                 shape = tuple(int(size) for size in entry.size)
-                tensors[str(name)] = StoredTensor(shape, entry.properties.dtype, len(entry.chunks))
+                tensors[str(name)] = CheckpointTensor(shape, entry.properties.dtype, len(entry.chunks))
             else:
                 objects.append(str(name))
         ends: dict[str, int] = {}

@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 def _convert(arguments: argparse.Namespace) -> None:
     import torch
 
-    from megaverl.checkpoint.convert.run import Request, check_output, convert, parse_size, process_group
+    from megaverl.checkpoint.convert.run import ConversionRequest, check_output, convert, parse_size, process_group
     from megaverl.checkpoint.convert.source import kind_of
     from megaverl.distributed.collectives import together
 
@@ -112,7 +112,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         )
         return
     request = partial(
-        Request,
+        ConversionRequest,
         output=arguments.output,
         to="hugging_face" if to == "hf" else to,
         shape=_shape(arguments),

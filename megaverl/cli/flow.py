@@ -16,7 +16,7 @@ from megaverl.errors import MegaverlError
 from megaverl.trainer.launcher import default_nproc
 
 if TYPE_CHECKING:
-    from megaverl.dataflow.plan import Plan
+    from megaverl.dataflow.plan import CompiledFlow
 
 DESCRIPTION = """\
 Show the training step of a configuration: its operators, on which role each runs, what it takes and gives, which run
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def plan_of(config: Config, world_size: int | None = None) -> Plan:
+def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
     """The compiled flow of the trainer that this configuration makes; no role is built.
 
     Args:
@@ -74,7 +74,7 @@ def plan_of(config: Config, world_size: int | None = None) -> Plan:
     return step.flow(places).plan
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: CompiledFlow) -> dict[str, Any]:
     """The flow as JSON."""
     return {
         "operators": [
@@ -95,7 +95,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: CompiledFlow) -> str:
     """A line for each operator, stage by stage; what stands in one stage can run side by side."""
     rows = []
     by_name = {each.name: each for each in plan.operators}
@@ -118,7 +118,7 @@ def as_text(plan: Plan) -> str:
     return "\n".join([*lines, *(["", "moves:", *moves] if moves else [])])
 
 
-def as_mermaid(plan: Plan) -> str:
+def as_mermaid(plan: CompiledFlow) -> str:
     """A flow chart that GitHub and MkDocs draw."""
     lines = ["flowchart LR"]
     for each in plan.operators:

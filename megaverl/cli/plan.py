@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.errors import ConfigError, MegaverlError, ModelError
-from megaverl.planner.job import Job, make_job
+from megaverl.planner.job import PlannedJob, make_job
 from megaverl.planner.machine import GB, Machine
 from megaverl.sharding.model_spec import ModelSpec
 
@@ -87,7 +87,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _job(arguments: argparse.Namespace) -> Job:
+def _job(arguments: argparse.Namespace) -> PlannedJob:
     world = arguments.nodes * arguments.gpus_per_node if arguments.nodes else None
     # the grids are judged below, against the world and the model together
     config = load_config(arguments.config, arguments.overrides, check_paths=False)

@@ -1,7 +1,7 @@
 """What a run is: typed and strict, YAML plus `key=value`; every mistake reported at once, with the mend."""
 
 from megaverl.config.algorithm import AlgorithmConfig, KLConfig
-from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.grids import smallest_world
 from megaverl.config.loader import load_config
 from megaverl.config.realise import realise
@@ -10,7 +10,7 @@ from megaverl.config.roles import ActorConfig, CriticConfig, GridConfig, Referen
 from megaverl.config.rollout import RolloutConfig
 from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig
 from megaverl.config.schema import Config
-from megaverl.config.trainer import CheckpointConfig, SFTConfig, TrainerConfig
+from megaverl.config.trainer import CheckpointConfig, LoopConfig, SFTConfig
 
 __all__ = [
     "ActorConfig",
@@ -22,7 +22,7 @@ __all__ = [
     "GridConfig",
     "InvalidConfig",
     "KLConfig",
-    "Mistake",
+    "ConfigIssue",
     "ModelConfig",
     "ReferenceConfig",
     "ReshardConfig",
@@ -31,7 +31,7 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "TrainedConfig",
-    "TrainerConfig",
+    "LoopConfig",
     "load_config",
     "realise",
     "smallest_world",

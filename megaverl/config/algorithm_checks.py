@@ -8,7 +8,7 @@ from dataclasses import replace
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.algorithm_conflicts import estimator_conflicts, kl_conflicts, loss_conflicts
 from megaverl.config.algorithm_functions import named_function, option_mistakes, reading_mistakes
-from megaverl.config.errors import Mistake, did_you_mean, divisors, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, divisors, found, listed
 from megaverl.config.option_ranges import out_of_order
 from megaverl.config.registered import Registered, registered
 from megaverl.config.schema import Config
@@ -48,7 +48,7 @@ KL_INPUTS = ("log_probs", "ref_log_probs")
 DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
 
 
-def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
+def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Every mistake in `algorithm`, and between it and the other sections."""
     algorithm = config.algorithm
     estimator, mistakes = named_function("advantage", "advantage_estimators", algorithm.advantage_name)
@@ -73,7 +73,7 @@ def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
     yield from _dynamic_sampling(config)
     yield from _distillation(config)
     if algorithm.aggregation_name == "fixed_length" and algorithm.loss_length is None:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.loss_length",
             "is not set; fixed_length divides by it. Give rollout.sampling.max_tokens: loss_length: "
             f"{config.rollout.sampling['max_tokens']}.",
@@ -81,10 +81,10 @@ def algorithm_mistakes(config: Config) -> Iterator[Mistake]:
         )
 
 
-def _batches(config: Config) -> Iterator[Mistake]:
+def _batches(config: Config) -> Iterator[ConfigIssue]:
     algorithm = config.algorithm
     if config.samples_per_step % algorithm.num_mini_batches:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.num_mini_batches",
             f"found {algorithm.num_mini_batches}, not a divisor of the {config.samples_per_step} samples "
             f"of a step (data.prompts_per_step={config.data.prompts_per_step} x "
@@ -94,61 +94,63 @@ def _batches(config: Config) -> Iterator[Mistake]:
         )
 
 
-def _kl(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     kl = algorithm.kl
     estimator, mistakes = named_function("kl.kind", "kl_estimators", kl.kind_name)
     yield from mistakes
     yield from reading_mistakes("kl.kind", kl.kind_name, estimator, KL_INPUTS, ())
     if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
         key = "coef" if kl.coef > 0 else "target"
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.kl.in",
             f"found none, yet algorithm.kl.{key} is set. Use in: reward or in: loss, or leave {key} out.",
         )
     if kl.place != "none" and kl.coef == 0:
-        yield Mistake("algorithm.kl.coef", f"found 0.0; with algorithm.kl.in={kl.place} it must be above 0.")
+        yield ConfigIssue("algorithm.kl.coef", f"found 0.0; with algorithm.kl.in={kl.place} it must be above 0.")
     if kl.place == "loss" and kl.kind == "k1" and not kl.straight_through:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.kl.kind",
             "found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3, or algorithm.kl.straight_through.",
         )
     biased = kl.kind_name != "k1" and kl.kind_name in registered("kl_estimators")
     if kl.place == "reward" and biased and not kl.allow_biased:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.kl.kind",
             f"found {found(kl.kind_name)}; in the reward only k1 has the gradient of the KL on average: that of others "
             "is far too small near the reference, or points elsewhere. Leave it out, use in: loss, or "
             "algorithm.kl.allow_biased: true.",
         )
     if kl.allow_biased and kl.place != "reward":
-        yield Mistake("algorithm.kl.allow_biased", f"is about kinds in the reward, and algorithm.kl.in={kl.place}.")
+        yield ConfigIssue("algorithm.kl.allow_biased", f"is about kinds in the reward, and algorithm.kl.in={kl.place}.")
     elif kl.allow_biased and not biased:
-        yield Mistake("algorithm.kl.allow_biased", f"found true; {kl.kind_name} needs no permission. Leave it out.")
+        yield ConfigIssue("algorithm.kl.allow_biased", f"found true; {kl.kind_name} needs no permission. Leave it out.")
     if kl.straight_through and kl.place != "loss":
-        yield Mistake("algorithm.kl.straight_through", f"is about gradients, and algorithm.kl.in={kl.place} has none.")
+        yield ConfigIssue(
+            "algorithm.kl.straight_through", f"is about gradients, and algorithm.kl.in={kl.place} has none."
+        )
 
 
-def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
+def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
     algorithm, key = config.algorithm, "algorithm.advantage"
     name = algorithm.advantage_name
     inputs = estimator.inputs
     unknown = [other for other in inputs if other not in ESTIMATOR_INPUTS]
     if unknown:
-        yield Mistake(
+        yield ConfigIssue(
             key,
             f"found {found(name)}, which reads {listed(unknown)}; a training step has none. It has: "
             f"{listed(ESTIMATOR_INPUTS)}.",
             involves=("algorithm.name",),
         )
     if "turn_ids" in inputs and config.environment.name is None:
-        yield Mistake(
+        yield ConfigIssue(
             key,
             f"found {found(name)}, which reads turn_ids; without environment.name a response has no turns. Name an "
             "environment, or use another estimator.",
             involves=("algorithm.name", "environment.name"),
         )
     if "group_ids" in inputs and algorithm.group_size < 2:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.group_size",
             f"found {algorithm.group_size}; {name} compares the responses of a group and needs at least 2.",
             involves=("algorithm.name", key),
@@ -156,13 +158,13 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
     for option, what in (("k", "pass@k needs k responses"), ("keep", "so many responses of a group are kept")):
         count = algorithm.advantage_options.get(option)
         if option in estimator.options and isinstance(count, int) and count > algorithm.group_size > 1:
-            yield Mistake(
+            yield ConfigIssue(
                 f"algorithm.advantage_options.{option}",
                 f"found {count}; {what}, and algorithm.group_size={algorithm.group_size}.",
                 involves=("algorithm.group_size",),
             )
     if name == "none" and not _learns_otherwise(config):
-        yield Mistake(
+        yield ConfigIssue(
             key,
             "found 'none', and nothing else trains: no algorithm.distillation, no algorithm.kl in: loss to another "
             "reference, no algorithm.entropy_coef, no mix. Name an estimator, or one of these.",
@@ -170,14 +172,14 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[Mistake]:
         )
     yield from _value_loss(algorithm) if "values" in inputs else _without_critic(algorithm)
     if "greedy_rewards" in inputs and config.trainer.replay_rollouts is not None:
-        yield Mistake(
+        yield ConfigIssue(
             key,
             f"found {found(name)}, whose baseline is a greedy rollout; trainer.replay_rollouts has no engine to make "
             "one. Use another estimator, or generate.",
             involves=("algorithm.name", "trainer.replay_rollouts"),
         )
     if algorithm.kl.place == "reward" and not {"token_rewards", "rewards"} & set(inputs):
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.kl.in",
             f"found reward, but {name} reads neither rewards nor token_rewards. Use in: loss.",
             involves=("algorithm.name", key),
@@ -194,13 +196,13 @@ def _learns_otherwise(config: Config) -> bool:
     return other or any(entry.update != "reward_model" for entry in config.mix)
 
 
-def _without_critic(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+def _without_critic(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     """A value loss where there are no values."""
     defaults = AlgorithmConfig()
     for key in ("value_loss", "value_loss_options", "value_loss_coef", "value_clip_range", "critic_warmup_steps"):
         value = getattr(algorithm, key)
         if value != getattr(defaults, key):
-            yield Mistake(
+            yield ConfigIssue(
                 f"algorithm.{key}",
                 f"found {found(value)}, but {algorithm.advantage_name} has no critic, and so no value loss. Leave it "
                 "out, or use an estimator with one: advantage: gae.",
@@ -208,11 +210,11 @@ def _without_critic(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
             )
 
 
-def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[Mistake]:
+def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]:
     name = algorithm.policy_loss_name
     unknown = [other for other in loss.inputs if other not in LOSS_INPUTS]
     if unknown:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.policy_loss",
             f"found {found(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}.",
         )
@@ -221,7 +223,7 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[Mistake]:
         selector, mistakes = _token_selector(algorithm)
         yield from mistakes
     elif algorithm.token_selector is not None:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.token_selector",
             f"found {found(algorithm.token_selector)}, but {name} does not read selected. Leave it out.",
             involves=("algorithm.name", "algorithm.policy_loss"),
@@ -230,7 +232,7 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[Mistake]:
     clips = {"clip_range": "clip_low", "clip_range_high": "clip_high"}
     for key, option in clips.items():
         if getattr(algorithm, key) is not None and option not in own:
-            yield Mistake(
+            yield ConfigIssue(
                 f"algorithm.{key}",
                 f"found {getattr(algorithm, key)}, but {name} has no {option}. Leave it out; {name} has: "
                 f"{listed(sorted(own)) or 'no options'}.",
@@ -241,18 +243,18 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[Mistake]:
         yield from option_mistakes("algorithm.policy_loss_options", name, algorithm.policy_loss_options, both)
 
 
-def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list[Mistake]]:
+def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list[ConfigIssue]]:
     """Of a policy loss that reads `selected`: its selector, None where that cannot be told; and what is wrong."""
     name = algorithm.token_selector_name
     if algorithm.token_selector is None and name not in registered("token_selectors"):
         key, text = "algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector of its "
-        return None, [Mistake(key, f"{text}own. Name one: algorithm.token_selector.")]
+        return None, [ConfigIssue(key, f"{text}own. Name one: algorithm.token_selector.")]
     selector, mistakes = named_function("token_selector", "token_selectors", name)
     reads = reading_mistakes("token_selector", name, selector, SELECTOR_INPUTS, selector.required if selector else ())
     return selector, [*mistakes, *reads]
 
 
-def _value_loss(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
+def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     """Of an estimator with a critic."""
     name, given = algorithm.value_loss, algorithm.value_loss_options
     loss, mistakes = named_function("value_loss", "value_losses", name)
@@ -264,24 +266,24 @@ def _value_loss(algorithm: AlgorithmConfig) -> Iterator[Mistake]:
     if algorithm.value_clip_range == AlgorithmConfig().value_clip_range:
         return
     if "clip_range" in given:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.value_loss_options.clip_range",
             "is set, and so is algorithm.value_clip_range. Use one of the two.",
         )
     elif "clip_range" not in loss.options:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.value_clip_range",
             f"found {found(algorithm.value_clip_range)}, but {name} has no clip_range. Leave it out.",
             involves=("algorithm.value_loss",),
         )
 
 
-def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[Mistake]:
+def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[ConfigIssue]:
     correction = algorithm.correction
     if correction.kind == "none":
         for key in ("low", "high"):
             if getattr(correction, key) is not None:
-                yield Mistake(f"algorithm.correction.{key}", "is set, but algorithm.correction.kind is none.")
+                yield ConfigIssue(f"algorithm.correction.{key}", "is set, but algorithm.correction.kind is none.")
         return
     signature, mistakes = named_function("correction.kind", "corrections", correction.kind)
     yield from mistakes
@@ -289,14 +291,14 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
     if signature is not None:
         if wrong := out_of_order(correction.model_dump()):
             limits = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
-            yield Mistake("algorithm.correction.low", limits, involves=("algorithm.correction.high",))
+            yield ConfigIssue("algorithm.correction.low", limits, involves=("algorithm.correction.high",))
         for key in ("low", "high"):
             if getattr(correction, key) is not None and key not in signature.options:
-                yield Mistake(f"algorithm.correction.{key}", f"is set, but {correction.kind} has no such limit.")
+                yield ConfigIssue(f"algorithm.correction.{key}", f"is set, but {correction.kind} has no such limit.")
             if getattr(correction, key) is None and key in signature.required:
-                yield Mistake(f"algorithm.correction.{key}", f"is not set, and {correction.kind} needs it.")
+                yield ConfigIssue(f"algorithm.correction.{key}", f"is not set, and {correction.kind} needs it.")
     if loss is not None and "rollout_log_probs" in loss.inputs:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.correction.kind",
             f"found {found(correction.kind)}; the ratio of {algorithm.policy_loss_name} is to the engine's policy "
             "already. Use none.",
@@ -304,19 +306,19 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
         )
 
 
-def _dynamic_sampling(config: Config) -> Iterator[Mistake]:
+def _dynamic_sampling(config: Config) -> Iterator[ConfigIssue]:
     dynamic, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
     if dynamic.metric is None:
         for name, field in type(dynamic).model_fields.items():
             if getattr(dynamic, name) != field.default:
-                yield Mistake(f"{key}.{name}", f"is set, but {key}.metric is null. Use metric: accuracy.")
+                yield ConfigIssue(f"{key}.{name}", f"is set, but {key}.metric is null. Use metric: accuracy.")
         return
     names = ["accuracy", "reward", *(entry.label for entry in config.reward)]
     if dynamic.metric not in names:
         hint = did_you_mean(dynamic.metric, names)
-        yield Mistake(f"{key}.metric", f"found {found(dynamic.metric)}; there are: {listed(names)}.{hint}")
+        yield ConfigIssue(f"{key}.metric", f"found {found(dynamic.metric)}; there are: {listed(names)}.{hint}")
     if config.algorithm.group_size < 2:
-        yield Mistake(
+        yield ConfigIssue(
             "algorithm.group_size",
             f"found {config.algorithm.group_size}; {key} keeps groups whose responses differ, which needs at least 2.",
             involves=(f"{key}.metric",),
@@ -324,27 +326,27 @@ def _dynamic_sampling(config: Config) -> Iterator[Mistake]:
     if dynamic.prompts_per_round is not None:
         most = dynamic.prompts_per_round * dynamic.max_rounds
         if most < config.data.prompts_per_step:
-            yield Mistake(
+            yield ConfigIssue(
                 f"{key}.prompts_per_round",
                 f"found {dynamic.prompts_per_round}; in max_rounds={dynamic.max_rounds} rounds that is {most} prompts, "
                 f"fewer than data.prompts_per_step={config.data.prompts_per_step}.",
                 involves=(f"{key}.max_rounds", "data.prompts_per_step"),
             )
     if config.trainer.replay_rollouts is not None:
-        yield Mistake(
+        yield ConfigIssue(
             f"{key}.metric",
             f"found {found(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. Leave it out.",
             involves=("trainer.replay_rollouts",),
         )
 
 
-def _distillation(config: Config) -> Iterator[Mistake]:
+def _distillation(config: Config) -> Iterator[ConfigIssue]:
     algorithm, key = config.algorithm, "algorithm.distillation"
     given, name = algorithm.distillation, algorithm.divergence_name
     if name is None:
         for option, field in type(given).model_fields.items():
             if getattr(given, option) != field.get_default(call_default_factory=True):
-                yield Mistake(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
+                yield ConfigIssue(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
         return
     function, mistakes = named_function("distillation.divergence", "divergences", name)
     yield from mistakes
@@ -353,12 +355,12 @@ def _distillation(config: Config) -> Iterator[Mistake]:
         yield from reading_mistakes("distillation.divergence", name, function, DIVERGENCE_INPUTS, [*function.options])
     beta = given.options.get("beta")
     if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
-        yield Mistake(
+        yield ConfigIssue(
             f"{key}.options.beta",
             f"found {beta}; expected above 0 and below 1. At 0 it is forward_kl, at 1 reverse_kl: name these.",
         )
     if config.reference.path in (None, config.model.path):
-        yield Mistake(
+        yield ConfigIssue(
             "reference.path",
             f"is {'not set' if config.reference.path is None else 'model.path'}; {name} compares the actor with a "
             "teacher, and this one would teach it to stay as it is. Name the teacher's folder; to stay near where "
@@ -368,7 +370,7 @@ def _distillation(config: Config) -> Iterator[Mistake]:
     for grid in ("tp", "pp", "cp", "vpp"):
         mine, teachers = getattr(config.actor, grid), getattr(config.reference, grid)
         if mine != teachers:
-            yield Mistake(
+            yield ConfigIssue(
                 f"reference.{grid}",
                 f"found {teachers}, and actor.{grid} is {mine}: {name} compares them rank by rank, vocabulary part by "
                 "vocabulary part. Leave it out.",

@@ -11,7 +11,7 @@ from typing import Any
 
 from megaverl.config.algorithm_checks import algorithm_mistakes
 from megaverl.config.environment import environment_mistakes
-from megaverl.config.errors import Mistake, did_you_mean, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.grids import REINFORCING, grid_mistakes
 from megaverl.config.lengths import length_mistakes
 from megaverl.config.rollout_checks import sampling_mistakes
@@ -28,11 +28,11 @@ from megaverl.sharding.model_spec import ModelSpec
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
 
-def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: int | None) -> list[Mistake]:
+def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: int | None) -> list[ConfigIssue]:
     """Every mistake that shows only when sections, files and the world are seen together."""
     spec, mistakes = _model(config) if check_paths else (None, [])
     if not config.model.path:
-        mistakes = [Mistake("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
+        mistakes = [ConfigIssue("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
     mistakes += _needed(config, command)
     mistakes += length_mistakes(config, command, spec)
     mistakes += [*grid_mistakes(config, command, spec, world_size), *reward_model_mistakes(config, command)]
@@ -46,7 +46,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes += [*_validation(config), *_rewards(config, check_paths)]
     if command in ("sft", "quickstart") and config.sft.lr_warmup_steps >= config.sft.steps:
         mistakes.append(
-            Mistake(
+            ConfigIssue(
                 "sft.lr_warmup_steps",
                 f"found {config.sft.lr_warmup_steps}; expected below sft.steps={config.sft.steps}.",
                 involves=("sft.steps",),
@@ -56,44 +56,46 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     return [*mistakes, *(mistake for found in here if check_paths for mistake in found)]
 
 
-def _model(config: Config) -> tuple[ModelSpec | None, list[Mistake]]:
+def _model(config: Config) -> tuple[ModelSpec | None, list[ConfigIssue]]:
     if not config.model.path:
         return None, []
     if is_hub_name(config.model.path):
         return None, []  # checked when it has come
     if not Path(config.model.path).is_dir():
         kind = "a file" if Path(config.model.path).exists() else "neither a folder nor a model on a hub (org/name)"
-        return None, [Mistake("model.path", f"found {found(config.model.path)}, which is {kind}.")]
+        return None, [ConfigIssue("model.path", f"found {found(config.model.path)}, which is {kind}.")]
     try:
         return ModelSpec.from_folder(config.model.path), []
     except ModelError as error:
-        return None, [Mistake("model.path", str(error))]
+        return None, [ConfigIssue("model.path", str(error))]
 
 
-def _needed(config: Config, command: str) -> Iterator[Mistake]:
+def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:
     if command in REINFORCING and not config.data.train:
-        yield Mistake("data.train", "is empty. Give one or more JSONL or Parquet files: data.train=FILE.")
+        yield ConfigIssue("data.train", "is empty. Give one or more JSONL or Parquet files: data.train=FILE.")
     if command == "sft" and not (config.sft.train or config.data.train):
-        yield Mistake(
+        yield ConfigIssue(
             "sft.train", "and data.train are empty. Give one or more JSONL or Parquet files: data.train=FILE."
         )
     if command == "eval" and not config.data.validation:
-        yield Mistake("data.validation", "is empty. Give one or more JSONL or Parquet files: data.validation=FILE.")
+        yield ConfigIssue("data.validation", "is empty. Give one or more JSONL or Parquet files: data.validation=FILE.")
 
 
-def _optimizers(config: Config) -> Iterator[Mistake]:
+def _optimizers(config: Config) -> Iterator[ConfigIssue]:
     trained = {"actor": True, "critic": config.uses_critic, "reward_model": config.trains_reward_model}
     for role in (role for role, is_used in trained.items() if is_used):
         section = getattr(config, role)
         lr, min_lr = section.optimizer.get("lr"), section.optimizer.get("min_lr")
         if lr is None or not (_is_number(lr) and lr > 0):
-            yield Mistake(f"{role}.optimizer.lr", f"found {found(lr)}; expected a number above 0.")
+            yield ConfigIssue(f"{role}.optimizer.lr", f"found {found(lr)}; expected a number above 0.")
         elif min_lr is not None and _is_number(min_lr) and not 0 <= min_lr <= lr:
-            yield Mistake(f"{role}.optimizer.min_lr", f"found {min_lr}; expected from 0 to {role}.optimizer.lr={lr}.")
+            yield ConfigIssue(
+                f"{role}.optimizer.min_lr", f"found {min_lr}; expected from 0 to {role}.optimizer.lr={lr}."
+            )
         for name in ("use_distributed_optimizer", "overlap_param_gather"):
             values = [part[name] for part in (section.optimizer, section.ddp) if name in part]
             if len(values) == 2 and values[0] != values[1]:
-                yield Mistake(
+                yield ConfigIssue(
                     f"{role}.ddp.{name}",
                     f"found {found(values[1])}, but {role}.optimizer.{name} is {found(values[0])}.",
                     involves=(f"{role}.optimizer.{name}",),
@@ -101,39 +103,39 @@ def _optimizers(config: Config) -> Iterator[Mistake]:
         yield from scheduler_mistakes(role, section, config.total_updates)
 
 
-def _temperature(config: Config) -> Iterator[Mistake]:
+def _temperature(config: Config) -> Iterator[ConfigIssue]:
     temperature = config.rollout.sampling["temperature"]
     if not (_is_number(temperature) and temperature > 0):
-        yield Mistake(
+        yield ConfigIssue(
             "rollout.sampling.temperature",
             f"found {found(temperature)}; expected above 0, since the loss divides logits by it. "
             "For greedy validation use trainer.validation_sampling.temperature=0.",
         )
 
 
-def _stored_rollouts(config: Config) -> Iterator[Mistake]:
+def _stored_rollouts(config: Config) -> Iterator[ConfigIssue]:
     trainer, resume = config.trainer, config.checkpoint.resume
     if trainer.rollout_only and trainer.replay_rollouts is not None:
-        yield Mistake("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
+        yield ConfigIssue("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
     if trainer.rollout_only and resume not in ("auto", "never"):
-        yield Mistake(
+        yield ConfigIssue(
             "checkpoint.resume",
             f"found {found(resume)}; trainer.rollout_only generates with the weights of model.path. "
             "Name a checkpoint's Hugging Face folder there.",
         )
 
 
-def _validation(config: Config) -> Iterator[Mistake]:
+def _validation(config: Config) -> Iterator[ConfigIssue]:
     trainer = config.trainer
     if trainer.validate_every and not config.data.validation:
-        yield Mistake(
+        yield ConfigIssue(
             "trainer.validate_every",
             f"found {trainer.validate_every}, but data.validation is empty. "
             "Give held-out prompts, or validate_every: 0.",
             involves=("data.validation",),
         )
     if any(k > trainer.validation_samples for k in trainer.pass_at):
-        yield Mistake(
+        yield ConfigIssue(
             "trainer.pass_at",
             f"found {trainer.pass_at}; pass@k needs k samples, "
             f"and trainer.validation_samples={trainer.validation_samples}.",
@@ -141,7 +143,7 @@ def _validation(config: Config) -> Iterator[Mistake]:
         )
 
 
-def _rewards(config: Config, check_paths: bool) -> Iterator[Mistake]:
+def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
     names_are_known = True
     for index, module in enumerate(config.reward_modules):
         try:
@@ -149,54 +151,54 @@ def _rewards(config: Config, check_paths: bool) -> Iterator[Mistake]:
         except MegaverlError as error:
             names_are_known = False
             if check_paths:
-                yield Mistake(f"reward_modules.{index}", str(error).removeprefix("reward_modules: "))
+                yield ConfigIssue(f"reward_modules.{index}", str(error).removeprefix("reward_modules: "))
     if not config.reward and config.environment.name is None:
-        yield Mistake("reward", "is empty. Name a built-in reward or a function of your own: reward=exact_match.")
+        yield ConfigIssue("reward", "is empty. Name a built-in reward or a function of your own: reward=exact_match.")
     labels = [entry.label for entry in config.reward]
     for index, entry in enumerate(config.reward):
         key = f"reward.{index}"
         if entry.path is not None and entry.label in labels[:index]:
             first = labels.index(entry.label)
-            yield Mistake(
+            yield ConfigIssue(
                 f"{key}.name", f"is {entry.label!r}, and so is reward.{first}'s. Give each a name of its own."
             )
         if entry.path is not None:
             yield from _learned(key, entry)
         elif entry.engine != "megatron":
-            yield Mistake(f"{key}.engine", "is set, and there is no path. It is of a reward model: leave it out.")
+            yield ConfigIssue(f"{key}.engine", "is set, and there is no path. It is of a reward model: leave it out.")
         elif entry.name is None and entry.function is None:
-            yield Mistake(key, f"has neither name nor function, and no path. Built in: {listed(reward_names())}.")
+            yield ConfigIssue(key, f"has neither name nor function, and no path. Built in: {listed(reward_names())}.")
         elif entry.function is None and entry.name is not None:
             if names_are_known or entry.name in reward_names():
                 yield from _named(key, entry.name, entry.options)
         elif entry.function is not None and not all(entry.function.rpartition(":")[::2]):
-            yield Mistake(
+            yield ConfigIssue(
                 f"{key}.function",
                 f"found {found(entry.function)}; expected module:function or path/to/file.py:function.",
             )
 
 
-def _learned(key: str, entry: RewardConfig) -> Iterator[Mistake]:
+def _learned(key: str, entry: RewardConfig) -> Iterator[ConfigIssue]:
     """A reward model."""
     for other in ("function", "batched", "accuracy", "options"):
         if getattr(entry, other) != RewardConfig.model_fields[other].get_default(call_default_factory=True):
-            yield Mistake(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
+            yield ConfigIssue(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
 
 
-def _named(key: str, name: str, options: dict[str, Any]) -> Iterator[Mistake]:
+def _named(key: str, name: str, options: dict[str, Any]) -> Iterator[ConfigIssue]:
     names = reward_names()
     if name not in names:
         hint = did_you_mean(name, names)
         own = "" if hint else " One of your own is registered (@register_reward) by a module in reward_modules."
-        yield Mistake(f"{key}.name", f"found {found(name)}; there are {listed(names)}.{hint}{own}")
+        yield ConfigIssue(f"{key}.name", f"found {found(name)}; there are {listed(names)}.{hint}{own}")
         return
     try:
         find_reward(name).check_options(options)
     except RewardError as error:
-        yield Mistake(f"{key}.options", str(error))
+        yield ConfigIssue(f"{key}.options", str(error))
 
 
-def _files(config: Config, command: str) -> Iterator[Mistake]:
+def _files(config: Config, command: str) -> Iterator[ConfigIssue]:
     wanted = {"data.train": config.data.train, "data.validation": config.data.validation}
     if command in ("sft", "quickstart"):
         wanted["sft.train"] = config.sft.train
@@ -207,54 +209,60 @@ def _files(config: Config, command: str) -> Iterator[Mistake]:
     for key, paths in wanted.items():
         for index, source in enumerate(paths):
             if problem := _source_problem(source.path):
-                yield Mistake(f"{key}.{index}", f"found {found(source.path)}, {problem}")
+                yield ConfigIssue(f"{key}.{index}", f"found {found(source.path)}, {problem}")
     for key in ("critic", "reference", "reward_model"):
         key, folder = f"{key}.path", getattr(config, key).path
         if folder is not None and not is_hub_name(folder) and not (Path(folder) / "config.json").is_file():
-            yield Mistake(key, f"found {found(folder)}, which is not a Hugging Face folder with config.json.")
+            yield ConfigIssue(key, f"found {found(folder)}, which is not a Hugging Face folder with config.json.")
     for role in ("actor", "critic"):
         lora = getattr(config, role).lora
         if lora is not None and lora.path is not None and not (Path(lora.path) / "adapter_config.json").is_file():
-            yield Mistake(f"{role}.lora.path", f"found {found(lora.path)}, which has no adapter_config.json of peft.")
+            yield ConfigIssue(
+                f"{role}.lora.path", f"found {found(lora.path)}, which has no adapter_config.json of peft."
+            )
     for index, entry in enumerate(config.reward):
         if entry.path and not is_hub_name(entry.path) and not (Path(entry.path) / "config.json").is_file():
             at = f"reward.{index}.path"
-            yield Mistake(at, f"found {found(entry.path)}, which is not a Hugging Face folder with config.json.")
+            yield ConfigIssue(at, f"found {found(entry.path)}, which is not a Hugging Face folder with config.json.")
     tokenizer = config.model.tokenizer
     if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
-        yield Mistake("model.tokenizer", f"found {found(tokenizer)}, which does not exist.")
+        yield ConfigIssue("model.tokenizer", f"found {found(tokenizer)}, which does not exist.")
     resume = config.checkpoint.resume
     if resume not in ("auto", "latest", "never") and not Path(resume).is_dir():
         kind = ", which is a file" if Path(resume).exists() else ""
-        yield Mistake(
+        yield ConfigIssue(
             "checkpoint.resume",
             f"found {found(resume)}{kind}; allowed: auto, latest, never, or the folder of a checkpoint.",
         )
     replay = config.trainer.replay_rollouts
     if replay is not None and not Path(replay).is_dir():
-        yield Mistake("trainer.replay_rollouts", f"found {found(replay)}, which is not a folder of stored rollouts.")
+        yield ConfigIssue(
+            "trainer.replay_rollouts", f"found {found(replay)}, which is not a folder of stored rollouts."
+        )
 
 
-def _run_folder(config: Config) -> Iterator[Mistake]:
+def _run_folder(config: Config) -> Iterator[ConfigIssue]:
     """Can the run folder be made and written? Asked of the nearest folder above it that is there."""
     there = next(path for path in (config.run_dir, *config.run_dir.absolute().parents) if path.exists())
     if not there.is_dir():
-        yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
+        yield ConfigIssue("run.dir", f"found {found(config.run.dir)}, but {there} is a file. Name another folder.")
     elif not os.access(there, os.W_OK):
-        yield Mistake("run.dir", f"found {found(config.run.dir)}, but {there} cannot be written. Name another folder.")
+        yield ConfigIssue(
+            "run.dir", f"found {found(config.run.dir)}, but {there} cannot be written. Name another folder."
+        )
 
 
-def _packages(config: Config, command: str) -> Iterator[Mistake]:
+def _packages(config: Config, command: str) -> Iterator[ConfigIssue]:
     """What a run would only miss when it builds its roles, minutes later."""
     generates = command in ("train", "eval", "generate", "quickstart") and config.trainer.replay_rollouts is None
     if generates and config.rollout.engine == "vllm" and find_spec("vllm") is None:
-        yield Mistake(
+        yield ConfigIssue(
             "rollout.engine",
             "is vllm, which is not installed here: pip install 'megaverl[vllm]' (without a GPU 'megaverl[cpu]'), "
             "or rollout.engine=hf.",
         )
     if find_spec("megatron") is None:
-        yield Mistake(
+        yield ConfigIssue(
             "actor", "is trained by megatron-core, which is not installed here: pip install 'megaverl[megatron]'."
         )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from megaverl.config.errors import Mistake, did_you_mean, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.section import Passthrough, Positive, Section
 from megaverl.errors import ConfigError
 from megaverl.rollout.environments import agents_of, check_options, environment_names
@@ -39,10 +39,10 @@ class EnvironmentConfig(Section):
     )
 
 
-def _own_agents(config: Config) -> Iterator[Mistake]:
+def _own_agents(config: Config) -> Iterator[ConfigIssue]:
     """What needs one actor."""
     if config.environment.name in environment_names() and len(agents_of(str(config.environment.name))) == 1:
-        yield Mistake(
+        yield ConfigIssue(
             "environment.agents", f"found 'own', but {config.environment.name} has one agent only. Leave it out."
         )
     for name, used in (
@@ -53,27 +53,29 @@ def _own_agents(config: Config) -> Iterator[Mistake]:
         ("algorithm.advantage", config.estimator_reads("implicit_rewards")),
     ):
         if used:
-            yield Mistake(name, "does not go with environment.agents=own, which has no one actor. Use agents: shared.")
+            yield ConfigIssue(
+                name, "does not go with environment.agents=own, which has no one actor. Use agents: shared."
+            )
 
 
-def environment_mistakes(config: Config) -> Iterator[Mistake]:
+def environment_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """What makes no sense in `environment`, and between it and the rest."""
     environment = config.environment
     if environment.name is None:
         for key, field in EnvironmentConfig.model_fields.items():
             if getattr(environment, key) != field.get_default(call_default_factory=True):
-                yield Mistake(f"environment.{key}", "is set, but environment.name is null. Name an environment.")
+                yield ConfigIssue(f"environment.{key}", "is set, but environment.name is null. Name an environment.")
         return
     total = config.rollout.sampling["max_tokens"]
     turn = environment.max_turn_tokens
     if turn is not None and isinstance(total, int) and turn > total:
-        yield Mistake(
+        yield ConfigIssue(
             "environment.max_turn_tokens",
             f"found {turn}, more than rollout.sampling.max_tokens={total}, which all turns together have.",
             involves=("rollout.sampling.max_tokens",),
         )
     if turn is None and isinstance(total, int) and total < environment.max_turns:
-        yield Mistake(
+        yield ConfigIssue(
             "environment.max_turns",
             f"found {environment.max_turns}, more than rollout.sampling.max_tokens={total}: no token for each turn.",
             involves=("rollout.sampling.max_tokens",),
@@ -81,7 +83,7 @@ def environment_mistakes(config: Config) -> Iterator[Mistake]:
     if environment.agents == "own":
         yield from _own_agents(config)
     if config.estimator_reads("greedy_rewards"):
-        yield Mistake(
+        yield ConfigIssue(
             "environment.name",
             f"found {found(environment.name)}, but {config.algorithm.advantage_name} takes a greedy response for its "
             "baseline, and there is none of an episode. Use another estimator, such as turn_grpo or grpo.",
@@ -92,7 +94,7 @@ def environment_mistakes(config: Config) -> Iterator[Mistake]:
     names = environment_names()
     if environment.name not in names:
         hint = did_you_mean(environment.name, names)
-        yield Mistake(
+        yield ConfigIssue(
             "environment.name",
             f"found {found(environment.name)}; there are: {listed(names)}, or a class of your own as "
             f"module:object.{hint}",
@@ -101,4 +103,4 @@ def environment_mistakes(config: Config) -> Iterator[Mistake]:
     try:
         check_options(environment.name, environment.options)
     except ConfigError as error:
-        yield Mistake("environment.options", str(error))
+        yield ConfigIssue("environment.options", str(error))

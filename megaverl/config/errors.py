@@ -11,7 +11,7 @@ from megaverl.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Mistake:
+class ConfigIssue:
     """One thing to mend.
 
     Attributes:
@@ -34,7 +34,7 @@ class Mistake:
 class InvalidConfig(ConfigError):
     """Carries every mistake of a configuration in `mistakes`; its message lists them."""
 
-    def __init__(self, mistakes: Iterable[Mistake], source: str) -> None:
+    def __init__(self, mistakes: Iterable[ConfigIssue], source: str) -> None:
         self.mistakes = tuple(mistakes)
         count = len(self.mistakes)
         lines = [f"{count} mistake{'s' if count > 1 else ''} in the configuration ({source}):"]

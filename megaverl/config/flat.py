@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megaverl.config.errors import did_you_mean, found, listed
-from megaverl.config.yaml_source import Key, Source
+from megaverl.config.yaml_source import Key, YamlSource
 
 ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"}
 MISSING = object()
@@ -64,7 +64,7 @@ FLAT: dict[str, Flat] = {
 PER_GPU, NUM_GPUS, CRITIC = "data.batch_size_per_gpu", "engine.num_gpus", "engine.critic_type"
 
 
-def translate(source: Source) -> None:
+def translate(source: YamlSource) -> None:
     """Put every flat key of `source.values` under its own key here; mistakes are noted, not raised.
 
     A key's place goes along, so that a later mistake names the line and the word that the person wrote.
@@ -102,7 +102,7 @@ def translate(source: Source) -> None:
         source.values.pop("engine", None)
 
 
-def _check_engine(source: Source, engine: Any) -> None:
+def _check_engine(source: YamlSource, engine: Any) -> None:
     """Names in `engine` that there are not: the section is the flat form's own, so nobody else would say so."""
     if "engine" in source.values and not isinstance(engine, dict):
         source.add("engine", f"found {found(engine)}; expected a mapping (key: value).")
@@ -160,7 +160,7 @@ def put(values: dict[str, Any], path: list[str], value: Any) -> bool:
     return True
 
 
-def _move_places(source: Source, old: Key, new: Key, is_over: bool) -> None:
+def _move_places(source: YamlSource, old: Key, new: Key, is_over: bool) -> None:
     if len(old) == 1 and isinstance(_get(source.values, list(new)), dict):  # a whole section under another name
         for path in [path for path in source.places if path[:1] == old]:
             place = source.places.pop(path)

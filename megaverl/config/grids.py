@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterator
 
-from megaverl.config.errors import Mistake, divisors, listed
+from megaverl.config.errors import ConfigIssue, divisors, listed
 from megaverl.config.placement import CLAIMS, placement_mistakes, role_grids
 from megaverl.config.roles import GridConfig
 from megaverl.config.schema import Config
@@ -64,26 +64,28 @@ def smallest_world(config: Config, command: str = "train") -> int:
     return math.lcm(*sizes)
 
 
-def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_size: int | None) -> Iterator[Mistake]:
+def grid_mistakes(
+    config: Config, command: str, spec: ModelSpec | None, world_size: int | None
+) -> Iterator[ConfigIssue]:
     placed = is_placed(config, command)
     if placed:
         yield from placement_mistakes(config.placement, role_grids(config, used_roles(config, command)), world_size)
         if (placement := _placed(config, command, world_size)) is not None:
             yield from placed_mistakes(config, placement)
     elif command == "train" and config.rollout.async_rollout:
-        yield Mistake(
+        yield ConfigIssue(
             "rollout.async_rollout",
             "is set, and the engines share the actor's ranks. Give them ranks of their own: placement.rollout.",
         )
     elif command == "quickstart" and config.placement.is_given:
-        yield Mistake("placement", "is set; the quickstart has all roles on all ranks. Leave it out.")
+        yield ConfigIssue("placement", "is set; the quickstart has all roles on all ranks. Leave it out.")
     actor_sizes = _sizes(config.actor)
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
         if role != "actor" and _sizes(grid) == actor_sizes:
             continue  # the same grid: what is wrong with it was said of the actor
         if grid.vpp is not None and grid.vpp > 1 and grid.pp == 1:
-            yield Mistake(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
+            yield ConfigIssue(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
         if spec:
             yield from _against_model(role, grid, spec)
         if world_size and not placed:
@@ -93,9 +95,11 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
     if spec and config.rollout.engine == "vllm":
         yield from _engine_against_model(config.rollout.tp, spec)
     if config.rollout.engine == "hf" and config.rollout.tp > 1:
-        yield Mistake("rollout.tp", f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1.")
+        yield ConfigIssue(
+            "rollout.tp", f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1."
+        )
     elif world_size and not placed and world_size % config.rollout.tp:
-        yield Mistake(
+        yield ConfigIssue(
             "rollout.tp",
             f"found {config.rollout.tp}, which does not divide the {world_size} ranks. "
             f"Sizes that fit: {listed(divisors(world_size))}.",
@@ -103,29 +107,29 @@ def grid_mistakes(config: Config, command: str, spec: ModelSpec | None, world_si
         )
 
 
-def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Mistake]:
+def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[ConfigIssue]:
     """What a run cannot have with its roles where they are: what reads or changes the same must be together."""
     shares, islands = lambda role: placement.colocated(role, "actor"), len(placement.islands)
     if config.environment.agents == "own" and not placement.is_colocated:
         message = "is own, several actors on one engine: all roles on the same ranks. Leave it, or the placement, out."
-        yield Mistake("environment.agents", message, involves=("placement",))
+        yield ConfigIssue("environment.agents", message, involves=("placement",))
     if islands > 1:
         yield from _island_mistakes(config, placement)
     if config.trains_reward_model and not placement.is_colocated:
         ranks = placement.ranks["actor"]
         if problem := grid_problem(config.reward_model, len(ranks), f"{len(ranks)} ranks, which are the actor's"):
-            yield Mistake("reward_model", problem)
+            yield ConfigIssue("reward_model", problem)
     if config.algorithm.divergence_name is not None and (not shares("reference") or islands > 1):
         message = (
             "is not where the actor is, as a whole: algorithm.distillation compares the teacher's logits with its."
         )
-        yield Mistake(
+        yield ConfigIssue(
             "placement.reference", f"{message} Leave it out.", involves=("algorithm.distillation.divergence",)
         )
     beside = config.mixes_reward_model and not shares("reward")
     if beside:
         message = "are not the actor's ranks, where `mix` trains the reward model. Set placement.reward: actor."
-        yield Mistake("placement.reward", message, involves=("mix",))
+        yield ConfigIssue("placement.reward", message, involves=("mix",))
     reads = config.preference_needs_reference and any(entry.update == "preference" for entry in config.mix)
     for key, refused, reason in (
         ("critic", config.uses_critic and not shares("critic"), "is decided on together with the actor"),
@@ -134,19 +138,19 @@ def placed_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Mi
     ):
         if config.mix and refused:
             message = f"is set, and so is mix, whose updates are the actor's own; what is placed there {reason}."
-            yield Mistake(f"placement.{key}", f"{message} Leave one of the two out.", involves=("mix",))
+            yield ConfigIssue(f"placement.{key}", f"{message} Leave one of the two out.", involves=("mix",))
 
 
-def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[Mistake]:
+def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[ConfigIssue]:
     count = len(placement.islands)
     if placement.colocated("rollout", "actor"):
-        yield Mistake(
+        yield ConfigIssue(
             "placement.rollout",
             f"is the actor's, which has {count} islands. Give the engines ranks of their own.",
             involves=("placement.actor_islands",),
         )
     if others := [role for role in placement.roles_of(placement.coordinator) if role != "coordinator"]:
-        yield Mistake(
+        yield ConfigIssue(
             "placement.coordinator",
             f"rank {placement.coordinator} has {', '.join(others)} as well; with actor_islands={count} it joins "
             "gradients, and needs a rank of its own.",
@@ -154,7 +158,7 @@ def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[M
         )
     if config.trains_reward_model:
         message = "is trained by the run, beside the actor, which has islands. Leave one of the two out."
-        yield Mistake("reward_model", message, involves=("placement.actor_islands",))
+        yield ConfigIssue("reward_model", message, involves=("placement.actor_islands",))
     alone = ["actor", "critic"] if config.coordinator.islands_every > 1 else []
     for role in alone:
         for key in ("use_precision_aware_optimizer", "optimizer_cpu_offload"):
@@ -162,7 +166,7 @@ def _island_mistakes(config: Config, placement: ResolvedPlacement) -> Iterator[M
             if set_here and getattr(config, role).optimizer.get(key):
                 message = "is true: such an optimizer has its float32 weights elsewhere than islands average them."
                 message = f"{message} Leave it out, or set coordinator.islands_every to 1."
-                yield Mistake(f"{role}.optimizer.{key}", message, involves=("coordinator.islands_every",))
+                yield ConfigIssue(f"{role}.optimizer.{key}", message, involves=("coordinator.islands_every",))
 
 
 def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPlacement | None:
@@ -180,7 +184,7 @@ def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
     return grid.tp, grid.pp, grid.cp, grid.ep, grid.etp, grid.vpp
 
 
-def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Mistake]:
+def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
     parts = {
         "attention heads": spec.num_heads,
         "key-value heads": spec.num_kv_heads,
@@ -188,7 +192,7 @@ def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Mis
     }
     broken = [f"{size} {name}" for name, size in parts.items() if size % grid.tp]
     if broken:
-        yield Mistake(
+        yield ConfigIssue(
             f"{role}.tp",
             f"found {grid.tp}, which does not divide the model's {' and '.join(broken)}. "
             f"Sizes that fit: {listed(divisors(math.gcd(*parts.values())))}.",
@@ -197,7 +201,7 @@ def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Mis
     stages = grid.pp * (grid.vpp or 1)
     if spec.num_layers % stages and not any(grid.megatron.get(name) for name in _UNEVEN):
         product = f"{grid.pp} x vpp={grid.vpp} = {stages}" if grid.vpp else f"{grid.pp}"
-        yield Mistake(
+        yield ConfigIssue(
             f"{role}.pp",
             f"found {product}, which does not divide the model's {spec.num_layers} layers. "
             f"Sizes that fit: {listed(divisors(spec.num_layers))}; or spread them unevenly with "
@@ -206,10 +210,10 @@ def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Mis
         )
 
 
-def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Mistake]:
+def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[ConfigIssue]:
     size = grid.tp * grid.cp * grid.pp
     if world_size % size:
-        yield Mistake(
+        yield ConfigIssue(
             role,
             f"tp={grid.tp} x cp={grid.cp} x pp={grid.pp} = {size} does not divide the {world_size} ranks. "
             f"Products that fit: {listed(divisors(world_size))}; or start a multiple of {size} processes.",
@@ -219,7 +223,7 @@ def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Mis
     stage, expert = world_size // grid.pp, (grid.etp or grid.tp)
     if stage % (expert * grid.ep):
         fitting = listed(divisors(stage // expert)) if stage % expert == 0 else f"none with etp={expert}"
-        yield Mistake(
+        yield ConfigIssue(
             f"{role}.ep",
             f"etp={expert} x ep={grid.ep} does not divide the {stage} ranks of a pipeline stage "
             f"({world_size} ranks / pp={grid.pp}). Sizes of ep that fit: {fitting}.",
@@ -227,7 +231,7 @@ def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Mis
         )
 
 
-def _engine_against_model(tp: int, spec: ModelSpec) -> Iterator[Mistake]:
+def _engine_against_model(tp: int, spec: ModelSpec) -> Iterator[ConfigIssue]:
     fits_kv = spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0  # vLLM may hold a KV head several times
     if spec.num_heads % tp or spec.ffn_hidden_size % tp or not fits_kv:
         fitting = [
@@ -235,7 +239,7 @@ def _engine_against_model(tp: int, spec: ModelSpec) -> Iterator[Mistake]:
             for size in divisors(math.gcd(spec.num_heads, spec.ffn_hidden_size))
             if spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
         ]
-        yield Mistake(
+        yield ConfigIssue(
             "rollout.tp",
             f"found {tp}, which does not fit the model's {spec.num_heads} attention heads, "
             f"{spec.num_kv_heads} key-value heads and {spec.ffn_hidden_size} feed-forward units. "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megaverl.config.errors import Mistake, found
+from megaverl.config.errors import ConfigIssue, found
 from megaverl.config.grids import used_roles
 from megaverl.config.rollout import SAMPLING
 from megaverl.config.run import DataConfig
@@ -58,11 +58,11 @@ def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int]
     return chosen, f"{shown}, not given, chosen to fit the model's context of {context} tokens"
 
 
-def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Iterator[Mistake]:
+def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Iterator[ConfigIssue]:
     """A longest sample that the model's context or a role's micro-batch does not hold."""
     max_tokens = config.rollout.sampling["max_tokens"]
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        yield Mistake(RESPONSE, f"found {found(max_tokens)}; expected an integer of at least 1.")
+        yield ConfigIssue(RESPONSE, f"found {found(max_tokens)}; expected an integer of at least 1.")
         return
     response, length = RESPONSE, max_tokens
     if command in OWN_RESPONSE:
@@ -72,7 +72,7 @@ def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Ite
     longest = config.data.max_prompt_tokens + length
     both = f"{PROMPT}={config.data.max_prompt_tokens} + {response}={length} = {longest}"
     if spec and longest > spec.max_positions:
-        yield Mistake(
+        yield ConfigIssue(
             PROMPT,
             f"{both} exceeds the model's context of {spec.max_positions} tokens. Lower one of the two.",
             involves=("model.path", PROMPT, response),
@@ -81,7 +81,7 @@ def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Ite
     for role in used_roles(config, command):
         cap = getattr(config, role).micro_batch_tokens
         if cap < longest and (role == "actor" or cap != actors_cap):  # an inherited cap is the actor's mistake
-            yield Mistake(
+            yield ConfigIssue(
                 f"{role}.micro_batch_tokens",
                 f"found {cap}, less than the longest sample, which must fit: {both} tokens.",
                 involves=(PROMPT, response),

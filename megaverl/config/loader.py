@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from megaverl.config.algorithm_conflicts import algorithm_warnings
 from megaverl.config.checks import cross_mistakes
-from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.flat import put, translate
 from megaverl.config.grids import REINFORCING
 from megaverl.config.lengths import fitted_lengths
@@ -18,7 +18,7 @@ from megaverl.config.placement import CLAIMS
 from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
 from megaverl.config.validate import validate
-from megaverl.config.yaml_source import BASE, Source, read_source
+from megaverl.config.yaml_source import BASE, YamlSource, read_source
 
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
@@ -58,7 +58,9 @@ def load_config(
     return config
 
 
-def _read(path: str | Path | Mapping[str, Any] | None, overrides: list[str], command: Command) -> tuple[Source, str]:
+def _read(
+    path: str | Path | Mapping[str, Any] | None, overrides: list[str], command: Command
+) -> tuple[YamlSource, str]:
     """Everything that was written, and the lengths that were not where the model needs others than the defaults."""
     defaults = _own_defaults()
     source = read_source(path, overrides, defaults)
@@ -88,21 +90,21 @@ def _world_size(config: Config) -> int | None:
     return config.run.nproc
 
 
-def _first_of_each_key(mistakes: list[Mistake]) -> list[Mistake]:
+def _first_of_each_key(mistakes: list[ConfigIssue]) -> list[ConfigIssue]:
     """A key that could not be read was left null: do not report the null as well."""
-    kept: dict[str, Mistake] = {}
+    kept: dict[str, ConfigIssue] = {}
     for mistake in mistakes:
         kept.setdefault(mistake.key, mistake)
     return list(kept.values())
 
 
-def _not_moot(found: list[Mistake], earlier: list[Mistake], source: Source) -> list[Mistake]:
+def _not_moot(found: list[ConfigIssue], earlier: list[ConfigIssue], source: YamlSource) -> list[ConfigIssue]:
     """Drop what rests on a key that is itself wrong, and say where the others were written."""
     wrong = [mistake.key for mistake in earlier]
     if any(key.startswith("--") or key == BASE for key in wrong):  # a file could not be read
         return []
     return [
-        Mistake(mistake.key, mistake.message, source.place(mistake.key), mistake.involves)
+        ConfigIssue(mistake.key, mistake.message, source.place(mistake.key), mistake.involves)
         for mistake in found
         if not any(_overlap(key, bad) for key in (mistake.key, *mistake.involves) for bad in wrong)
     ]

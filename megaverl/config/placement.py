@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
-from megaverl.config.errors import InvalidConfig, Mistake
+from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.section import Positive, Section
 from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement, Wanted, parse_wanted, resolve
 
@@ -54,7 +54,7 @@ class PlacementConfig(Section):
         places = (name for name in type(self).model_fields if name not in ("actor_islands", "check_memory"))
         return self.actor_islands > 1 or any(getattr(self, name) is not None for name in places)
 
-    def wanted(self) -> tuple[dict[str, Wanted], list[Mistake]]:
+    def wanted(self) -> tuple[dict[str, Wanted], list[ConfigIssue]]:
         """Every role's entry, read; and what could not be."""
         wanted, mistakes = {}, []
         for role in ROLES:
@@ -63,7 +63,7 @@ class PlacementConfig(Section):
             key = f"placement.{role}"
             if short is not None:
                 if value is not None:
-                    mistakes.append(Mistake(key + _DEVICES, f"is set, and so is {key}. Use one of them."))
+                    mistakes.append(ConfigIssue(key + _DEVICES, f"is set, and so is {key}. Use one of them."))
                     continue
                 key, value = key + _DEVICES, short
             if value is None:
@@ -71,7 +71,7 @@ class PlacementConfig(Section):
             try:
                 wanted[role] = parse_wanted(value)
             except ValueError as error:
-                mistakes.append(Mistake(key, str(error)))
+                mistakes.append(ConfigIssue(key, str(error)))
         return wanted, mistakes
 
 
@@ -101,7 +101,7 @@ def placement_mistakes(
     grids: Mapping[str, GridSizes | None],
     size: int | None,
     nodes: Sequence[Node] | None = None,
-) -> list[Mistake]:
+) -> list[ConfigIssue]:
     """Everything that is wrong with a placement; where ranks, or nodes that it names, are not known, with its words."""
     wanted, mistakes = placement.wanted()
     names_nodes = any(place.nodes or place.num_nodes for place in wanted.values())
@@ -110,7 +110,7 @@ def placement_mistakes(
     try:
         resolve(wanted, size, grids, nodes, islands=placement.actor_islands)
     except PlacementError as error:
-        return [Mistake(_written_key(placement, problem.key), problem.message) for problem in error.problems]
+        return [ConfigIssue(_written_key(placement, problem.key), problem.message) for problem in error.problems]
     return []
 
 

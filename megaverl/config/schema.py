@@ -25,7 +25,7 @@ from megaverl.config.rollout import RolloutConfig
 from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig, rewards_as_list
 from megaverl.config.section import Section
 from megaverl.config.stages import FROZEN, MixConfig, PreferenceConfig, RewardModelConfig, loss_inputs
-from megaverl.config.trainer import CheckpointConfig, SFTConfig, TrainerConfig
+from megaverl.config.trainer import CheckpointConfig, LoopConfig, SFTConfig
 
 
 class Config(Section):
@@ -57,7 +57,7 @@ class Config(Section):
         description="Modules, or path/to/file.py, that register rewards (@register_reward); imported before names are "
         "looked up. Also as reward.modules beside one reward.",
     )
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Steps and validation.")
+    trainer: LoopConfig = Field(default_factory=LoopConfig, description="Steps and validation.")
     sft: SFTConfig = Field(default_factory=SFTConfig, description="`megaverl sft`.")
     preference: PreferenceConfig = Field(
         default_factory=PreferenceConfig, description="Pairs of responses: `megaverl dpo`, `megaverl reward`."

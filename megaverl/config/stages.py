@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from megaverl.config.annotations import fits
-from megaverl.config.errors import Mistake, did_you_mean, found, listed
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.option_ranges import out_of_range
 from megaverl.config.registered import Registered, of_the_users_own, registered
 from megaverl.config.roles import CRITIC_OPTIMIZER, TrainedConfig
@@ -102,38 +102,42 @@ class MixConfig(Section):
     )
 
 
-def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iterator[Mistake]:
+def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iterator[ConfigIssue]:
     """Of the pairs of `megaverl dpo` and `megaverl reward`."""
     preference = config.preference
     if not preference.train:
-        yield Mistake("preference.train", "is empty. Give one or more JSONL or Parquet files: preference.train=FILE.")
+        yield ConfigIssue(
+            "preference.train", "is empty. Give one or more JSONL or Parquet files: preference.train=FILE."
+        )
     if preference.lr_warmup_steps >= preference.steps:
-        yield Mistake(
+        yield ConfigIssue(
             "preference.lr_warmup_steps",
             f"found {preference.lr_warmup_steps}; expected below preference.steps={preference.steps}.",
             involves=("preference.steps",),
         )
     if preference.validate_every and not preference.validation:
-        yield Mistake("preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs.")
+        yield ConfigIssue(
+            "preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs."
+        )
     crosses = "reference_kl" in loss_inputs("preference_losses", preference.loss)
     if command == "dpo" and crosses and preference.batch_size < 2:
-        yield Mistake(
+        yield ConfigIssue(
             "preference.batch_size",
             f"found 1; {preference.loss} compares every prompt with another row's response, and needs at least 2 rows.",
             involves=("preference.loss",),
         )
     if command == "dpo":
         if preference.margin_key is not None:
-            yield Mistake("preference.margin_key", "is of `megaverl reward`; no preference loss reads a margin.")
+            yield ConfigIssue("preference.margin_key", "is of `megaverl reward`; no preference loss reads a margin.")
         yield from loss_mistakes("preference", "preference_losses", preference.loss, preference.options)
     if check_paths:
         for key, paths in (("train", preference.train), ("validation", preference.validation)):
             for index, name in enumerate(paths):
                 if not any(mark in name for mark in "*?[") and not Path(name).exists():
-                    yield Mistake(f"preference.{key}.{index}", f"found {found(name)}, which does not exist.")
+                    yield ConfigIssue(f"preference.{key}.{index}", f"found {found(name)}, which does not exist.")
 
 
-def reward_model_mistakes(config: Config, command: str) -> Iterator[Mistake]:
+def reward_model_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
     """Of the loss of `reward_model`; also of a command that trains none, for what is written there is for another."""
     section = config.reward_model
     has_margins = config.preference.margin_key is not None and (command == "reward" or not config.mixes_reward_model)
@@ -142,22 +146,22 @@ def reward_model_mistakes(config: Config, command: str) -> Iterator[Mistake]:
     )
 
 
-def mix_mistakes(config: Config) -> Iterator[Mistake]:
+def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Of `mix`, against what the run has."""
     names = ["reward", "accuracy", *(entry.label for entry in config.reward)]
     for index, entry in enumerate(config.mix):
         key = f"mix.{index}"
         if entry.update is None:
-            yield Mistake(f"{key}.update", "is not set. Known: rejection, preference, reward_model, sft.")
+            yield ConfigIssue(f"{key}.update", "is not set. Known: rejection, preference, reward_model, sft.")
         if entry.update == "sft" and entry.judge != MixConfig().judge:
-            yield Mistake(
+            yield ConfigIssue(
                 f"{key}.judge", "is set, and sft learns the rows' own answers: nothing is judged. Leave it out."
             )
         elif entry.judge not in names:
             hint = did_you_mean(entry.judge, names)
-            yield Mistake(f"{key}.judge", f"found {found(entry.judge)}; there are: {listed(names)}.{hint}")
+            yield ConfigIssue(f"{key}.judge", f"found {found(entry.judge)}; there are: {listed(names)}.{hint}")
         if entry.update not in (None, "sft") and config.algorithm.group_size < 2:
-            yield Mistake(
+            yield ConfigIssue(
                 "algorithm.group_size",
                 f"found {config.algorithm.group_size}; mix with {entry.update} takes the best response of a group, "
                 "which needs at least 2.",
@@ -169,23 +173,23 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
             )
             if "desirable" in loss_inputs("preference_losses", config.preference.loss):
                 text = f"found {found(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."
-                yield Mistake("preference.loss", text)
+                yield ConfigIssue("preference.loss", text)
         learned = [each for each in config.reward if each.path is not None and each.engine == "megatron"]
         if entry.update == "reward_model" and len(learned) != 1:
-            yield Mistake(
+            yield ConfigIssue(
                 f"{key}.update",
                 f"found 'reward_model', but {len(learned)} entries of reward have a path; it trains the one that has. "
                 "Add {name: learned, path: FOLDER} to reward.",
             )
         if entry.update == "reward_model" and config.estimator_reads("implicit_rewards"):
-            yield Mistake(
+            yield ConfigIssue(
                 f"{key}.update",
                 f"found 'reward_model', but algorithm.advantage={config.algorithm.advantage_name} trains reward_model "
                 "already, as an implicit one. Use one of the two.",
                 involves=("algorithm.name", "algorithm.advantage"),
             )
         if entry.update == "reward_model" and learned and entry.judge in ("reward", learned[0].label):
-            yield Mistake(
+            yield ConfigIssue(
                 f"{key}.judge",
                 f"found {found(entry.judge)}: the learned reward would be its own judge. Name another reward.",
             )
@@ -193,36 +197,36 @@ def mix_mistakes(config: Config) -> Iterator[Mistake]:
 
 def loss_mistakes(
     section: str, registry: str, name: str, options: dict[str, Any], *, has_margins: bool = False
-) -> Iterator[Mistake]:
+) -> Iterator[ConfigIssue]:
     """A loss by its name, its options, and what it reads of a pair."""
     signature: Registered | None
     if ":" in name:
         try:
             signature = of_the_users_own(name)
         except LookupError as error:
-            yield Mistake(f"{section}.loss", f"found {found(name)}: {error}.")
+            yield ConfigIssue(f"{section}.loss", f"found {found(name)}: {error}.")
             return
     else:
         known = registered(registry)
         signature = known.get(name)
         if signature is None:
             text = f"found {found(name)}; known: {listed(sorted(known))}, or a function of your own as module:function."
-            yield Mistake(f"{section}.loss", text + did_you_mean(name, known))
+            yield ConfigIssue(f"{section}.loss", text + did_you_mean(name, known))
     if signature is None:
         return
     for option, value in options.items():
         if option not in signature.options:
             known_options = f" It has: {listed(sorted(signature.options))}." if signature.options else " It has none."
             hint = did_you_mean(option, signature.options) or known_options
-            yield Mistake(f"{section}.options.{option}", f"{name} has no such option.{hint}")
+            yield ConfigIssue(f"{section}.options.{option}", f"{name} has no such option.{hint}")
         elif not fits(value, signature.options[option]):
             expected = signature.options[option].type_text
-            yield Mistake(f"{section}.options.{option}", f"found {found(value)}; expected {expected}.")
+            yield ConfigIssue(f"{section}.options.{option}", f"found {found(value)}; expected {expected}.")
         elif allowed := out_of_range(option, value):
-            yield Mistake(f"{section}.options.{option}", f"found {found(value)}; expected {allowed}.")
+            yield ConfigIssue(f"{section}.options.{option}", f"found {found(value)}; expected {allowed}.")
     for option in signature.required:
         if option not in options:
-            yield Mistake(
+            yield ConfigIssue(
                 f"{section}.options.{option}", f"is not set, and {name} needs it.", involves=(f"{section}.loss",)
             )
     of_policy = SINGLE_INPUTS if "desirable" in signature.inputs else PAIR_INPUTS
@@ -230,14 +234,14 @@ def loss_mistakes(
     given += ("margins",) if has_margins else ()
     unknown = [each for each in signature.inputs if each not in given]
     if "margins" in unknown and registry == "reward_model_losses":
-        yield Mistake(
+        yield ConfigIssue(
             "preference.margin_key", f"is not set, and {name} reads margins. Name the column that holds them."
         )
     elif unknown:
         text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}."
-        yield Mistake(f"{section}.loss", text)
+        yield ConfigIssue(f"{section}.loss", text)
     if has_margins and "margins" not in signature.inputs + signature.optional_inputs:
-        yield Mistake("preference.margin_key", f"is set, and {name} reads no margins. Leave it out.")
+        yield ConfigIssue("preference.margin_key", f"is set, and {name} reads no margins. Leave it out.")
 
 
 def loss_inputs(registry: str, name: str) -> tuple[str, ...]:

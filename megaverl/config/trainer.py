@@ -10,7 +10,7 @@ from megaverl.config.data_sources import Sources
 from megaverl.config.section import NonNegative, Passthrough, Positive, PositiveFloat, Section
 
 
-class TrainerConfig(Section):
+class LoopConfig(Section):
     """`trainer`."""
 
     steps: Positive = Field(default=100, description="Training steps: each one rollout and its updates.")

@@ -8,12 +8,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megaverl.config.describe import all_keys, keys_of, section_at
-from megaverl.config.errors import Mistake, did_you_mean, found
+from megaverl.config.errors import ConfigIssue, did_you_mean, found
 from megaverl.config.passthrough import PLACES
 from megaverl.config.registered import place_of
 from megaverl.config.roles import INHERITED
 from megaverl.config.schema import Config
-from megaverl.config.yaml_source import BASE, Key, Source
+from megaverl.config.yaml_source import BASE, Key, YamlSource
 
 _EXPECTED = {
     "int_type": "an integer",
@@ -32,7 +32,7 @@ _NAME_LETTERS = "letters, digits and . _ + = , @ - only"
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def validate(source: Source) -> tuple[Config, list[Mistake]]:
+def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
     """The configuration with every refused key left at its default, and the mistakes."""
     values = source.values
     try:
@@ -59,10 +59,10 @@ def _written(loc: tuple[int | str, ...], values: Any) -> bool:
     return not isinstance(values, dict) or loc[-1] in values or loc[0] not in INHERITED
 
 
-def _mistake(detail: ErrorDetails, source: Source) -> Mistake:
+def _mistake(detail: ErrorDetails, source: YamlSource) -> ConfigIssue:
     path = tuple(str(part) for part in detail["loc"])
     key = ".".join(path)
-    return Mistake(key, _message(detail, path), source.place(path))
+    return ConfigIssue(key, _message(detail, path), source.place(path))
 
 
 def _message(detail: ErrorDetails, path: Key) -> str:

@@ -18,7 +18,7 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megaverl.config.errors import Mistake, found
+from megaverl.config.errors import ConfigIssue, found
 from megaverl.config.recipes import similar_recipes
 
 BASE = "base"
@@ -46,7 +46,7 @@ SHORT = {"model": "path"}
 
 
 @dataclass
-class Source:
+class YamlSource:
     """What was read: `values` as plain dictionaries and lists, `places` by key path, `mistakes` so far.
 
     `layers`: the files and the command line, each laid over those before it.
@@ -56,7 +56,7 @@ class Source:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[Key, str] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
-    mistakes: list[Mistake] = field(default_factory=list)
+    mistakes: list[ConfigIssue] = field(default_factory=list)
 
     def place(self, key: str | Key) -> str:
         """Where `key`, or else the nearest mapping around it that was written, stands; empty if nowhere."""
@@ -79,19 +79,19 @@ class Source:
         self.places = {at: place for at, place in self.places.items() if at[: len(path)] != path}
 
     def add(self, key: str, message: str, where: str | None = None) -> None:
-        self.mistakes.append(Mistake(key, message, self.place(key) if where is None else where))
+        self.mistakes.append(ConfigIssue(key, message, self.place(key) if where is None else where))
 
 
 def read_source(
     path: str | Path | Mapping[str, Any] | None, overrides: list[str], defaults: dict[str, Any] | None = None
-) -> Source:
+) -> YamlSource:
     """Read the file (if any), lay the overrides over it, resolve `${...}`; mistakes are noted, not raised.
 
     Instead of a file its content may be given, as a mapping.
 
     `defaults` are what `${...}` finds where neither the file nor the overrides hold the key.
     """
-    source = Source("what was given" if isinstance(path, Mapping) else f"{path}" if path else COMMAND_LINE)
+    source = YamlSource("what was given" if isinstance(path, Mapping) else f"{path}" if path else COMMAND_LINE)
     if path and overrides:
         source.name += " and the command line"
     if isinstance(path, Mapping):
@@ -113,7 +113,7 @@ def read_source(
     return source
 
 
-def _read_file(source: Source, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+def _read_file(source: YamlSource, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """A file, laid over its base if it names one; empty where it cannot be read. above: the files that led to it."""
     places: dict[Key, str] = {}
     try:
@@ -145,7 +145,7 @@ def _read_file(source: Source, path: Path, above: tuple[Path, ...]) -> dict[str,
 
 
 def _over_base(
-    source: Source, values: dict[str, Any], places: dict[Key, str], files: tuple[Path, ...]
+    source: YamlSource, values: dict[str, Any], places: dict[Key, str], files: tuple[Path, ...]
 ) -> dict[str, Any]:
     """`values` over those of the base that they name, and their places likewise.
 
@@ -171,7 +171,7 @@ def _write_out_short(values: dict[str, Any], places: dict[Key, str]) -> None:
             places.setdefault((name, key), places.get((name,), ""))
 
 
-def _read_base(source: Source, name: Any, where: str, files: tuple[Path, ...]) -> dict[str, Any]:
+def _read_base(source: YamlSource, name: Any, where: str, files: tuple[Path, ...]) -> dict[str, Any]:
     """What the last of `files` is laid over."""
     if not isinstance(name, str) or not name:
         source.add(BASE, f"found {found(name)}; expected the path of a YAML file, from this one's folder.", where)
@@ -205,7 +205,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any], at: Key, replaced: lis
     return result
 
 
-def _locate(source: Source, places: dict[Key, str], node: yaml.Node, at: Key, file: str) -> None:
+def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key, file: str) -> None:
     """Note the line of every key below `node`, and report keys that stand twice in one mapping."""
     if isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
@@ -228,7 +228,7 @@ def _locate(source: Source, places: dict[Key, str], node: yaml.Node, at: Key, fi
         _locate(source, places, value_node, path, file)
 
 
-def _tree(source: Source) -> DictConfig:
+def _tree(source: YamlSource) -> DictConfig:
     try:
         return OmegaConf.create(source.values)
     except (OmegaConfBaseException, ValueError) as error:
@@ -236,7 +236,7 @@ def _tree(source: Source) -> DictConfig:
         return OmegaConf.create({})
 
 
-def _apply(source: Source, tree: DictConfig, override: str) -> None:
+def _apply(source: YamlSource, tree: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not key or key.startswith("-"):
@@ -285,7 +285,7 @@ def _remove(values: dict[str, Any], path: list[str]) -> None:
     values.pop(head, None)
 
 
-def _drop_unresolvable(source: Source, tree: Any, at: Key) -> None:
+def _drop_unresolvable(source: YamlSource, tree: Any, at: Key) -> None:
     """Report every `${...}` that leads nowhere and every `???`, and make it null: the rest can be checked."""
     keys = list(range(len(tree))) if isinstance(tree, ListConfig) else list(tree.keys())
     for key in keys:

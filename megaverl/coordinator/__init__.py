@@ -1,26 +1,26 @@
 """One rank decides for the whole run: gradients, versions, checkpoints, who is alive. See docs/placement.md."""
 
 from megaverl.coordinator.committer import CoordinatorCommits
-from megaverl.coordinator.decide import Progress, Rules, Seat, decide
+from megaverl.coordinator.decide import Participant, Progress, Rules, decide
 from megaverl.coordinator.exchange import Coordinator
-from megaverl.coordinator.judge import Alone, Judge
+from megaverl.coordinator.judge import CoordinatorClient, LocalCoordinator
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
-from megaverl.distributed.liveness import Liveness, Patience
+from megaverl.distributed.liveness import Liveness, Timeouts
 
 __all__ = [
-    "Alone",
+    "LocalCoordinator",
     "Coordinator",
     "CoordinatorCommits",
     "Decision",
     "Flag",
     "GradientReport",
-    "Judge",
+    "CoordinatorClient",
     "Liveness",
-    "Patience",
+    "Timeouts",
     "Progress",
     "Reason",
     "Rules",
-    "Seat",
+    "Participant",
     "Verdict",
     "decide",
 ]

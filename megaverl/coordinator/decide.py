@@ -14,7 +14,7 @@ from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason,
 SAME_NORM = 1e-3
 
 
-class Seat(NamedTuple):
+class Participant(NamedTuple):
     """Who reports: a role, or one island of it, by its first rank."""
 
     role: str
@@ -67,7 +67,7 @@ class Progress:
 
 def decide(
     reports: Mapping[int, GradientReport],
-    seats: Sequence[Seat],
+    seats: Sequence[Participant],
     progress: Progress,
     rules: Rules,
 ) -> tuple[dict[int, Decision], Progress]:
@@ -121,7 +121,7 @@ def decide(
 
 
 def _judge(
-    reports: Mapping[int, GradientReport], seats: Sequence[Seat], progress: Progress, rules: Rules
+    reports: Mapping[int, GradientReport], seats: Sequence[Participant], progress: Progress, rules: Rules
 ) -> tuple[Verdict, Reason, int]:
     """The gravest of what is wrong, and with whom."""
     found: list[tuple[Verdict, Reason, int]] = []

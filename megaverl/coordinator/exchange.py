@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
-from megaverl.coordinator.decide import Progress, Rules, Seat, decide
-from megaverl.coordinator.letters import Letter
+from megaverl.coordinator.decide import Participant, Progress, Rules, decide
+from megaverl.coordinator.letters import PackedMessage
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
     REASONS,
@@ -52,7 +52,7 @@ class Coordinator:
     def __init__(
         self,
         fabric: Fabric,
-        seats: Sequence[Seat],
+        seats: Sequence[Participant],
         rules: Rules,
         *,
         progress: Progress | None = None,
@@ -62,7 +62,7 @@ class Coordinator:
         self.bytes_sent = self.bytes_received = 0
         self._seconds, self._bytes_told = 0.0, 0
         self.rank = fabric.placement.coordinator
-        self._report, self._decision = Letter(REPORT_SIZE), Letter(DECISION_SIZE)
+        self._report, self._decision = PackedMessage(REPORT_SIZE), PackedMessage(DECISION_SIZE)
         self._own: dict[int, queue.Queue[Decision]] = {}
         self._service: Service | None = None
         if fabric.rank == self.rank:
@@ -158,12 +158,12 @@ class Coordinator:
             self._decision.send(self.fabric.control, child, _RELAYS + number)
             self.bytes_sent += self._decision.num_bytes
 
-    def _send(self, letter: Letter, report: GradientReport, tag: int) -> None:
+    def _send(self, letter: PackedMessage, report: GradientReport, tag: int) -> None:
         letter.write(report.numbers())
         letter.send(self.fabric.control, self.rank, tag)
         self.bytes_sent += letter.num_bytes
 
-    def _settle(self, letter: Letter) -> None:
+    def _settle(self, letter: PackedMessage) -> None:
         try:
             letter.settle(self.fabric.timeout)
         except RuntimeError as error:
@@ -206,7 +206,7 @@ class Service:
         self.end: Decision | None = None  # that stopped the run
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._reports: dict[int, tuple[GradientReport, float]] = {}
-        self._answers = [Letter(DECISION_SIZE) for _ in end.seats]
+        self._answers = [PackedMessage(DECISION_SIZE) for _ in end.seats]
         remote = [number for number, seat in enumerate(end.seats) if seat.rank != end.fabric.rank]
         self._listeners = [threading.Thread(target=self._listen, args=(number,), daemon=True) for number in remote]
         watch = threading.Thread(target=self._watch, name="coordinator", daemon=True)
@@ -237,7 +237,7 @@ class Service:
 
     def _listen(self, number: int) -> None:
         """Reports of one seat, for as long as it reports."""
-        fabric, seat, letter = self._end.fabric, self._end.seats[number], Letter(REPORT_SIZE)
+        fabric, seat, letter = self._end.fabric, self._end.seats[number], PackedMessage(REPORT_SIZE)
         while True:
             try:
                 report = GradientReport.of(letter.receive(fabric.control, seat.rank, _REPORTS + number, _FOREVER))

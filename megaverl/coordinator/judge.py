@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from megaverl.coordinator.decide import Progress, Rules, Seat, decide
+from megaverl.coordinator.decide import Participant, Progress, Rules, decide
 from megaverl.coordinator.reports import REASONS, STATISTICS, Decision, Flag, GradientReport, Verdict
 from megaverl.errors import TrainingStopped
 
@@ -19,7 +19,7 @@ class Decides(Protocol):
         """The decision over a role's update; every rank of the role takes part."""
 
 
-class Alone:
+class LocalCoordinator:
     """In a run of one world every rank has every report, and decides by itself, to the same end.
 
     Args:
@@ -27,7 +27,7 @@ class Alone:
     """
 
     def __init__(self, roles: Sequence[str], rules: Rules, progress: Progress | None = None) -> None:
-        self._seats = tuple(Seat(role, number) for number, role in enumerate(roles))
+        self._seats = tuple(Participant(role, number) for number, role in enumerate(roles))
         self._rules, self.progress = rules, progress or Progress()
 
     def decide(self, role: str, report: GradientReport | None, partners: Sequence[str] = ()) -> Decision:
@@ -47,7 +47,7 @@ class Alone:
         return decision
 
 
-class Judge:
+class CoordinatorClient:
     """Of one role. Called by every rank of the role for each of its updates, with the same numbers.
 
     Args:

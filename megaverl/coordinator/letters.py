@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 
-class Letter:
+class PackedMessage:
     """Of `count` float64 numbers, to be sent or received again and again, by one thread at a time.
 
     Attributes:

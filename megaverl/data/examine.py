@@ -19,7 +19,7 @@ SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
 
 
 @dataclass(frozen=True)
-class Problem:
+class DataProblem:
     """One row, or one thing about the whole.
 
     Attributes:
@@ -53,7 +53,7 @@ class Examined:
     num_usable: int = 0
     num_long: int = 0
     num_short: int = 0
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[DataProblem] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     answer_lengths: list[int] = field(default_factory=list)
     keys: Counter[str] = field(default_factory=Counter)
@@ -64,7 +64,7 @@ class Examined:
     example: str = ""
 
     @property
-    def errors(self) -> list[Problem]:
+    def errors(self) -> list[DataProblem]:
         return [problem for problem in self.problems if problem.severity == "error"]
 
     def as_dict(self) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def examine(
             if _usable(found, read, encoder, where, repeats=judged is not None):
                 _judged(found, responses, where)
         except DataError as error:
-            found.problems.append(Problem(where, "error", str(error).removeprefix(f"{where}: ")))
+            found.problems.append(DataProblem(where, "error", str(error).removeprefix(f"{where}: ")))
     found.problems += _about_the_whole(found, encoder)
     return found
 
@@ -124,10 +124,10 @@ def _judged(found: Examined, responses: Sequence[Judged], where: str) -> None:
     found.num_undesirable += [each.desirable for each in responses] == [False]
     if len(responses) == 2 and responses[0].value == responses[1].value:
         what = "the better and the worse response are the same: it teaches nothing."
-        found.problems.append(Problem(where, "warning", what))
+        found.problems.append(DataProblem(where, "warning", what))
 
 
-def overlap(training: Examined, held_out: Examined) -> list[Problem]:
+def overlap(training: Examined, held_out: Examined) -> list[DataProblem]:
     """Prompts that stand in both: what is measured on them says nothing."""
     both = [where for digest, where in held_out.prompts.items() if digest in training.prompts]
     if not both:
@@ -135,7 +135,7 @@ def overlap(training: Examined, held_out: Examined) -> list[Problem]:
     more = f", and {len(both) - 1} others" if len(both) > 1 else ""
     first = training.prompts[next(d for d, where in held_out.prompts.items() if where == both[0])]
     what = f"this held-out prompt is a training prompt too ({first}){more}. Leave it out of one of the two."
-    return [Problem(both[0], "warning", what)]
+    return [DataProblem(both[0], "warning", what)]
 
 
 def quantiles(values: Sequence[int]) -> dict[str, int]:
@@ -170,35 +170,37 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
     if isinstance(read.reference, str):
         found.answer_lengths.append(len(read.reference))
         if not read.reference.strip():
-            found.problems.append(Problem(where, "warning", "the answer is empty."))
+            found.problems.append(DataProblem(where, "warning", "the answer is empty."))
     text = json.dumps(read.prompt, sort_keys=True, ensure_ascii=False)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     if digest in found.prompts and not repeats:
-        found.problems.append(Problem(where, "warning", f"the same prompt as {found.prompts[digest]}."))
+        found.problems.append(DataProblem(where, "warning", f"the same prompt as {found.prompts[digest]}."))
     found.prompts.setdefault(digest, where)
     if "\N{REPLACEMENT CHARACTER}" in text:
-        found.problems.append(Problem(where, "warning", "the prompt holds � (a wrong encoding, somewhere before)."))
+        found.problems.append(DataProblem(where, "warning", "the prompt holds � (a wrong encoding, somewhere before)."))
     return True
 
 
-def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator[Problem]:
+def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator[DataProblem]:
     if not found.num_usable:
         reasons = [f"{found.num_long} are longer than data.max_prompt_tokens: raise it"] if found.num_long else []
         reasons += [f"{found.num_short} are shorter than data.min_prompt_tokens: lower it"] if found.num_short else []
-        yield Problem("", "error", f"no row can be used{': ' if reasons else ''}{'; '.join(reasons)}.")
+        yield DataProblem("", "error", f"no row can be used{': ' if reasons else ''}{'; '.join(reasons)}.")
         return
     if found.num_pairs + found.num_desirable + found.num_undesirable not in (0, found.num_usable):
-        yield Problem("", "warning", "some rows have judged responses, and others an answer.")
+        yield DataProblem("", "warning", "some rows have judged responses, and others an answer.")
     elif not found.num_pairs and bool(found.num_desirable) != bool(found.num_undesirable):
         which = "desirable" if found.num_desirable else "undesirable"
-        yield Problem("", "warning", f"every single response is {which}: kto needs both to tell them apart.")
+        yield DataProblem("", "warning", f"every single response is {which}: kto needs both to tell them apart.")
     odd = [key for key, count in found.keys.items() if count < found.num_rows]
     if found.num_pairs and found.num_desirable + found.num_undesirable:
         odd = []  # rows of two kinds
     if odd:
-        yield Problem("", "warning", f"columns that only some rows have: {', '.join(sorted(odd)[:8])}.")
+        yield DataProblem("", "warning", f"columns that only some rows have: {', '.join(sorted(odd)[:8])}.")
     if found.num_long > 0.1 * found.num_rows:
         share = found.num_long / found.num_rows
-        yield Problem("", "warning", f"{share:.0%} of the rows are too long: raise data.max_prompt_tokens.")
+        yield DataProblem("", "warning", f"{share:.0%} of the rows are too long: raise data.max_prompt_tokens.")
     if encoder is not None and not encoder.uses_chat_template and encoder.tokenizer.chat_template is not None:
-        yield Problem("", "warning", "the tokenizer has a chat template, and data.chat_template=none leaves it out.")
+        yield DataProblem(
+            "", "warning", "the tokenizer has a chat template, and data.chat_template=none leaves it out."
+        )

@@ -21,7 +21,7 @@ class Row(NamedTuple):
     where: str
 
 
-class Reader(Protocol):
+class SourceReader(Protocol):
     """Reads a source from its beginning to its end."""
 
     def read(self) -> Row | None:
@@ -34,7 +34,7 @@ class Reader(Protocol):
         """Go back, or on, to where a `state` was taken."""
 
 
-def open_reader(source: SourceConfig) -> Reader:
+def open_reader(source: SourceConfig) -> SourceReader:
     """A reader of one source.
 
     Raises:
@@ -42,7 +42,7 @@ def open_reader(source: SourceConfig) -> Reader:
     """
     kind = kind_of(source.path)
     if kind == "own":
-        reader: Reader = NumberedReader(open_source(source))
+        reader: SourceReader = NumberedReader(open_source(source))
     elif kind in ("hub", "saved"):
         reader = HubReader(source)
     else:
@@ -154,7 +154,7 @@ class HubReader:
 class FirstReader:
     """The first rows of another reader, again and again."""
 
-    def __init__(self, reader: Reader, count: int) -> None:
+    def __init__(self, reader: SourceReader, count: int) -> None:
         self._reader, self._count, self._read = reader, count, 0
         self._begin = reader.state()
 

@@ -11,7 +11,7 @@ from megaverl.data.batching import check_cap, plan_micro_batches
 GOOD_ENOUGH = 1.02  # the busiest rank's tokens, of the mean; no finer cut is tried
 
 
-class Outline(NamedTuple):
+class SequenceLengths(NamedTuple):
     """What every rank that plans with a batch knows of all its samples, whichever it has itself.
 
     Attributes:
@@ -32,11 +32,11 @@ class Outline(NamedTuple):
         return [prompt + response for prompt, response in zip(self.prompt_lengths, self.response_lengths, strict=True)]
 
 
-def outline_of(batch: RolloutBatch) -> Outline:
+def outline_of(batch: RolloutBatch) -> SequenceLengths:
     """That of a batch; one that has some of its samples alone says itself which prompts are the same."""
     said = batch.tensors.get("prompt_numbers")
     prompts = prompt_numbers(batch) if said is None else said.tolist()
-    return Outline(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), prompts)
+    return SequenceLengths(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), prompts)
 
 
 def prompt_numbers(batch: RolloutBatch) -> list[int]:

@@ -17,7 +17,7 @@ from megaverl.data.columns import Columns
 from megaverl.data.datasets import PromptRecord, make_record, weights_of
 from megaverl.data.mixture import Mixture
 from megaverl.data.prompts import PromptEncoder
-from megaverl.data.readers import Reader, Row, open_reader
+from megaverl.data.readers import Row, SourceReader, open_reader
 from megaverl.data.sources import Entry, as_source
 from megaverl.errors import DataError
 
@@ -49,7 +49,7 @@ class StreamedPrompts:
         self._names = [source.path for source in sources]
         self._weights = weights_of(sources)
         self._mixture = Mixture(self._weights, seed) if self._weights else None
-        self._readers: list[Reader] = [open_reader(source) for source in sources]
+        self._readers: list[SourceReader] = [open_reader(source) for source in sources]
         self._encoder, self._columns = encoder, columns
         self._seed, self._buffer = seed, shuffle_buffer
         self.position = self.num_dropped = 0

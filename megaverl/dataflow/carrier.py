@@ -8,7 +8,7 @@ from typing import Any
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.redistribute import Reads
-from megaverl.dataflow.tensor_channel import Courier
+from megaverl.dataflow.tensor_channel import TensorChannel
 from megaverl.distributed.worlds import Fabric
 
 
@@ -27,7 +27,7 @@ class Carrier:
     def __init__(self, fabric: Fabric, known: Sequence[type] = (), selective: Collection[str] = ()) -> None:
         self.fabric, self._selective = fabric, frozenset(selective)
         self.reads: Mapping[str, Reads] = {}
-        self._courier = Courier(fabric, known)
+        self._courier = TensorChannel(fabric, known)
 
     @property
     def rank(self) -> int:

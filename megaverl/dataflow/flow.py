@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 from megaverl.dataflow.operator import Operator
-from megaverl.dataflow.plan import GIVEN, Edge, Places, Plan, make_plan
+from megaverl.dataflow.plan import GIVEN, CompiledFlow, Edge, Places, make_plan
 from megaverl.errors import ConfigError
 
 
-class Mover(Protocol):
+class CarriesValues(Protocol):
     """What carries values between ranks: `megaverl.dataflow.carrier.Carrier`."""
 
     @property
@@ -51,7 +51,7 @@ class DataFlow:
     def __init__(self, operators: Iterable[Operator] = ()) -> None:
         self._operators: list[Operator] = []
         self._after: list[tuple[str, str]] = []
-        self._plan: Plan | None = None
+        self._plan: CompiledFlow | None = None
         self._given: frozenset[str] = frozenset()
         self._places: Places | None = None
         for operator in operators:
@@ -86,7 +86,7 @@ class DataFlow:
         return self
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> CompiledFlow:
         """The compiled flow: order, ranks, stages, edges."""
         if self._plan is None:
             raise ConfigError("the flow is not compiled: call compile() first")
@@ -118,7 +118,7 @@ class DataFlow:
         done: Mapping[str, Any] | None = None,
         after: Callable[[str, Mapping[str, Any]], None] = lambda name, values: None,
         *,
-        mover: Mover | None = None,
+        mover: CarriesValues | None = None,
         leave_out: Container[str] = (),
         before_wait: Callable[[Edge], None] = lambda edge: None,
         **given: Any,
@@ -159,11 +159,11 @@ class _Run:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: CompiledFlow,
         edges: Sequence[Edge],
         given: Mapping[str, Any],
         done: Mapping[str, Any],
-        mover: Mover | None,
+        mover: CarriesValues | None,
     ) -> None:
         self.plan, self.edges, self.mover, self.done = plan, edges, mover, done
         self.values: dict[str, Any] = {**given, **done}

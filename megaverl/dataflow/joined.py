@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Places
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
-from megaverl.distributed.rendezvous import Facts, introduce
+from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import ConfigError
 from megaverl.platform import platform
@@ -63,7 +63,7 @@ def _join(places: Places) -> Fabric:
         )
     platform.start()
     store, rank, size = job_store(TIMEOUT)
-    nodes = introduce(store, rank, size, Facts(), TIMEOUT)
+    nodes = introduce(store, rank, size, NodeInfo(), TIMEOUT)
     every = tuple(range(size))
     roles: Mapping[str, tuple[int, ...]] = {role: tuple(ranks) for role, ranks in places.items()}
     node_of = tuple(number for number, node in enumerate(nodes) for _ in range(node.size))

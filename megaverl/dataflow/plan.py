@@ -33,7 +33,7 @@ class Edge(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompiledFlow:
     """A compiled flow.
 
     Attributes:
@@ -57,7 +57,7 @@ def make_plan(
     *,
     after: Iterable[tuple[str, str]] = (),
     places: Places | None = None,
-) -> Plan:
+) -> CompiledFlow:
     """Order the operators, each after those that make what it takes; ties keep the order of adding.
 
     Args:
@@ -83,7 +83,7 @@ def make_plan(
     for op in order:
         level[op.name] = 1 + max((level[name] for name in before[op.name]), default=-1)
     stages = [tuple(op.name for op in order if level[op.name] == n) for n in range(max(level.values(), default=-1) + 1)]
-    return Plan(tuple(order), makers, ranks, tuple(_edges(order, makers, ranks)), tuple(stages))
+    return CompiledFlow(tuple(order), makers, ranks, tuple(_edges(order, makers, ranks)), tuple(stages))
 
 
 def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[str, list[str]], list[str]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
@@ -33,7 +33,7 @@ class Reads:
             the batch has.
     """
 
-    rows: Callable[[Outline], Rows]
+    rows: Callable[[SequenceLengths], Rows]
     of_all: frozenset[str] = frozenset()
 
     @staticmethod
@@ -52,7 +52,7 @@ def landing(count: int, dest: Sequence[int]) -> dict[int, range]:
 
 
 def go_on(
-    fabric: Fabric, name: str, landed: RolloutBatch, outline: Outline, dest: Sequence[int], reads: Reads
+    fabric: Fabric, name: str, landed: RolloutBatch, outline: SequenceLengths, dest: Sequence[int], reads: Reads
 ) -> RolloutBatch:
     """From where samples have landed to those that read them; every rank of `dest` takes part.
 
@@ -82,7 +82,7 @@ def go_on(
     return batch
 
 
-def spread_batch(part: RolloutBatch, rows: Sequence[int], outline: Outline) -> RolloutBatch:
+def spread_batch(part: RolloutBatch, rows: Sequence[int], outline: SequenceLengths) -> RolloutBatch:
     """A batch of all rows whose other rows have their outline and nothing else, so that all ranks plan alike."""
     count, index = len(outline), torch.tensor(list(rows), dtype=torch.int64)
     longest = {
@@ -104,14 +104,14 @@ def spread_batch(part: RolloutBatch, rows: Sequence[int], outline: Outline) -> R
     return RolloutBatch(tensors, columns)
 
 
-def read_outline(name: str, said: Any) -> Outline:
+def read_outline(name: str, said: Any) -> SequenceLengths:
     """An outline that came as JSON.
 
     Raises:
         DataError: it is none.
     """
     try:
-        outline = Outline(*said)
+        outline = SequenceLengths(*said)
         if len({len(column) for column in outline}) != 1:
             raise ValueError("its parts are of different lengths")
     except (TypeError, ValueError) as error:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import Outline, prompt_numbers
+from megaverl.data.sharing import SequenceLengths, prompt_numbers
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.redistribute import go_on, landing
@@ -202,7 +202,7 @@ def receive_part(fabric: Fabric, edge: Edge, sender: int) -> tuple[dict[str, Any
     return head, receive_rows(fabric, _moving(edge, head["rows"], sender, fabric.rank, receives=True))
 
 
-def outline_from(known: Mapping[int, tuple[int, int, int]]) -> Outline:
+def outline_from(known: Mapping[int, tuple[int, int, int]]) -> SequenceLengths:
     """What is known of all samples, from what was said of each.
 
     Raises:
@@ -211,7 +211,7 @@ def outline_from(known: Mapping[int, tuple[int, int, int]]) -> Outline:
     count = max(known, default=-1) + 1
     if missing := sorted(set(range(count)) - known.keys()):
         raise DataError(f"{STREAMED}: of {count} samples {missing} did not come")
-    return Outline(*([known[row][part] for row in range(count)] for part in range(3)))
+    return SequenceLengths(*([known[row][part] for row in range(count)] for part in range(3)))
 
 
 def put_together(parts: Sequence[tuple[Sequence[int], Table]]) -> RolloutBatch:

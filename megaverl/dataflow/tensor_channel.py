@@ -23,7 +23,7 @@ from megaverl.platform import platform
 from megaverl.sharding.rows import Rows
 
 
-class Courier:
+class TensorChannel:
     """One rank's end of all edges between roles. All ranks of an edge call with the same names, in the same order.
 
     Batches go row by row: all to every rank, or each to those that read it; fields of a batch that the receivers have

@@ -22,7 +22,7 @@ _READS = (".item(", ".tolist(", ".cpu(", ".numpy(", ".to(", "synchronize(", "flo
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Of one rank.
 
     Attributes:
@@ -52,7 +52,7 @@ class Beat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, data: bytes | str) -> Beat:
+    def from_json(cls, data: bytes | str) -> Heartbeat:
         found = json.loads(data)
         return cls(**found | {"begun": tuple(found["begun"])})
 
@@ -62,11 +62,11 @@ class Beat:
 
 
 def who_is_gone(
-    beats: Mapping[int, Beat],
+    beats: Mapping[int, Heartbeat],
     silent: Mapping[int, float],
     lost_after: float,
     name: Callable[[int], str],
-    is_gone: Callable[[Beat], bool],
+    is_gone: Callable[[Heartbeat], bool],
 ) -> str:
     """The ranks that are no more; empty where all are.
 
@@ -85,7 +85,7 @@ def who_is_gone(
     return "; ".join(told)
 
 
-def is_behind(beat: Beat, other: Beat) -> bool:
+def is_behind(beat: Heartbeat, other: Heartbeat) -> bool:
     """Whether a rank has yet to come to where another one of its world is, by what both say."""
     if beat.world != other.world or not beat.begun or not other.begun:
         return False
@@ -95,7 +95,7 @@ def is_behind(beat: Beat, other: Beat) -> bool:
     return beat.begun[-1] in other.begun and other.begun[-1] not in beat.begun
 
 
-def blame(beats: Mapping[int, Beat], stalled_after: float) -> tuple[list[int], int] | None:
+def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[int], int] | None:
     """Which ranks hold the others up, and who has waited for them too long; None where nobody has.
 
     What ranks say decides first: nobody is to blame who has passed another rank of its world. Between the last ones
@@ -126,7 +126,7 @@ def blame(beats: Mapping[int, Beat], stalled_after: float) -> tuple[list[int], i
     return (to_blame, longest) if waited.get(longest, 0.0) > stalled_after else None
 
 
-def who_stalls(beats: Mapping[int, Beat], stalled_after: float, name: Callable[[int], str]) -> str:
+def who_stalls(beats: Mapping[int, Heartbeat], stalled_after: float, name: Callable[[int], str]) -> str:
     """What to say of those whom `blame` finds; empty where nobody stalls."""
     found = blame(beats, stalled_after)
     if found is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.distributed.heartbeat import Beat, Wait, place, process_is_gone, this_host, who_is_gone, who_stalls
+from megaverl.distributed.heartbeat import Heartbeat, Wait, place, process_is_gone, this_host, who_is_gone, who_stalls
 
 _VERDICT = "liveness/verdict"
 # What the transports say when the other side is gone.
@@ -29,7 +29,7 @@ _SILENCE = re.compile(
 
 
 @dataclass(frozen=True)
-class Patience:
+class Timeouts:
     """Seconds: between beats; without a beat until a rank counts as lost (a call that holds the interpreter is
     shorter); that a rank may wait for others; that a rank may take to end by itself once there is a verdict."""
 
@@ -58,7 +58,7 @@ class Liveness:
         size: int,
         *,
         coordinator: int,
-        patience: Patience,
+        patience: Timeouts,
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
         world: str = "",
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
@@ -77,7 +77,7 @@ class Liveness:
         self._main = threading.main_thread().ident
         self._call: tuple[int, int, Wait] = (0, 0, "")  # in which the main thread waits, and since when
         self._called = 0.0
-        self._seen: dict[int, tuple[Beat, float]] = {}  # rank -> its last beat, and when it changed
+        self._seen: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its last beat, and when it changed
         connection: Any = store  # torch's own annotations leave `clone` out
         self._store: dist.Store = connection.clone()
         self._publish()
@@ -203,7 +203,7 @@ class Liveness:
             return bytes(data[0]).decode()
         now = time.monotonic()
         for rank, found in zip(ranks, data[1:], strict=True):
-            beat = Beat.from_json(bytes(found))
+            beat = Heartbeat.from_json(bytes(found))
             if rank not in self._seen or self._seen[rank][0].number != beat.number:
                 self._seen[rank] = (beat, now)
         beats = {rank: beat for rank, (beat, _) in self._seen.items()}
@@ -239,7 +239,7 @@ class Liveness:
         if call != self._call:
             self._call, self._called = call, now
         step, begun = self._position
-        beat = Beat(
+        beat = Heartbeat(
             number=time.time(),
             doing=self._doing,
             seconds=now - self._since,
@@ -260,7 +260,7 @@ def _interrupted_here() -> str:
     return f"was interrupted on {socket.gethostname()}"
 
 
-def _is_gone(beat: Beat) -> bool:
+def _is_gone(beat: Heartbeat) -> bool:
     return process_is_gone(beat.host, beat.pid)
 
 

@@ -22,7 +22,7 @@ GRACE = timedelta(seconds=10)
 
 
 @dataclass(frozen=True)
-class Facts:
+class NodeInfo:
     """What a rank says of itself.
 
     Attributes:
@@ -47,7 +47,7 @@ _SECTION = "configuration section "
 
 
 def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[str, str]:
-    """What `Facts.agreed` wants: a digest of every section of the configuration, and versions as they are.
+    """What `NodeInfo.agreed` wants: a digest of every section of the configuration, and versions as they are.
 
     Args:
         sections: name -> plain values (`Config.to_dict()`).
@@ -61,7 +61,7 @@ def digests(sections: Mapping[str, Any], versions: Mapping[str, str]) -> dict[st
     return found | {f"version of {name}": version for name, version in versions.items()}
 
 
-def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: timedelta) -> tuple[Node, ...]:
+def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout: timedelta) -> tuple[Node, ...]:
     """Say who this rank is; returns the job's nodes in the order of their ranks. Every rank takes part.
 
     Raises:
@@ -97,7 +97,7 @@ def introduce(store: dist.Store, rank: int, size: int, facts: Facts, timeout: ti
     return tuple(Node(name, count, tuple(claims), memory) for name, count, claims, memory in verdict["nodes"])
 
 
-def _tell_of_two_jobs(store: dist.Store, rank: int, times: int, facts: Facts, timeout: timedelta) -> str:
+def _tell_of_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, timeout: timedelta) -> str:
     """What all ranks of both jobs are told; a job that has begun hears nothing of it, and goes on."""
     first = json.loads(store.get(f"introductions/facts/{rank}"))
     text = (

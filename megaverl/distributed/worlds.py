@@ -20,7 +20,7 @@ from megaverl.platform import platform
 
 
 @dataclass
-class Traffic:
+class ReceivedBytes:
     """Bytes of batches and results that have come to this rank from others, since its start."""
 
     received: int = 0
@@ -55,7 +55,7 @@ class Fabric:
     control: dist.ProcessGroup
     store: dist.Store
     timeout: timedelta
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: ReceivedBytes = field(default_factory=ReceivedBytes)
 
     @property
     def world_rank(self) -> int:

@@ -54,7 +54,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
-class Part(NamedTuple):
+class AdaptedProjection(NamedTuple):
     """One projection of a layer: its adapter, the pieces of its weight on this rank, and the box that they fill."""
 
     low_rank: LowRank
@@ -72,7 +72,13 @@ class Adapter(nn.Module):
     """
 
     def __init__(
-        self, parts: Sequence[Part], num_rows: int, lora: LoraConfig, config: TransformerConfig, grid: Grid, seed: int
+        self,
+        parts: Sequence[AdaptedProjection],
+        num_rows: int,
+        lora: LoraConfig,
+        config: TransformerConfig,
+        grid: Grid,
+        seed: int,
     ) -> None:
         super().__init__()
         self.split = parts[0].low_rank.weight.split
@@ -141,7 +147,7 @@ def _initial(low_rank: LowRank, seed: int) -> torch.Tensor:
     return torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).div_(math.sqrt(shape[1]))
 
 
-def _row_order(parts: Sequence[Part], num_rows: int) -> torch.Tensor | None:
+def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tensor | None:
     """[rows of the layer]: which row of the stacked B's each is; the one behind them all for rows that have none.
 
     None where they stand in the same order.
@@ -253,10 +259,10 @@ class Adapters:
         grid: Grid,
         seed: int,
     ) -> None:
-        by_layer: dict[str, list[Part]] = {}
+        by_layer: dict[str, list[AdaptedProjection]] = {}
         for name, pieces in layout.by_tensor.items():
             if name in self.low_ranks:
-                part = Part(self.low_ranks[name], pieces, held_span(pieces))
+                part = AdaptedProjection(self.low_ranks[name], pieces, held_span(pieces))
                 by_layer.setdefault(pieces[0].local.removesuffix(".weight"), []).append(part)
         for name, parts in by_layer.items():
             layer = _layer(chunks, name)

@@ -10,7 +10,7 @@ from typing import Any
 from megaverl.config import Config
 from megaverl.config.errors import divisors
 from megaverl.errors import ConfigError
-from megaverl.planner.job import Job, make_job
+from megaverl.planner.job import PlannedJob, make_job
 from megaverl.planner.machine import GB
 from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
 
@@ -65,7 +65,7 @@ class Advice:
         return f"{' '.join(words)}  (then {self.peak / GB:.1f} GB on the fullest rank)"
 
 
-def shortages(job: Job, memory: list[RankMemory]) -> list[Shortage]:
+def shortages(job: PlannedJob, memory: list[RankMemory]) -> list[Shortage]:
     """Every phase in which a rank needs more than its GPU has, and a cache that holds no sequence."""
     found = []
     for phase in phases_of(memory):
@@ -78,13 +78,13 @@ def shortages(job: Job, memory: list[RankMemory]) -> list[Shortage]:
     return found
 
 
-def stage_ranks(job: Job) -> list[int]:
+def stage_ranks(job: PlannedJob) -> list[int]:
     """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""
     stages = {role.ranks[role.grid.rank(pp=s)] for role in job.roles for s in range(role.grid.pp)}
     return sorted({*stages, job.rollout.ranks[0]})
 
 
-def advise(job: Job) -> Advice:
+def advise(job: PlannedJob) -> Advice:
     """Try settings in the order of their distance: one change, then two, then three; the first that fits.
 
     Looked at: sleep, offload of the reference and of the optimizer, vLLM's share of the memory, micro-batch tokens,
@@ -110,7 +110,7 @@ def advise(job: Job) -> Advice:
     return Advice((), tried)
 
 
-def _candidates(job: Job) -> Iterator[tuple[float, Setting]]:
+def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
     """(cost, setting): how far each is from what was asked for, and how much it slows the run."""
     config, actor = job.config, job.config.actor
     if not config.rollout.sleep:
@@ -148,7 +148,7 @@ def _subject(setting: Setting) -> str:
     return setting[0]
 
 
-def with_settings(job: Job, settings: tuple[Setting, ...]) -> Job:
+def with_settings(job: PlannedJob, settings: tuple[Setting, ...]) -> PlannedJob:
     """The job with these settings; critic and reference follow the actor where they were like it.
 
     Raises:

@@ -61,7 +61,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class Options:
+class BufferOptions:
     """The fields of DistributedDataParallelConfig and OptimizerConfig that decide sizes."""
 
     distributed: bool
@@ -76,7 +76,7 @@ class Options:
     offload: float
 
     @classmethod
-    def read(cls, ddp: Mapping[str, Any], optimizer: Mapping[str, Any], num_replicas: int) -> Options:
+    def read(cls, ddp: Mapping[str, Any], optimizer: Mapping[str, Any], num_replicas: int) -> BufferOptions:
         """As `megaverl.workers.trainable` and megatron-core fill in what is left out."""
         aware = bool(optimizer.get("use_precision_aware_optimizer", False))
 
@@ -178,7 +178,7 @@ def _registered(parameters: Iterable[Parameter]) -> list[Parameter]:
 
 
 def make_buffer(
-    parameters: Sequence[Parameter], num_replicas: int, bucket_size: int | None, options: Options
+    parameters: Sequence[Parameter], num_replicas: int, bucket_size: int | None, options: BufferOptions
 ) -> Buffer:
     """Lay parameters out as `_ParamAndGradBuffer` does: in reverse, padded where the optimizer is distributed."""
     align = PARAM_ALIGNMENT if options.distributed else 1
@@ -212,7 +212,7 @@ def make_buffer(
 
 def trained_bytes(
     chunks: Sequence[Sequence[Parameter]],
-    options: Options,
+    options: BufferOptions,
     *,
     itemsize: int,
     dense: tuple[int, int],
@@ -245,7 +245,7 @@ def trained_bytes(
     return TrainedBytes(weights, gradients, round(optimizer * (1 - options.offload)), step)
 
 
-def state_bytes(options: Options, itemsize: int) -> int:
+def state_bytes(options: BufferOptions, itemsize: int) -> int:
     """Optimizer's bytes for one element: the master weight (none where weights are float32) and the moments."""
     moments = options.exp_avg_itemsize + (options.exp_avg_sq_itemsize if options.num_moments == 2 else 0)
     return moments + (options.main_itemsize if itemsize < 4 else 0)

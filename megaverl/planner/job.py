@@ -114,7 +114,7 @@ class RolloutRole:
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """All roles of a run, on their ranks.
 
     Attributes:
@@ -147,7 +147,7 @@ class Job:
         return self.roles[0]
 
 
-def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | None = None) -> Job:
+def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | None = None) -> PlannedJob:
     """Lay the configuration's roles over `world` ranks.
 
     Raises:
@@ -167,7 +167,7 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
     expert_parallel = spec.moe is not None and bool(config.rollout.vllm.get("enable_expert_parallel", False))
     layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel)
     rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
-    return Job(config, spec, machine, world, tuple(roles), rollout, placement)
+    return PlannedJob(config, spec, machine, world, tuple(roles), rollout, placement)
 
 
 def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacement:

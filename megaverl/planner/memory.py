@@ -16,9 +16,9 @@ from megaverl.planner.activations import (
     in_flight,
     stage_bytes,
 )
-from megaverl.planner.buffers import Options, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
+from megaverl.planner.buffers import BufferOptions, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
 from megaverl.planner.engine import EngineBytes, engine_bytes
-from megaverl.planner.job import Job, Role
+from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.stages import padded_vocab_size
 from megaverl.planner.traffic import aliased_elements
 
@@ -53,7 +53,7 @@ class RankMemory:
 class MemoryModel:
     """Computes `RankMemory`; ranks that hold as much share the work."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PlannedJob) -> None:
         self.job = job
         self._stage_parameters = cache(self._make_stage_parameters)
         self._trained = cache(self._make_trained)
@@ -209,7 +209,7 @@ class MemoryModel:
             parameters = adapters_of(role.layout_of(role.grid.rank(pp=stage)), adapters, head)
         return trained_bytes(
             parameters,
-            Options.read(role.trained.ddp, _optimizer(role), replicas),
+            BufferOptions.read(role.trained.ddp, _optimizer(role), replicas),
             itemsize=self.job.itemsize,
             dense=(dense, replicas),
             expert=(expert, role.grid.expert_dp),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaverl.planner.job import Job
+from megaverl.planner.job import PlannedJob
 from megaverl.planner.machine import GB
 from megaverl.planner.memory import phases_of
 from megaverl.planner.report import Capacity, nodes_text, num_nodes
@@ -102,7 +102,7 @@ def _cells(axes: Axes, kind_of: Sequence[int], num_kinds: int, shape: tuple[int,
     axes.imshow(cells.reshape(shape), aspect="auto", interpolation="nearest", **options)
 
 
-def _inside(job: Job, rank: int) -> list[str]:
+def _inside(job: PlannedJob, rank: int) -> list[str]:
     """What a GPU is, in as many words as fit on it."""
     words = []
     if (place := job.actor.place(rank)) is not None:

@@ -12,10 +12,10 @@ from typing import Any
 from megaverl.distributed.placement import ranks_text
 from megaverl.models.architectures import weights_of
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
-from megaverl.planner.job import Job
+from megaverl.planner.job import PlannedJob
 from megaverl.planner.machine import GB
 from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
-from megaverl.planner.traffic import KINDS, Traffic, make_traffic
+from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
 
 LINKS = ("nvlink", "network")
 WIDTH = 110  # columns of the text
@@ -33,14 +33,14 @@ BASIS = {
 class Capacity:
     """All that is found out about a job."""
 
-    job: Job
+    job: PlannedJob
     memory: list[RankMemory]
-    traffic: Traffic
+    traffic: ReshardTraffic
     shortages: list[Shortage]
     advice: Advice | None
 
 
-def survey(job: Job) -> Capacity:
+def survey(job: PlannedJob) -> Capacity:
     """Memory and traffic of every rank, and advice where something does not fit."""
     memory = MemoryModel(job).ranks()
     missing = shortages(job, memory)
@@ -110,16 +110,16 @@ def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
     return {role: list(parts) for role, parts in found.items()}
 
 
-def parameters(job: Job) -> int:
+def parameters(job: PlannedJob) -> int:
     """Elements of all weights of the actor."""
     return sum(prod(weight.shape) for weight in weights_of(job.spec))
 
 
-def num_nodes(job: Job) -> int:
+def num_nodes(job: PlannedJob) -> int:
     return -(-job.world // job.machine.gpus_per_node)
 
 
-def nodes_text(job: Job) -> str:
+def nodes_text(job: PlannedJob) -> str:
     """ "1 node", "128 nodes"."""
     return f"{num_nodes(job):,} node{'s' if num_nodes(job) > 1 else ''}"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megaverl.planner.job import Job
+from megaverl.planner.job import PlannedJob
 from megaverl.planner.machine import Machine
 from megaverl.sharding.boxes import carry, intersect
 from megaverl.sharding.layout import EMPTY, Layout, Piece
@@ -48,7 +48,7 @@ class RankTraffic:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ReshardTraffic:
     """One reshard of a job, over all ranks."""
 
     ranks: tuple[RankTraffic, ...]
@@ -70,7 +70,7 @@ class Traffic:
         return max(values), sum(values) / len(values)
 
 
-def make_traffic(job: Job) -> Traffic:
+def make_traffic(job: PlannedJob) -> ReshardTraffic:
     """Make every rank's plan, as the ranks themselves will, and add up its bytes."""
     source, dest = job.actor.layout_of, job.rollout.layout_of
     if not job.placement.is_colocated:
@@ -83,7 +83,7 @@ def make_traffic(job: Job) -> Traffic:
     for rank in range(job.world):
         aliased = aliased_elements(source(rank), dest(rank), frozenset(adapters)) if job.aliases else 0
         ranks.append(plan_traffic(plans[rank], aliased, job.itemsize, job.machine))
-    return Traffic(tuple(ranks))
+    return ReshardTraffic(tuple(ranks))
 
 
 def _on(ranks: Sequence[int], layout_of: Callable[[int], Layout]) -> Callable[[int], Layout]:

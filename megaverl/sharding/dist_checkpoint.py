@@ -30,7 +30,7 @@ LOCAL_NAMES = {
 }
 
 
-class Place(NamedTuple):
+class CheckpointKey(NamedTuple):
     """A parameter's key, and its index along the axes that the key's array has in front."""
 
     key: str
@@ -64,7 +64,7 @@ def checkpoint_layout(
     with_engine = {weight.megatron: weight.transformer_engine or weight.megatron for weight in weights}
     counts = spec.num_layers, spec.moe.num_experts if spec.moe else 0
 
-    def place_of(local: str) -> Place:
+    def place_of(local: str) -> CheckpointKey:
         candidates = [
             place._replace(key=prefix + place.key)
             for place in _candidates(local, spec, with_engine, transformer_engine=transformer_engine)
@@ -84,11 +84,11 @@ def checkpoint_layout(
 
 def _candidates(
     local: str, spec: ModelSpec, with_engine: dict[str, str], *, transformer_engine: bool
-) -> Iterator[Place]:
+) -> Iterator[CheckpointKey]:
     """The places under which a parameter of the local layer spec may be stored, the likeliest first."""
     found = LAYER.fullmatch(local)
     if found is None:
-        yield Place(local, ())
+        yield CheckpointKey(local, ())
         return
     layer, name = int(found[1]), found[2]
     index: tuple[int, ...] = ()
@@ -101,12 +101,12 @@ def _candidates(
         names = [with_engine.get(name, name), local_name, name]
         if not transformer_engine:
             names = names[1:]
-    stacked = [Place(f"decoder.layers.{each}", (layer, *index)) for each in names]
-    apart = [Place(f"decoder.layers.{layer}.{each}", index) for each in names]
+    stacked = [CheckpointKey(f"decoder.layers.{each}", (layer, *index)) for each in names]
+    apart = [CheckpointKey(f"decoder.layers.{layer}.{each}", index) for each in names]
     yield from apart + stacked if stores_each_layer(spec) else stacked + apart
 
 
-def _front(place: Place, counts: tuple[int, int]) -> tuple[int, ...]:
+def _front(place: CheckpointKey, counts: tuple[int, int]) -> tuple[int, ...]:
     """The sizes of the axes in front: layers, experts."""
     num_layers, num_experts = counts
     is_expert = ".experts.experts." in place.key

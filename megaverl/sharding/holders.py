@@ -1,7 +1,7 @@
 """Who holds what, and who wants it: the layouts of all ranks, indexed by tensor.
 
 A model of a hundred layers with a hundred experts each has few ways in which its tensors are spread. Tensors
-that the same ranks hold and want in the same boxes are one `Geometry`, and are planned as one.
+that the same ranks hold and want in the same boxes are one `TensorGroup`, and are planned as one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megaverl.sharding.overlaps import BoxIndex, first_overlap
 Boxes = tuple[Box, ...]
 
 
-class Side:
+class RankLayouts:
     """All ranks' layouts of one side. Ranks that share a layout object are one class, known by its number.
 
     Attributes:
@@ -72,7 +72,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Bundle:
+class ShardSet:
     """The boxes of a tensor that exactly these classes of the source hold, disjoint."""
 
     classes: tuple[int, ...]
@@ -80,7 +80,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Geometry:
+class TensorGroup:
     """Tensors that the same classes hold in the same boxes, and the same classes want in the same boxes.
 
     Attributes:
@@ -91,12 +91,12 @@ class Geometry:
     """
 
     tensors: list[str]
-    bundles: tuple[Bundle, ...]
+    bundles: tuple[ShardSet, ...]
     wanted: Mapping[int, Mapping[int, int]]
     missing: Mapping[int, Box]
 
 
-def find_geometries(source: Side, dest: Side) -> list[Geometry]:
+def find_geometries(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
     """The geometries of all tensors that both sides know and the destination wants some of."""
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for tensor in source.shapes:
@@ -106,8 +106,8 @@ def find_geometries(source: Side, dest: Side) -> list[Geometry]:
 
 
 def _geometry(
-    source: Side, dest: Side, held: tuple[int, ...], wanted_by: tuple[int, ...], tensors: list[str]
-) -> Geometry:
+    source: RankLayouts, dest: RankLayouts, held: tuple[int, ...], wanted_by: tuple[int, ...], tensors: list[str]
+) -> TensorGroup:
     bundles = _bundles(source, held)
     cells = [(number, cell) for number, bundle in enumerate(bundles) for cell in bundle.cells]
     index = BoxIndex([cell for _, cell in cells])
@@ -131,10 +131,10 @@ def _geometry(
         wanted[number], unheld = seen[boxes]
         if unheld is not None:
             missing[number] = unheld
-    return Geometry(tensors, bundles, wanted, missing)
+    return TensorGroup(tensors, bundles, wanted, missing)
 
 
-def _bundles(source: Side, held: tuple[int, ...]) -> tuple[Bundle, ...]:
+def _bundles(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, ...]:
     holders: dict[Box, set[int]] = {}
     for number, boxes in source.holding(held):
         for box in boxes:
@@ -145,7 +145,7 @@ def _bundles(source: Side, held: tuple[int, ...]) -> tuple[Bundle, ...]:
     bundles: dict[tuple[int, ...], list[Box]] = {}
     for cell, classes in cells:
         bundles.setdefault(tuple(sorted(classes)), []).append(cell)
-    return tuple(Bundle(classes, tuple(sorted(boxes))) for classes, boxes in sorted(bundles.items()))
+    return tuple(ShardSet(classes, tuple(sorted(boxes))) for classes, boxes in sorted(bundles.items()))
 
 
 def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]:

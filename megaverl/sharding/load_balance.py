@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megaverl.sharding.holders import Geometry, Side
+from megaverl.sharding.holders import RankLayouts, TensorGroup
 
 ANYWHERE = -1  # the pool of all holders, beside those of single nodes
 
 
-class Part(NamedTuple):
+class ShardRange(NamedTuple):
     """Bundle `bundle` of tensors `low` to `high` (not included) of a geometry, both by their number."""
 
     geometry: int
@@ -81,9 +81,9 @@ class Dealer:
         self,
         classes: Iterable[int],
         wanted: Iterable[tuple[int, int, int, int]],
-        geometries: Sequence[Geometry],
-        source: Side,
-        dest: Side,
+        geometries: Sequence[TensorGroup],
+        source: RankLayouts,
+        dest: RankLayouts,
         node_of: Sequence[int],
     ) -> None:
         self._holders = frozenset(classes)
@@ -102,7 +102,7 @@ class Dealer:
                 starts[key] = (deal.start + deal.share[1]) % len(deal.pool)
                 deals[key] = deal
 
-    def _make_pools(self, source: Side) -> dict[int, list[int]]:
+    def _make_pools(self, source: RankLayouts) -> dict[int, list[int]]:
         """The holders of each node, and all; of each class first one on every node, then the next."""
         on_node: dict[tuple[int, int], int] = {}
         order = []
@@ -117,7 +117,7 @@ class Dealer:
             pools.setdefault(node, []).append(rank)
         return pools
 
-    def _lines(self, numbers: Sequence[int], source: Side, dest: Side) -> dict[int, dict[int, int]]:
+    def _lines(self, numbers: Sequence[int], source: RankLayouts, dest: RankLayouts) -> dict[int, dict[int, int]]:
         lines: dict[int, dict[int, int]] = {}
         for number in numbers:
             for rank in dest.ranks[number]:
@@ -130,17 +130,17 @@ class Dealer:
         node = self._node_of[rank]
         return node if node in self._pools else ANYWHERE
 
-    def fetched(self, rank: int, geometry: int, bundle: int, size: int) -> Iterator[tuple[int, Part]]:
+    def fetched(self, rank: int, geometry: int, bundle: int, size: int) -> Iterator[tuple[int, ShardRange]]:
         """From whom `rank`, which is none of the holders, gets what."""
         deal = self._deals[geometry, bundle, size][self._pool_of(rank)]
         for holder, low, high in deal.holders(rank):
-            yield holder, Part(geometry, low, high, bundle)
+            yield holder, ShardRange(geometry, low, high, bundle)
 
-    def served(self, rank: int) -> Iterator[tuple[int, Part]]:
+    def served(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
         """To whom `rank`, one of the holders, gives what."""
         for (geometry, bundle, _), deals in self._deals.items():
             for key in (ANYWHERE, self._node_of[rank]):
                 if key in deals:
                     deal = deals[key]
                     for other, low, high in deal.served(self._place[key][rank], list(deal.needing)):
-                        yield other, Part(geometry, low, high, bundle)
+                        yield other, ShardRange(geometry, low, high, bundle)

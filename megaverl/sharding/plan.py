@@ -16,9 +16,9 @@ from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
-from megaverl.sharding.holders import Geometry, Side, find_geometries
+from megaverl.sharding.holders import RankLayouts, TensorGroup, find_geometries
 from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.load_balance import Dealer, Part
+from megaverl.sharding.load_balance import Dealer, ShardRange
 from megaverl.sharding.naming import listed
 
 MAX_NAMED = 8
@@ -157,8 +157,8 @@ class _Planner:
         allow_unused: bool = False,
     ) -> None:
         self.world = world
-        self.source = Side(source_layouts, world)
-        self.dest = Side(dest_layouts, world)
+        self.source = RankLayouts(source_layouts, world)
+        self.dest = RankLayouts(dest_layouts, world)
         nodes: dict[int, int] = {}
         self.node_of = [nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)]
         self._refuse_mismatch(allow_unused)
@@ -183,7 +183,7 @@ class _Planner:
 
     def plan(self, rank: int) -> Plan:
         incoming = self._incoming(rank)
-        outgoing: dict[int, list[Part]] = {}
+        outgoing: dict[int, list[ShardRange]] = {}
         for classes in self._holder_sets[self.source.class_of[rank]]:
             for other, part in self._dealer(classes).served(rank):
                 outgoing.setdefault(other, []).append(part)
@@ -197,16 +197,16 @@ class _Planner:
             receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
         )
 
-    def _incoming(self, rank: int) -> dict[int, list[Part]]:
+    def _incoming(self, rank: int) -> dict[int, list[ShardRange]]:
         """Where each element that `rank` needs comes from."""
         own, wants = self.source.class_of[rank], self.dest.class_of[rank]
-        incoming: dict[int, list[Part]] = {}
+        incoming: dict[int, list[ShardRange]] = {}
         for number in self._wanted[wants]:
             geometry = self.geometries[number]
             for bundle, size in geometry.wanted[wants].items():
                 classes = geometry.bundles[bundle].classes
                 if own in classes:
-                    incoming.setdefault(rank, []).append(Part(number, 0, len(geometry.tensors), bundle))
+                    incoming.setdefault(rank, []).append(ShardRange(number, 0, len(geometry.tensors), bundle))
                     continue
                 for holder, part in self._dealer(classes).fetched(rank, number, bundle, size):
                     incoming.setdefault(holder, []).append(part)
@@ -219,7 +219,7 @@ class _Planner:
             )
         return self._dealers[classes]
 
-    def _transfers(self, source: int, dest: int, parts: list[Part]) -> tuple[Transfer, ...]:
+    def _transfers(self, source: int, dest: int, parts: list[ShardRange]) -> tuple[Transfer, ...]:
         """What goes from one rank to another, in an order that both know: by geometry, tensor and box."""
         source_class, dest_class = self.source.class_of[source], self.dest.class_of[dest]
         new = tuple.__new__  # a world's plans hold tens of millions of transfers: skip the named tuple's own
@@ -285,7 +285,7 @@ class _Planner:
             raise ReshardError(f"the source lacks what the destination needs: {'; '.join(listed(problems))}.")
 
 
-def _segments(parts: list[Part]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
     """Runs of tensors with the bundles that all of the run come in, from the parts of one geometry."""
     cuts = sorted({part.low for part in parts} | {part.high for part in parts})
     for low, high in zip(cuts, cuts[1:], strict=False):
@@ -315,7 +315,7 @@ class _Overlap(NamedTuple):
 
 
 def _overlaps(
-    geometry: Geometry, bundles: tuple[int, ...], held: list[Piece], wanted: list[Piece]
+    geometry: TensorGroup, bundles: tuple[int, ...], held: list[Piece], wanted: list[Piece]
 ) -> Iterator[_Overlap]:
     cells = [cell for bundle in bundles for cell in geometry.bundles[bundle].cells]
     places = [next((i, p) for i, p in enumerate(held) if contains(p.box, cell)) for cell in cells]

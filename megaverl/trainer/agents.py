@@ -1,7 +1,7 @@
 """Several agents, each with an actor and a critic of its own, trained on the same episodes: independent PPO.
 
 IPPO, arXiv 2011.09533: every agent treats the others as part of its environment, and runs PPO on what it saw, wrote and
-was paid. `environment.agents: own`; with `shared` the agents are `RLTrainer`'s one actor, see `Credit.assign_each`.
+was paid. `environment.agents: own`; with `shared` the agents are `Trainer`'s one actor, see `Credit.assign_each`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
-from megaverl.trainer.rl import RLTrainer
+from megaverl.trainer.rl import Trainer
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.workers.agent_rollouts import AgentRollouts
 from megaverl.workers.reward import Scores
@@ -27,13 +27,13 @@ from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
 
 
-def trainer_of(config: Config) -> type[RLTrainer]:
+def trainer_of(config: Config) -> type[Trainer]:
     """The loop that a configuration wants, where all roles share all ranks."""
-    return AgentsTrainer if config.environment.agents == "own" else RLTrainer
+    return AgentsTrainer if config.environment.agents == "own" else Trainer
 
 
-class AgentsTrainer(RLTrainer):
-    """As `RLTrainer`, with roles of its own for every agent of the game; one engine, which they use in turn."""
+class AgentsTrainer(Trainer):
+    """As `Trainer`, with roles of its own for every agent of the game; one engine, which they use in turn."""
 
     def __init__(
         self, config: Config, console: Console, builder: Builder | None = None, job: Job | None = None

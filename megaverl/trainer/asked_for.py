@@ -9,7 +9,7 @@ from typing import Any
 from megaverl.config import Config
 from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow
-from megaverl.dataflow.tensor_channel import Courier
+from megaverl.dataflow.tensor_channel import TensorChannel
 from megaverl.distributed.p2p import broadcast_json
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
@@ -18,7 +18,7 @@ from megaverl.trainer.split import SplitTrainer
 from megaverl.trainer.stored_rollouts import StoredRollouts
 
 
-class StepsAskedFor(SplitTrainer):
+class StepwiseTrainer(SplitTrainer):
     """`SplitTrainer`, step by step. Every rank of the job takes part in every call.
 
     A step's samples are on every rank, and whatever a program makes of them it makes on each of them alike.
@@ -36,7 +36,7 @@ class StepsAskedFor(SplitTrainer):
         super().__init__(config, console, job)
         if self.fabric.has("rollout"):
             self.timeline.roles["rollout"] = "rollout"
-        self._courier = Courier(self.fabric)
+        self._courier = TensorChannel(self.fabric)
         self._given: StoredRollouts | None = None
 
     def make_flow(self) -> DataFlow:

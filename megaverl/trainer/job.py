@@ -14,9 +14,9 @@ from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import is_placed, placed_mistakes, used_roles
 from megaverl.config.placement import CLAIMS, resolve_placement, role_grids
-from megaverl.coordinator import Liveness, Patience
+from megaverl.coordinator import Liveness, Timeouts
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims, resolve
-from megaverl.distributed.rendezvous import Facts, digests, introduce
+from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
@@ -58,7 +58,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
     """
     store, rank, size = job_store(timedelta(minutes=config.run.timeout_minutes))
     sections = config.to_dict()
-    facts = Facts(
+    facts = NodeInfo(
         claims=claimed_roles(), agreed=digests(sections, _versions()), sections=sections, memory=_gpu_memory()
     )
     nodes = introduce(store, rank, size, facts, timedelta(minutes=config.run.timeout_minutes))
@@ -75,7 +75,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         rank,
         size,
         coordinator=placement.coordinator,
-        patience=Patience(
+        patience=Timeouts(
             stalled_after=seconds,
             interval=min(1.0, seconds / 10),
             lost_after=min(LOST_AFTER, seconds),

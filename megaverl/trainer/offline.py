@@ -22,7 +22,7 @@ from megaverl.trainer.job import Job
 from megaverl.trainer.records import Records
 from megaverl.trainer.rl import kept_objects
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
-from megaverl.trainer.signals import LeaveRequest, Leaving
+from megaverl.trainer.signals import Leaving, PreemptionHandler
 from megaverl.trainer.stages import Stages, unheard
 from megaverl.workers.trainable import TrainableModel
 
@@ -61,7 +61,7 @@ class OfflineTrainer(ABC):
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)
         builder.resumes = self.resumed_from is not None
-        self.leave = LeaveRequest()
+        self.leave = PreemptionHandler()
         self.records = Records(config, builder.run_dir, console, keeps=self.is_first)
         self.next_step = 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.coordinator import Seat
+from megaverl.coordinator import Participant
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.trainer.build import Builder
@@ -58,7 +58,7 @@ def roles_here(builder: Builder, fabric: Fabric, *, generates: bool) -> Roles:
     )
 
 
-def seats_of(config: Config, placement: ResolvedPlacement) -> tuple[list[str], list[Seat]]:
+def seats_of(config: Config, placement: ResolvedPlacement) -> tuple[list[str], list[Participant]]:
     """The roles that are trained, and who reports their updates: the first rank of each, and of each island."""
     alone = config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
     roles = [
@@ -67,7 +67,7 @@ def seats_of(config: Config, placement: ResolvedPlacement) -> tuple[list[str], l
         *([REWARD_MODEL] if config.trains_reward_model else []),
     ]
     seats = [
-        Seat(island_name(role, number) if alone else role, world.ranks[0], number)
+        Participant(island_name(role, number) if alone else role, world.ranks[0], number)
         for role in roles
         for number, world in enumerate(world for world in placement.worlds if place_of(role) in world.roles)
     ]

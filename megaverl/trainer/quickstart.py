@@ -25,7 +25,7 @@ from megaverl.trainer.agents import trainer_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
-from megaverl.trainer.rl import RLTrainer
+from megaverl.trainer.rl import Trainer
 from megaverl.trainer.sft import warm_up
 from megaverl.version import __version__
 
@@ -105,7 +105,7 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
         _report(trainer, console)
 
 
-def _report(trainer: RLTrainer, console: Console) -> None:
+def _report(trainer: Trainer, console: Console) -> None:
     held_out = [(step, m["validation/accuracy"]) for step, m in trainer.records.history if "validation/accuracy" in m]
     training = [(step, m["reward/accuracy"]) for step, m in trainer.records.history if "reward/accuracy" in m]
     picture = plot_curves({"held out": held_out, "training": training}, trainer.run_dir / "curve.png", "accuracy")

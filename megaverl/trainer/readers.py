@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from megaverl.algorithms import advantage_estimators
 from megaverl.config import Config
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.dataflow.redistribute import Reads
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
@@ -59,31 +59,31 @@ class Readers:
             "advantages": Reads(self._trained, weighed - TOKENS),
         }
 
-    def _reward(self, outline: Outline) -> Rows:
+    def _reward(self, outline: SequenceLengths) -> Rows:
         return self._on("reward", self.roles.reward.rows(outline))
 
-    def _reference(self, outline: Outline) -> Rows:
+    def _reference(self, outline: SequenceLengths) -> Rows:
         assert self.roles.reference is not None
         return self._on("reference", self.roles.reference.rows(outline))
 
-    def _old_log_probs(self, outline: Outline) -> Rows:
+    def _old_log_probs(self, outline: SequenceLengths) -> Rows:
         wanted = self.config.shares_backbone or self._steps.needs_log_probs(self.step) or self.step == self.first_step
         return self._scored(outline) if wanted else {}
 
-    def _scored(self, outline: Outline) -> Rows:
+    def _scored(self, outline: SequenceLengths) -> Rows:
         """Every island scores all samples."""
         return self._on("actor", self.roles.actor.rows(outline))
 
-    def _implicit(self, outline: Outline) -> Rows:
+    def _implicit(self, outline: SequenceLengths) -> Rows:
         assert self.roles.implicit is not None
         return self._on("actor", self.roles.implicit.rows(outline))
 
-    def _critic(self, outline: Outline) -> Rows:
+    def _critic(self, outline: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
         return join_rows([self._on("critic", critic.rows(outline)), self._updates("critic", critic, outline)])
 
-    def _trained(self, outline: Outline) -> Rows:
+    def _trained(self, outline: SequenceLengths) -> Rows:
         """What the updates train on, and what is written down."""
         if self._reads_all:
             return dict.fromkeys(self._fabric.placement.ranks["actor"], range(len(outline)))
@@ -101,7 +101,7 @@ class Readers:
         estimator = advantage_estimators.get(self.config.algorithm.advantage_name)
         return frozenset(estimator.inputs) | frozenset(estimator.optional_inputs)
 
-    def _updates(self, role: str, trained: Updated, outline: Outline) -> Rows:
+    def _updates(self, role: str, trained: Updated, outline: SequenceLengths) -> Rows:
         return join_rows(
             _by_rank(ranks, rows_of_updates(trained, outline, self.step, part))
             for part, ranks in enumerate(self._worlds(role))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer, FirstRank
 from megaverl.config import Config
-from megaverl.coordinator import Alone, Judge, Progress, Rules
+from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress, Rules
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow
 from megaverl.distributed.collectives import on_first_rank, together
@@ -28,7 +28,7 @@ from megaverl.trainer.job import Job
 from megaverl.trainer.records import Records
 from megaverl.trainer.samples import sample_records
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
-from megaverl.trainer.signals import LeaveRequest, Leaving
+from megaverl.trainer.signals import Leaving, PreemptionHandler
 from megaverl.trainer.stages import Stages, unheard
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
@@ -45,7 +45,7 @@ ROLLOUT_FILE = "rollouts.safetensors"
 PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
 
 
-class RLTrainer:
+class Trainer:
     """PPO or GRPO, from a configuration to trained weights. Every rank makes one and calls `train`.
 
     Args:
@@ -87,7 +87,7 @@ class RLTrainer:
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
-        self.leave = LeaveRequest()
+        self.leave = PreemptionHandler()
 
     @property
     def keeps_records(self) -> bool:
@@ -125,9 +125,9 @@ class RLTrainer:
 
     def appoint(self, progress: Progress) -> None:
         """Who decides over updates, from where the run stands."""
-        self._alone = Alone(list(self.trained), rules_of(self.config), progress)
+        self._alone = LocalCoordinator(list(self.trained), rules_of(self.config), progress)
         for role, trainable in self.trained.items():
-            trainable.judge = Judge(self._alone, role, progress)
+            trainable.judge = CoordinatorClient(self._alone, role, progress)
 
     @property
     def progress(self) -> Progress:

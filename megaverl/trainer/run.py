@@ -24,7 +24,7 @@ from megaverl.trainer.signals import Leaving
 
 if TYPE_CHECKING:
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.rl import RLTrainer
+    from megaverl.trainer.rl import Trainer
 
 
 def main(
@@ -92,7 +92,7 @@ def _train(config: Config, console: Console, job: Job | None, options: dict[str,
     make_trainer(config, console, job).train()
 
 
-def make_trainer(config: Config, console: Console, job: Job | None) -> RLTrainer:
+def make_trainer(config: Config, console: Console, job: Job | None) -> Trainer:
     """The loop that a configuration and its placement want."""
     if job is not None and not job.fabric.placement.is_colocated:
         from megaverl.trainer.split import SplitTrainer

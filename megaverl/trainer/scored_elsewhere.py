@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
-from megaverl.dataflow.tensor_channel import Courier
+from megaverl.dataflow.tensor_channel import TensorChannel
 from megaverl.distributed.worlds import Fabric
 from megaverl.trainer.build import Builder
 from megaverl.workers.reward import RewardRole, Scores
@@ -38,7 +38,7 @@ class ScoredElsewhere:
 
     def __init__(self, role: RewardRole, fabric: Fabric) -> None:
         self._role, self._fabric = role, fabric
-        self._courier = Courier(fabric, (Scores,))
+        self._courier = TensorChannel(fabric, (Scores,))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._role, name)
@@ -55,7 +55,7 @@ class ScoredElsewhere:
 def serve_scores(role: RewardRole, fabric: Fabric) -> None:
     """On the reward's ranks: score what the engines' ranks ask for, once."""
     engines, models = fabric.placement.ranks["rollout"], fabric.placement.ranks["reward"]
-    courier = Courier(fabric, (Scores,))
+    courier = TensorChannel(fabric, (Scores,))
     scores = role.score(courier.receive(_ASKED, engines, models))
     courier.send(_ANSWERED, scores, models, engines)
     courier.settle()

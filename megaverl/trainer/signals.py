@@ -19,7 +19,7 @@ class Leaving(Exception):
     """The run was asked to leave, and nothing is lost: every rank ends with `errors.SAVED_AND_LEFT`."""
 
 
-class LeaveRequest:
+class PreemptionHandler:
     """Whether somebody wants this run to leave. A signal only notes it; the ranks agree at safe points."""
 
     def __init__(self) -> None:

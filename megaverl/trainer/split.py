@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
-from megaverl.coordinator import Coordinator, CoordinatorCommits, Judge, Progress
+from megaverl.coordinator import Coordinator, CoordinatorClient, CoordinatorCommits, Progress
 from megaverl.coordinator.island_exchange import serve_join
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
@@ -36,7 +36,7 @@ from megaverl.trainer.job import Job, reporter
 from megaverl.trainer.placed_roles import REWARD_MODEL, island_file, island_name, place_of, roles_here, seats_of
 from megaverl.trainer.readers import SELECTIVE, Readers, speakers_of
 from megaverl.trainer.reports import Reports
-from megaverl.trainer.rl import RLTrainer, rules_of
+from megaverl.trainer.rl import Trainer, rules_of
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.scored_elsewhere import models_are_apart, serve_scores
 from megaverl.trainer.step import Roles
@@ -45,8 +45,8 @@ from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
 
 
-class SplitTrainer(RLTrainer):
-    """As `RLTrainer`, on a placement with several worlds."""
+class SplitTrainer(Trainer):
+    """As `Trainer`, on a placement with several worlds."""
 
     def __init__(self, config: Config, console: Console, job: Job) -> None:
         self.fabric = job.fabric
@@ -137,7 +137,7 @@ class SplitTrainer(RLTrainer):
             trainable = self._reward_model if role == REWARD_MODEL else getattr(self.roles, role).trainable
             assert trainable is not None
             name = island_name(role, self.island if alone and placement.colocated(role, "actor") else 0)
-            trainable.judge = self.judges[role] = Judge(self.coordinator, name, progress)
+            trainable.judge = self.judges[role] = CoordinatorClient(self.coordinator, name, progress)
             if len(placement.islands) > 1 and placement.colocated(role, "actor"):
                 self.judges[role].share = 1.0 if alone else 1.0 / len(placement.islands)
                 trainable.islands = Island(self.fabric, trainable, config.coordinator, progress.steps.get(name, 0))

@@ -24,7 +24,7 @@ from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.actor_critic import VALUES, ActorCritic
-from megaverl.workers.credit import Credit
+from megaverl.workers.credit import AdvantageComputer
 from megaverl.workers.critic import Critic
 from megaverl.workers.implicit_reward import ImplicitRewardModel
 from megaverl.workers.log_prob_difference import LogProbDifference
@@ -85,12 +85,12 @@ class RLStep:
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     warn: Callable[[str], None] = print
     is_given: bool = False
-    credit: Credit = field(init=False)
+    credit: AdvantageComputer = field(init=False)
     _has_compared: bool = False
     _early_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.credit = Credit(self.config.algorithm)
+        self.credit = AdvantageComputer(self.config.algorithm)
 
     def flow(self, places: Places | None = None) -> DataFlow:
         """Compiled for `run(prompts=..., step=...)`, where the roles are.

@@ -24,7 +24,7 @@ from megaverl.sharding.weight import Weight
 from megaverl.weights.dtypes import agree_on_dtypes
 from megaverl.weights.merge_adapters import add_product
 from megaverl.weights.safetensors_writer import FolderWriter, cannot_write
-from megaverl.weights.transports import BUCKET_BYTES, Job, Options, copy_local
+from megaverl.weights.transports import BUCKET_BYTES, TransferJob, TransportOptions, copy_local
 from megaverl.weights.transports.point_to_point import PointToPoint
 from megaverl.weights.views import check_tensors
 
@@ -106,7 +106,7 @@ def save_folder(
     def converts(tensor: str) -> bool:
         return of_model.of(tensor) != dtype
 
-    failures, options = Failures(group, rank, None), Options(bucket_bytes=bucket_bytes)
+    failures, options = Failures(group, rank, None), TransportOptions(bucket_bytes=bucket_bytes)
     with torch.no_grad(), FolderWriter(temporary, weights, dtype, shard_bytes, writes=rank == 0) as writer:
         for number, (window, plan) in enumerate(zip(windows, plans, strict=True)):
             # every rank sends its parts of this window to the first, which alone has chunks to fill
@@ -115,7 +115,7 @@ def save_folder(
                 for chunk in (arriving[number] if rank == 0 else ())
             }
             copy_local(plan.copies, held, landed)
-            mover = PointToPoint.take(Job(plan, held, landed, wire, converts, group, options, failures))
+            mover = PointToPoint.take(TransferJob(plan, held, landed, wire, converts, group, options, failures))
             if mover is not None:
                 mover.start(0)
                 mover.finish()

@@ -16,7 +16,7 @@ from megaverl.sharding.naming import as_block
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
 from megaverl.sharding.weight import Weight
 from megaverl.weights.checkpoints import open_checkpoint, without_head
-from megaverl.weights.stored import Reader, StoredArray, stored_arrays
+from megaverl.weights.stored import StoredArray, StoredArrayReader, stored_arrays
 from megaverl.weights.torch_dist import is_torch_dist
 from megaverl.weights.views import check_tensors, view
 
@@ -131,7 +131,7 @@ def fill(
     source: Layout, arrays: Mapping[str, StoredArray], wanted: Layout, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Read the boxes that `wanted` names out of stored arrays into their places."""
-    with torch.no_grad(), Reader(arrays) as reader:
+    with torch.no_grad(), StoredArrayReader(arrays) as reader:
         for transfer in intersect_layouts(source, wanted):
             for box in split(transfer.dest_box, MAX_READ):
                 target = view(tensors[transfer.dest_local], box)

@@ -23,7 +23,7 @@ from megaverl.sharding.proof import check_plan
 from megaverl.weights.background import Background
 from megaverl.weights.double_buffer import Staging
 from megaverl.weights.dtypes import agree_on_dtypes, converting, wire_dtypes
-from megaverl.weights.transports import BUCKET_BYTES, Job, Moved, Options, assign
+from megaverl.weights.transports import BUCKET_BYTES, Moved, TransferJob, TransportOptions, assign
 from megaverl.weights.transports.alias import Alias
 from megaverl.weights.views import check_tensors
 
@@ -122,7 +122,7 @@ class Resharder:
                 everyone = len(ranks) == dist.get_world_size()
                 moving = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)
         self._failures = Failures(group, plan.rank, timeout)
-        options = Options(
+        options = TransportOptions(
             bucket_bytes=bucket_bytes,
             alias=alias and not overlap,
             may_rebind=may_rebind,
@@ -133,7 +133,7 @@ class Resharder:
             apart=frozenset(apart),
         )
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
-        self._job = Job(plan, source, dest, wire, converts, moving, options, self._failures)
+        self._job = TransferJob(plan, source, dest, wire, converts, moving, options, self._failures)
         self._all_movers = self._movers = assign(self._job)
         self._aliases = [mover for mover in self._movers if isinstance(mover, Alias)]
         self._later_movers = self._movers

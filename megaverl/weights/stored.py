@@ -83,7 +83,7 @@ def stored_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, StoredArray]:
     }
 
 
-class Reader:
+class StoredArrayReader:
     """Reads boxes of stored arrays; several threads may share one. Holds open files, and no data."""
 
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
@@ -93,7 +93,7 @@ class Reader:
         self._lock = threading.Lock()
         self._local = threading.local()
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> StoredArrayReader:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -13,7 +13,7 @@ from megaverl.data.batch import RolloutBatch
 OF_REWARDS = ("component_weights",)  # what `extra` holds for each reward, and not for each sample
 
 
-class Credit:
+class AdvantageComputer:
     """The advantage estimator of a run, with its options.
 
     Raises:

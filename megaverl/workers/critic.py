@@ -11,7 +11,7 @@ import torch
 from megaverl.algorithms import LossOutput, value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.workers.megatron_model import MegatronModel, MicroBatch
 from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.workers.trainable import TrainableModel
@@ -32,7 +32,7 @@ class Critic:
         """See `values_of`."""
         return values_of(self, batch)
 
-    def rows(self, outline: Outline) -> list[Sequence[int]]:
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the model's grid reads for their values."""
         return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 

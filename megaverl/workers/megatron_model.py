@@ -29,7 +29,7 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
-from megaverl.workers.offload import Offload, Place, storages_of
+from megaverl.workers.offload import Offload, OffloadTarget, storages_of
 
 platform.adapt_megatron()
 
@@ -265,7 +265,7 @@ class MegatronModel:
         """All of the weights on this rank, those of adapters among them."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
-    def keep_away(self, place: Place) -> None:
+    def keep_away(self, place: OffloadTarget) -> None:
         """From now on the weights are at `place` whenever nobody is inside `resident`."""
         self.resident = away = Offload(lambda: storages_of(self.held), place)
         away.leave()

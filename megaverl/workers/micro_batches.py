@@ -9,7 +9,7 @@ import torch
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import plan_micro_batches
-from megaverl.data.sharing import Outline, outline_of, plan_packed_micro_batches, shared_tokens
+from megaverl.data.sharing import SequenceLengths, outline_of, plan_packed_micro_batches, shared_tokens
 from megaverl.models.packing import pack
 from megaverl.workers.megatron_model import MegatronModel, MicroBatch
 
@@ -50,7 +50,7 @@ def micro_batches_for(
 
 def plan_for(
     model: MegatronModel,
-    outline: Outline,
+    outline: SequenceLengths,
     max_tokens: int,
     samples: Sequence[int] | None = None,
     *,
@@ -105,7 +105,7 @@ def of_each_rank(model: MegatronModel, plan: MicroBatchPlan, part: int = 0) -> l
 def micro_batches_of(
     model: MegatronModel,
     batch: RolloutBatch,
-    outline: Outline,
+    outline: SequenceLengths,
     plan: MicroBatchPlan,
     fields: Mapping[str, torch.Tensor] | None = None,
     *,

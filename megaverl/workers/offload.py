@@ -27,7 +27,7 @@ Storages = list[torch.UntypedStorage]
 SMALLEST = 64  # bytes
 
 
-class Place(Protocol):
+class OffloadTarget(Protocol):
     """Where copies of storages lie."""
 
     def store(self, storages: Storages) -> None:
@@ -118,7 +118,7 @@ class Offload:
         place: where they go.
     """
 
-    def __init__(self, storages: Callable[[], Storages], place: Place) -> None:
+    def __init__(self, storages: Callable[[], Storages], place: OffloadTarget) -> None:
         self._storages, self._place = storages, place
         self._inside = 0
         self._away: list[tuple[torch.UntypedStorage, int]] = []
@@ -160,7 +160,7 @@ class Offload:
             self._place.fetch([storage for storage, _ in away])
 
 
-def place_for(folder: str | None) -> Place | None:
+def place_for(folder: str | None) -> OffloadTarget | None:
     """Where things go: None where there is neither an accelerator nor a folder, and nothing moves."""
     if folder is not None:
         return Files(Path(folder))

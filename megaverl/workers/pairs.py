@@ -22,7 +22,7 @@ from megaverl.algorithms import (
     reward_model_losses,
 )
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
 from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.workers.policy import Policy
@@ -197,7 +197,7 @@ class RewardModel:
         micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
         return self.model.score(micro, at_the_end, (len(batch), 1))[:, 0]
 
-    def rows(self, outline: Outline) -> list[Sequence[int]]:
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the model's grid reads."""
         return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 

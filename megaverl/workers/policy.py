@@ -24,7 +24,7 @@ from megaverl.algorithms import (
 )
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.rollout.seeds import sample_seed
 from megaverl.workers.log_prob_difference import LogProbDifference
 from megaverl.workers.megatron_model import MegatronModel, MicroBatch
@@ -59,7 +59,7 @@ class Policy:
         with nullcontext() if self._with_adapters else self.model.without_adapters():
             return self.model.score(micro, score, batch.response_shape)
 
-    def rows(self, outline: Outline) -> list[Sequence[int]]:
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the model's grid reads to score a batch."""
         return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import gather_rows, together
 from megaverl.errors import RewardError
@@ -58,7 +58,7 @@ class ScoringModel(Protocol):
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """[B] float32, the same on every rank; all ranks take part."""
 
-    def rows(self, outline: Outline) -> list[Sequence[int]]:
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the role reads."""
 
 
@@ -146,7 +146,7 @@ class RewardRole:
                 correct = components[ENVIRONMENT] > 0
         return Scores(total, components, correct)
 
-    def rows(self, outline: Outline) -> list[set[int]]:
+    def rows(self, outline: SequenceLengths) -> list[set[int]]:
         """The samples that each rank of the role reads, those of its models among them."""
         size = dist.get_world_size(self.world)
         found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]

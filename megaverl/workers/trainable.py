@@ -49,7 +49,7 @@ class UpdateReport:
     applied: bool
 
 
-class Ruling(Protocol):
+class UpdateDecision(Protocol):
     """What is to become of a gradient: `megaverl.coordinator.Decision`.
 
     It is multiplied by `scale` (its loss is then the mean over all tokens) and by `clip`; `schedule_step` updates were
@@ -66,8 +66,8 @@ class Ruling(Protocol):
     def schedule_step(self) -> int: ...
 
 
-class Judge(Protocol):
-    """Who decides over updates: `megaverl.coordinator.Judge`.
+class DecidesUpdates(Protocol):
+    """Who decides over updates: `megaverl.coordinator.CoordinatorClient`.
 
     Attributes:
         oldest, newest: versions of the engines' weights: that of the oldest sample, and that which they have now.
@@ -76,11 +76,13 @@ class Judge(Protocol):
     oldest: int
     newest: int
 
-    def __call__(self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool, max_norm: float) -> Ruling: ...
+    def __call__(
+        self, sums: MetricSums, norm: float, tokens: float, *, overflow: bool, max_norm: float
+    ) -> UpdateDecision: ...
 
 
 @dataclass(frozen=True)
-class OwnRuling:
+class OwnDecision:
     """Where nobody else decides: a supervised stage, a stage on pairs."""
 
     applies: bool
@@ -176,7 +178,7 @@ class TrainableModel:
         if ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.judge: Judge | None = None
+        self.judge: DecidesUpdates | None = None
         self.islands: Islands | None = None
         self._is_updating = False
         self._gradients: Offload | None = None
@@ -316,12 +318,12 @@ class TrainableModel:
             self.islands.after_update()
         return UpdateReport(sums, grad_norm, learning_rate, applied=ruling.applies)
 
-    def _judged(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> Ruling:
+    def _judged(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:
         """Whether to take the step, and with which factors: as the coordinator says, if there is one."""
         if self.judge is None:
             if not found_inf:
                 self._check_finite(sums, grad_norm)
-            return OwnRuling(not found_inf, clip_factor(grad_norm, self._max_norm), self.scheduler.num_steps)
+            return OwnDecision(not found_inf, clip_factor(grad_norm, self._max_norm), self.scheduler.num_steps)
         wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
         norm = math.nan if wrong else grad_norm
         try:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
 from megaverl.data.prompts import Message
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.distributed.collectives import gather_rows, together
 from megaverl.errors import ModelError, RewardError
@@ -94,7 +94,7 @@ class TransformersRewardModel:
                 raise RewardError(f"{self.folder}: the score of response {row} is {found[row - rows[0]]}.")
         return gather_rows(found.to(platform.device), self.world).cpu()
 
-    def rows(self, outline: Outline) -> list[Sequence[int]]:
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the role reads."""
         size = dist.get_world_size(self.world)
         return [rows_of_rank(len(outline), rank, size) for rank in range(size)]

@@ -11,7 +11,7 @@ from megaverl.algorithms import Entry, MetricSums, add_metrics, aggregations, co
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches
-from megaverl.data.sharing import Outline, outline_of
+from megaverl.data.sharing import SequenceLengths, outline_of
 from megaverl.workers.megatron_model import Loss, MicroBatch
 from megaverl.workers.micro_batches import MicroBatchPlan, micro_batches_of, of_each_rank, plan_for
 from megaverl.workers.trainable import TrainableModel, UpdateReport
@@ -80,7 +80,7 @@ class PlannedUpdate(NamedTuple):
 
 def plan_updates(
     trainable: TrainableModel,
-    outline: Outline,
+    outline: SequenceLengths,
     algorithm: AlgorithmConfig,
     micro_batch_tokens: int,
     *,
@@ -118,7 +118,7 @@ class Updated(Protocol):
     seed: int
 
 
-def rows_of_updates(role: Updated, outline: Outline, step: int, part: int) -> list[set[int]]:
+def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: int) -> list[set[int]]:
     """The samples that each rank of the model's grid trains on in any update of a step.
 
     Args:

@@ -16,7 +16,7 @@ from megaverl.config import passthrough
 from megaverl.config.annotations import fits
 from megaverl.config.errors import nearest
 from megaverl.config.installed import class_fields, init_arguments, source_file
-from megaverl.config.passthrough import TARGETS, Target
+from megaverl.config.passthrough import TARGETS, PassthroughClass
 from megaverl.platform import platform
 
 
@@ -54,7 +54,7 @@ print(json.dumps([[f.name for f in dataclasses.fields(EngineArgs)], list(Samplin
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
-def test_what_megaverl_owns_is_there_to_be_owned(target: Target):
+def test_what_megaverl_owns_is_there_to_be_owned(target: PassthroughClass):
     assert set(target.owned) <= set(target.fields())
     assert target.settable()
 

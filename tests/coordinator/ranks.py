@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.coordinator import Coordinator, GradientReport, Liveness, Patience, Rules, Seat
+from megaverl.coordinator import Coordinator, GradientReport, Liveness, Participant, Rules, Timeouts
 from megaverl.coordinator.committer import CoordinatorCommits
 from megaverl.coordinator.island_exchange import IslandMember, serve_join
 from megaverl.distributed.placement import Node, parse_wanted, resolve
@@ -28,11 +28,11 @@ ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}
 def make(timeout: float = 30.0) -> tuple[Fabric, Coordinator, Liveness]:
     fabric = start({**ROLES, "rollout": "actor"})
     fabric = replace(fabric, timeout=timedelta(seconds=timeout))
-    patience = Patience(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
+    patience = Timeouts(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
     liveness = Liveness(
         fabric.store, fabric.rank, 4, coordinator=3, patience=patience, name=fabric.describe, world=fabric.world.name
     )
-    seats = (Seat("actor", 0), Seat("critic", 2))
+    seats = (Participant("actor", 0), Participant("critic", 2))
     return fabric, Coordinator(fabric, seats, Rules(max_staleness=1), liveness=liveness), liveness
 
 
@@ -133,7 +133,7 @@ def lost(rank: int, how: str) -> str:
 def unheard() -> str:
     """The critic is there, and does not report: nobody else would notice."""
     fabric = replace(start({**ROLES, "rollout": "actor"}), timeout=timedelta(seconds=1))
-    coordinator = Coordinator(fabric, (Seat("actor", 0), Seat("critic", 2)), Rules())
+    coordinator = Coordinator(fabric, (Participant("actor", 0), Participant("critic", 2)), Rules())
     told = ""
     try:
         if role_of(fabric) == "actor":

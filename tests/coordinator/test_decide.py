@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.coordinator import Alone, Judge
-from megaverl.coordinator.decide import Progress, Rules, Seat, decide
-from megaverl.coordinator.letters import Letter
+from megaverl.coordinator import CoordinatorClient, LocalCoordinator
+from megaverl.coordinator.decide import Participant, Progress, Rules, decide
+from megaverl.coordinator.letters import PackedMessage
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
     REPORT_SIZE,
@@ -26,7 +26,7 @@ from megaverl.coordinator.reports import (
 )
 from megaverl.errors import TrainingStopped
 
-SEATS = (Seat("actor", 0), Seat("critic", 4), Seat("actor", 2, 1))
+SEATS = (Participant("actor", 0), Participant("critic", 4), Participant("actor", 2, 1))
 GOOD = GradientReport(step=0, version=0, tokens=8.0, squared_norm=16.0, divided_by=8.0)
 
 
@@ -130,7 +130,7 @@ def test_clipping_is_megatrons(squared_norm: float, limit: float, tokens: int) -
 
 
 def test_a_role_tells_its_limit_and_where_its_schedule_stands() -> None:
-    judge = Judge(Alone(["actor"], Rules(), Progress()), "actor", Progress())
+    judge = CoordinatorClient(LocalCoordinator(["actor"], Rules(), Progress()), "actor", Progress())
     first = judge({}, 2.0, 8.0, overflow=False, max_norm=0.5)
     assert first.clip == pytest.approx(0.25) and (first.scale, first.schedule_step) == (1.0, 0)
     steps = [judge({}, 2.0, 8.0, overflow=overflow, max_norm=0.5).schedule_step for overflow in (True, True, False)]
@@ -147,7 +147,7 @@ def test_messages_come_back_and_are_small() -> None:
         newest=7,
         statistics={name: (1.0, 2.0, 3.0) for name in STATISTICS},
     )
-    letter = Letter(REPORT_SIZE)
+    letter = PackedMessage(REPORT_SIZE)
     letter.write(report.numbers())
     assert letter.num_bytes == letter.data.nbytes <= 512 and torch.equal(letter.data, torch.tensor(report.numbers()))
     assert GradientReport.of(letter.read()) == report
@@ -195,7 +195,7 @@ def test_of_faults_alike_the_first_seat_is_told_and_of_others_the_first_reason()
 
 def test_a_seat_is_named_by_its_role_and_its_island() -> None:
     assert [str(seat) for seat in SEATS] == ["actor", "critic", "actor.1"]
-    assert Seat("actor", 3).island == 0
+    assert Participant("actor", 3).island == 0
 
 
 def test_each_role_counts_its_own_updates() -> None:

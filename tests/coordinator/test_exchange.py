@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import TCPStore
 
-from megaverl.coordinator import Liveness, Patience
+from megaverl.coordinator import Liveness, Timeouts
 from megaverl.coordinator.exchange import cause_of, complete_set, tree_children, tree_parent
 from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
 from tests.distributed.forks import Server
@@ -92,7 +92,7 @@ def test_the_tree_reaches_every_rank_once(size: int) -> None:
 
 def test_who_keeps_the_store_is_named_when_it_is_silent_or_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    liveness = Liveness(store, 0, 1, coordinator=0, patience=Patience(stalled_after=9.0))
+    liveness = Liveness(store, 0, 1, coordinator=0, patience=Timeouts(stalled_after=9.0))
     liveness.leave()
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     keeper = "rank 0, which keeps the job's store,"

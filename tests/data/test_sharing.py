@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.sharing import (
     GOOD_ENOUGH,
-    Outline,
+    SequenceLengths,
     outline_of,
     packed_tokens,
     plan_packed_micro_batches,
@@ -97,7 +97,7 @@ def test_an_outline_says_how_long_all_are_and_which_prompts_are_the_same() -> No
         response_mask=torch.tensor([[True, True], [True, False], [False, False]]),
     )
     outline = outline_of(batch)
-    assert outline == Outline([2, 3, 2], [2, 1, 0], [0, 1, 0])
+    assert outline == SequenceLengths([2, 3, 2], [2, 1, 0], [0, 1, 0])
     assert outline.lengths == [4, 4, 2] and len(outline) == 3
     # a rank that has some of the samples is told which prompts are the same
     assert outline_of(batch.with_(prompt_numbers=torch.tensor([3, 4, 5]))).prompts == [3, 4, 5]

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import Outline, outline_of
+from megaverl.data.sharing import SequenceLengths, outline_of
 from megaverl.dataflow.redistribute import Reads
 from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
-from megaverl.dataflow.tensor_channel import Courier
+from megaverl.dataflow.tensor_channel import TensorChannel
 from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.placement import parse_wanted, resolve
-from megaverl.distributed.rendezvous import Facts, introduce
+from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Rows
@@ -29,7 +29,7 @@ def start(said: dict[str, Any]) -> Fabric:
     """Join the job with roles as `said`; grids of one rank each, so that any placement fits."""
     deadline = timedelta(seconds=30)
     store, rank, size = job_store(deadline)
-    nodes = introduce(store, rank, size, Facts(node="here"), deadline)
+    nodes = introduce(store, rank, size, NodeInfo(node="here"), deadline)
     wanted = {role: parse_wanted(value) for role, value in said.items()}
     grids: dict[str, Any] = dict.fromkeys([*said, "actor", "rollout", "reward"])
     return join(resolve(wanted, size, grids, nodes), store, rank, deadline)
@@ -174,12 +174,12 @@ class Marks:
 def values_travel() -> dict[str, Any]:
     """Rollouts on 2-3, an actor on 0-1: a batch whole and in parts, what is added to it, a field, anything else."""
     fabric = start({"rollout": "2-3", "actor": "0-1"})
-    courier, full = Courier(fabric, known=[Marks]), full_batch(random.Random(5), 7)
+    courier, full = TensorChannel(fabric, known=[Marks]), full_batch(random.Random(5), 7)
     to, back = ((2, 3), (0, 1)), ((0, 1), (2, 3))
     marks = Marks(torch.arange(7.0), {"a": [1, None, "x"], "b": (True, torch.tensor([[2]]))})
     found: dict[str, Any] = {}
 
-    def parts(outline: Outline) -> Rows:
+    def parts(outline: SequenceLengths) -> Rows:
         assert outline == outline_of(full)
         return {0: [0, 2, 5], 1: [1]}
 

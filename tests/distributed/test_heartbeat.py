@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.distributed.heartbeat import Beat, blame, is_behind, who_is_gone, who_stalls
+from megaverl.distributed.heartbeat import Heartbeat, blame, is_behind, who_is_gone, who_stalls
 
 STAGES = ("rollout", "reward", "values", "actor_update", "reshard")
 LIMIT = 4.0  # seconds that a rank may wait
 
 
-def beat(**changes: object) -> Beat:
+def beat(**changes: object) -> Heartbeat:
     values = {
         "number": 1.0,
         "doing": "x",
@@ -23,7 +23,7 @@ def beat(**changes: object) -> Beat:
         "host": "h/1",
         "pid": 7,
     }
-    return Beat(**{**values, **changes})  # type: ignore[arg-type]
+    return Heartbeat(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_whom_the_others_wait_for() -> None:
@@ -43,10 +43,12 @@ def test_who_is_gone_and_who_is_silent() -> None:
     told = who_is_gone(beats, {3: 9.0}, 5.0, "rank {}".format, lambda one: one.pid == 2)
     assert told.startswith("rank 1 is gone: it was in x") and "rank 3 has not been heard of for 9 s" in told
     assert "rank 0" not in told and "rank 2" not in told
-    assert Beat.from_json(beats[0].to_json()) == beats[0]
+    assert Heartbeat.from_json(beats[0].to_json()) == beats[0]
 
 
-def at(stage: str, waits: str = "", since: float = 9.0, *, step: int = 2, world: str = "", waited: float = 9.0) -> Beat:
+def at(
+    stage: str, waits: str = "", since: float = 9.0, *, step: int = 2, world: str = "", waited: float = 9.0
+) -> Heartbeat:
     """A rank that went through `STAGES` up to one of them, in which it is for `since` seconds; "d" waits for its
     device, "r" for other ranks."""
     begun = STAGES[: STAGES.index(stage) + 1] if stage in STAGES else (*STAGES, stage)
@@ -91,7 +93,7 @@ def at(stage: str, waits: str = "", since: float = 9.0, *, step: int = 2, world:
         ([at("values", "r", world="a"), at("reshard", "d", world="a"), at("rollout", world="b")], ([2], 0)),
     ],
 )
-def test_who_is_to_blame(ranks: list[Beat], expected: tuple[list[int], int] | None) -> None:
+def test_who_is_to_blame(ranks: list[Heartbeat], expected: tuple[list[int], int] | None) -> None:
     assert blame(dict(enumerate(ranks)), LIMIT) == expected
     gone = beat(seconds=9.0, left=True)
     assert blame({**dict(enumerate(ranks)), 9: gone}, LIMIT) == expected, "who has left holds nobody up"
@@ -109,7 +111,7 @@ beats = st.builds(
 
 
 @given(st.lists(beats, min_size=1, max_size=6))
-def test_blame_is_never_on_one_who_waits_or_goes_on(ranks: list[Beat]) -> None:
+def test_blame_is_never_on_one_who_waits_or_goes_on(ranks: list[Heartbeat]) -> None:
     assert not any(is_behind(one, other) and is_behind(other, one) for one in ranks for other in ranks)
     if found := blame(dict(enumerate(ranks)), LIMIT):
         to_blame, witness = found

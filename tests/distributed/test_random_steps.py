@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megaverl.config.placement import Sizes
 from megaverl.dataflow import DataFlow, Operator
-from megaverl.dataflow.plan import Plan
+from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import PlacementError, ResolvedPlacement, parse_wanted, resolve
 from megaverl.sharding.rows import Rows, plan_moves, rows_of_grid
@@ -28,7 +28,7 @@ def rows_of_role(placement: ResolvedPlacement, role: str, grid: Sizes | None, ro
     return found
 
 
-def plan_of(placement: ResolvedPlacement, roles: Sequence[str]) -> Plan:
+def plan_of(placement: ResolvedPlacement, roles: Sequence[str]) -> CompiledFlow:
     """A step's operators on their ranks: rollout -> reward, reference, critic -> actor and critic -> rollout."""
     scorers = [role for role in TRAINED_BY if role in roles]
     flow = DataFlow([Operator("rollouts", list, (), role="rollout")])

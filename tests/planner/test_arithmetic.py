@@ -22,7 +22,7 @@ from megaverl.planner.activations import (
     stage_bytes,
 )
 from megaverl.planner.advice import advise, shortages, stage_ranks, with_settings
-from megaverl.planner.buffers import Options, Parameter, make_buffer
+from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
 from megaverl.planner.machine import GB, Machine
 from megaverl.planner.memory import MemoryModel
 from megaverl.planner.stages import layer_split
@@ -88,7 +88,7 @@ def test_full_recomputation_keeps_one_input_a_group() -> None:
     shared=st.booleans(),
 )
 def test_replicas_own_every_element_once(sizes: list[int], replicas: int, bucket: int | None, shared: bool) -> None:
-    options = Options.read({}, {}, replicas)
+    options = BufferOptions.read({}, {}, replicas)
     parameters = [Parameter(str(i), n, is_shared_embedding=shared and i == 0) for i, n in enumerate(sizes)]
     buffer = make_buffer(parameters, replicas, bucket, options)
     assert sum(buffer.owned(replica, replicas) for replica in range(replicas)) == sum(sizes)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import Box, whole
-from megaverl.sharding.holders import Side, find_geometries
+from megaverl.sharding.holders import RankLayouts, find_geometries
 from megaverl.sharding.layout import EMPTY, Layout, Piece, whole_layout
 from megaverl.sharding.load_balance import Deal
 from megaverl.sharding.plan import Plan, make_plans
@@ -100,7 +100,7 @@ def test_what_a_rank_holds_itself_it_asks_nobody_for() -> None:
 @given(st.data(), st.integers(1, 4))
 def test_geometries_count_every_element_once(data: st.DataObject, world: int) -> None:
     """Bundles are disjoint, held by just their classes, and wanted as often as an array of counts says."""
-    sides = [Side(layouts_of(data.draw(random_layouts(world, everywhere=False))), world) for _ in range(2)]
+    sides = [RankLayouts(layouts_of(data.draw(random_layouts(world, everywhere=False))), world) for _ in range(2)]
     source, dest = sides
     held = [masks(layout) for layout in source.layouts]
     wanted = [masks(layout) for layout in dest.layouts]
@@ -138,7 +138,7 @@ def masks(layout: Layout) -> dict[str, np.ndarray]:
 
 def test_ranks_that_share_a_layout_are_one_class_and_others_none() -> None:
     model, alike = whole_layout([("a", (2, 3))]), whole_layout([("a", (2, 3))])
-    side = Side(layouts_of([model, alike, model]), 3)
+    side = RankLayouts(layouts_of([model, alike, model]), 3)
     assert (side.class_of, side.ranks) == ([0, 1, 0], [[0, 2], [1]])
     assert side.held == {"a": (0, 0, 1, 0)} and side.boxes == [(whole((2, 3)),)], "in the same boxes"
     assert list(side.holding(side.held["a"])) == [(0, side.boxes[0]), (1, side.boxes[0])]
@@ -147,7 +147,7 @@ def test_ranks_that_share_a_layout_are_one_class_and_others_none() -> None:
 
 def test_every_class_that_disagrees_on_a_shape_is_told() -> None:
     sides = [whole_layout([("a", shape), ("b", (1,))]) for shape in ((2,), (3,), (2,), (4,))]
-    said = Side(layouts_of(sides), 4).disagreements
+    said = RankLayouts(layouts_of(sides), 4).disagreements
     assert said == [f"a: ranks of one side say (2,) and ({size},) of its shape" for size in (3, 4)]
 
 

@@ -15,7 +15,7 @@ from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.trainer.rl import RLTrainer
+from megaverl.trainer.rl import Trainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
 from megaverl.workers.megatron_model import MicroBatch
 from tests.models.ranks import whole_rows
@@ -56,7 +56,7 @@ def train_with_a_wrong_engine(
     Returns: the error that this rank hears, or what it has said.
     """
     said = io.StringIO()
-    trainer = RLTrainer(configuration(arguments), Console(rank=dist.get_rank(), out=said))
+    trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=said))
     rollout = trainer.roles.rollout
     reshard = rollout.reshard
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megaverl.algorithms import Advantages
 from megaverl.config import load_config
-from megaverl.data.sharing import Outline
+from megaverl.data.sharing import SequenceLengths
 from megaverl.trainer.readers import Readers
 
-OUTLINE = Outline([2, 2, 2], [1, 1, 1], [0, 1, 2])
+OUTLINE = SequenceLengths([2, 2, 2], [1, 1, 1], [0, 1, 2])
 
 
 def by_temperature(rewards: Tensor, response_mask: Tensor, temperatures: Tensor | None = None) -> Advantages:

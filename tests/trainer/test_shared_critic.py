@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megaverl.checkpoint.convert.run import Request, convert, process_group
+from megaverl.checkpoint.convert.run import ConversionRequest, convert, process_group
 from tests.faults.injector import Fault
 from tests.faults.runs import metrics
 from tests.faults.server import Server
@@ -47,7 +47,9 @@ def test_a_run_on_shared_and_on_split_ranks(server: Server, inputs: Path, tmp_pa
     trained = weights_of(tmp_path / "split" / "run" / "hf")
     for role in ("actor", "critic"):
         with process_group():
-            convert(Request(tmp_path / "split" / "run", tmp_path / role, to="hugging_face", role=role, quiet=True))
+            convert(
+                ConversionRequest(tmp_path / "split" / "run", tmp_path / role, to="hugging_face", role=role, quiet=True)
+            )
     actor, critic = weights_of(tmp_path / "actor"), weights_of(tmp_path / "critic")
     assert actor.keys() == trained.keys() and all(torch.equal(actor[name], trained[name]) for name in trained)
     head = critic.pop("score.weight")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaverl.config import load_config
-from megaverl.coordinator import Alone, Judge, Progress
+from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.rl import rules_of
 from megaverl.trainer.step import RLStep, oldest_version
@@ -29,7 +29,7 @@ def test_what_is_too_old_is_not_trained_on(oldest: int, applied: bool) -> None:
     """Of the engines' versions the newest is the fifth, and two are allowed between."""
     given = ["model.path=m", "rollout={async_rollout: true, max_staleness: 2}", "placement={rollout: 0, actor: 1}"]
     config = load_config(None, [*given, "data.train=t", "reward=exact_match"], check_paths=False)
-    judge = Judge(Alone(["actor"], rules_of(config), Progress()), "actor", Progress())
+    judge = CoordinatorClient(LocalCoordinator(["actor"], rules_of(config), Progress()), "actor", Progress())
 
     def update(experience: RolloutBatch, **options: Any) -> dict[str, float]:
         return {"applied": float(judge({}, 1.0, 8.0, overflow=False, max_norm=0.0).applies)}

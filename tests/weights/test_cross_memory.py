@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import Box
 from megaverl.weights.transports import cross_memory
-from megaverl.weights.transports.cross_memory import Place, calls_for, joined, parts
+from megaverl.weights.transports.cross_memory import TensorAddress, calls_for, joined, parts
 from megaverl.weights.views import view
 from tests.worlds import WorldError, run_world
 
@@ -44,7 +44,7 @@ def boxes_in_tensors(draw: st.DrawFn) -> tuple[torch.Tensor, Box]:
 
 
 def found_parts(pairs: list[tuple[torch.Tensor, Box]]) -> np.ndarray:
-    return np.concatenate([parts(Place(t.data_ptr(), t.stride(), t.element_size()), box) for t, box in pairs])
+    return np.concatenate([parts(TensorAddress(t.data_ptr(), t.stride(), t.element_size()), box) for t, box in pairs])
 
 
 @given(

@@ -10,7 +10,7 @@ import torch
 from megaverl.errors import CheckpointError
 from megaverl.sharding.boxes import Box, whole
 from megaverl.weights import stored
-from megaverl.weights.stored import Extent, Reader, StoredArray
+from megaverl.weights.stored import Extent, StoredArray, StoredArrayReader
 
 SHAPE = (3, 40, 64)
 BOXES = [
@@ -46,7 +46,7 @@ def test_a_box_is_what_slicing_gives(
         "halves": StoredArray(SHAPE, torch.bfloat16, extents),
         "transposed": StoredArray(SHAPE, torch.bfloat16, [transposed]),
     }
-    with Reader(arrays) as reader:
+    with StoredArrayReader(arrays) as reader:
         for name in arrays:
             out = torch.full(box.shape, torch.nan, dtype=dtype)
             reader.read(name, box, out)
@@ -60,7 +60,7 @@ def test_a_box_is_what_slicing_gives(
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:
     (tmp_path / "short.bin").write_bytes(bytes(100))
     array = StoredArray((10, 10), torch.float32, [Extent(whole((10, 10)), tmp_path / "short.bin", 0)])
-    with Reader({"a": array}) as reader:
+    with StoredArrayReader({"a": array}) as reader:
         for box in (whole((10, 10)), Box((0, 2), (10, 7))):
             with pytest.raises(CheckpointError, match=r"short.bin: truncated"):
                 reader.read("a", box, torch.empty(box.shape))

@@ -9,7 +9,7 @@ from megaverl.algorithms import gae, grpo, policy_losses, remax, rloo, token_rew
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ConfigError
-from megaverl.workers.credit import Credit
+from megaverl.workers.credit import AdvantageComputer
 from megaverl.workers.policy import policy_loss_options
 
 
@@ -36,27 +36,29 @@ def config(**options: object) -> AlgorithmConfig:
 def test_ppo_is_gae_whitened() -> None:
     values = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
     given = batch(values=values)
-    found, metrics = Credit(config(name="ppo", gamma=0.9, lam=0.8)).assign(given, kl_coef=0.0)
+    found, metrics = AdvantageComputer(config(name="ppo", gamma=0.9, lam=0.8)).assign(given, kl_coef=0.0)
     mask = given.response_mask
     expected = gae(token_rewards(given.rewards, mask), values, mask, gamma=0.9, lam=0.8)
     torch.testing.assert_close(found.advantages, whiten(expected.advantages, mask))
     torch.testing.assert_close(found.returns, expected.returns)
     assert metrics == {"advantage_mean": pytest.approx(float(expected.advantages[mask].mean()))}
-    plain, _ = Credit(config(name="ppo", gamma=0.9, lam=0.8, normalize_advantages=False)).assign(given, kl_coef=0.0)
+    plain, _ = AdvantageComputer(config(name="ppo", gamma=0.9, lam=0.8, normalize_advantages=False)).assign(
+        given, kl_coef=0.0
+    )
     torch.testing.assert_close(plain.advantages, expected.advantages)
 
 
 def test_a_response_that_was_cut_off_goes_on_with_its_last_value() -> None:
     """By hand, gamma 0.5 and lambda 1, two tokens; the values before them are 0.4 and 0.8, and 0.6 after them."""
     given = batch(values=torch.tensor([[0.0] * 3] * 3 + [[0.4, 0.8, 9.0]]), last_values=torch.tensor([0, 0, 0, 0.6]))
-    ppo = Credit(config(name="ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
+    ppo = AdvantageComputer(config(name="ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
     found, _ = ppo.assign(given, kl_coef=0.0)
     # the second's return is 0.5 + 0.5 * 0.6 = 0.8, the first's half of it
     torch.testing.assert_close(found.returns[3], torch.tensor([0.4, 0.8, 0.0]))
     torch.testing.assert_close(found.advantages[3], torch.tensor([0.0, 0.0, 0.0]))
     ended, _ = ppo.assign(given.with_(last_values=torch.zeros(4)), kl_coef=0.0)
     torch.testing.assert_close(ended.returns[3], torch.tensor([0.25, 0.5, 0.0]))
-    turns = Credit(config(name="turn_ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
+    turns = AdvantageComputer(config(name="turn_ppo", gamma=0.5, lam=1.0, normalize_advantages=False))
     found, _ = turns.assign(given.with_(turn_ids=torch.arange(3).expand(4, 3)), kl_coef=0.0)
     torch.testing.assert_close(found.returns[3], torch.tensor([0.4, 0.8, 0.0]))
 
@@ -66,18 +68,18 @@ def test_a_kl_penalty_in_the_reward_of_tokens_and_of_responses() -> None:
     given = batch(ref_log_probs=ref)
     kl = (given.rollout_log_probs - ref) * given.response_mask
     kl_config = {"in": "reward", "coef": 0.5}  # of k1
-    found, metrics = Credit(config(name="grpo", group_size=2, kl=kl_config)).assign(given, kl_coef=0.5)
+    found, metrics = AdvantageComputer(config(name="grpo", group_size=2, kl=kl_config)).assign(given, kl_coef=0.5)
     expected = grpo(given.rewards - 0.5 * kl.sum(1), given.group_ids, given.response_mask)
     torch.testing.assert_close(found.advantages, expected.advantages)
     assert metrics["kl"] == pytest.approx(float(kl.sum() / given.response_mask.sum()))
     extra = {"greedy_rewards": torch.full((4,), 0.5)}
-    found, _ = Credit(config(name="remax", kl=kl_config)).assign(given, kl_coef=0.5, extra=extra)
+    found, _ = AdvantageComputer(config(name="remax", kl=kl_config)).assign(given, kl_coef=0.5, extra=extra)
     rewards = token_rewards(given.rewards, given.response_mask, kl, kl_coef=0.5)
     torch.testing.assert_close(
         found.advantages, remax(rewards, extra["greedy_rewards"], given.response_mask).advantages
     )
     # a KL in the loss leaves rewards alone, and is measured all the same
-    found, metrics = Credit(config(name="rloo", group_size=2, kl={**kl_config, "in": "loss"})).assign(
+    found, metrics = AdvantageComputer(config(name="rloo", group_size=2, kl={**kl_config, "in": "loss"})).assign(
         given, kl_coef=0.5
     )
     torch.testing.assert_close(found.advantages, rloo(given.rewards, given.group_ids, given.response_mask).advantages)
@@ -87,11 +89,11 @@ def test_a_kl_penalty_in_the_reward_of_tokens_and_of_responses() -> None:
 def test_options_reach_the_estimator() -> None:
     given = batch()
     for options in ({"normalize_by_std": False}, {"advantage_options": {"normalize_std": False}}):
-        found, _ = Credit(config(name="grpo", group_size=2, **options)).assign(given, kl_coef=0.0)
+        found, _ = AdvantageComputer(config(name="grpo", group_size=2, **options)).assign(given, kl_coef=0.0)
         expected = grpo(given.rewards, given.group_ids, given.response_mask, normalize_std=False)
         torch.testing.assert_close(found.advantages, expected.advantages)
     with pytest.raises(ConfigError, match="has no option 'sharpness'"):
-        Credit(config(name="grpo", group_size=2, advantage_options={"sharpness": 1}))
+        AdvantageComputer(config(name="grpo", group_size=2, advantage_options={"sharpness": 1}))
 
 
 def test_options_of_a_policy_loss() -> None:
@@ -113,7 +115,7 @@ def test_every_reward_by_itself() -> None:
     given = batch()
     extra = {"component_rewards": torch.tensor([[1.0, 0], [0, 1], [0, 0], [1, 1]])}
     extra["component_weights"] = torch.tensor([1.0, 0.0])
-    found, _ = Credit(config(name="gdpo", group_size=2)).assign(given, kl_coef=0.0, extra=extra)
+    found, _ = AdvantageComputer(config(name="gdpo", group_size=2)).assign(given, kl_coef=0.0, extra=extra)
     assert found.advantages[0, 0] > 0 > found.advantages[1, 0]
 
 
@@ -134,17 +136,17 @@ def test_an_environment_s_rewards_stand_where_their_turns_end() -> None:
             "values": torch.zeros(2, 3),
         }
     )
-    found, _ = Credit(config(name="turn_ppo", normalize_advantages=False)).assign(given, kl_coef=0.0)
+    found, _ = AdvantageComputer(config(name="turn_ppo", normalize_advantages=False)).assign(given, kl_coef=0.0)
     torch.testing.assert_close(found.token_rewards, torch.tensor([[0.5, 0.0, 1.25], [-0.5, 0.0, 0.0]]))
     assert (found.advantages[~mask] == 0).all(), "what the environment said is nobody's doing"
-    found, _ = Credit(config(name="turn_grpo", group_size=2)).assign(given, kl_coef=0.0)
+    found, _ = AdvantageComputer(config(name="turn_grpo", group_size=2)).assign(given, kl_coef=0.0)
     assert found.advantages[0, 0] > 0 > found.advantages[1, 0] and found.advantages[0, 2] > 0
 
 
 def test_every_agent_is_credited_by_itself() -> None:
     agents = torch.tensor([0, 1, 0, 1])
     given = batch(agent_ids=agents, values=torch.zeros(4, 3))
-    credit = Credit(config(name="ppo"))
+    credit = AdvantageComputer(config(name="ppo"))
     found, metrics = credit.assign_each(given, kl_coef=0.0, extra={"greedy_rewards": None})
     for agent in (0, 1):
         rows = (agents == agent).nonzero()[:, 0]
@@ -158,7 +160,7 @@ def test_weights_of_rewards_are_nobodys_rows() -> None:
     """As many rewards as there are samples, of two agents."""
     agents = torch.tensor([0, 1, 0, 1])
     weights, rewards = torch.tensor([1.0, 0.0, 0.0, 2.0]), torch.rand(4, 4)
-    given, credit = batch(agent_ids=agents, group_ids=agents), Credit(config(name="gdpo", group_size=2))
+    given, credit = batch(agent_ids=agents, group_ids=agents), AdvantageComputer(config(name="gdpo", group_size=2))
     extra = {"component_rewards": rewards, "component_weights": weights}
     found, _ = credit.assign_each(given, kl_coef=0.0, extra=extra)
     for agent in (0, 1):

@@ -16,13 +16,13 @@ import torch
 from megaverl.sharding.boxes import Box, carry, split, whole
 from megaverl.sharding.overlaps import BoxIndex
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.stored import Reader
+from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist_writer import Frame
 
 SLAB_BYTES = 1 << 20  # what a thread holds at a time: small, so that it stays in the processor's cache
 
 
-class Part(NamedTuple):
+class ArrayPart(NamedTuple):
     """Elements of a source array and where they go in the target array."""
 
     source: str
@@ -45,7 +45,7 @@ class Item:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-    parts: Sequence[Part]
+    parts: Sequence[ArrayPart]
     frame: Frame | None = None
 
     @property
@@ -53,11 +53,11 @@ class Item:
         return whole(self.shape).numel * self.dtype.itemsize
 
 
-def parts_of(transfers: Iterable[Transfer]) -> dict[str, list[Part]]:
+def parts_of(transfers: Iterable[Transfer]) -> dict[str, list[ArrayPart]]:
     """The parts of every target array, by its name."""
-    found: dict[str, list[Part]] = {}
+    found: dict[str, list[ArrayPart]] = {}
     for transfer in transfers:
-        part = Part(transfer.source_local, transfer.source_box, transfer.dest_box)
+        part = ArrayPart(transfer.source_local, transfer.source_box, transfer.dest_box)
         found.setdefault(transfer.dest_local, []).append(part)
     return found
 
@@ -65,11 +65,11 @@ def parts_of(transfers: Iterable[Transfer]) -> dict[str, list[Part]]:
 class Parts:
     """What fills a target array, found box by box."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[ArrayPart]) -> None:
         self._parts = parts
         self._index = BoxIndex([part.box for part in parts])
 
-    def within(self, box: Box) -> list[Part]:
+    def within(self, box: Box) -> list[ArrayPart]:
         """What lies in a box of the target array, in that box's own coordinates."""
         found = []
         for number, common in self._index.meeting(box):
@@ -78,11 +78,13 @@ class Parts:
                 tuple(low - base for low, base in zip(common.start, box.start, strict=True)),
                 tuple(high - base for high, base in zip(common.stop, box.start, strict=True)),
             )
-            found.append(Part(part.source, carry(common, part.box, part.source_box), inside))
+            found.append(ArrayPart(part.source, carry(common, part.box, part.source_box), inside))
         return found
 
 
-def slabs(reader: Reader, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[Part]) -> Iterator[torch.Tensor]:
+def slabs(
+    reader: StoredArrayReader, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[ArrayPart]
+) -> Iterator[torch.Tensor]:
     """The elements of a target array in order, slab by slab; each is overwritten by the next."""
     numel = max(1, SLAB_BYTES // dtype.itemsize)
     buffer, filling = torch.empty(min(numel, whole(shape).numel), dtype=dtype), Parts(parts)
@@ -97,7 +99,7 @@ def slabs(reader: Reader, shape: Sequence[int], dtype: torch.dtype, parts: Seque
 
 
 def write_items(
-    folder: Path, items: Sequence[Item], reader: Reader, progress: Callable[[int], None] = lambda _: None
+    folder: Path, items: Sequence[Item], reader: StoredArrayReader, progress: Callable[[int], None] = lambda _: None
 ) -> None:
     """Write items into files that exist with their full sizes, several side by side.
 

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.checkpoint.convert.source import Source
+from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.errors import CheckpointError, ConfigError
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import padded_tensors
 from megaverl.sharding.plan import intersect_layouts
-from megaverl.weights.stored import Reader
+from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.views import view
 
 TOLERANCE = 1e-4  # of the largest logit: float32 sums in another order differ by 1e-6
 
 
-def compare_logits(source: Source, written: Source, *, shown: bool) -> None:
+def compare_logits(source: ModelSource, written: ModelSource, *, shown: bool) -> None:
     """Compare on tokens drawn from a fixed seed.
 
     Raises:
@@ -47,13 +47,13 @@ def compare_logits(source: Source, written: Source, *, shown: bool) -> None:
         print(f"{what} agree: they differ by at most {float(difference.max()):.1e} of {scale:.1e}", file=sys.stderr)
 
 
-def _outputs(source: Source, tokens: torch.Tensor) -> torch.Tensor:
+def _outputs(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab], or [b, s, 1] of a value head; float32."""
     with torch.no_grad():
         return _by_transformers(source, tokens) if source.kind == "hugging_face" else _by_megatron(source, tokens)
 
 
-def _by_transformers(source: Source, tokens: torch.Tensor) -> torch.Tensor:
+def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(source.model_folder, local_files_only=True)
@@ -63,12 +63,12 @@ def _by_transformers(source: Source, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens).logits
     backbone = AutoModel.from_pretrained(source.folder, **options).eval()
     score = torch.empty(1, source.spec.hidden_size)
-    with Reader(source.arrays) as reader:
+    with StoredArrayReader(source.arrays) as reader:
         reader.read("score.weight", whole((1, source.spec.hidden_size)), score)
     return torch.nn.functional.linear(backbone(tokens).last_hidden_state, score)
 
 
-def _by_megatron(source: Source, tokens: torch.Tensor) -> torch.Tensor:
+def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from megaverl.distributed.grid import GridShape
     from megaverl.distributed.groups import ProcessGroupManager
     from megaverl.workers.megatron_model import MegatronModel, MicroBatch
@@ -76,7 +76,7 @@ def _by_megatron(source: Source, tokens: torch.Tensor) -> torch.Tensor:
     grid = ProcessGroupManager().grid(GridShape())
     model = MegatronModel(source.spec, grid, dtype=torch.float32, seed=0, value_head=source.value_head)
     layout = model.layout_of(0)
-    with Reader(source.arrays) as reader:
+    with StoredArrayReader(source.arrays) as reader:
         for name in padded_tensors(layout):
             model.parameters[name].zero_()
         for transfer in intersect_layouts(source.layout, layout):

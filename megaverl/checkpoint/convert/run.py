@@ -18,8 +18,14 @@ import torch.distributed as dist
 from megaverl.checkpoint.convert.carried import carry_files, check_tokenizer, converted_config, write_conversion
 from megaverl.checkpoint.convert.items import share_of, write_items
 from megaverl.checkpoint.convert.progress import bar
-from megaverl.checkpoint.convert.source import Source, open_source
-from megaverl.checkpoint.convert.target import MegatronOptions, Target, hugging_face_target, make_files, megatron_target
+from megaverl.checkpoint.convert.source import ModelSource, open_source
+from megaverl.checkpoint.convert.target import (
+    MegatronOptions,
+    ModelTarget,
+    hugging_face_target,
+    make_files,
+    megatron_target,
+)
 from megaverl.checkpoint.convert.verify import compare_bytes, compare_twins
 from megaverl.distributed.collectives import on_first_rank, raise_together, together
 from megaverl.distributed.grid import GridShape
@@ -29,12 +35,12 @@ from megaverl.models.options import padded_vocab_size
 from megaverl.weights.checkpoints import BESIDE_KEY
 from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.safetensors_writer import cannot_write
-from megaverl.weights.stored import Reader
+from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import check_checksums, read_index
 
 
 @dataclass(frozen=True)
-class Request:
+class ConversionRequest:
     """What is to be converted into what.
 
     Attributes:
@@ -88,7 +94,7 @@ def process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def convert(request: Request) -> None:
+def convert(request: ConversionRequest) -> None:
     """Convert; the output appears only when it is whole, and nothing else is touched.
 
     Raises:
@@ -108,7 +114,7 @@ def convert(request: Request) -> None:
     draft = request.output.with_name(f".{request.output.name}.partial")
     shown = rank == 0 and not request.quiet
     try:
-        with Reader(source.arrays) as reader:
+        with StoredArrayReader(source.arrays) as reader:
             _say_what_is_left(source, shown)
             on_first_rank(lambda: _prepare(draft, target))
             mine = share_of(target.items, rank, world)
@@ -135,7 +141,7 @@ def check_output(output: Path, source: Path, *, force: bool) -> None:
         raise CheckpointError(f"{output}: exists already. Name another output, or replace this one with --force.")
 
 
-def _target(source: Source, request: Request) -> Target:
+def _target(source: ModelSource, request: ConversionRequest) -> ModelTarget:
     if request.to == "hugging_face":
         return hugging_face_target(source, request.dtype, request.shard_bytes, SHARD_BYTES)
     options = MegatronOptions(
@@ -147,7 +153,7 @@ def _target(source: Source, request: Request) -> Target:
     return megatron_target(source, request.dtype, request.shard_bytes or SHARD_BYTES, options)
 
 
-def _say_what_is_left(source: Source, shown: bool) -> None:
+def _say_what_is_left(source: ModelSource, shown: bool) -> None:
     names = [name for name in source.left_out if source.kind == "hugging_face" or "optimizer." not in name]
     if any(name.endswith(BESIDE_KEY) for name in names):
         names = [name for name in names if not name.endswith(BESIDE_KEY)]
@@ -158,7 +164,7 @@ def _say_what_is_left(source: Source, shown: bool) -> None:
         print(f"left out, for they are no weights: {', '.join(names[:3])}{more}", file=sys.stderr)
 
 
-def _prepare(draft: Path, target: Target) -> None:
+def _prepare(draft: Path, target: ModelTarget) -> None:
     """An empty folder beside the output, with files of the full size."""
     with writing(draft):
         shutil.rmtree(draft, ignore_errors=True)
@@ -182,7 +188,7 @@ def writing(draft: Path) -> Iterator[None]:
         raise cannot_write(draft, error) from error
 
 
-def _finish(draft: Path, source: Source, target: Target, request: Request) -> None:
+def _finish(draft: Path, source: ModelSource, target: ModelTarget, request: ConversionRequest) -> None:
     """All that is not weights."""
     with writing(draft):
         target.write_index(draft)
@@ -195,11 +201,13 @@ def _finish(draft: Path, source: Source, target: Target, request: Request) -> No
             write_conversion(draft, source.twins, source.file_headers)
 
 
-def _verify(draft: Path, source: Source, reader: Reader, request: Request, *, shown: bool) -> None:
+def _verify(
+    draft: Path, source: ModelSource, reader: StoredArrayReader, request: ConversionRequest, *, shown: bool
+) -> None:
     """Read what was written from the disk again."""
     with together():
         written = open_source(draft, role=request.prefix.removesuffix(".") if request.prefix else None)
-        with Reader(written.arrays) as again:
+        with StoredArrayReader(written.arrays) as again:
             compare_bytes(source, reader, written, again, shown=shown)
     if request.logits:
         from megaverl.checkpoint.convert.logits import compare_logits

@@ -29,7 +29,7 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True, eq=False)
-class Source:
+class ModelSource:
     """A model in files.
 
     Attributes:
@@ -77,7 +77,7 @@ def kind_of(path: Path) -> str:
     return "hugging_face" if is_folder else "megatron"
 
 
-def open_source(path: str | Path, *, role: str | None = None, model_folder: str | Path | None = None) -> Source:
+def open_source(path: str | Path, *, role: str | None = None, model_folder: str | Path | None = None) -> ModelSource:
     """Open a Hugging Face folder, a distributed checkpoint, or a run's folder (the newest whole checkpoint in it).
 
     Args:
@@ -103,7 +103,7 @@ def open_source(path: str | Path, *, role: str | None = None, model_folder: str 
     return _open_megatron(folder, role, Path(model_folder) if model_folder else None)
 
 
-def _open_hugging_face(folder: Path, model_folder: Path) -> Source:
+def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
     config, spec, value_head = read_model(model_folder)
     stored = read_folder(folder)
     if "score.weight" in stored and LM_HEAD not in stored and not value_head:
@@ -115,7 +115,7 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> Source:
     if LM_HEAD in extra and (value_head or not spec.tie_embeddings):
         raise ModelError(f"{folder}: {LM_HEAD} beside a value head: a model has one of the two. Remove one of them.")
     arrays = stored_arrays(stored)
-    return Source(
+    return ModelSource(
         "hugging_face",
         folder,
         model_folder,
@@ -158,7 +158,7 @@ def _checkpoint_folder(path: Path) -> Path | None:
     return newest_whole(path / "checkpoints" if (path / "checkpoints").is_dir() else path)[0]
 
 
-def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) -> Source:
+def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) -> ModelSource:
     if (folder / MANIFEST_FILE).is_file():
         manifest = Manifest.read(folder)
         manifest.check_files(folder)
@@ -171,7 +171,7 @@ def _open_megatron(folder: Path, role: str | None, model_folder: Path | None) ->
     value_head = value_head or opened.has_value_head
     weights = weights_of(spec, value_head=value_head)
     layout = opened.layout(weights, spec)
-    return Source(
+    return ModelSource(
         "megatron",
         folder,
         model_folder,

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megaverl.checkpoint.convert.items import Item, Part, Parts, parts_of
-from megaverl.checkpoint.convert.source import Source
+from megaverl.checkpoint.convert.items import ArrayPart, Item, Parts, parts_of
+from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError, ReshardError
 from megaverl.sharding.boxes import Box, cut, split, whole
@@ -31,7 +31,7 @@ from megaverl.weights.torch_dist_writer import CHUNK_BYTES, NO_EXTRA_STATE, Fram
 
 
 @dataclass(frozen=True)
-class Target:
+class ModelTarget:
     """A model as files.
 
     Attributes:
@@ -51,7 +51,9 @@ class Target:
         return sum(item.nbytes for item in self.items)
 
 
-def hugging_face_target(source: Source, dtype: torch.dtype | None, shard_bytes: int | None, default: int) -> Target:
+def hugging_face_target(
+    source: ModelSource, dtype: torch.dtype | None, shard_bytes: int | None, default: int
+) -> ModelTarget:
     """A folder of safetensors files: cut as the model's own were, where that is known and not asked otherwise.
 
     Args:
@@ -90,11 +92,11 @@ def hugging_face_target(source: Source, dtype: torch.dtype | None, shard_bytes: 
         if index is not None:
             (folder / INDEX_FILE).write_text(index, encoding="utf-8")
 
-    return Target(files, items, heads, write)
+    return ModelTarget(files, items, heads, write)
 
 
 def _recorded(
-    source: Source, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    source: ModelSource, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, str] | None:
     """The headers of the files that the model came from, if they are still true of it."""
     from megaverl.weights.stored import DTYPES
@@ -138,7 +140,9 @@ class MegatronOptions:
     transformer_engine: bool = True
 
 
-def megatron_target(source: Source, dtype: torch.dtype | None, shard_bytes: int, options: MegatronOptions) -> Target:
+def megatron_target(
+    source: ModelSource, dtype: torch.dtype | None, shard_bytes: int, options: MegatronOptions
+) -> ModelTarget:
     """A `torch_dist` checkpoint: for every rank of the grid the chunks that it would hold.
 
     Raises:
@@ -179,10 +183,10 @@ def megatron_target(source: Source, dtype: torch.dtype | None, shard_bytes: int,
                 files[file] = end
     arrays = {key: IndexedArray(shape, dtypes[key], found[key]) for key, shape in layout.local_shapes.items()}
     objects, heads = _extra_states(layout, spec, files)
-    return Target(files, items, heads, lambda folder: write_index(folder, arrays, objects))
+    return ModelTarget(files, items, heads, lambda folder: write_index(folder, arrays, objects))
 
 
-def _widest(source: Source, parts: Sequence[Part]) -> torch.dtype:
+def _widest(source: ModelSource, parts: Sequence[ArrayPart]) -> torch.dtype:
     dtypes = [source.arrays[part.source].dtype for part in parts]
     widest = dtypes[0]
     for each in dtypes[1:]:
@@ -190,7 +194,7 @@ def _widest(source: Source, parts: Sequence[Part]) -> torch.dtype:
     return widest
 
 
-def _chunks(source: Source, layout: Layout, options: MegatronOptions) -> dict[int, list[tuple[str, Box]]]:
+def _chunks(source: ModelSource, layout: Layout, options: MegatronOptions) -> dict[int, list[tuple[str, Box]]]:
     """rank -> boxes of the checkpoint's arrays; what several ranks hold is stored by the first of them."""
     shape = options.shape
     layouts = megatron_layouts(source.weights, source.spec, shape, padded_vocab_size=options.padded_vocab_size)
@@ -258,7 +262,7 @@ def _extra_states(
     return objects, [(file, place.offset, stream.getvalue())]
 
 
-def make_files(folder: Path, target: Target) -> None:
+def make_files(folder: Path, target: ModelTarget) -> None:
     """Make the target's files with their full sizes, and write what is no array."""
     for name, size in target.files.items():
         with (folder / name).open("wb") as file:

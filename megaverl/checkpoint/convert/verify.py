@@ -7,17 +7,19 @@ import threading
 import torch
 import torch.distributed as dist
 
-from megaverl.checkpoint.convert.items import Item, Part, in_threads, parts_of, share_of, slabs
+from megaverl.checkpoint.convert.items import ArrayPart, Item, in_threads, parts_of, share_of, slabs
 from megaverl.checkpoint.convert.progress import bar
-from megaverl.checkpoint.convert.source import Source
+from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.errors import CheckpointError, ModelError
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import whole_layout
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
-from megaverl.weights.stored import Reader
+from megaverl.weights.stored import StoredArrayReader
 
 
-def compare_bytes(source: Source, reader: Reader, written: Source, again: Reader, *, shown: bool) -> None:
+def compare_bytes(
+    source: ModelSource, reader: StoredArrayReader, written: ModelSource, again: StoredArrayReader, *, shown: bool
+) -> None:
     """Compare this rank's share of the weights, in the dtype that was written, bit by bit.
 
     Raises:
@@ -57,7 +59,7 @@ def compare_bytes(source: Source, reader: Reader, written: Source, again: Reader
         )
 
 
-def compare_twins(source: Source, reader: Reader) -> None:
+def compare_twins(source: ModelSource, reader: StoredArrayReader) -> None:
     """A tensor that is stored besides the weight that it is tied to must equal it, or something would be lost.
 
     Raises:
@@ -71,7 +73,8 @@ def compare_twins(source: Source, reader: Reader) -> None:
         same = array.shape == source.arrays[of].shape and all(
             torch.equal(_bits(one), _bits(other))
             for one, other in zip(
-                *(slabs(reader, array.shape, array.dtype, [Part(each, box, box)]) for each in (name, of)), strict=True
+                *(slabs(reader, array.shape, array.dtype, [ArrayPart(each, box, box)]) for each in (name, of)),
+                strict=True,
             )
         )
         if not same:

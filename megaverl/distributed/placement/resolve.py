@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megaverl.distributed.placement.fit import GridSizes, grid_problem
-from megaverl.distributed.placement.problems import PlacementError, Problem
+from megaverl.distributed.placement.problems import PlacementError, PlacementProblem
 from megaverl.distributed.placement.resolved import Node, ResolvedPlacement, World, ranks_named
 from megaverl.distributed.placement.wanted import ROLES, Wanted
 
@@ -54,7 +54,7 @@ def problems_of(
     nodes: Sequence[Node] | None = None,
     *,
     islands: int = 1,
-) -> tuple[Problem, ...]:
+) -> tuple[PlacementProblem, ...]:
     """Everything that `resolve` would refuse."""
     try:
         resolve(wanted, size, grids, nodes, islands=islands)
@@ -83,7 +83,7 @@ class _Resolving:
     grids: dict[str, GridSizes | None]
     nodes: tuple[Node, ...]
     islands: int
-    problems: list[Problem] = field(default_factory=list)
+    problems: list[PlacementProblem] = field(default_factory=list)
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -128,7 +128,7 @@ class _Resolving:
         return [role for role in ROLES if role in self.grids or role in ("actor", "coordinator")]
 
     def _refuse(self, role: str, message: str) -> None:
-        self.problems.append(Problem(f"placement.{role}", message))
+        self.problems.append(PlacementProblem(f"placement.{role}", message))
 
     # --- what is there -------------------------------------------------------------------------------------------
 
@@ -136,13 +136,13 @@ class _Resolving:
         total = sum(node.size for node in self.nodes)
         if self.size < 1 or total != self.size:
             self.problems.append(
-                Problem("placement", f"the nodes have {total} ranks together, and the job has {self.size}.")
+                PlacementProblem("placement", f"the nodes have {total} ranks together, and the job has {self.size}.")
             )
         names = [node.name for node in self.nodes]
         for name in sorted({name for name in names if names.count(name) > 1}):
             numbers = [str(number) for number, other in enumerate(names) if other == name]
             self.problems.append(
-                Problem("placement", f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.")
+                PlacementProblem("placement", f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.")
             )
 
     def _count_ranks(self) -> list[range]:
@@ -359,7 +359,7 @@ class _Resolving:
         silent = [n for n, ranks in enumerate(self._node_ranks) if unused.issuperset(ranks) and len(ranks)]
         if self._claims and silent:
             self.problems.append(
-                Problem(
+                PlacementProblem(
                     "placement",
                     f"{self._named(silent)} took no role. Start it with --role, or start the job without it.",
                 )
@@ -367,7 +367,7 @@ class _Resolving:
             unused -= {rank for number in silent for rank in self._node_ranks[number]}
         if unused:
             self.problems.append(
-                Problem(
+                PlacementProblem(
                     "placement",
                     f"{ranks_named(unused, ' has', ' have')} no role. Give them to one (`rest` takes what is left), or "
                     f"start {self.size - len(unused)} ranks.",
@@ -382,7 +382,7 @@ class _Resolving:
             roles = [role for role in self._roles() if set(self.ranks[role]) & set(self._node_ranks[number])]
             if roles != ["coordinator"] or number + 1 < len(self.nodes):
                 self.problems.append(
-                    Problem(
+                    PlacementProblem(
                         "placement",
                         f"{self._named([number])} has no GPU that can be used, others have, and {', '.join(roles)} is "
                         "placed there. Only a coordinator needs none, on the last node. Look at its driver "

@@ -12,7 +12,7 @@ WHOLE = "time/step_ms"
 MEMORY_WORDS = {"process_rss": "process", "process_peak_rss": "process, peak"}
 
 
-class Part(NamedTuple):
+class StageShare(NamedTuple):
     """A stage: median and 95th percentile of its milliseconds, share of the stages' sum, colour."""
 
     name: str
@@ -32,7 +32,7 @@ class Memory(NamedTuple):
     last: float
 
 
-def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[Part]:
+def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[StageShare]:
     """The stages of a step, longest first; what no stage covers is `other`.
 
     Args:
@@ -47,7 +47,7 @@ def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[Pa
     found = sorted((part for part in found if math.isfinite(part[1])), key=lambda part: -part[1])
     total = sum(part[1] for part in found)
     return [
-        Part(name, middle, high, middle / total if total else 0.0, colours.setdefault(name, len(colours)))
+        StageShare(name, middle, high, middle / total if total else 0.0, colours.setdefault(name, len(colours)))
         for name, middle, high in found
     ]
 

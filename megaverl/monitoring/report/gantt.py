@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import NamedTuple
 
-from megaverl.monitoring.report.run_folder import NO_ROLE, RunRecord, Span
+from megaverl.monitoring.report.run_folder import NO_ROLE, RunRecord, TraceSpan
 from megaverl.monitoring.report.series import duration, median
 
 WIDTH, LEFT, ROW, BAR = 1000, 130, 30, 20
@@ -38,7 +38,7 @@ class Busy(NamedTuple):
 def busy_shares(run: RunRecord) -> list[Busy]:
     """By role; spans that overlap on a rank count once."""
     total = _total_seconds(run)
-    by_lane: defaultdict[Lane, list[Span]] = defaultdict(list)
+    by_lane: defaultdict[Lane, list[TraceSpan]] = defaultdict(list)
     for span in run.spans:
         by_lane[Lane(span.role, span.rank)].append(span)
     by_role: defaultdict[str, list[float]] = defaultdict(list)
@@ -54,7 +54,7 @@ def busy_shares(run: RunRecord) -> list[Busy]:
 def idle_share(run: RunRecord) -> float:
     """The share of the time of which no rank's spans cover anything, on the ranks' mean."""
     total = _total_seconds(run)
-    by_rank: defaultdict[int, list[Span]] = defaultdict(list)
+    by_rank: defaultdict[int, list[TraceSpan]] = defaultdict(list)
     for span in run.spans:
         by_rank[span.rank].append(span)
     if not total or not by_rank:
@@ -63,7 +63,7 @@ def idle_share(run: RunRecord) -> float:
     return max(0.0, 1.0 - busy / total)
 
 
-def covered(spans: Iterable[Span]) -> float:
+def covered(spans: Iterable[TraceSpan]) -> float:
     """Microseconds that at least one of the spans covers."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.begin):
@@ -85,7 +85,7 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
 
     Of the rank whose steps are the longest: where roles run apart, the others only do a part of one.
     """
-    by_rank: defaultdict[int, list[Span]] = defaultdict(list)
+    by_rank: defaultdict[int, list[TraceSpan]] = defaultdict(list)
     for span in run.steps:
         by_rank[span.rank].append(span)
     steps = max(by_rank.values(), key=lambda spans: median([span.duration for span in spans]), default=[])
@@ -109,7 +109,7 @@ def windows(run: RunRecord) -> list[tuple[str, float, float]]:
     return found
 
 
-def _number(span: Span) -> int | str:
+def _number(span: TraceSpan) -> int | str:
     return span.step + 1 if span.step is not None else "?"
 
 
@@ -141,7 +141,7 @@ def gantt(run: RunRecord, begin: float, end: float) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def _bar(span: Span, y: int, begin: float, end: float, scale: float) -> str:
+def _bar(span: TraceSpan, y: int, begin: float, end: float, scale: float) -> str:
     left = LEFT + (max(span.begin, begin) - begin) * scale
     width = max(0.7, (min(span.end, end) - max(span.begin, begin)) * scale)
     colour = ROLES.index(span.role) if span.role in ROLES else len(ROLES)

@@ -31,7 +31,7 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Span:
+class TraceSpan:
     """A piece of work of one rank; microseconds, on the clock of the trace."""
 
     rank: int
@@ -68,8 +68,8 @@ class RunRecord:
     metrics: dict[str, Series] = field(default_factory=dict)
     first: float = 0.0
     last: float = 0.0
-    spans: list[Span] = field(default_factory=list)
-    steps: list[Span] = field(default_factory=list)
+    spans: list[TraceSpan] = field(default_factory=list)
+    steps: list[TraceSpan] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -181,7 +181,7 @@ def _read_trace(run: RunRecord, path: Path) -> None:
             more = event.get("args", {})
             name = str(event["name"])
             role = str(more.get("role") or ROLE_OF.get(name, NO_ROLE))
-            span = Span(int(event["pid"]), name, role, float(event["ts"]), float(event["dur"]), more.get("step"))
+            span = TraceSpan(int(event["pid"]), name, role, float(event["ts"]), float(event["dur"]), more.get("step"))
             (run.steps if name == "step" else run.spans).append(span)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a Chrome trace ({error!r}). Remove the file.") from error

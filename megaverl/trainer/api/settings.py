@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config import Config, load_config
-from megaverl.config.errors import InvalidConfig, Mistake, did_you_mean
+from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean
 from megaverl.config.recipes import recipe
 from megaverl.config.run import named_reward
-from megaverl.config.trainer import TrainerConfig as Loop
+from megaverl.config.trainer import LoopConfig
 from megaverl.config.yaml_source import COMMAND_LINE
 from megaverl.errors import ConfigError
 from megaverl.trainer.api.devices import Devices, device_map, parse_devices
@@ -341,7 +341,7 @@ def resolve(description: Description, overrides: Sequence[str] = (), *, check_pa
         raise InvalidConfig(map(_of_a_program, error.mistakes), source) from None
 
 
-def _of_a_program(mistake: Mistake) -> Mistake:
+def _of_a_program(mistake: ConfigIssue) -> ConfigIssue:
     """The same, where no command line was typed: with the setting of `TrainerConfig` that the key is."""
     if mistake.where not in ("", COMMAND_LINE):
         return mistake
@@ -390,7 +390,7 @@ def get_ppo_config(**settings: Any) -> TrainerConfig:
     config.may_be_small = True
     if config.max_steps is None:
         values = config.values()
-        default = Loop.model_fields["steps"].default if _names_inputs(values) else SMALL_RUN["trainer"]["steps"]
+        default = LoopConfig.model_fields["steps"].default if _names_inputs(values) else SMALL_RUN["trainer"]["steps"]
         config.max_steps = values.get("trainer", {}).get("steps", default)
     return config
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
     from megaverl.monitoring.console import Console
     from megaverl.trainer.job import Job
-    from megaverl.trainer.rl import RLTrainer as Loop
+    from megaverl.trainer.rl import Trainer
     from megaverl.trainer.stored_rollouts import StoredRollouts
 
 
@@ -75,7 +75,7 @@ class RLTrainer:
         if strategy is not None:
             more += [f"placement.{key}={ranks}" for key, ranks in strategy.placement.items()]
         self.config: Config = resolve({} if config is None else config, [*more, *overrides])
-        self._loop: Loop | None = None
+        self._loop: Trainer | None = None
 
     def train(self) -> dict[str, float]:
         """Train to the last step, or go on where an earlier run of this folder stopped.
@@ -95,7 +95,7 @@ class RLTrainer:
             return self.loop.train()
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> Trainer:
         """The trainer itself, on this rank; made when it is first asked for."""
         if self._loop is None:
             from megaverl.trainer.run import make_trainer
@@ -103,7 +103,7 @@ class RLTrainer:
             self._loop = self._made(make_trainer)
         return self._loop
 
-    def _made(self, make: Callable[[Config, Console, Job], Loop]) -> Loop:
+    def _made(self, make: Callable[[Config, Console, Job], Trainer]) -> Trainer:
         """A loop, in this run's folder."""
         job = init_distributed(self.config)
         from megaverl.distributed.collectives import on_first_rank
@@ -206,9 +206,9 @@ class PPOTrainer(RLTrainer):
             return
         self._has_begun = True
         if not init_distributed(self.config).fabric.placement.is_colocated:
-            from megaverl.trainer.asked_for import StepsAskedFor
+            from megaverl.trainer.asked_for import StepwiseTrainer
 
-            self._loop = self._made(StepsAskedFor)
+            self._loop = self._made(StepwiseTrainer)
         self.loop.resume()
         self._records = ExitStack()
         self._records.enter_context(self.loop.leave.listening())

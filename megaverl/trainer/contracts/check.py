@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
 from megaverl.plugins import load_object
-from megaverl.trainer.contracts.promise import Kept, Promise, keep
+from megaverl.trainer.contracts.promise import Promise, PromiseResult, keep
 
 
 class Kind(NamedTuple):
@@ -29,7 +29,7 @@ KINDS = {
 }
 
 
-def check(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Iterator[Kept]:
+def check(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Iterator[PromiseResult]:
     """Try the contract of `kind` on what `name` leads to.
 
     Args:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Kept:
+class PromiseResult:
     """promise: what must hold. problem: why it does not; empty where it does."""
 
     promise: str
@@ -22,17 +22,17 @@ class Broken(Exception):
 Promise = tuple[str, Callable[[], None]]
 
 
-def keep(promises: Iterable[Promise]) -> Iterator[Kept]:
+def keep(promises: Iterable[Promise]) -> Iterator[PromiseResult]:
     """Try every promise; one that is broken does not stop the others."""
     for words, attempt in promises:
         try:
             attempt()
         except Broken as broken:
-            yield Kept(words, str(broken))
+            yield PromiseResult(words, str(broken))
         except Exception as error:  # whatever the user's part raises
             frames = traceback.extract_tb(error.__traceback__)
             last = frames[-1] if frames else None
             where = f" ({last.filename}, line {last.lineno})" if last else ""
-            yield Kept(words, f"{type(error).__name__}: {error}{where}")
+            yield PromiseResult(words, f"{type(error).__name__}: {error}{where}")
         else:
-            yield Kept(words)
+            yield PromiseResult(words)

@@ -5,18 +5,18 @@ from pkgutil import iter_modules
 
 from megaverl.weights.transports.local import copy_local
 from megaverl.weights.transports.packing import BUCKET_BYTES, Message, messages
-from megaverl.weights.transports.registry import Job, Moved, Mover, Options, assign, register
+from megaverl.weights.transports.registry import Moved, TransferJob, Transport, TransportOptions, assign, register
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "BUCKET_BYTES",
-    "Job",
+    "TransferJob",
     "Message",
     "Moved",
-    "Mover",
-    "Options",
+    "Transport",
+    "TransportOptions",
     "assign",
     "copy_local",
     "messages",

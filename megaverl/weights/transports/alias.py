@@ -11,7 +11,7 @@ import torch
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.registry import Job, Moved, Tensors, register
+from megaverl.weights.transports.registry import Moved, Tensors, TransferJob, register
 from megaverl.weights.views import view
 
 
@@ -42,7 +42,7 @@ class Alias:
         self._nbytes = sum(pair.numel * dest[pair.dest].element_size() for pair in pairs)
 
     @classmethod
-    def take(cls, job: Job) -> Alias | None:
+    def take(cls, job: TransferJob) -> Alias | None:
         if not job.options.alias:
             return None
         arriving = {transfer.dest_local for transfers in job.receives.values() for transfer in transfers}

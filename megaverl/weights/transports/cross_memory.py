@@ -22,7 +22,7 @@ from megaverl.distributed.deadlines import wait
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.registry import Job, Moved, Tensors, register
+from megaverl.weights.transports.registry import Moved, Tensors, TransferJob, register
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ MAX_BYTES = 2**30  # of one call; Linux stops just below 2 GiB
 PART = np.dtype([("start", np.uint64), ("nbytes", np.uint64)])
 
 
-class Place(NamedTuple):
+class TensorAddress(NamedTuple):
     """Where a tensor lies: address, strides in elements, bytes of an element."""
 
     address: int
@@ -57,15 +57,17 @@ class CrossMemory:
     to where they belong, many to a call. Addresses go round once, and again whenever some rank's tensors have moved.
     """
 
-    def __init__(self, job: Job, pids: Sequence[int], receives: Mapping[int, Sequence[Transfer]], sent: int) -> None:
+    def __init__(
+        self, job: TransferJob, pids: Sequence[int], receives: Mapping[int, Sequence[Transfer]], sent: int
+    ) -> None:
         self._job, self._pids, self._receives, self._sent = job, pids, receives, sent
         self._here: list[int] | None = None
         self._source: list[int] | None = None
-        self._remote: dict[int, Mapping[str, Place]] = {}
+        self._remote: dict[int, Mapping[str, TensorAddress]] = {}
         self._reads: dict[int, list[Read]] = {}
 
     @classmethod
-    def take(cls, job: Job) -> CrossMemory | None:
+    def take(cls, job: TransferJob) -> CrossMemory | None:
         if not job.options.ipc or platform.is_cuda or job.plan.world == 1 or sys.platform != "linux":
             return None
         rank = job.plan.rank
@@ -103,7 +105,10 @@ class CrossMemory:
             self._source = source
             everyone = gather_json(_places(self._job.source), self._job.group)
             self._remote = {
-                peer: {name: Place(address, tuple(strides), size) for name, (address, strides, size) in found.items()}
+                peer: {
+                    name: TensorAddress(address, tuple(strides), size)
+                    for name, (address, strides, size) in found.items()
+                }
                 for peer, found in ((peer, everyone[peer]) for peer in self._receives)
             }
         if int(moved) or here != self._here:
@@ -126,12 +131,12 @@ class CrossMemory:
 
     def _reads_of(self, peer: int) -> list[Read]:
         dest, remote = _places(self._job.dest), self._remote[peer]
-        here = [parts(Place(*dest[t.dest_local]), t.dest_box) for t in self._receives[peer]]
+        here = [parts(TensorAddress(*dest[t.dest_local]), t.dest_box) for t in self._receives[peer]]
         there = [parts(remote[t.source_local], t.source_box) for t in self._receives[peer]]
         return calls_for(joined(np.concatenate(here)), joined(np.concatenate(there)))
 
 
-def parts(place: Place, box: Box) -> np.ndarray:
+def parts(place: TensorAddress, box: Box) -> np.ndarray:
     """The runs of memory that a box of a tensor consists of, in its order: an array of PART."""
     run, axis = 1, len(box.shape)
     while axis and (box.shape[axis - 1] == 1 or place.strides[axis - 1] == run):

@@ -17,7 +17,7 @@ from megaverl.distributed.deadlines import record_event, wait, wait_for_event
 from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports.packing import copy_all
-from megaverl.weights.transports.registry import Job, Moved, Tensors, register
+from megaverl.weights.transports.registry import Moved, Tensors, TransferJob, register
 from megaverl.weights.views import view
 
 logger = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ class CudaIpc:
     bucket, no packing, no message but one number per rank and run.
     """
 
-    def __init__(self, job: Job, receives: Mapping[int, Sequence[Transfer]], sent: int) -> None:
+    def __init__(self, job: TransferJob, receives: Mapping[int, Sequence[Transfer]], sent: int) -> None:
         self._job, self._receives, self._sent = job, receives, sent
         self._remote: dict[int, Tensors] = {}
         self._addresses: list[int] | None = None
 
     @classmethod
-    def take(cls, job: Job) -> CudaIpc | None:
+    def take(cls, job: TransferJob) -> CudaIpc | None:
         if not job.options.ipc or not platform.is_cuda or job.plan.world == 1:
             return None
         rank = job.plan.rank

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports.packing import copy_all
-from megaverl.weights.transports.registry import Job, Moved, Tensors, register
+from megaverl.weights.transports.registry import Moved, Tensors, TransferJob, register
 from megaverl.weights.views import view
 
 
@@ -26,7 +26,7 @@ class LocalCopy:
         self._copies, self._source, self._dest = copies, source, dest
 
     @classmethod
-    def take(cls, job: Job) -> LocalCopy | None:
+    def take(cls, job: TransferJob) -> LocalCopy | None:
         copies, job.copies = job.copies, []
         return cls(copies, job.source, job.dest) if copies else None
 

@@ -15,7 +15,7 @@ from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports.packing import Message, at_dest, at_source, in_place, messages, pack, unpack
-from megaverl.weights.transports.registry import Job, Moved, register
+from megaverl.weights.transports.registry import Moved, TransferJob, register
 
 # Parts of a bucket, per direction, that are packed, on their way or being unpacked at the same time.
 SLOTS = 4
@@ -60,7 +60,7 @@ class PointToPoint:
     """
 
     def __init__(
-        self, job: Job, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
+        self, job: TransferJob, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
     ) -> None:
         self._job = job
         self._rounds = make_rounds(job, sends, receives)
@@ -72,7 +72,7 @@ class PointToPoint:
         self._on_device: list[tuple[torch.cuda.Event, Pending]] = []
 
     @classmethod
-    def take(cls, job: Job) -> PointToPoint | None:
+    def take(cls, job: TransferJob) -> PointToPoint | None:
         sends, receives = job.take_peers(lambda peer: True)
         return cls(job, sends, receives) if sends or receives else None
 
@@ -183,7 +183,7 @@ class PointToPoint:
 
 
 def make_rounds(
-    job: Job, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
+    job: TransferJob, sends: Mapping[int, Sequence[Transfer]], receives: Mapping[int, Sequence[Transfer]]
 ) -> list[Round]:
     """The messages of these boxes, in the order in which they go."""
     rank, world, size = job.plan.rank, job.plan.world, max(1, job.options.bucket_bytes // SLOTS)

@@ -20,7 +20,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Options:
+class TransportOptions:
     """How weights may be moved; the same on every rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class Options:
 
 
 @dataclass
-class Job:
+class TransferJob:
     """One rank's plan and tensors; the three lists hold what no mover has taken yet.
 
     Attributes:
@@ -64,7 +64,7 @@ class Job:
     wire: Callable[[str], torch.dtype]
     converts: Callable[[str], bool]
     group: dist.ProcessGroup | None
-    options: Options
+    options: TransportOptions
     failures: Failures
     copies: list[Transfer] = field(init=False)
     sends: dict[int, tuple[Transfer, ...]] = field(init=False)
@@ -99,7 +99,7 @@ class Moved(NamedTuple):
         return Moved(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Mover(Protocol):
+class Transport(Protocol):
     """Carries its share of a plan, as often as asked. A class that is registered has `take` as well."""
 
     def start(self, version: int) -> None:
@@ -117,7 +117,7 @@ class MoverClass(Protocol):
     """A registered class."""
 
     @classmethod
-    def take(cls, job: Job) -> Mover | None:
+    def take(cls, job: TransferJob) -> Transport | None:
         """Take from the job what this mover carries; None when that is nothing.
 
         Every rank of the group calls this, in the same order: small collectives are allowed.
@@ -139,7 +139,7 @@ def register(order: int) -> Callable[[type[Class]], type[Class]]:
     return add
 
 
-def assign(job: Job) -> list[Mover]:
+def assign(job: TransferJob) -> list[Transport]:
     """Give every copy, send and receive of the job to a mover. Every rank of the group takes part.
 
     Raises:

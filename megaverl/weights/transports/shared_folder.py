@@ -15,7 +15,7 @@ from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ReshardError
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports.packing import Message, copy_all, messages
-from megaverl.weights.transports.registry import Job, Moved, register
+from megaverl.weights.transports.registry import Moved, TransferJob, register
 from megaverl.weights.views import view
 
 POLL_SECONDS = 0.02
@@ -32,7 +32,7 @@ class SharedFolder:
 
     def __init__(
         self,
-        job: Job,
+        job: TransferJob,
         folder: Path,
         sends: Mapping[int, Sequence[Transfer]],
         receives: Mapping[int, Sequence[Transfer]],
@@ -45,7 +45,7 @@ class SharedFolder:
         ]
 
     @classmethod
-    def take(cls, job: Job) -> SharedFolder | None:
+    def take(cls, job: TransferJob) -> SharedFolder | None:
         folder, rank = job.options.folder, job.plan.rank
         if folder is None or job.plan.world == 1:
             return None

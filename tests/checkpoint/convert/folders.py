@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from megaverl.checkpoint.convert.run import Request, convert, process_group
+from megaverl.checkpoint.convert.run import ConversionRequest, convert, process_group
 from megaverl.distributed.grid import GridShape
 from megaverl.models.tiny import make_tiny_folder
 
@@ -59,7 +59,7 @@ def converted(source: Path, output: Path, to: str, **options: Any) -> Path:
     """Convert in this process, quietly."""
     options = {"shape": GridShape(**options.pop("grid", {})), "quiet": True} | options
     with process_group():
-        convert(Request(source, output, to, **options))
+        convert(ConversionRequest(source, output, to, **options))
     return output
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from huggingface_hub import constants
 
-from megaverl.checkpoint.convert.run import Request, convert
+from megaverl.checkpoint.convert.run import ConversionRequest, convert
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import MegaverlError
 from megaverl.models.hub import find_model
@@ -22,8 +22,8 @@ from tests.models.ranks import manager
 
 def convert_there_and_back(source: str, middle: str, output: str, grid: dict[str, int]) -> None:
     """Every rank writes its share."""
-    convert(Request(Path(source), Path(middle), "megatron", GridShape(**grid), verify=True, quiet=True))
-    convert(Request(Path(middle), Path(output), "hugging_face", verify=True, quiet=True))
+    convert(ConversionRequest(Path(source), Path(middle), "megatron", GridShape(**grid), verify=True, quiet=True))
+    convert(ConversionRequest(Path(middle), Path(output), "hugging_face", verify=True, quiet=True))
 
 
 def build(folder: str | Path, grid: dict[str, int], *, seed: int = 0, value_head: bool = False) -> MegatronModel:

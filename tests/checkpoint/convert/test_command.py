@@ -22,7 +22,7 @@ from megaverl.checkpoint.convert.verify import compare_bytes
 from megaverl.cli.convert import main
 from megaverl.errors import CheckpointError
 from megaverl.processes import ending_with_parent
-from megaverl.weights.stored import Reader
+from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import read_index
 from tests.checkpoint.convert.folders import assert_same_files, converted, make_model
 from tests.terminals import read_to_the_end
@@ -58,7 +58,7 @@ def test_verify_names_what_differs(folder: Path, tmp_path: Path) -> None:
     save_file(tensors, back / "model.safetensors", metadata={"format": "pt"})
     source, written = open_source(there), open_source(back)
     expected = r"mlp.up_proj.weight: 1 of 2048 elements; model.norm.weight: 2 of 32 elements"
-    with Reader(source.arrays) as reader, Reader(written.arrays) as again, process_group():
+    with StoredArrayReader(source.arrays) as reader, StoredArrayReader(written.arrays) as again, process_group():
         with pytest.raises(CheckpointError, match=expected):
             compare_bytes(source, reader, written, again, shown=False)
         with pytest.raises(CheckpointError, match="computes something else: at .sample, position, output."):

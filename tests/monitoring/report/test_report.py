@@ -18,7 +18,7 @@ from megaverl.monitoring.report.breakdown import memory_parts, time_parts
 from megaverl.monitoring.report.chart import nice_ticks
 from megaverl.monitoring.report.gantt import busy_shares, covered, gantt, idle_share, windows
 from megaverl.monitoring.report.observations import observations
-from megaverl.monitoring.report.run_folder import RunRecord, Series, Span, read_run
+from megaverl.monitoring.report.run_folder import RunRecord, Series, TraceSpan, read_run
 from megaverl.monitoring.report.samples import PER_STEP, STEPS, shown_samples
 from megaverl.monitoring.report.series import POINTS, buckets, duration, ends, short
 from megaverl.monitoring.report.settings import settings
@@ -41,8 +41,10 @@ def series(*values: float) -> Series:
     return Series(array("d", range(1, len(values) + 1)), array("d", values))
 
 
-def span(name: str, begin: float, duration: float, rank: int = 0, step: int | None = 0, role: str = "actor") -> Span:
-    return Span(rank, name, role, begin, duration, step)
+def span(
+    name: str, begin: float, duration: float, rank: int = 0, step: int | None = 0, role: str = "actor"
+) -> TraceSpan:
+    return TraceSpan(rank, name, role, begin, duration, step)
 
 
 class Page(HTMLParser):
