@@ -50,19 +50,20 @@ class _Renamed:
     moved = {
         "megaverl.api": "megaverl.trainer.api",
         "megaverl.capacity": "megaverl.planner",
+        "megaverl.cli.agent": "megaverl.trainer.elastic_agent",
+        "megaverl.cli.launch": "megaverl.trainer.launcher",
         "megaverl.contracts": "megaverl.trainer.contracts",
         "megaverl.convert": "megaverl.checkpoint.convert",
         "megaverl.doctor": "megaverl.monitoring.doctor",
         "megaverl.environments": "megaverl.rollout.environments",
-        "megaverl.fabric": "megaverl.distributed",
-        "megaverl.layout": "megaverl.sharding",
-        "megaverl.layout.weights": "megaverl.sharding.weight",
+        "megaverl.fabric": "megaverl.distributed, and what moves batches megaverl.dataflow",
+        "megaverl.layout": "megaverl.sharding, and its module weights megaverl.sharding.weight",
         "megaverl.metrics": "megaverl.monitoring",
         "megaverl.models.spec": "megaverl.sharding.model_spec",
         "megaverl.parallel": "megaverl.distributed",
         "megaverl.placement": "megaverl.distributed.placement",
         "megaverl.report": "megaverl.monitoring.report",
-        "megaverl.reshard": "megaverl.weights",
+        "megaverl.reshard": "megaverl.weights, and its plans megaverl.sharding",
         "megaverl.roles": "megaverl.workers",
     }
 
@@ -72,7 +73,8 @@ class _Renamed:
             raise ModuleNotFoundError(f"{name} is now {cls.moved[name]}", name=name)
 
 
-sys.meta_path.append(_Renamed)  # asked last, when nothing of that name is there
+# Asked first: a folder of an old name that holds nothing but __pycache__ would pass for a package.
+sys.meta_path.insert(0, _Renamed)
 
 
 def __dir__() -> list[str]:

@@ -51,7 +51,7 @@ def load_module(place: str, key: str) -> ModuleType:
         raise
     except Exception as error:  # whatever the user's module does when it is imported
         hint = ""
-        if isinstance(error, ModuleNotFoundError):
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("megaverl."):
             hint = ". Is it installed, or its folder on PYTHONPATH? A file can be named by its path instead"
         raise ConfigError(f"{key}: {place} cannot be imported: {type(error).__name__}: {error}{hint}.") from error
 

@@ -1,4 +1,4 @@
-"""What a machine with a GPU should show: parity in bfloat16, the local mover against the memory, graphs, NCCL.
+"""What a machine with a GPU should show: parity in bfloat16, the local transport against the memory, graphs, NCCL.
 
     python tools/gpu_check.py [--output FILE.json]
 
@@ -74,7 +74,7 @@ def check_nccl(folder: Path) -> Check:
 
 
 def check_local_copy(folder: Path) -> Check:
-    """The local mover on 2 GiB of bfloat16, against a plain copy of as many bytes."""
+    """The local transport on 2 GiB of bfloat16, against a plain copy of as many bytes."""
     from megaverl.sharding.boxes import whole
     from megaverl.sharding.plan import Transfer
     from megaverl.weights.transports import copy_local
@@ -84,12 +84,12 @@ def check_local_copy(folder: Path) -> Check:
     target = {name: torch.empty_like(tensor) for name, tensor in source.items()}
     box = whole(shape)
     transfers = [Transfer(name, box, 0, name, box, 0, name, box) for name in source]
-    mover = median_seconds(lambda: copy_local(transfers, source, target))
+    transport = median_seconds(lambda: copy_local(transfers, source, target))
     plain = median_seconds(lambda: [target[name].copy_(tensor) for name, tensor in source.items()])
     num_bytes = 2 * sum(tensor.nbytes for tensor in source.values())  # read and written
     same = all(torch.equal(source[name], target[name]) for name in source)
-    measured = f"{num_bytes / mover / 1e9:.0f} GB/s, plain copies {num_bytes / plain / 1e9:.0f} GB/s"
-    return Check("local mover", same and mover < 1.25 * plain, measured, "at least 0.8 of plain copies")
+    measured = f"{num_bytes / transport / 1e9:.0f} GB/s, plain copies {num_bytes / plain / 1e9:.0f} GB/s"
+    return Check("local transport", same and transport < 1.25 * plain, measured, "at least 0.8 of plain copies")
 
 
 def check_logits(folder: Path) -> Check:

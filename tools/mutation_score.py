@@ -77,7 +77,7 @@ TARGETS = (
     ),
     Target(("data/batching.py",), ("tests/data/test_batching.py",)),
     Target(("data/rows.py",), ("tests/data/test_datasets.py",)),
-    Target(("data/sharing.py",), ("tests/data/test_sharing.py",)),
+    Target(("data/prefix_packing.py",), ("tests/data/test_prefix_packing.py",)),
     Target(("models/packing.py",), ("tests/models/test_packing.py",)),
     Target(("coordinator/decide.py",), ("tests/coordinator/test_decide.py",)),
     Target(("placement/*.py",), ("tests/distributed/placement", "tests/planner/test_placed.py")),

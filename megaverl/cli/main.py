@@ -1,4 +1,4 @@
-"""`megaverl COMMAND`: the one door. A command is a module of this folder, imported when it is asked for."""
+"""`megaverl COMMAND`: the one entry point. A command is a module of this folder, imported when it is asked for."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from megaverl.config.algorithm import AlgorithmConfig, KLConfig
 from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.grids import smallest_world
 from megaverl.config.loader import load_config
-from megaverl.config.realise import realise
 from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import ActorConfig, CriticConfig, GridConfig, ReferenceConfig, TrainedConfig
 from megaverl.config.rollout import RolloutConfig
@@ -33,6 +32,5 @@ __all__ = [
     "TrainedConfig",
     "LoopConfig",
     "load_config",
-    "realise",
     "smallest_world",
 ]

@@ -1,9 +1,9 @@
 """One rank decides for the whole run: gradients, versions, checkpoints, who is alive. See docs/placement.md."""
 
+from megaverl.coordinator.client import CoordinatorClient, LocalCoordinator
 from megaverl.coordinator.committer import CoordinatorCommits
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
 from megaverl.coordinator.exchange import Coordinator
-from megaverl.coordinator.judge import CoordinatorClient, LocalCoordinator
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
 from megaverl.distributed.liveness import Liveness, Timeouts
 

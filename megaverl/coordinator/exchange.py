@@ -17,7 +17,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
-from megaverl.coordinator.letters import PackedMessage
+from megaverl.coordinator.packed_message import PackedMessage
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
     REASONS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -15,18 +15,8 @@ from megaverl.data.batch_names import own_names
 from megaverl.data.joined import Joined, join
 from megaverl.errors import DataError
 
-
-class GenerationLike(Protocol):
-    """What a rollout engine returns for one prompt."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def log_probs(self) -> Sequence[float]: ...
-
-    @property
-    def finish_reason(self) -> str: ...
+if TYPE_CHECKING:
+    from megaverl.rollout.engine import Generation
 
 
 class MissingField(DataError, AttributeError):
@@ -115,7 +105,7 @@ class RolloutBatch:
     def from_generations(
         cls,
         prompts: Sequence[Sequence[int]],
-        generations: Sequence[GenerationLike],
+        generations: Sequence[Generation],
         *,
         group_ids: Sequence[int] | None = None,
         columns: Mapping[str, Sequence[Any]] | None = None,
@@ -389,4 +379,4 @@ def _rows(lists: Sequence[Sequence[Any]], dtype: torch.dtype, fill: int | float)
     return rows
 
 
-__all__ = ["Field", "GenerationLike", "MissingField", "RolloutBatch", "scatter_rows"]
+__all__ = ["Field", "MissingField", "RolloutBatch", "scatter_rows"]

@@ -118,7 +118,7 @@ class DataFlow:
         done: Mapping[str, Any] | None = None,
         after: Callable[[str, Mapping[str, Any]], None] = lambda name, values: None,
         *,
-        mover: CarriesValues | None = None,
+        carrier: CarriesValues | None = None,
         leave_out: Container[str] = (),
         before_wait: Callable[[Edge], None] = lambda edge: None,
         **given: Any,
@@ -130,7 +130,7 @@ class DataFlow:
             done: values that were made before, in a run that was cut off, on all ranks of their makers; what makes
                 nothing else is left out, and sends them.
             after: called after every operator that ran, with its name and all values so far.
-            mover: carries values between ranks. None: where the flow was compiled for places, those of torchrun's job
+            carrier: carries values between ranks. None: where the flow was compiled for places, those of torchrun's job
                 meet for it; in a program of one process that process runs all operators.
             leave_out: operators that are not run now.
             before_wait: called before a value is waited for that comes from other ranks.
@@ -141,11 +141,11 @@ class DataFlow:
             raise ConfigError(f"the flow was compiled for {sorted(self._given)}, and is given {sorted(given)}")
         edges = [edge for edge in plan.edges if not all(name in leave_out for name in edge.takers)]
         own = None
-        if mover is None and self._places is not None:
+        if carrier is None and self._places is not None:
             from megaverl.dataflow.joined import carrier_for  # torch, which a flow of one process may not need
 
-            mover = own = carrier_for(self._places)
-        result = _Run(plan, edges, given, dict(done or {}), mover).run(span, after, leave_out, before_wait)
+            carrier = own = carrier_for(self._places)
+        result = _Run(plan, edges, given, dict(done or {}), carrier).run(span, after, leave_out, before_wait)
         if own is not None:
             own.settle()
         return result
@@ -163,9 +163,9 @@ class _Run:
         edges: Sequence[Edge],
         given: Mapping[str, Any],
         done: Mapping[str, Any],
-        mover: CarriesValues | None,
+        carrier: CarriesValues | None,
     ) -> None:
-        self.plan, self.edges, self.mover, self.done = plan, edges, mover, done
+        self.plan, self.edges, self.carrier, self.done = plan, edges, carrier, done
         self.values: dict[str, Any] = {**given, **done}
         self._have = dict.fromkeys(given, GIVEN)
         self._sizes: dict[str, tuple[int, str]] = {}
@@ -203,13 +203,13 @@ class _Run:
 
     def _is_mine(self, name: str) -> bool:
         ranks = self.plan.ranks[name]
-        return ranks is None or self.mover is None or self.mover.rank in ranks
+        return ranks is None or self.carrier is None or self.carrier.rank in ranks
 
     def _missing(self, operator: Operator) -> list[Edge]:
         """Edges that bring what it takes, and before them those from the same ranks that were sent before."""
-        if self.mover is None:
+        if self.carrier is None:
             return []
-        mine = [edge for edge in self.edges if self.mover.rank in edge.dest and edge.value not in self.done]
+        mine = [edge for edge in self.edges if self.carrier.rank in edge.dest and edge.value not in self.done]
         needed = []
         for value, maker in self.plan.makers[operator.name].items():
             if value not in self.done and self._have.get(value) != maker:
@@ -222,16 +222,16 @@ class _Run:
         return [edge for edge in early if edge not in self._received]
 
     def _receive(self, edge: Edge) -> None:
-        assert self.mover is not None
+        assert self.carrier is not None
         self._received.add(edge)
-        self.values[edge.value] = self.mover.receive(edge, self.values)
+        self.values[edge.value] = self.carrier.receive(edge, self.values)
         self._have[edge.value] = edge.maker
 
     def _send(self, name: str) -> None:
-        if self.mover is not None:
+        if self.carrier is not None:
             for edge in self.edges:
-                if edge.maker == name and self.mover.rank in edge.source:
-                    self.mover.send(edge, self.values)
+                if edge.maker == name and self.carrier.rank in edge.source:
+                    self.carrier.send(edge, self.values)
 
     def _check_shapes(self, operator: Operator, names: Iterable[str]) -> None:
         """A declared name is one size in the whole run."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
-from megaverl.data.sharing import SequenceLengths
+from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError

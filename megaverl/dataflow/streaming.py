@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import SequenceLengths, prompt_numbers
+from megaverl.data.prefix_packing import SequenceLengths, prompt_numbers
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.redistribute import go_on, landing

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
-from megaverl.data.sharing import outline_of
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.dataflow.redistribute import Reads, go_on, landing, read_outline
 from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
 from megaverl.distributed.p2p import Call, Sent, receive_json, send_json
@@ -79,7 +79,7 @@ class TensorChannel:
         assert batch is not None
         head["count"] = len(batch)
         if lands and head["kind"] == "batch" and base is None:
-            head["outline"] = outline_of(batch)
+            head["outline"] = sequence_lengths(batch)
         for rank in self._my_receivers(source, dest):
             self._sent.add(send_json(self.fabric, name, rank, head))
         moving = self._moving(name, head, source, dest)

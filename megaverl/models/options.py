@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megaverl.config import realise
+from megaverl.config.coerce import coerce
 from megaverl.config.roles import recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
@@ -153,7 +153,7 @@ def transformer_config(
         options["bias_activation_fusion"] = False  # megatron-core fuses the exact gelu only
     if not platform.is_cuda:
         options |= CPU_OPTIONS
-    options |= realise(config_class, overrides or {}, "megatron")
+    options |= coerce(config_class, overrides or {}, "megatron")
     options |= {
         "tensor_model_parallel_size": shape.tp,
         "pipeline_model_parallel_size": shape.pp,

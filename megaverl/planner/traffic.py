@@ -121,7 +121,7 @@ def plan_traffic(plan: Plan, aliased: int, itemsize: int, machine: Machine) -> R
 def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = frozenset()) -> int:
     """Elements of `dest` that can be the source's own storage: nothing of them moves.
 
-    As the alias mover decides it: all of a local tensor lies in one tensor of the source, in the same order, and
+    As the alias transport decides it: all of a local tensor lies in one tensor of the source, in the same order, and
     runs of rows apart from where it starts. The dtypes of both sides must agree besides.
 
     Args:

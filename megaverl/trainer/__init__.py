@@ -4,7 +4,7 @@ from typing import Any
 
 __all__ = ["PPOTrainer", "RLTrainer", "RoleBasedDistributedStrategy", "init_distributed"]
 
-_DOORS = {
+_PUBLIC = {
     "PPOTrainer": "megaverl.trainer.api.trainers",
     "RLTrainer": "megaverl.trainer.api.trainers",
     "RoleBasedDistributedStrategy": "megaverl.trainer.api.strategy",
@@ -13,11 +13,11 @@ _DOORS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _DOORS:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'megaverl.trainer' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_DOORS[name]), name)
+    return getattr(import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -21,7 +21,7 @@ from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.memory import memory_metrics
 from megaverl.monitoring.timeline import Timeline
-from megaverl.trainer.ahead import read_ahead
+from megaverl.trainer.async_schedule import read_ahead
 from megaverl.trainer.build import Builder
 from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job

@@ -28,15 +28,15 @@ from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.collectives import together
 from megaverl.distributed.p2p import broadcast_json
 from megaverl.monitoring.console import Console
-from megaverl.trainer.ahead import Ahead
+from megaverl.trainer.async_schedule import AsyncSchedule
 from megaverl.trainer.build import Builder
 from megaverl.trainer.evaluate import Evaluation
 from megaverl.trainer.islands import Island, meetings, serve_update
 from megaverl.trainer.job import Job, reporter
 from megaverl.trainer.placed_roles import REWARD_MODEL, island_file, island_name, place_of, roles_here, seats_of
-from megaverl.trainer.readers import SELECTIVE, Readers, speakers_of
 from megaverl.trainer.reports import Reports
 from megaverl.trainer.rl import Trainer, rules_of
+from megaverl.trainer.sample_routing import SELECTIVE, SampleRouting, speakers_of
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.scored_elsewhere import models_are_apart, serve_scores
 from megaverl.trainer.step import Roles
@@ -61,12 +61,12 @@ class SplitTrainer(Trainer):
             ahead=config.rollout.async_rollout and config.rollout.max_staleness > 0,
         )
         super().__init__(config, console, Builder(config, fabric=job.fabric), job)
-        self.readers = Readers(self.step, self.fabric, self.reporter)
+        self.readers = SampleRouting(self.step, self.fabric, self.reporter)
         self.carrier.reads = self.readers.of_operators()
         self.timeline.rank = self.fabric.rank
         self.schedule = Schedule.of(config, self.placement)
         self.lag = self.schedule.lag(self.fabric.rank)
-        self.ahead = Ahead(config, self.fabric)
+        self.ahead = AsyncSchedule(config, self.fabric)
         if self.island and config.coordinator.islands_every > 1:
             self.step.trust_engine()  # it has the first island's weights, from which this one's may have gone
         self.last = config.trainer.steps
@@ -222,7 +222,7 @@ class SplitTrainer(Trainer):
             self._serve_islands(step)
         if self.ahead.is_here:
             self.ahead.begin(step, self.prompts.state_dict())
-        moving: dict[str, Any] = {"mover": self.carrier, "before_wait": partial(self._before_wait, step)}
+        moving: dict[str, Any] = {"carrier": self.carrier, "before_wait": partial(self._before_wait, step)}
         with self.timeline.step(step):
             done, prompts = self._starts_from(step, moving)
             values = self.flow.run(

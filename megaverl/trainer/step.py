@@ -24,7 +24,7 @@ from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.actor_critic import VALUES, ActorCritic
-from megaverl.workers.credit import AdvantageComputer
+from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.critic import Critic
 from megaverl.workers.implicit_reward import ImplicitRewardModel
 from megaverl.workers.log_prob_difference import LogProbDifference

@@ -1,4 +1,4 @@
-"""Doors under the names that users of such systems look for here; nothing is implemented in this folder."""
+"""Public names that users of such systems look for here; nothing is implemented in this folder."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The door to `megaverl.trainer.api.settings`."""
+"""The public name of `megaverl.trainer.api.settings`."""
 
 from megaverl.trainer.api.settings import get_ppo_config
 

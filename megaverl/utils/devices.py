@@ -1,4 +1,4 @@
-"""The door to `megaverl.trainer.api.devices`."""
+"""The public name of `megaverl.trainer.api.devices`."""
 
 from megaverl.trainer.api.devices import set_device_map
 

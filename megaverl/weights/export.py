@@ -115,10 +115,10 @@ def save_folder(
                 for chunk in (arriving[number] if rank == 0 else ())
             }
             copy_local(plan.copies, held, landed)
-            mover = PointToPoint.take(TransferJob(plan, held, landed, wire, converts, group, options, failures))
-            if mover is not None:
-                mover.start(0)
-                mover.finish()
+            transport = PointToPoint.take(TransferJob(plan, held, landed, wire, converts, group, options, failures))
+            if transport is not None:
+                transport.start(0)
+                transport.finish()
             for chunk in window if rank == 0 else ():
                 _merge(landed, chunk, adapters.get(chunk.tensor), number, scaling)
             writer.write(landed[chunk.name] for chunk in window if rank == 0)

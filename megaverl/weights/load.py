@@ -1,4 +1,4 @@
-"""The file mover: a rank's own slices out of a model's files, straight into its tensors."""
+"""The file transport: a rank's own slices out of a model's files, straight into its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resharding: a plan, the tensors on both sides, and the movers that carry it out."""
+"""Resharding: a plan, the tensors on both sides, and the transports that carry it out."""
 
 from __future__ import annotations
 
@@ -134,12 +134,12 @@ class Resharder:
         )
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         self._job = TransferJob(plan, source, dest, wire, converts, moving, options, self._failures)
-        self._all_movers = self._movers = assign(self._job)
-        self._aliases = [mover for mover in self._movers if isinstance(mover, Alias)]
-        self._later_movers = self._movers
+        self._all_transports = self._transports = assign(self._job)
+        self._aliases = [transport for transport in self._transports if isinstance(transport, Alias)]
+        self._later_transports = self._transports
         if changing is not None:
             later = replace(self._job, plan=_only(plan, frozenset(changing)))
-            self._later_movers = assign(later)
+            self._later_transports = assign(later)
         # the second set of an overlapped run is another one every time
         self._to_arrive = 2 if overlap and may_rebind else 1
         travels = bool(plan.sends or plan.receives)
@@ -161,13 +161,13 @@ class Resharder:
         assert not self._started, "finish() the version that was started"
         begin = time.perf_counter()
         self._started = True
-        self._movers = self._all_movers if self._to_arrive else self._later_movers
+        self._transports = self._all_transports if self._to_arrive else self._later_transports
         if self._staging is not None:
             self._background = Background(self._move)
         else:
             with torch.no_grad(), self._tearing():
-                for mover in self._movers:
-                    mover.start(self.version + 1)
+                for transport in self._transports:
+                    transport.start(self.version + 1)
         self._seconds = time.perf_counter() - begin
 
     def finish(self) -> ReshardStats:
@@ -186,7 +186,7 @@ class Resharder:
                 self._agree()
                 self._staging.swap()
             else:
-                moved = self._finish_movers()
+                moved = self._finish_transports()
                 self._agree()
         self.version += 1
         self.torn = None
@@ -241,14 +241,14 @@ class Resharder:
             raise
 
     def _move(self) -> Moved:
-        for mover in self._movers:
-            mover.start(self.version + 1)
-        return self._finish_movers()
+        for transport in self._transports:
+            transport.start(self.version + 1)
+        return self._finish_transports()
 
-    def _finish_movers(self) -> Moved:
+    def _finish_transports(self) -> Moved:
         moved = Moved()
-        for mover in self._movers:
-            moved = moved.plus(mover.finish())
+        for transport in self._transports:
+            moved = moved.plus(transport.finish())
         if platform.is_cuda:
             torch.cuda.current_stream().synchronize()
         return moved

@@ -11,7 +11,7 @@ import torch
 from megaverl.algorithms import LossOutput, value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import SequenceLengths
+from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.workers.megatron_model import MegatronModel, MicroBatch
 from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.workers.trainable import TrainableModel

@@ -9,7 +9,7 @@ import torch
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import plan_micro_batches
-from megaverl.data.sharing import SequenceLengths, outline_of, plan_packed_micro_batches, shared_tokens
+from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.models.packing import pack
 from megaverl.workers.megatron_model import MegatronModel, MicroBatch
 
@@ -43,7 +43,7 @@ def micro_batches_for(
     Raises:
         DataError: one sample alone is above the budget.
     """
-    outline = outline_of(batch)
+    outline = sequence_lengths(batch)
     plan = plan_for(model, outline, max_tokens, samples, least=least, unit=unit, parts=part[1])
     return micro_batches_of(model, batch, outline, plan, fields, unit=unit, part=part[0])
 

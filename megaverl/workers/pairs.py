@@ -22,7 +22,7 @@ from megaverl.algorithms import (
     reward_model_losses,
 )
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import SequenceLengths
+from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
 from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.workers.policy import Policy

@@ -24,7 +24,7 @@ from megaverl.algorithms import (
 )
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import SequenceLengths
+from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.rollout.seeds import sample_seed
 from megaverl.workers.log_prob_difference import LogProbDifference
 from megaverl.workers.megatron_model import MegatronModel, MicroBatch

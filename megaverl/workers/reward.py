@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
-from megaverl.data.sharing import SequenceLengths
+from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import gather_rows, together
 from megaverl.errors import RewardError

@@ -12,7 +12,7 @@ import torch
 
 from megaverl.algorithms.clipping import clip_factor
 from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
-from megaverl.config import realise
+from megaverl.config.coerce import coerce
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ConfigError, TrainingStopped
@@ -137,7 +137,7 @@ class TrainableModel:
             ddp_config = DistributedDataParallelConfig(
                 **(
                     {"use_distributed_optimizer": True}
-                    | realise(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
+                    | coerce(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
                 )
             )
             config = OptimizerConfig(
@@ -149,7 +149,7 @@ class TrainableModel:
                         "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
                     }
                     | {"min_lr": 0.0}
-                    | realise(OptimizerConfig, optimizer, f"{model.role}.optimizer")
+                    | coerce(OptimizerConfig, optimizer, f"{model.role}.optimizer")
                 )
             )
         except (AssertionError, ValueError, TypeError) as error:

@@ -11,7 +11,7 @@ from megaverl.algorithms import Entry, MetricSums, add_metrics, aggregations, co
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches
-from megaverl.data.sharing import SequenceLengths, outline_of
+from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.workers.megatron_model import Loss, MicroBatch
 from megaverl.workers.micro_batches import MicroBatchPlan, micro_batches_of, of_each_rank, plan_for
 from megaverl.workers.trainable import TrainableModel, UpdateReport
@@ -49,7 +49,7 @@ def run_updates(
         Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`.
     """
     reports: list[UpdateReport] = []
-    sums, outline = MetricSums(), outline_of(batch)
+    sums, outline = MetricSums(), sequence_lengths(batch)
     with trainable.updating():
         for planned in plan_updates(trainable, outline, algorithm, micro_batch_tokens, seed=seed, step=step):
             mask = mini_batch_mask(batch.response_mask, planned.samples)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megaverl.coordinator import CoordinatorClient, LocalCoordinator
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
-from megaverl.coordinator.letters import PackedMessage
+from megaverl.coordinator.packed_message import PackedMessage
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
     REPORT_SIZE,

@@ -1,4 +1,4 @@
-"""A small tokenizer for the tests of this room."""
+"""A small tokenizer for the tests of this package."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ class Network:
         self.messages: dict[tuple[str, str, int], Any] = {}
         self.sent: list[Edge] = []
 
-    def of(self, rank: int) -> Mover:
-        return Mover(self, rank)
+    def of(self, rank: int) -> Carrier:
+        return Carrier(self, rank)
 
 
-class Mover:
+class Carrier:
     def __init__(self, network: Network, rank: int) -> None:
         self.network, self.rank = network, rank
 
@@ -58,7 +58,7 @@ def step() -> DataFlow:
 def run_all(flow: DataFlow, order: list[int], **given: Any) -> dict[int, dict[str, Any]]:
     """Every rank in turn; a flow whose worlds need each other both ways cannot be run so."""
     network = Network()
-    return {rank: flow.run(mover=network.of(rank), **given) for rank in order}
+    return {rank: flow.run(carrier=network.of(rank), **given) for rank in order}
 
 
 def test_what_moves_and_what_runs_side_by_side() -> None:

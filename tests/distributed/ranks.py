@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import SequenceLengths, outline_of
+from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.dataflow.redistribute import Reads
 from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
 from megaverl.dataflow.tensor_channel import TensorChannel
@@ -180,7 +180,7 @@ def values_travel() -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def parts(outline: SequenceLengths) -> Rows:
-        assert outline == outline_of(full)
+        assert outline == sequence_lengths(full)
         return {0: [0, 2, 5], 1: [1]}
 
     reads = Reads(parts, frozenset({"rollout_log_probs", "group_ids", "values"}))
@@ -196,7 +196,7 @@ def values_travel() -> dict[str, Any]:
         whole = courier.receive("rollouts", *to)
         found["whole"] = same(whole, full)
         part = courier.receive("parts", *to, reads=reads)
-        mine = list(parts(outline_of(part))[fabric.rank])
+        mine = list(parts(sequence_lengths(part))[fabric.rank])
         others = [row for row in range(7) if row not in mine]
         known = RolloutBatch({name: part[name] for name in full}, part.columns)
         found["part"] = same(known.select(mine), full.select(mine)) and not part.select(others).generated_ids.any()

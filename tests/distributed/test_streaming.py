@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import outline_of
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.redistribute import Reads
 from megaverl.dataflow.streaming import StreamingCarrier, outline_from
@@ -63,7 +63,7 @@ def samples_stream(seed: int, ahead: bool) -> dict[str, Any]:
         carrier.arrive(edge, seen.span, each if one_by_one else lambda rows, part: None)
         read = list({**LANDS, **TRAINS}[fabric.rank])
         whole = carrier.receive(edge, {})
-        alike = outline_of(whole) == outline_of(batch)
+        alike = sequence_lengths(whole) == sequence_lengths(batch)
         alike = alike and (fabric.rank in LANDS or torch.equal(whole.group_ids, batch.group_ids))
         own = RolloutBatch({name: whole[name] for name in batch}, whole.columns)
         found["same"].append(alike and same(own.select(read), batch.select(read)))

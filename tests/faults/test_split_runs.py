@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from megaverl.checkpoint.manifest import newest_first
 from megaverl.processes import ending_with_parent
-from megaverl.trainer.ahead import file_of
+from megaverl.trainer.async_schedule import file_of
 from megaverl.trainer.placed_roles import island_file
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not

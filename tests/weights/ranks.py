@@ -1,4 +1,4 @@
-"""What the ranks do in the tests of movers, resharding and export."""
+"""What the ranks do in the tests of transports, resharding and export."""
 
 from __future__ import annotations
 

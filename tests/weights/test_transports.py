@@ -1,4 +1,4 @@
-"""Packing of messages, and the movers on real processes over gloo."""
+"""Packing of messages, and the transports on real processes over gloo."""
 
 from __future__ import annotations
 

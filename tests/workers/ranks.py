@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import outline_of
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
@@ -110,7 +110,7 @@ def update(
 
 def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:
     """The batch as it comes from elsewhere: of samples that this rank does not train on, the tokens are not there."""
-    outline = outline_of(batch)
+    outline = sequence_lengths(batch)
     own = sorted(rows_of_updates(role, outline, 0, 0)[dist.get_rank()])
     if role.trainable.model.grid.shape.dp > 1 and role.algorithm.num_epochs == 1:  # each sample is one replica's
         assert len(own) < len(batch)
@@ -168,7 +168,7 @@ def tokens_of_updates(folder: str) -> list[list[int]]:
     model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape()), dtype=torch.float32, seed=0)
     trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
     batch, found = experience(12, same_prompts=3), []
-    outline = outline_of(batch)
+    outline = sequence_lengths(batch)
     algorithm = AlgorithmConfig(num_mini_batches=2, num_epochs=2)
     for planned in plan_updates(trainable, outline, algorithm, 64, seed=0, step=0):
         micro = micro_batches_of(model, batch, outline, planned.micro_batches)

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megaverl.errors import EpisodeError
 from megaverl.rollout.environments.environment import Outcome
 
-
-class GenerationLike(Protocol):
-    """What an engine returns for one request."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def log_probs(self) -> Sequence[float]: ...
-
-    @property
-    def finish_reason(self) -> str: ...
+if TYPE_CHECKING:
+    from megaverl.rollout.engine import Generation
 
 
 @dataclass(frozen=True)
@@ -53,7 +43,7 @@ class View:
     rewards: list[float] = field(default_factory=list)
     finish_reason: str = ""
 
-    def write(self, generation: GenerationLike) -> None:
+    def write(self, generation: Generation) -> None:
         """The model's next turn."""
         count = len(generation.token_ids)
         self.tokens += generation.token_ids
@@ -101,7 +91,7 @@ class Limits:
 
 # turns by agent, by episode -> what they led to, by episode
 Step = Callable[[Mapping[int, Mapping[str, list[int]]]], Mapping[int, Turns]]
-Generate = Callable[[Sequence[Request]], Sequence[GenerationLike]]
+Generate = Callable[[Sequence[Request]], "Sequence[Generation]"]
 
 
 def play(

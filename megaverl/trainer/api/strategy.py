@@ -12,7 +12,7 @@ from megaverl.trainer.api.settings import Description, resolve
 
 
 class RoleBasedDistributedStrategy:
-    """Each role on devices of its own: a door to the section `placement`.
+    """Each role on devices of its own: another form of the section `placement`.
 
     strategy = RoleBasedDistributedStrategy(DataParallelConfig(actor_devices=[0, 1], critic_devices=[2, 3]))
     strategy.resolve_for(config, world_size=4)["critic"]        # (2, 3)

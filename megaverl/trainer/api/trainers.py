@@ -206,7 +206,7 @@ class PPOTrainer(RLTrainer):
             return
         self._has_begun = True
         if not init_distributed(self.config).fabric.placement.is_colocated:
-            from megaverl.trainer.asked_for import StepwiseTrainer
+            from megaverl.trainer.stepwise import StepwiseTrainer
 
             self._loop = self._made(StepwiseTrainer)
         self.loop.resume()

@@ -1,4 +1,4 @@
-"""Movers: what carries a plan's boxes, one file each. A new mover is a new file here that registers itself."""
+"""Transports: what carries a plan's boxes, one file each. A new transport is a new file here that registers itself."""
 
 from importlib import import_module
 from pkgutil import iter_modules

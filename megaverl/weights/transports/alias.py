@@ -1,4 +1,4 @@
-"""The alias mover: a destination tensor that agrees with the source's takes its storage, and nothing moves."""
+"""The alias transport: a destination tensor that agrees with the source's takes its storage, and nothing moves."""
 
 from __future__ import annotations
 

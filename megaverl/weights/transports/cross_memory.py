@@ -1,7 +1,7 @@
-"""The cross-memory mover: on a CPU, a rank reads boxes straight out of the memory of other processes on its node.
+"""The cross-memory transport: on a CPU, a rank reads boxes straight out of the memory of other processes on its node.
 
 What MPI and UCX call cross-memory attach: Linux's `process_vm_readv(2)` copies between processes once, from place to
-place, where a socket copies twice and needs both sides awake. It is to a CPU what the CUDA IPC mover is to a GPU.
+place, where a socket copies twice and needs both sides awake. It is to a CPU what the CUDA IPC transport is to a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CUDA IPC mover: a rank reads boxes straight out of the memory of other processes on its node.
+"""The CUDA IPC transport: a rank reads boxes straight out of the memory of other processes on its node.
 
 Not run on the machines that this was written on, which have no GPU: see `tools/gpu_check.py` for what is run there.
 """

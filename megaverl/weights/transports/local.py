@@ -1,4 +1,4 @@
-"""The local mover: boxes that this rank holds in another tensor or dtype are copied, all in one batch."""
+"""The local transport: boxes that this rank holds in another tensor or dtype are copied, all in one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The point-to-point mover: sends and receives over the process group, gloo or NCCL, through bounded buckets."""
+"""The point-to-point transport: sends and receives over the process group, gloo or NCCL, through bounded buckets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a mover is, and who carries what: each takes from a plan what it can carry and leaves the rest to others."""
+"""What a transport is, and who carries what: each takes from a plan what it can carry and leaves the rest to others."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TransportOptions:
 
 @dataclass
 class TransferJob:
-    """One rank's plan and tensors; the three lists hold what no mover has taken yet.
+    """One rank's plan and tensors; the three lists hold what no transport has taken yet.
 
     Attributes:
         wire: global tensor -> the dtype in which it travels.
@@ -87,7 +87,7 @@ class TransferJob:
 
 
 class Moved(NamedTuple):
-    """What one mover did in one run, in bytes; messages count sends and receives."""
+    """What one transport did in one run, in bytes; messages count sends and receives."""
 
     aliased: int = 0
     local: int = 0
@@ -103,49 +103,49 @@ class Transport(Protocol):
     """Carries its share of a plan, as often as asked. A class that is registered has `take` as well."""
 
     def start(self, version: int) -> None:
-        """Begin what can go on by itself while other movers work. `version` numbers the run, from 1."""
+        """Begin what can go on by itself while other transports work. `version` numbers the run, from 1."""
 
     def finish(self) -> Moved:
-        """Do the rest; afterwards the mover's part of the destination is whole.
+        """Do the rest; afterwards the transport's part of the destination is whole.
 
         Raises:
             ReshardError: a rank that died or stalled, by its number.
         """
 
 
-class MoverClass(Protocol):
+class TransportClass(Protocol):
     """A registered class."""
 
     @classmethod
     def take(cls, job: TransferJob) -> Transport | None:
-        """Take from the job what this mover carries; None when that is nothing.
+        """Take from the job what this transport carries; None when that is nothing.
 
         Every rank of the group calls this, in the same order: small collectives are allowed.
         """
 
 
-_movers: list[tuple[int, MoverClass]] = []
-Class = TypeVar("Class", bound=MoverClass)
+_transports: list[tuple[int, TransportClass]] = []
+Class = TypeVar("Class", bound=TransportClass)
 
 
 def register(order: int) -> Callable[[type[Class]], type[Class]]:
-    """Class decorator; movers of a lower `order` are asked first."""
+    """Class decorator; transports of a lower `order` are asked first."""
 
     def add(cls: type[Class]) -> type[Class]:
-        _movers.append((order, cls))
-        _movers.sort(key=lambda entry: entry[0])
+        _transports.append((order, cls))
+        _transports.sort(key=lambda entry: entry[0])
         return cls
 
     return add
 
 
 def assign(job: TransferJob) -> list[Transport]:
-    """Give every copy, send and receive of the job to a mover. Every rank of the group takes part.
+    """Give every copy, send and receive of the job to a transport. Every rank of the group takes part.
 
     Raises:
-        ReshardError: something is left that no mover carries.
+        ReshardError: something is left that no transport carries.
     """
-    found = [mover for _, cls in _movers if (mover := cls.take(job)) is not None]
+    found = [transport for _, cls in _transports if (transport := cls.take(job)) is not None]
     if job.copies or job.sends or job.receives:
-        raise ReshardError(f"no mover carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
+        raise ReshardError(f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
     return found

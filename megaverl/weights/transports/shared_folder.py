@@ -1,4 +1,4 @@
-"""The file mover: between nodes without a fast network, boxes go through safetensors files in a shared folder."""
+"""The file transport: between nodes without a fast network, boxes go through safetensors files in a shared folder."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from megaverl.algorithms import Advantages
 from megaverl.config import load_config
-from megaverl.data.sharing import SequenceLengths
-from megaverl.trainer.readers import Readers
+from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.trainer.sample_routing import SampleRouting
 
 OUTLINE = SequenceLengths([2, 2, 2], [1, 1, 1], [0, 1, 2])
 
@@ -28,12 +28,12 @@ def by_first_token(rewards: Tensor, response_mask: Tensor, generated_ids: Tensor
     return Advantages((rewards * (generated_ids[:, 0] > 5)).unsqueeze(1) * response_mask)
 
 
-def readers(estimator: str) -> Readers:
+def readers(estimator: str) -> SampleRouting:
     algorithm = f"algorithm={{name: grpo, group_size: 2, advantage: '{__name__}:{estimator}'}}"
     given = ["model.path=m", "data.train=t", "reward=exact_match", algorithm]
     steps: Any = SimpleNamespace(config=load_config(None, given, check_paths=False), roles=None)
     fabric: Any = SimpleNamespace(placement=SimpleNamespace(ranks={"actor": (1, 2)}))
-    return Readers(steps, fabric, reporter=1)
+    return SampleRouting(steps, fabric, reporter=1)
 
 
 def test_what_it_may_leave_out_comes_of_all_samples() -> None:

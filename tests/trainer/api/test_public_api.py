@@ -1,4 +1,4 @@
-"""The doors for Python programs: what they are called, what they cost, and where they lead."""
+"""The public API for Python programs: what its names are, what they cost, and where they lead."""
 
 from __future__ import annotations
 
@@ -210,9 +210,9 @@ def score(prompt: str, response: str, reference: str, extra: dict[str, Any]) -> 
 
 
 def test_a_function_is_found_by_its_name(no_files: None) -> None:
-    assert importable_name(score, "x") == "tests.trainer.api.test_doors:score"
+    assert importable_name(score, "x") == "tests.trainer.api.test_public_api:score"
     trainer = RLTrainer(actor_model="org/small", train_data="train.jsonl", reward_model=score)
-    assert trainer.config.reward[0].function == "tests.trainer.api.test_doors:score"
+    assert trainer.config.reward[0].function == "tests.trainer.api.test_public_api:score"
     with pytest.raises(ConfigError, match="reward_function: .*lambda.* top level of a file"):
         TrainerConfig(reward_function=lambda prompt: 1.0).values()
 

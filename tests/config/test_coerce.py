@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megaverl.config import realise
+from megaverl.config.coerce import coerce
 from megaverl.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ class Settings:
 
 
 def test_each_kind():
-    made = realise(
+    made = coerce(
         Settings,
         {
             "dtype": "torch.bfloat16",
@@ -55,13 +55,13 @@ def test_each_kind():
 
 
 def test_none_stays_none():
-    assert realise(Settings, {"dtype": None, "function": None}) == {"dtype": None, "function": None}
+    assert coerce(Settings, {"dtype": None, "function": None}) == {"dtype": None, "function": None}
 
 
 @pytest.mark.parametrize("path", ["no_such_module_here:f", "math:no_such_function"])
 def test_a_function_that_is_not_there(path):
     with pytest.raises(ConfigError, match=r"actor\.megatron\.function: found '.*', which cannot be imported"):
-        realise(Settings, {"function": path}, "actor.megatron")
+        coerce(Settings, {"function": path}, "actor.megatron")
 
 
 def test_megatrons_own_classes():
@@ -72,7 +72,7 @@ def test_megatrons_own_classes():
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    options = realise(TransformerConfig, {"attention_backend": "unfused", "autocast_dtype": "fp16"})
+    options = coerce(TransformerConfig, {"attention_backend": "unfused", "autocast_dtype": "fp16"})
     assert options == {"attention_backend": AttnBackend.unfused, "autocast_dtype": torch.float16}
-    config = OptimizerConfig(**realise(OptimizerConfig, {"exp_avg_dtype": "float32", "lr": 1e-6}))
+    config = OptimizerConfig(**coerce(OptimizerConfig, {"exp_avg_dtype": "float32", "lr": 1e-6}))
     assert config.exp_avg_dtype == torch.float32

@@ -32,7 +32,7 @@ class SequenceLengths(NamedTuple):
         return [prompt + response for prompt, response in zip(self.prompt_lengths, self.response_lengths, strict=True)]
 
 
-def outline_of(batch: RolloutBatch) -> SequenceLengths:
+def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:
     """That of a batch; one that has some of its samples alone says itself which prompts are the same."""
     said = batch.tensors.get("prompt_numbers")
     prompts = prompt_numbers(batch) if said is None else said.tolist()

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.sharing import (
+from megaverl.data.prefix_packing import (
     GOOD_ENOUGH,
     SequenceLengths,
-    outline_of,
     packed_tokens,
     plan_packed_micro_batches,
     prompt_numbers,
+    sequence_lengths,
     shared_tokens,
 )
 from megaverl.errors import DataError
@@ -96,11 +96,11 @@ def test_an_outline_says_how_long_all_are_and_which_prompts_are_the_same() -> No
         generated_ids=torch.ones(3, 2, dtype=torch.int64),
         response_mask=torch.tensor([[True, True], [True, False], [False, False]]),
     )
-    outline = outline_of(batch)
+    outline = sequence_lengths(batch)
     assert outline == SequenceLengths([2, 3, 2], [2, 1, 0], [0, 1, 0])
     assert outline.lengths == [4, 4, 2] and len(outline) == 3
     # a rank that has some of the samples is told which prompts are the same
-    assert outline_of(batch.with_(prompt_numbers=torch.tensor([3, 4, 5]))).prompts == [3, 4, 5]
+    assert sequence_lengths(batch.with_(prompt_numbers=torch.tensor([3, 4, 5]))).prompts == [3, 4, 5]
 
 
 def busiest(plan: list[list[list[int]]], lengths: list[int], shared: list[int], prompts: list[int]) -> int:

@@ -1,6 +1,6 @@
 """Values from YAML into what another library's class takes: dtypes, enum members, functions, dataclasses.
 
-Called by the rooms that build these objects, on classes that are already imported; nothing is imported here
+Called by the packages that build these objects, on classes that are already imported; nothing is imported here
 but the functions that a configuration names.
 """
 
@@ -18,7 +18,7 @@ from megaverl.errors import ConfigError
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
 
 
-def realise(cls: type, values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+def coerce(cls: type, values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
     """`values` as keyword arguments of `cls`.
 
     Text becomes a torch dtype, an enum member or a function (`module:function`) where the annotation of that
@@ -31,7 +31,7 @@ def realise(cls: type, values: Mapping[str, Any], key: str = "") -> dict[str, An
         ConfigError: a function that cannot be imported.
     """
     hints = _hints(cls)
-    return {name: _realise(value, hints.get(name), f"{key}.{name}".strip(".")) for name, value in values.items()}
+    return {name: _coerce(value, hints.get(name), f"{key}.{name}".strip(".")) for name, value in values.items()}
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def _hints(cls: type) -> dict[str, Any]:
         return dict(getattr(cls, "__annotations__", {}))
 
 
-def _realise(value: Any, hint: Any, key: str) -> Any:
+def _coerce(value: Any, hint: Any, key: str) -> Any:
     options = (hint, *get_args(hint))
     if isinstance(value, str):
         torch = sys.modules.get("torch")
@@ -56,7 +56,7 @@ def _realise(value: Any, hint: Any, key: str) -> Any:
     if isinstance(value, dict):
         for option in options:
             if isinstance(option, type) and dataclasses.is_dataclass(option):
-                return option(**realise(option, value, key))
+                return option(**coerce(option, value, key))
     return value
 
 

@@ -18,7 +18,7 @@ from megaverl.trainer.stored_rollouts import StoredRollouts
 KEPT = ("rollout/", "reward/", "queue/depth")
 
 
-class Ahead:
+class AsyncSchedule:
     """The samples of a split run that wait for training, as its engines' ranks see them.
 
     Attributes:

@@ -9,7 +9,7 @@ from megaverl.algorithms import gae, grpo, policy_losses, remax, rloo, token_rew
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ConfigError
-from megaverl.workers.credit import AdvantageComputer
+from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.policy import policy_loss_options
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from megaverl.algorithms import advantage_estimators
 from megaverl.config import Config
-from megaverl.data.sharing import SequenceLengths
+from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.dataflow.redistribute import Reads
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
@@ -30,7 +30,7 @@ def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]
     return tuple(placement.ranks["rollout"][:: config.rollout.tp])
 
 
-class Readers:
+class SampleRouting:
     """What this rank's operators read, from what its roles will do with a step's samples.
 
     Args:
