@@ -29,6 +29,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import ProcessGroupManager
 from megaverl.monitoring.console import redirect_output
 from megaverl.platform import platform
+from megaverl.platform.vllm_cpu import unique_shared_memory
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
@@ -281,7 +282,6 @@ def vllm_model(folder: Path, tp: int) -> Iterator[torch.nn.Module]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    os.environ["VLLM_DIST_IDENT"] = f"bench-{os.environ['MASTER_PORT']}-{tp}"  # names the ranks' shared memory
     config = EngineArgs(
         str(folder),
         tensor_parallel_size=tp,
@@ -290,8 +290,9 @@ def vllm_model(folder: Path, tp: int) -> Iterator[torch.nn.Module]:
         distributed_executor_backend="external_launcher",
     ).create_engine_config()
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-        parallel_state.init_distributed_environment(backend="gloo")
-        parallel_state.initialize_model_parallel(tp)
+        with unique_shared_memory():
+            parallel_state.init_distributed_environment(backend="gloo")
+            parallel_state.initialize_model_parallel(tp)
         try:
             yield initialize_model(config)
         finally:

@@ -176,13 +176,20 @@ def _own_shared_memory_by_job() -> None:
 
     @functools.wraps(start)
     def start_with_unique_name(*args: Any, **kwargs: Any) -> None:
-        name = os.environ["VLLM_DIST_IDENT"] = shared_memory_name()
-        start(*args, **kwargs)
-        dist.barrier()  # every rank has mapped its buffers; without names they end with the last rank, killed or not
-        for buffer in SHARED_MEMORY.glob(f"{name}*"):
-            buffer.unlink(missing_ok=True)
+        with unique_shared_memory():
+            start(*args, **kwargs)
 
     cpu_worker.init_worker_distributed_environment = start_with_unique_name
+
+
+@contextmanager
+def unique_shared_memory() -> Iterator[None]:
+    """vLLM groups made inside share memory under a name that no other job has, alive or killed. All ranks take part."""
+    name = os.environ["VLLM_DIST_IDENT"] = shared_memory_name()
+    yield
+    dist.barrier()  # every rank has mapped its buffers; without names they end with the last rank, killed or not
+    for buffer in SHARED_MEMORY.glob(f"{name}*"):
+        buffer.unlink(missing_ok=True)
 
 
 def shared_memory_name() -> str:

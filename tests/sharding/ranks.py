@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform
+from megaverl.platform.vllm_cpu import unique_shared_memory
 from megaverl.sharding.megatron import megatron_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layout
@@ -71,8 +71,6 @@ def compare_with_vllm(cases: list[dict[str, Any]]) -> list[list[str]]:
         if tp != case["tp"] and tp:
             parallel_state.destroy_model_parallel()
         tp = case["tp"]
-        # what vLLM's CPU worker would set: the name of the ranks' shared memory
-        os.environ["VLLM_DIST_IDENT"] = f"layout-{os.environ['MASTER_PORT']}-{tp}"
         config = EngineArgs(
             case["folder"],
             tensor_parallel_size=tp,
@@ -84,8 +82,9 @@ def compare_with_vllm(cases: list[dict[str, Any]]) -> list[list[str]]:
         ).create_engine_config()
         with set_current_vllm_config(config), set_default_torch_dtype(torch.float32):
             if not parallel_state.model_parallel_is_initialized():
-                parallel_state.init_distributed_environment(backend="gloo")
-                parallel_state.initialize_model_parallel(tp)
+                with unique_shared_memory():
+                    parallel_state.init_distributed_environment(backend="gloo")
+                    parallel_state.initialize_model_parallel(tp)
             model = initialize_model(config)
         wrong.append(place_ids(model, case))
     parallel_state.destroy_model_parallel()
