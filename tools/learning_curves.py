@@ -78,7 +78,7 @@ def run(out: Path, wanted: list[tuple[str, int]], seconds: float) -> int:
 
 def train(out: Path, name: str, seed: int) -> Result | None:
     """One algorithm from the warm start of its seed, or from where it left; None if it is told to leave again."""
-    from megaverl.trainer.signals import Leaving
+    from megaverl.trainer.job import Leaving
 
     run = f"{name}_{seed}"
     try:
@@ -119,8 +119,8 @@ def warm_start(out: Path, seed: int) -> Path:
     from megaverl.checkpoint.random_state import seed_generators
     from megaverl.monitoring.console import Console
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.export import export_model
     from megaverl.trainer.quickstart import prepare
+    from megaverl.trainer.saving import export_model
     from megaverl.trainer.sft import warm_up
 
     inputs = out / "runs" / f"warm_{seed}" / "inputs"

@@ -17,9 +17,9 @@ from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.rl import Trainer
+from megaverl.trainer.saving import export_model
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.workers.agent_rollouts import AgentRollouts
 from megaverl.workers.reward import Scores

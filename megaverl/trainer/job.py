@@ -1,25 +1,34 @@
-"""Joining the job: every rank says who it is, hears which role it has, and is watched from then on."""
+"""A rank and its job: joining it, what the rank is doing for the others to know, and signals to leave it.
+
+SIGTERM and SIGUSR1: the run saves at the next safe point, and every rank leaves with the same exit code.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
+from types import FrameType
 
 import torch
+import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import is_placed, placed_mistakes, used_roles
 from megaverl.config.placement import CLAIMS, resolve_placement, role_grids
 from megaverl.coordinator import Liveness, Timeouts
+from megaverl.distributed.collectives import device_of
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims, resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
+from megaverl.monitoring.timeline import Timeline
 from megaverl.monitoring.versions import COMPONENTS
 from megaverl.platform import platform
 from megaverl.version import __version__
@@ -135,3 +144,65 @@ def _versions() -> dict[str, str]:
                 continue
             break
     return found
+
+
+def unheard(stage: str, step: int | None) -> None:
+    """For a rank that nobody watches."""
+
+
+class Stages:
+    """Named stages of a step, entered one after the other.
+
+    Args:
+        timeline: gets a span for each.
+        tell: hears of each as it begins, and of the step that it is in, if it is in one.
+    """
+
+    def __init__(self, timeline: Timeline, tell: Callable[[str, int | None], None] = unheard) -> None:
+        self.timeline, self._tell = timeline, tell
+        self.step: int | None = None
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Around a stage."""
+        self.note(name)
+        with self.timeline.span(name):
+            yield
+
+    def note(self, name: str) -> None:
+        """A stage begins that has no span of its own."""
+        self._tell(name, self.step)
+
+
+HANDLED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Leaving(Exception):
+    """The run was asked to leave, and nothing is lost: every rank ends with `errors.SAVED_AND_LEFT`."""
+
+
+class PreemptionHandler:
+    """Whether somebody wants this run to leave. A signal only notes it; the ranks agree at safe points."""
+
+    def __init__(self) -> None:
+        self._heard = 0
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note the signals for as long as this lasts; before and after, they do what they did."""
+        before = {number: signal.signal(number, self._note) for number in HANDLED}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
+        """The name of a signal that any rank has got, the same on all; every rank (of `group`) takes part."""
+        heard = torch.tensor(self._heard, dtype=torch.int64, device=device_of(group))
+        dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=group)
+        number = int(heard)
+        return signal.Signals(number).name if number else None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._heard = number

@@ -18,12 +18,10 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.memory import memory_metrics
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, unheard
 from megaverl.trainer.records import Records
 from megaverl.trainer.rl import kept_objects
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
-from megaverl.trainer.signals import Leaving, PreemptionHandler
-from megaverl.trainer.stages import Stages, unheard
 from megaverl.workers.trainable import TrainableModel
 
 

@@ -14,9 +14,9 @@ from megaverl.distributed.collectives import on_first_rank, together
 from megaverl.models.classifier import classifier_config
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer
+from megaverl.trainer.saving import export_model
 from megaverl.weights.export import save_folder
 from megaverl.workers.adapters import merged_model
 from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses

@@ -23,9 +23,9 @@ from megaverl.monitoring.curves import plot_curves, text_curve
 from megaverl.rollout.environments.examples import EXAMPLES, example
 from megaverl.trainer.agents import trainer_of
 from megaverl.trainer.build import Builder
-from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.rl import Trainer
+from megaverl.trainer.saving import export_model
 from megaverl.trainer.sft import warm_up
 from megaverl.version import __version__
 

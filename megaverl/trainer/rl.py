@@ -23,13 +23,10 @@ from megaverl.monitoring.memory import memory_metrics
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.async_schedule import read_ahead
 from megaverl.trainer.build import Builder
-from megaverl.trainer.export import export_model
-from megaverl.trainer.job import Job
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, unheard
 from megaverl.trainer.records import Records
 from megaverl.trainer.samples import sample_records
-from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
-from megaverl.trainer.signals import Leaving, PreemptionHandler
-from megaverl.trainer.stages import Stages, unheard
+from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, export_model, settle_file, tokenizer_digest
 from megaverl.trainer.step import RLStep, Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation

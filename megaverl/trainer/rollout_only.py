@@ -13,9 +13,8 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
 from megaverl.trainer.generate import Metrics, generate, score
-from megaverl.trainer.job import Job
+from megaverl.trainer.job import Job, Stages, unheard
 from megaverl.trainer.refill import refill
-from megaverl.trainer.stages import Stages, unheard
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.reward import Scores
 

@@ -19,8 +19,7 @@ from megaverl.monitoring.versions import write_versions
 from megaverl.platform import platform
 from megaverl.rollout.sampling_rules import sampling_options
 from megaverl.rollout.seeds import sample_seed
-from megaverl.trainer.job import Job, PlacementCheck, join_job
-from megaverl.trainer.signals import Leaving
+from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
 
 if TYPE_CHECKING:
     from megaverl.trainer.build import Builder
@@ -132,7 +131,7 @@ def _offline_builder(config: Config, longest: int | None) -> Builder:
 
 def _eval(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.evaluate import evaluate
+    from megaverl.trainer.validation import evaluate
 
     builder = Builder(config)
     if not config.data.validation:

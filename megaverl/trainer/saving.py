@@ -1,4 +1,4 @@
-"""When a run saves, and what becomes of a save that fails."""
+"""What a run leaves on the disk: checkpoints when they are due, and trained models as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from megaverl.checkpoint.commit import Committer, Retention
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config.trainer import CheckpointConfig
 from megaverl.data.tokenizers import Tokenizer
+from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import CheckpointError
 from megaverl.monitoring.console import Console
+from megaverl.trainer.build import Builder
+from megaverl.weights.export import save_folder
+from megaverl.workers.adapters import merged_model, save_adapter_folder
+from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -146,3 +151,27 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     """The same for tokenizers that give the same ids to the same tokens, and end responses alike."""
     facts = [sorted(tokenizer.backend.get_vocab().items()), tokenizer.stop_token_ids, tokenizer.chat_template]
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
+
+
+def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
+    """Write `folder` with weights, configuration and tokenizer; replaces an older one. Every rank takes part.
+
+    Adapters are merged into these weights, and stand by themselves in `folder`_adapter, as peft has them.
+    """
+    tokenizer = builder.run_dir / "tokenizer"
+
+    def save_tokenizer() -> None:
+        tokenizer.mkdir(parents=True, exist_ok=True)
+        builder.tokenizer.save(tokenizer)
+
+    on_first_rank(save_tokenizer, model.grid.world)
+    with model.resident:
+        save_folder(
+            folder,
+            source_folder=builder.folder,
+            tokenizer_folder=tokenizer,
+            overwrite=True,
+            **merged_model(model),
+        )
+    if model.adapters is not None:
+        save_adapter_folder(model, folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path)

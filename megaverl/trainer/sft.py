@@ -18,10 +18,10 @@ from megaverl.errors import DataError
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
-from megaverl.trainer.export import export_model
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer
 from megaverl.trainer.samples import rollout_batch
+from megaverl.trainer.saving import export_model
 from megaverl.workers.megatron_model import MegatronModel, MicroBatch
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.updates import Weighting, run_updates, share

@@ -30,7 +30,6 @@ from megaverl.distributed.p2p import broadcast_json
 from megaverl.monitoring.console import Console
 from megaverl.trainer.async_schedule import AsyncSchedule
 from megaverl.trainer.build import Builder
-from megaverl.trainer.evaluate import Evaluation
 from megaverl.trainer.islands import Island, meetings, serve_update
 from megaverl.trainer.job import Job, reporter
 from megaverl.trainer.placed_roles import REWARD_MODEL, island_file, island_name, place_of, roles_here, seats_of
@@ -40,6 +39,7 @@ from megaverl.trainer.sample_routing import SELECTIVE, SampleRouting, speakers_o
 from megaverl.trainer.schedule import Schedule
 from megaverl.trainer.scored_elsewhere import models_are_apart, serve_scores
 from megaverl.trainer.step import Roles
+from megaverl.trainer.validation import Evaluation
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel

@@ -18,7 +18,6 @@ from megaverl.data.stream import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.plugins import load_object
-from megaverl.trainer.first_comparison import check_first_comparison
 from megaverl.trainer.generate import Metrics, generate, greedy_responses, of_each_sample, score
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
@@ -27,7 +26,7 @@ from megaverl.workers.actor_critic import VALUES, ActorCritic
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.critic import Critic
 from megaverl.workers.implicit_reward import ImplicitRewardModel
-from megaverl.workers.log_prob_difference import LogProbDifference
+from megaverl.workers.log_prob_difference import LogProbDifference, check_first_comparison
 from megaverl.workers.own_functions import kept_by
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy

@@ -109,7 +109,7 @@ class _Patches:
 
     def apply(self) -> None:
         from megaverl.checkpoint.checksums import ChecksummedFile
-        from megaverl.trainer.stages import Stages
+        from megaverl.trainer.job import Stages
 
         note, write = Stages.note, ChecksummedFile.write
 

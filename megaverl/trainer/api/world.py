@@ -89,7 +89,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        from megaverl.trainer.signals import Leaving
+        from megaverl.trainer.job import Leaving
 
         job = _Joined.job
         if isinstance(error, Leaving):
