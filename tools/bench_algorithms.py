@@ -113,7 +113,7 @@ def watch(trainer: Any, clock: Clock) -> None:
 
 def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     """(seconds of a step, of which the algorithm's), medians."""
-    from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.checkpoint.training_state import seed_generators
     from megaverl.config import load_config
     from megaverl.monitoring.console import Console
     from megaverl.trainer.rl import Trainer

@@ -95,7 +95,7 @@ def train(out: Path, name: str, seed: int) -> Result | None:
 
 def attempt(config: Any) -> str | None:
     """Train, from the start or from where it left; returns what stopped it, which is a result too."""
-    from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.checkpoint.training_state import seed_generators
     from megaverl.errors import MegaverlError
     from megaverl.monitoring.console import Console
     from megaverl.trainer.rl import Trainer
@@ -116,7 +116,7 @@ def recorded(out: Path, run: str) -> list[dict[str, Any]]:
 
 def warm_start(out: Path, seed: int) -> Path:
     """The quickstart's model of this seed after its supervised warm-up, made once for all algorithms."""
-    from megaverl.checkpoint.random_state import seed_generators
+    from megaverl.checkpoint.training_state import seed_generators
     from megaverl.monitoring.console import Console
     from megaverl.trainer.build import Builder
     from megaverl.trainer.quickstart import prepare

@@ -131,9 +131,19 @@ class Retention:
         return bool(every) and manifest.step % every == 0 and folder.name == f"{PREFIX}{manifest.step:08d}"
 
 
-def make_room(root: Path, torn: Path, num_bytes: int) -> None:
-    """Remove what torn writes left, look whether there is space, and make the folder to write to."""
+def make_room(root: Path, torn: Path, num_bytes: int, *, was_there: bool = False) -> None:
+    """Remove what torn writes left, look whether there is space, and make the folder to write to.
+
+    Args:
+        was_there: `root` has been made before.
+    """
+    if was_there and not root.is_dir():
+        raise CheckpointError(
+            f"{torn}: the checkpoint was not written: the folder {root} has vanished, with the checkpoints "
+            "that were in it. Is its file system still mounted? Make the folder again to go on there."
+        )
     with writing(torn):
+        root.mkdir(parents=True, exist_ok=True)
         for rest in root.glob(f"{PREFIX}*{TORN_SUFFIX}"):
             shutil.rmtree(rest)
         free = shutil.disk_usage(root).free

@@ -33,6 +33,7 @@ TENSORS_SUFFIX = "_0.distcp"
 OBJECTS_SUFFIX = "_1.distcp"
 TORN_SUFFIX = ".tmp"
 INSIDE_SUFFIX = "_inside"  # of the name of one that was taken in the middle of the next step
+FIX = "Look at the folder's free space and rights, or point run.dir elsewhere. The checkpoints before it are untouched."
 USE_ANOTHER = "Take another checkpoint (checkpoint.resume=FOLDER), or start anew (checkpoint.resume=never)."
 
 
@@ -254,7 +255,4 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CheckpointError(
-            f"{folder}: the checkpoint was not written: {error}. Look at the folder's free space and rights, or "
-            "point run.dir elsewhere. The checkpoints before it are untouched."
-        ) from error
+        raise CheckpointError(f"{folder}: the checkpoint was not written: {error}. {FIX}") from error

@@ -1,7 +1,7 @@
-"""The files of a sharded state on their way to the disk: first planned by all ranks, then written by each alone.
+"""The files of a sharded state, megatron-core's `torch_dist` format: planned by all ranks, written and read by each.
 
-megatron-core's `torch_dist` format, in two halves: `Stager.stage` is the collective one; `StagedShards.write` touches
-nothing but its own files, so a thread may run it.
+`Stager.stage` is the collective half of a save; `StagedShards.write` touches nothing but its own files, so a thread may
+run it. A rank that fails to read makes all fail: torch's checkpointing gathers every rank's outcome at each stage.
 """
 
 from __future__ import annotations
@@ -10,32 +10,55 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.futures import Future
 
+from megaverl.checkpoint.background import HeldTensors, copy_to_host
 from megaverl.checkpoint.checksums import ChecksummedFile, write_bytes
 from megaverl.checkpoint.commit import Committer
-from megaverl.checkpoint.held import HeldTensors, copy_to_host
-from megaverl.checkpoint.items import write_tensor
-from megaverl.checkpoint.manifest import OBJECTS_SUFFIX, TENSORS_SUFFIX
+from megaverl.checkpoint.items import frame_of, read_object, read_tensor, write_tensor
+from megaverl.checkpoint.manifest import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER
+from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
 
 platform.adapt_megatron()
 
-from megatron.core.dist_checkpointing.core import CheckpointingConfig  # noqa: E402
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
+    MCoreLoadPlanner,
     MCoreSavePlanner,
+    TorchDistLoadShardedStrategy,
+    _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
+    _restore_dict_types,
+    _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
 
@@ -201,3 +224,209 @@ def _item_from_json(found: list[Any]) -> tuple[MetadataIndex, _StorageInfo]:
     name, offset, number, path, start, length = found
     index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
     return index, _StorageInfo(path, start, length)
+
+
+# All that the pickled index of a torch_dist checkpoint may name.
+_INDEX_CLASSES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
+    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
+}
+
+
+class CheckedReader(FileSystemReader):
+    """torch's reader of checkpoints, but every byte is read once, into its place where it can be, and checked.
+
+    Args:
+        folder: the checkpoint.
+        is_alone: no other rank reads the same tensors, so the system need not keep them in its memory.
+    """
+
+    def __init__(self, folder: Path, *, is_alone: bool) -> None:
+        super().__init__(folder)
+        self._keep_cached = not is_alone
+        self._described: Mapping[str, Any] = {}
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **options: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **options)
+        self._described = metadata.state_dict_metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Front to back through each file.
+
+        Raises:
+            DamagedCheckpoint: names the file and the tensor whose bytes are not those that were written.
+        """
+        items = sorted(plan.items, key=lambda item: (self._place(item).relative_path, self._place(item).offset))
+        for name, in_file in groupby(items, lambda item: self._place(item).relative_path):
+            with open(Path(self.path) / name, "rb", buffering=0) as file:
+                for _, of_item in groupby(in_file, lambda item: self._place(item).offset):
+                    wanted = list(of_item)
+                    try:
+                        self._read(file, wanted, planner)
+                    except DamagedCheckpoint as error:
+                        raise DamagedCheckpoint(f"{name}: {wanted[0].storage_index.fqn}: {error}") from error
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _place(self, item: ReadItem) -> _StorageInfo:
+        place: _StorageInfo = self.storage_data[item.storage_index]
+        return place
+
+    def _read(self, file: io.FileIO, wanted: list[ReadItem], planner: LoadPlanner) -> None:
+        """Read one stored item, of which the run may want several parts."""
+        first, place = wanted[0], self._place(wanted[0])
+        if first.type == LoadItemType.BYTE_IO:
+            data = read_object(file, place.offset, place.length)
+            for item in wanted:
+                planner.load_bytes(item, io.BytesIO(data))
+            return
+        shape, dtype = self._shape_and_dtype(first.storage_index)
+        frame = frame_of(shape, dtype)
+        if frame is None or frame.length != place.length:  # torch has written it
+            data = read_object(file, place.offset, place.length)
+            stored = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        elif len(wanted) == 1 and _takes_all(target := planner.resolve_tensor(first).detach(), first, shape, dtype):
+            read_tensor(file, place.offset, frame, target, keep_cached=self._keep_cached)
+            planner.commit_tensor(first, target)
+            return
+        else:
+            stored = torch.empty(shape, dtype=dtype)
+            read_tensor(file, place.offset, frame, stored, keep_cached=self._keep_cached)
+        for item in wanted:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+
+    def _shape_and_dtype(self, index: MetadataIndex) -> tuple[torch.Size, torch.dtype]:
+        entry = self._described[index.fqn]
+        chunk = next(chunk for chunk in entry.chunks if chunk.offsets == index.offset)
+        return chunk.sizes, entry.properties.dtype
+
+
+def _takes_all(target: torch.Tensor, item: ReadItem, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether what is stored can be read straight into `target`."""
+    return (
+        type(target) is torch.Tensor
+        and target.device.type == "cpu"
+        and (target.shape, target.dtype) == (shape, dtype)
+        and target.is_contiguous()
+        and not any(item.storage_offsets)
+    )
+
+
+class _CheckedLoading(TorchDistLoadShardedStrategy):
+    """megatron-core's way to load, with a `CheckedReader` (0.16, `TorchDistLoadShardedStrategy.load`)."""
+
+    def __init__(self, *, is_alone: bool) -> None:
+        super().__init__()
+        self._is_alone = is_alone
+
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+        tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+        flat, places, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
+        wanted = mcore_to_pyt_state_dict(flat, True)
+        torch_checkpoint.load(
+            wanted,
+            storage_reader=CheckedReader(Path(checkpoint_dir), is_alone=self._is_alone),
+            planner=MCoreLoadPlanner(
+                shapes_validation_sharded_tensors=[each for each in tensors if not each.allow_shape_mismatch],
+                allow_shape_mismatch_sharded_tensors={each.key: each for each in tensors if each.allow_shape_mismatch},
+            ),
+        )
+        found = {name: _unwrap_pyt_sharded_tensor(value) for name, value in wanted.items()}
+        loaded: dict[str, Any] = _replace_sharded_keys_with_state_dict_keys(found, places, names)
+        _restore_dict_types(loaded, sharded_state_dict)
+        return loaded
+
+
+def read_shards(state: dict[str, Any], folder: Path, *, is_alone: bool = False) -> dict[str, Any]:
+    """Fill a `sharded_state(loading=True)` from a folder; every rank takes part and reads what it needs.
+
+    Args:
+        is_alone: no two ranks want the same.
+
+    Raises:
+        DamagedCheckpoint: on every rank, if one has read other bytes than were written; names file and tensor.
+        CheckpointError: on every rank, if one could not read; names the ranks, and the tensor that does not fit.
+    """
+    with own_errors(
+        f"{folder}: the checkpoint cannot be loaded",
+        "It must be of the same model and the same kind of optimizer; the grid may differ.",
+    ):
+        strategy = _CheckedLoading(is_alone=is_alone)
+        loaded: dict[str, Any] = dist_checkpointing.load(state, str(folder), strategy)
+    return loaded
+
+
+def check_pickles(folder: Path) -> None:
+    """Refuse a folder whose pickled parts name anything but tensors, their layout and plain values.
+
+    torch reads the index and stored objects with an unrestricted unpickler, so they are vetted first; what is
+    common to the ranks is tried as well, for one message instead of one from each rank.
+
+    Raises:
+        CheckpointError: the index or an object is damaged, or names something that loading must not run.
+    """
+    mend = "Load only checkpoints that megaverl wrote; take another one if this one was damaged."
+    index = folder / METADATA_FILE
+    try:
+        with index.open("rb") as file:
+            metadata = _IndexUnpickler(file).load()
+        torch.load(folder / COMMON_FILE, weights_only=True)
+        objects = {
+            name
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, torch_checkpoint.metadata.BytesStorageMetadata)
+        }
+        for key, place in metadata.storage_data.items():
+            if key.fqn in objects:
+                with (folder / place.relative_path).open("rb") as file:
+                    file.seek(place.offset)
+                    torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be read: {error}. {mend}") from error
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{folder}: refused: {_reason(error)}. {mend}") from error
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in _INDEX_CLASSES.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return super().find_class(module, name)
+
+
+@contextmanager
+def own_errors(what: str, mend: str) -> Iterator[None]:
+    """One CheckpointError, short, instead of the libraries' exceptions with a traceback for every rank."""
+    try:
+        yield
+    except CheckpointException as error:  # torch's, a BaseException: the same on every rank
+        wrong = {str(cause) for cause, _ in error.failures.values() if isinstance(cause, DamagedCheckpoint)}
+        if wrong:
+            raise DamagedCheckpoint(f"{what}: {'; '.join(sorted(wrong))}. {USE_ANOTHER}") from error
+        failures = "; ".join(f"rank {rank}: {_reason(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+        raise CheckpointError(f"{what}: {failures}. {mend}") from error
+    except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
+        raise CheckpointError(f"{what}: {_reason(error)}. {mend}") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line, for some of them list every tensor of the model."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:500]}"

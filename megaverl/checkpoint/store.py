@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megaverl.checkpoint.background import Writing
+from megaverl.checkpoint.background import start_writing
 from megaverl.checkpoint.checksums import synced_record, write_bytes
-from megaverl.checkpoint.commit import Committer, FirstRank, Retention, best_name, commit, job_name, make_room, prune
-from megaverl.checkpoint.dist_files import check_pickles, own_errors, read_shards
+from megaverl.checkpoint.commit import Committer, FirstRank, Retention, commit, job_name, make_room, prune
 from megaverl.checkpoint.manifest import (
+    FIX,
     FORMAT_VERSION,
     MANIFEST_FILE,
     PREFIX,
@@ -25,51 +26,35 @@ from megaverl.checkpoint.manifest import (
     newest_first,
     read_json,
     torn_name,
+    writing,
 )
-from megaverl.checkpoint.megatron_state import apply_state, buffer_storages, sharded_state, trained_storages
-from megaverl.checkpoint.random_state import capture_random_state, restore_random_state
-from megaverl.checkpoint.shards import Files, StagedShards, Stager
+from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
+from megaverl.checkpoint.training_state import (
+    apply_state,
+    buffer_storages,
+    capture_random_state,
+    restore_random_state,
+    sharded_state,
+    trained_storages,
+)
 from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import CheckpointError, DamagedCheckpoint
-from megaverl.models.lora import Adapters
 from megaverl.monitoring.versions import collect_versions
 from megaverl.workers.trainable import TrainableModel
 
 STATE_FILE = "state.json"
-MEND = (
-    "Look at the folder's free space and rights, or point run.dir elsewhere. The checkpoints before it are untouched."
-)
-
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class _Pending:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written; the manifest's serial and files come with the commit."""
 
     folder: Path
     manifest: Manifest
     shards: StagedShards
-    writing: Writing
+    written: Future[list[Any]]
     best: bool
-
-
-@dataclass
-class _Search:
-    """For the newest checkpoint that is whole.
-
-    Attributes:
-        left: those not looked at yet, newest first.
-        problems: what is wrong with the others.
-        fails: whether it is an error that none is whole.
-        told: of so many problems.
-    """
-
-    root: Path
-    left: list[Path]
-    problems: list[str]
-    fails: bool
-    told: int = 0
 
 
 class CheckpointStore:
@@ -97,7 +82,7 @@ class CheckpointStore:
         self.phase, self._warn = phase, warn
         self._stager = Stager()
         self._pending: _Pending | None = None
-        self._search: _Search | None = None
+        self._search: Generator[Path, str, None] | None = None
         self._was_there = False
         self._versions: dict[str, str] = {}
 
@@ -151,23 +136,30 @@ class CheckpointStore:
         folder = folder_of(self.root, step, inside=inside)
         torn = torn_name(folder)
         self.phase("checkpoint_copy")
-        with own_errors(f"{torn}: the checkpoint was not written", MEND):
+        with own_errors(f"{torn}: the checkpoint was not written", FIX):
             shards = self._staged(roles, in_background)
         num_bytes = sum(self.committer.collect(shards.num_bytes))
-        self.committer.decide(lambda: self._make_room(torn, num_bytes))
-        random_state = json.dumps(capture_random_state()).encode()
-        own = {_random_file(self.committer.rank): random_state, **(own_files or {})}
+        self.committer.decide(lambda: make_room(self.root, torn, num_bytes, was_there=self._was_there))
+        self._was_there = True
+        own = {_random_file(self.committer.rank): json.dumps(capture_random_state()).encode(), **(own_files or {})}
+        more: Mapping[str, Callable[[Path], None]] = {}
         if self.committer.decides:
             own[STATE_FILE] = json.dumps(dict(state), indent=1).encode()
-        more = dict(files or {}) if self.committer.decides else {}
+            more = files or {}
+            self._versions = self._versions or collect_versions()
         self.phase("checkpoint_write")
-        self._pending = _Pending(
-            folder=folder,
-            manifest=self._manifest(step, roles),
-            shards=shards,
-            writing=Writing(lambda: _write(torn, shards, own, more), in_background=in_background),
-            best=best,
+        manifest = Manifest(
+            format=FORMAT_VERSION,
+            serial=0,
+            step=step,
+            world_size=self.committer.size,
+            job=job_name(),
+            roles=self._of_all_worlds(_describe(roles)),
+            versions=self._versions,
+            files={},
         )
+        written = start_writing(lambda: _write(torn, shards, own, more), in_background=in_background)
+        self._pending = _Pending(folder, manifest, shards, written, best)
         for trainable in roles.values():  # only now: what is not going to be written need not be copied
             trainable.before_step = lambda: shards.held.settle(lambda: self.phase("checkpoint_write"))
 
@@ -187,12 +179,15 @@ class CheckpointStore:
         if pending is None:
             return None
         if not wait:
-            ranks = self.committer.collect([pending.writing.is_done, pending.writing.has_failed])
+            done = pending.written.done()
+            ranks = self.committer.collect([done, done and pending.written.exception() is not None])
             if not all(done for done, _ in ranks) and not any(failed for _, failed in ranks):
                 return None
         self._pending = None
         self.phase("checkpoint_commit")
-        reports = self.committer.collect(list(pending.writing.outcome()))
+        error = pending.written.exception()  # waits
+        own = [pending.written.result(), None] if error is None else [None, f"{type(error).__name__}: {error}"]
+        reports = self.committer.collect(own)
         self.committer.decide(lambda: self._commit(pending, reports))
         return pending.folder
 
@@ -205,18 +200,16 @@ class CheckpointStore:
         Raises:
             CheckpointError: on every rank: of another model, or none is whole; or the one that was asked for is not.
         """
-        search, candidate = self._search, folder
         while True:
             try:
-                return candidate, self.load(candidate, roles)
+                return folder, self.load(folder, roles)
             except DamagedCheckpoint as error:
-                if search is None:
+                if self._search is None:
                     raise
-                search.problems.append(str(error))
-                older = self._next_whole(search)
-                if older is None:
-                    raise
-                candidate = older
+                try:
+                    folder = self._search.send(str(error))
+                except StopIteration:
+                    raise error from None
 
     def load(self, folder: str | Path, roles: Mapping[str, TrainableModel]) -> dict[str, Any]:
         """Restore `roles` in place, on any grid, and the random generators; returns the trainer's state.
@@ -241,15 +234,6 @@ class CheckpointStore:
         self._was_there = self._was_there or folder.parent == self.root
         return dict(state)
 
-    def check(self, folder: Path) -> None:
-        """Read every byte of a checkpoint, all ranks together, and compare the checksums.
-
-        Raises:
-            CheckpointError: on every rank: what is missing or damaged.
-        """
-        if wrong := self._wrong(folder):
-            raise damaged(folder, wrong)
-
     def latest(self, job: str = "") -> Path | None:
         """The newest checkpoint all of whose files are there, None where there is none yet; warns of damaged ones.
 
@@ -260,11 +244,6 @@ class CheckpointStore:
             CheckpointError: every one is damaged.
         """
         return self._newest(self.root, job)
-
-    def best(self) -> Path | None:
-        """The best checkpoint, if one was marked so and is still there."""
-        name = self.committer.decide(lambda: best_name(self.root))
-        return self.root / name if name else None
 
     def resolve(self, resume: str, *, restarted: bool = False) -> Path | None:
         """What to resume from: all of its files are there, and their bytes are those that were written.
@@ -297,7 +276,7 @@ class CheckpointStore:
         path = Path(resume)
         kind = self.committer.decide(lambda: _kind_of(path))
         if kind == "checkpoint":
-            if wrong := self._wrong(path, tensors=False):
+            if wrong := self._wrong(path):
                 raise damaged(path, wrong)
             return path
         root = path / "checkpoints" if kind == "run" else path
@@ -324,88 +303,66 @@ class CheckpointStore:
             return mine
         return {role: what for found in self.committer.collect(mine) for role, what in found.items()}
 
-    def _make_room(self, torn: Path, num_bytes: int) -> None:
-        if self._was_there and not self.root.is_dir():
-            raise CheckpointError(
-                f"{torn}: the checkpoint was not written: the folder {self.root} has vanished, with the checkpoints "
-                "that were in it. Is its file system still mounted? Make the folder again to go on there."
-            )
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"{torn}: the checkpoint was not written: {error}. {MEND}") from error
-        self._was_there = True
-        make_room(self.root, torn, num_bytes)
-
-    def _manifest(self, step: int, roles: Mapping[str, TrainableModel]) -> Manifest:
-        """What is known before anything is written; the serial and the files come with the commit."""
-        if self.committer.decides and not self._versions:
-            self._versions = collect_versions()
-        return Manifest(
-            format=FORMAT_VERSION,
-            serial=0,
-            step=step,
-            world_size=self.committer.size,
-            job=job_name(),
-            roles=self._of_all_worlds(_describe(roles)),
-            versions=self._versions,
-            files={},
-        )
-
     def _commit(self, pending: _Pending, reports: list[Any]) -> None:
         torn = torn_name(pending.folder)
         failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why is not None]
         if failures:
             # its space is better free
             shutil.rmtree(torn, ignore_errors=True)
-            raise CheckpointError(f"{torn}: the checkpoint was not written: {'; '.join(failures)}. {MEND}")
+            raise CheckpointError(f"{torn}: the checkpoint was not written: {'; '.join(failures)}. {FIX}")
         files: Files = {}
         for (written, _), _ in reports:
             files |= written
-        try:
+        with writing(torn):
             files |= pending.shards.index(torn, [items for (_, items), _ in reports])
-        except OSError as error:
-            raise CheckpointError(f"{torn}: the checkpoint was not written: {error}. {MEND}") from error
-        manifest = Manifest(**{**pending.manifest.__dict__, "files": dict(sorted(files.items()))})
+        manifest = replace(pending.manifest, files=dict(sorted(files.items())))
         commit(pending.folder, manifest, best=pending.best, phase=self.phase)
         self.phase("checkpoint_prune")
         prune(self.root, self.retention)
 
     def _newest(self, root: Path, job: str = "") -> Path | None:
-        found, problems = self.committer.decide(lambda: _as_json(newest_first(root, job)))
-        self._search = _Search(root, [Path(name) for name in found], problems, fails=not job)
-        return self._next_whole(self._search)
+        self._search = self._whole(root, job)
+        return next(self._search, None)
 
-    def _next_whole(self, search: _Search) -> Path | None:
-        """The newest of those that are left; tells of those that were passed over."""
-        newest = None
-        while search.left and newest is None:
-            folder = search.left.pop(0)
-            if wrong := self._wrong(folder, tensors=False):
-                search.problems.append(str(damaged(folder, wrong)))
-            else:
-                newest = folder
-        if newest is None and search.problems and search.fails:
-            raise CheckpointError("\n".join([f"{search.root}: no checkpoint is whole.", *search.problems]))
-        for problem in search.problems[search.told :]:
+    def _whole(self, root: Path, job: str) -> Generator[Path, str, None]:
+        """The whole checkpoints, newest first; warns of those passed over. What is sent is wrong with the last one.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none, of any job, is whole.
+        """
+
+        def search() -> list[list[str]]:
+            found, wrong = newest_first(root, job)
+            return [list(map(str, found)), wrong]
+
+        (names, problems), warned = self.committer.decide(search), 0
+        for folder in map(Path, names):
+            if wrong := self._wrong(folder):
+                problems.append(str(damaged(folder, wrong)))
+                continue
+            for problem in problems[warned:]:
+                self._warn(f"passed over {problem}")
+            warned = len(problems)
+            problems.append((yield folder))
+        if problems and not job:
+            raise CheckpointError("\n".join([f"{root}: no checkpoint is whole.", *problems]))
+        for problem in problems[warned:]:
             self._warn(f"passed over {problem}")
-        search.told = len(search.problems)
-        return newest
 
-    def _wrong(self, folder: Path, *, tensors: bool = True) -> list[str]:
-        """What is wrong with the files of a checkpoint; each rank reads a share of them."""
+    def _wrong(self, folder: Path) -> list[str]:
+        """What is wrong with a checkpoint's files, besides its tensors' bytes; each rank reads a share of them."""
         wrong: list[str] = []
         with together(self.committer.group):
             manifest = Manifest.read(folder)
             wrong = manifest.wrong_sizes(folder)
             if not wrong:
-                wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size, tensors=tensors)
+                wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size, tensors=False)
         return sorted({problem for found in gather_json(wrong, self.committer.group) for problem in found})
 
 
 def _write(
     torn: Path, shards: StagedShards, own: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
-) -> Any:
+) -> list[Any]:
     """All that one rank writes: [records of its files, where its items lie]."""
     files, items = shards.write(torn)
     for name, data in own.items():
@@ -436,28 +393,20 @@ def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, Any]:
 
 def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
     """What the manifest says of each role, as JSON gives it back."""
-    described = {
-        role: {
-            "model": asdict(trainable.model.spec),
-            "value_head": trainable.model.value_head,
-            "lora": _describe_adapters(trainable.model.adapters, trainable.base_identity),
-            "grid": asdict(trainable.model.grid.shape),
+    described = {}
+    for role, trainable in roles.items():
+        model, lora = trainable.model, None
+        if model.adapters is not None:  # what decides whether they fit: their layers, and the weights below them
+            config = model.adapters.config
+            layers = sorted({low_rank.projection for low_rank in model.adapters.low_ranks.values()})
+            lora = {"rank": config.rank, "alpha": config.alpha, "layers": layers, "base": trainable.base_identity}
+        described[role] = {
+            "model": asdict(model.spec),
+            "value_head": model.value_head,
+            "lora": lora,
+            "grid": asdict(model.grid.shape),
         }
-        for role, trainable in roles.items()
-    }
     return dict(json.loads(json.dumps(described)))
-
-
-def _describe_adapters(adapters: Adapters | None, base: str) -> dict[str, Any] | None:
-    """What decides whether adapters fit: their layers, and the weights that they were trained on."""
-    if adapters is None:
-        return None
-    layers = sorted({low_rank.projection for low_rank in adapters.low_ranks.values()})
-    return {"rank": adapters.config.rank, "alpha": adapters.config.alpha, "layers": layers, "base": base}
-
-
-def _as_json(found: tuple[list[Path], list[str]]) -> list[list[str]]:
-    return [[str(folder) for folder in found[0]], found[1]]
 
 
 def _kind_of(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megaverl.checkpoint.random_state import seed_generators
+from megaverl.checkpoint.training_state import seed_generators
 from megaverl.config import Config
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStopped

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megaverl.checkpoint.convert.carried import check_same_ids
-from megaverl.checkpoint.convert.progress import bar
+from megaverl.checkpoint.convert.items import bar
+from megaverl.checkpoint.convert.source import check_same_ids
 from megaverl.data.tokenizers import check_fits, load_tokenizer, save_backend
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaverl.sharding.boxes import Box, carry, split, whole
 from megaverl.sharding.overlaps import BoxIndex
@@ -163,3 +168,31 @@ def share_of(items: Sequence[Item], rank: int, world: int) -> list[Item]:
         if taker == rank:
             mine.append(item)
     return sorted(mine, key=lambda item: (item.file, item.offset))
+
+
+@contextmanager
+def bar(what: str, total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Give a function that counts bytes, from any thread; shows a bar on a terminal, and one line when done."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    progress = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+    task = progress.add_task(what, total=total)
+    lock = threading.Lock()
+    done, start = 0, time.perf_counter()
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        with lock:
+            done += nbytes
+        progress.advance(task, nbytes)
+
+    if not (shown and console.is_terminal):
+        yield lambda nbytes: None
+    else:
+        with progress:
+            yield count
+    if shown:
+        seconds = max(time.perf_counter() - start, 1e-9)
+        console.print(
+            f"{what}: {total / 1e9:.3f} GB in {seconds:.1f} s ({total / 1e9 / seconds:.2f} GB/s)", highlight=False
+        )

@@ -15,10 +15,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megaverl.checkpoint.convert.carried import carry_files, check_tokenizer, converted_config, write_conversion
-from megaverl.checkpoint.convert.items import share_of, write_items
-from megaverl.checkpoint.convert.progress import bar
-from megaverl.checkpoint.convert.source import ModelSource, open_source
+from megaverl.checkpoint.convert.items import bar, share_of, write_items
+from megaverl.checkpoint.convert.source import (
+    ModelSource,
+    carry_files,
+    check_tokenizer,
+    converted_config,
+    open_source,
+    write_conversion,
+)
 from megaverl.checkpoint.convert.target import (
     MegatronOptions,
     ModelTarget,
@@ -210,7 +215,7 @@ def _verify(
         with StoredArrayReader(written.arrays) as again:
             compare_bytes(source, reader, written, again, shown=shown)
     if request.logits:
-        from megaverl.checkpoint.convert.logits import compare_logits
+        from megaverl.checkpoint.convert.verify import compare_logits
 
         error: Exception | None = None
         if dist.get_rank() == 0:

@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megaverl.checkpoint.convert.logits import compare_logits
-from megaverl.checkpoint.convert.progress import bar
+from megaverl.checkpoint.convert.items import bar
 from megaverl.checkpoint.convert.run import process_group
 from megaverl.checkpoint.convert.source import open_source
-from megaverl.checkpoint.convert.verify import compare_bytes
+from megaverl.checkpoint.convert.verify import compare_bytes, compare_logits
 from megaverl.cli.convert import main
 from megaverl.errors import CheckpointError
 from megaverl.processes import ending_with_parent

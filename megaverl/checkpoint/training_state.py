@@ -1,4 +1,4 @@
-"""What a role's training state is, as megatron-core shards it: weights, optimizer, scheduler.
+"""What a run's state is: each role's weights, optimizer, scheduler as megatron-core shards them; random generators.
 
 Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another
 TP, PP, VPP or DP. The optimizer is stored parameter by parameter ("fully reshardable"), not in its buckets.
@@ -6,12 +6,15 @@ TP, PP, VPP or DP. The optimizer is stored parameter by parameter ("fully reshar
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -26,6 +29,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 
 SHARDING_TYPE = "fully_reshardable"
 
@@ -274,3 +278,51 @@ def _load_whole(optimizer: Any, loaded: Mapping[int, Mapping[str, torch.Tensor]]
             place = tensors[key].detach().view(-1)
             if place.data_ptr() != value.data_ptr():
                 place.copy_(value.reshape(-1))
+
+
+def seed_generators(seed: int) -> None:
+    """Start Python's, numpy's and torch's generators from a seed, which they must have for two runs to be the same."""
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def capture_random_state() -> dict[str, Any]:
+    """States of Python's, numpy's and torch's generators (CPU and device) and of megatron-core's tracker."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": _encode(torch.cuda.get_rng_state()) if platform.is_cuda else None,
+        "megatron": {name: _encode(state) for name, state in _tracked().items()},
+    }
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set what `capture_random_state` took; tracker states under names that this run lacks are left out."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    if platform.is_cuda and state["cuda"] is not None:
+        torch.cuda.set_rng_state(_decode(state["cuda"]))
+    current = _tracked()
+    saved = {name: _decode(data) for name, data in state["megatron"].items() if name in current}
+    get_cuda_rng_tracker().set_states(get_cuda_rng_tracker().get_states() | saved)
+
+
+def _tracked() -> dict[str, torch.Tensor]:
+    """The tracker's states; with CUDA graphs they are generators, which hold no state of their own to save."""
+    states = get_cuda_rng_tracker().get_states()
+    return {name: state for name, state in states.items() if isinstance(state, torch.Tensor)}
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _decode(data: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(data)), dtype=torch.uint8)

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from megaverl.checkpoint.held import HeldTensors
+from megaverl.checkpoint.background import HeldTensors
 
 
 def held(count: int = 3) -> tuple[dict[str, torch.Tensor], HeldTensors[str], dict[str, torch.Tensor]]:
