@@ -60,11 +60,11 @@ LAYOUT_TESTS = (
     "tests/weights/test_plan.py",
     # these start vLLM and FSDP2: minutes
     "--deselect=tests/sharding/test_vllm.py::test_vllm_itself_places_the_elements_there",
-    "--deselect=tests/sharding/test_even.py::test_fsdp2_itself_holds_these_elements",
+    "--deselect=tests/sharding/test_layout.py::test_fsdp2_itself_holds_these_elements",
 )
 TARGETS = (
     Target(
-        ("sharding/boxes.py", "sharding/even.py", "sharding/layout.py", "sharding/megatron.py", "sharding/parts.py"),
+        ("sharding/boxes.py", "sharding/layout.py", "sharding/megatron.py"),
         LAYOUT_TESTS,
     ),
     Target(("sharding/vllm.py", "sharding/weight.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
@@ -72,8 +72,8 @@ TARGETS = (
     Target(("sharding/files.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
     Target(("sharding/dist_checkpoint.py",), ("tests/sharding/test_dist_checkpoint.py",)),
     Target(
-        tuple(f"reshard/{name}.py" for name in ("plan", "holders", "dealing", "overlaps", "check")),
-        tuple(f"tests/reshard/test_{name}.py" for name in ("overlaps", "dealing", "check", "plan")),
+        tuple(f"sharding/{name}.py" for name in ("plan", "load_balance", "proof")),
+        ("tests/sharding/test_load_balance.py", "tests/weights/test_check.py", "tests/weights/test_plan.py"),
     ),
     Target(("data/batching.py",), ("tests/data/test_batching.py",)),
     Target(("data/rows.py",), ("tests/data/test_datasets.py",)),

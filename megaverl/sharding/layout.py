@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -141,3 +141,31 @@ def padded_tensors(layout: Layout) -> list[str]:
     for piece in layout.pieces:
         covered[piece.local] += piece.local_box.numel
     return [name for name, shape in layout.local_shapes.items() if covered[name] < whole(shape).numel]
+
+
+def even_layout(weights: Sequence[Weight], world: int, rank: int) -> Layout:
+    """Even chunks along axis 0, under the global names: what `rank` of `world` holds under FSDP2.
+
+    Rule (torch 2.13, `distributed/fsdp/_fully_shard/_fsdp_param.py` and `_fsdp_common.py`, which follow `torch.chunk`):
+    every chunk has ceil(rows / ranks) rows, so the last ranks may hold fewer, or nothing.
+    """
+    builder = LayoutBuilder()
+    for weight in weights:
+        rows = weight.shape[0]
+        chunk = -(-rows // world)
+        low = min(rank * chunk, rows)
+        part = cut(weight.shape, 0, low, min(low + chunk, rows))
+        builder.add(weight.name, [weight], stack([(0, part)]))
+    return builder.build()
+
+
+def even_layouts(weights: Sequence[Weight], world: int) -> Callable[[int], Layout]:
+    """`rank -> layout`, each made once."""
+    layouts: dict[int, Layout] = {}
+
+    def layout_of(rank: int) -> Layout:
+        if rank not in layouts:
+            layouts[rank] = even_layout(weights, world, rank)
+        return layouts[rank]
+
+    return layout_of

@@ -25,8 +25,7 @@ from megaverl.errors import GridError
 from megaverl.sharding.boxes import Box, cut
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, join_layouts, stack
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.parts import even_part, uneven
-from megaverl.sharding.weight import Split, Weight
+from megaverl.sharding.weight import Split, Weight, even_part, uneven
 
 
 def megatron_layout(

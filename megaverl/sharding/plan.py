@@ -16,10 +16,9 @@ from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
-from megaverl.sharding.holders import RankLayouts, TensorGroup, find_geometries
 from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.load_balance import Dealer, ShardRange
-from megaverl.sharding.naming import listed
+from megaverl.sharding.load_balance import Dealer, RankLayouts, ShardRange, TensorGroup, find_geometries
+from megaverl.sharding.weight import listed
 
 MAX_NAMED = 8
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaverl.errors import ReshardError
-from megaverl.sharding.boxes import Box, carry, contains, intersect, same_up_to_ones, subtract, whole
+from megaverl.sharding.boxes import Box, carry, contains, first_overlap, intersect, same_up_to_ones, subtract, whole
 from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.overlaps import first_overlap
 from megaverl.sharding.plan import Plan, Transfer
 
 

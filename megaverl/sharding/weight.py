@@ -1,9 +1,15 @@
-"""A weight: a global array under its Hugging Face name, and the rule by which engines split it."""
+"""A weight: a global array under its Hugging Face name, how engines split it, and many of them in one message."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Iterator
 from enum import Enum
+from math import prod
 from typing import Literal, NamedTuple
+
+from megaverl.sharding.boxes import Box, cut, whole
+from megaverl.sharding.model_spec import ModelSpec
 
 
 class Split(Enum):
@@ -50,3 +56,85 @@ class Weight(NamedTuple):
     transformer_engine: str | None = None
     megatron_tied: str | None = None
     expert: int | None = None
+
+
+def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
+    """One of `tp` equal parts, which must exist: columns of a ROW weight, all of a REPLICATED one, rows of others."""
+    if weight.split is Split.REPLICATED:
+        return whole(weight.shape)
+    axis = 1 if weight.split is Split.ROW else 0
+    run = weight.shape[axis] // tp
+    return cut(weight.shape, axis, tp_rank * run, (tp_rank + 1) * run)
+
+
+def uneven(weights: Iterable[Weight], spec: ModelSpec, tp: int, etp: int, keys: tuple[str, str]) -> Iterator[str]:
+    """What `tp` (`etp` inside routed experts) does not divide, one message for all weights of a kind.
+
+    Args:
+        keys: the settings that `tp` and `etp` come from, as the user knows them.
+    """
+    seen = set()
+    for weight in weights:
+        is_expert = weight.expert is not None
+        kind = (weight.split, weight.shape, is_expert)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        size, key = (etp, keys[1]) if is_expert else (tp, keys[0])
+        if weight.split is Split.COLUMN and spec.num_heads % size:
+            yield (
+                f"{weight.name}: its {spec.num_heads} heads cannot be divided over {key} {size} ranks. "
+                "Choose one that divides them."
+            )
+        if weight.split in (Split.COLUMN, Split.ROW, Split.GATE, Split.UP):
+            axis = 1 if weight.split is Split.ROW else 0
+            if weight.shape[axis] % size:
+                yield (
+                    f"{weight.name}: its {weight.shape[axis]} {'columns' if axis else 'rows'} cannot be divided "
+                    f"over {key} {size} ranks. Choose a {key} that divides them."
+                )
+
+
+NUMBER = re.compile(r"\d+")
+GAP = "\0"  # stands for a number; no name holds it
+
+
+def listed(lines: Iterable[str]) -> list[str]:
+    """The lines, in order; lines that say the same of every number in some ranges become one.
+
+    `layers.0.up: x`, `layers.1.up: x`, `layers.3.up: x` give `layers.0-1,3.up: x`. Nothing is left out.
+    """
+    alike: dict[str, list[tuple[int, ...]]] = {}
+    for line in lines:
+        alike.setdefault(NUMBER.sub(GAP, line), []).append(tuple(map(int, NUMBER.findall(line))))
+    out = []
+    for text, numbers in alike.items():
+        distinct = sorted(set(numbers))
+        columns = [sorted(set(column)) for column in zip(*distinct, strict=True)]
+        if prod(map(len, columns)) == len(distinct):
+            out.append(_fill(text, [_ranges(column) for column in columns]))
+        else:
+            out += [_fill(text, [str(number) for number in row]) for row in distinct]
+    return out
+
+
+def as_block(problems: Iterable[str], most: int) -> str:
+    """The lines of `listed`, each on an indented line of its own, and how many there are beyond `most`."""
+    lines = listed(problems)
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "".join(f"\n  {line}" for line in [*lines[:most], *more])
+
+
+def _fill(text: str, numbers: list[str]) -> str:
+    values = iter(numbers)
+    return re.sub(GAP, lambda _: next(values), text)
+
+
+def _ranges(numbers: list[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)

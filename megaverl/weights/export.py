@@ -21,12 +21,11 @@ from megaverl.sharding.low_rank import LowRank
 from megaverl.sharding.plan import Plan, Transfer, make_plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import Weight
-from megaverl.weights.dtypes import agree_on_dtypes
-from megaverl.weights.merge_adapters import add_product
+from megaverl.weights.adapters import add_product
 from megaverl.weights.safetensors_writer import FolderWriter, cannot_write
+from megaverl.weights.tensors import agree_on_dtypes, check_tensors
 from megaverl.weights.transports import BUCKET_BYTES, TransferJob, TransportOptions, copy_local
 from megaverl.weights.transports.point_to_point import PointToPoint
-from megaverl.weights.views import check_tensors
 
 SHARD_BYTES = 5 * 10**9
 # What belongs to a model besides its weights: configuration, tokenizer, chat template, remote code.

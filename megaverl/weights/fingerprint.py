@@ -14,6 +14,8 @@ over the axes of a hash of the index along that axis. So
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import time
 from bisect import bisect_left
@@ -31,13 +33,12 @@ from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, carry, intersect
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import MAX_NAMED
-from megaverl.weights.views import view
+from megaverl.weights.tensors import Tensors, view
 
 # Elements that are widened to 64 bits at a time: what a CPU's cache holds, and what keeps a GPU busy.
 CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Tensors = Mapping[str, torch.Tensor]
 LayoutOf = Callable[[int], Layout]
 
 
@@ -347,3 +348,40 @@ def _agree_on_dtypes(
         return lambda tensor: only
     by_tensor = {tensor: name for part in gather_json(mine, group) for tensor, name in part.items()}
     return lambda tensor: getattr(torch, by_tensor[tensor]) if tensor in by_tensor else None
+
+
+def model_identity(
+    layouts: Callable[[int], Layout], tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
+) -> str:
+    """16 hexadecimal digits that depend on every element of every weight. Every rank of the group takes part.
+
+    Args:
+        layouts: rank -> layout; of boxes that several ranks hold, the first one's counts.
+        tensors: this rank's, by local name.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    first: dict[tuple[str, Box], int] = {}
+    for other, layout in _distinct(layouts, world):
+        for piece in layout.pieces:
+            first.setdefault((piece.tensor, piece.box), other)
+    mine, counted = [], set()
+    layout = layouts(rank)
+    for piece in layout.pieces:
+        key = piece.tensor, piece.box
+        if first[key] == rank and key not in counted:
+            counted.add(key)
+            mine.append(piece)
+    parts = fingerprints(Layout(tuple(mine), layout.local_shapes, layout.global_shapes), tensors)
+    total: dict[str, int] = {}
+    for part in gather_json({name: str(value) for name, value in parts.items()}, group):  # 64 bits: no JSON number
+        for name, value in part.items():
+            total[name] = (total.get(name, 0) + int(value)) % 2**64
+    return hashlib.blake2b(json.dumps(sorted(total.items())).encode(), digest_size=8).hexdigest()
+
+
+def _distinct(layouts: Callable[[int], Layout], world: int) -> list[tuple[int, Layout]]:
+    """The first rank of each layout, where ranks share one object."""
+    found: dict[int, tuple[int, Layout]] = {}
+    for other in range(world):
+        found.setdefault(id(layouts(other)), (other, layouts(other)))
+    return list(found.values())

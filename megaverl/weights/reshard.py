@@ -17,15 +17,13 @@ from megaverl.distributed.deadlines import record_event, wait, wait_for_event
 from megaverl.distributed.failures import GRACE_SECONDS, Failures
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
-from megaverl.sharding.naming import listed
 from megaverl.sharding.plan import Plan, Transfer
 from megaverl.sharding.proof import check_plan
-from megaverl.weights.background import Background
-from megaverl.weights.double_buffer import Staging
-from megaverl.weights.dtypes import agree_on_dtypes, converting, wire_dtypes
+from megaverl.sharding.weight import listed
+from megaverl.weights.double_buffer import Background, Staging
+from megaverl.weights.tensors import agree_on_dtypes, check_tensors, converting, wire_dtypes
 from megaverl.weights.transports import BUCKET_BYTES, Moved, TransferJob, TransportOptions, assign
-from megaverl.weights.transports.alias import Alias
-from megaverl.weights.views import check_tensors
+from megaverl.weights.transports.local import Alias
 
 
 @dataclass(frozen=True)

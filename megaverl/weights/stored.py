@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 
 from megaverl.errors import CheckpointError, ModelError
-from megaverl.sharding.boxes import Box, whole
+from megaverl.sharding.boxes import Box, BoxIndex, whole
 from megaverl.sharding.files import AGAIN, StoredTensor
-from megaverl.sharding.overlaps import BoxIndex
 
 # safetensors' words for a dtype
 DTYPES = {

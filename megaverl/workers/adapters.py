@@ -8,7 +8,7 @@ from typing import Any
 from megaverl.distributed.collectives import together
 from megaverl.models.lora import Adapters
 from megaverl.sharding.low_rank import ALL_LINEAR, adapter_names, with_factors
-from megaverl.weights.peft_files import load_adapter, save_adapter
+from megaverl.weights.adapters import load_adapter, save_adapter
 from megaverl.workers.megatron_model import MegatronModel
 
 

@@ -20,10 +20,10 @@ from megaverl.rollout.replicas import split_prompts
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.low_rank import adapter_names, with_factors, written_to
 from megaverl.sharding.plan import make_plan
+from megaverl.weights.adapters import Merge
 from megaverl.weights.fingerprint import ReshardCheck
-from megaverl.weights.merge_adapters import Merge
 from megaverl.weights.reshard import Resharder, ReshardStats
-from megaverl.weights.transports.alias import adopt
+from megaverl.weights.transports.local import adopt
 from megaverl.workers.megatron_model import MegatronModel
 
 # Called with a prompt's number and its response.

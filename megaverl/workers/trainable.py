@@ -17,7 +17,7 @@ from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.platform import platform
-from megaverl.weights.weight_digest import model_identity
+from megaverl.weights.fingerprint import model_identity
 from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
 from megaverl.workers.offload import Nowhere, Offload, Storages, place_for, storages_of
 

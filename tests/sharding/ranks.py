@@ -124,7 +124,7 @@ def compare_with_fsdp2(shapes: dict[str, list[int]]) -> list[str]:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import DTensor
 
-    from megaverl.sharding.even import even_layout
+    from megaverl.sharding.layout import even_layout
 
     weights = [Weight(name, tuple(shape), Split.REPLICATED, 0, name, name) for name, shape in shapes.items()]
     ids = element_ids(weights)

@@ -1,12 +1,26 @@
-"""Box arithmetic against numpy masks."""
+"""Box arithmetic against numpy masks, and the index of boxes against comparing all with all."""
 
 from __future__ import annotations
+
+from itertools import combinations
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.sharding.boxes import Box, carry, contains, cut, intersect, join, split, subtract, whole
+from megaverl.sharding.boxes import (
+    Box,
+    BoxIndex,
+    carry,
+    contains,
+    cut,
+    first_overlap,
+    intersect,
+    join,
+    split,
+    subtract,
+    whole,
+)
 from megaverl.sharding.layout import LayoutBuilder, padded_tensors
 
 AXES = st.integers(1, 3)
@@ -98,3 +112,24 @@ def test_a_local_tensor_with_an_element_that_no_piece_covers_is_padded() -> None
     builder.add_whole("whole", (2, 3))
     builder.add_stacked("longer", [("part", (2, 1), Box((0, 0), (2, 1)))], 3)
     assert padded_tensors(builder.build()) == ["longer"]
+
+
+@given(st.data(), st.integers(0, 3))
+def test_it_finds_what_comparing_all_finds(data: st.DataObject, axes: int) -> None:
+    held = data.draw(st.lists(boxes(axes), max_size=8))
+    box = data.draw(boxes(axes))
+    expected = {(i, common) for i, other in enumerate(held) if (common := intersect(box, other))}
+    assert set(BoxIndex(held).meeting(box)) == expected
+
+
+@given(st.data(), st.integers(1, 3))
+def test_the_first_overlap_is_one(data: st.DataObject, axes: int) -> None:
+    held = data.draw(st.lists(boxes(axes), max_size=6))
+    overlapping = {(i, j) for i, j in combinations(range(len(held)), 2) if intersect(held[i], held[j])}
+    found = first_overlap(held)
+    assert found in overlapping if overlapping else found is None
+
+
+def test_arrays_without_axes_meet() -> None:
+    assert first_overlap([whole(()), whole(())]) == (0, 1)
+    assert first_overlap([whole(())]) is None

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import Box, whole
-from megaverl.sharding.holders import RankLayouts, find_geometries
 from megaverl.sharding.layout import EMPTY, Layout, Piece, whole_layout
-from megaverl.sharding.load_balance import Deal
+from megaverl.sharding.load_balance import Deal, RankLayouts, find_geometries
 from megaverl.sharding.plan import Plan, make_plans
 from megaverl.sharding.proof import check_plans
 from tests.weights.cases import SHAPES, random_layouts

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.boxes import split, whole
-from megaverl.sharding.even import even_layouts
-from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, whole_layout
+from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, even_layouts, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plans

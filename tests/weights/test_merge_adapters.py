@@ -17,7 +17,7 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
-from megaverl.weights.merge_adapters import Merge, add_product
+from megaverl.weights.adapters import Merge, add_product
 from megaverl.weights.reshard import Resharder
 from tests.sharding.specs import make_spec
 
@@ -72,7 +72,7 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
 
 
 def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaverl.weights.merge_adapters.CHUNK", 100)
+    monkeypatch.setattr("megaverl.weights.adapters.CHUNK", 100)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(30, 20, generator=generator).bfloat16()
     a, b = (torch.randn(*size, generator=generator).bfloat16() for size in ((3, 20), (30, 3)))

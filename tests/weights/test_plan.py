@@ -14,8 +14,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.boxes import Box, whole
-from megaverl.sharding.even import even_layouts
-from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, Piece, whole_layout
+from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, Piece, even_layouts, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import intersect_layouts, make_plan, make_plans
 from megaverl.sharding.proof import check_plan, check_plans

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports import messages
-from megaverl.weights.transports.packing import ALONE
+from megaverl.weights.transports.registry import ALONE, messages
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM"}
 

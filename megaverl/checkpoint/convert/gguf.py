@@ -23,8 +23,7 @@ from megaverl.data.tokenizers import check_fits, load_tokenizer, save_backend
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.naming import listed
-from megaverl.sharding.weight import Split, Weight
+from megaverl.sharding.weight import Split, Weight, listed
 from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.safetensors_writer import FolderWriter
 

@@ -18,8 +18,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from megaverl.sharding.boxes import Box, carry, split, whole
-from megaverl.sharding.overlaps import BoxIndex
+from megaverl.sharding.boxes import Box, BoxIndex, carry, split, whole
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist_writer import Frame

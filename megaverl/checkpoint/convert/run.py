@@ -37,8 +37,8 @@ from megaverl.distributed.grid import GridShape
 from megaverl.distributed.worlds import job_store
 from megaverl.errors import CheckpointError, ConfigError
 from megaverl.models.options import padded_vocab_size
-from megaverl.weights.checkpoints import BESIDE_KEY
 from megaverl.weights.export import SHARD_BYTES
+from megaverl.weights.load import BESIDE_KEY
 from megaverl.weights.safetensors_writer import cannot_write
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import check_checksums, read_index

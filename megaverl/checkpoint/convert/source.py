@@ -24,9 +24,8 @@ from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE, folder_layout, read
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
-from megaverl.weights.checkpoints import open_checkpoint
 from megaverl.weights.export import COPIED_SUFFIXES
-from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored
+from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored, open_checkpoint
 from megaverl.weights.stored import StoredArray, stored_arrays
 from megaverl.weights.torch_dist import FORMAT_FILE, MEND, is_torch_dist
 

@@ -16,13 +16,12 @@ from megaverl.checkpoint.convert.items import ArrayPart, Item, Parts, parts_of
 from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError, ReshardError
-from megaverl.sharding.boxes import Box, cut, split, whole
+from megaverl.sharding.boxes import Box, cut, first_overlap, split, whole
 from megaverl.sharding.dist_checkpoint import LAYER, checkpoint_layout
 from megaverl.sharding.files import INDEX_FILE
 from megaverl.sharding.layout import Layout, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.overlaps import first_overlap
 from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
 from megaverl.weights.safetensors_writer import file_name, header_of, shards_of

@@ -4,21 +4,26 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from megaverl.weights.transports.local import copy_local
-from megaverl.weights.transports.packing import BUCKET_BYTES, Message, messages
-from megaverl.weights.transports.registry import Moved, TransferJob, Transport, TransportOptions, assign, register
+from megaverl.weights.transports.registry import (
+    BUCKET_BYTES,
+    Moved,
+    TransferJob,
+    Transport,
+    TransportOptions,
+    assign,
+    register,
+)
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
 __all__ = [
     "BUCKET_BYTES",
-    "TransferJob",
-    "Message",
     "Moved",
+    "TransferJob",
     "Transport",
     "TransportOptions",
     "assign",
     "copy_local",
-    "messages",
     "register",
 ]

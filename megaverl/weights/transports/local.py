@@ -1,20 +1,25 @@
-"""The local transport: boxes that this rank holds in another tensor or dtype are copied, all in one batch."""
+"""Within a rank: a destination tensor that agrees with the source's takes its storage; the rest is copied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import compress
+from typing import NamedTuple
 
+import torch
+
+from megaverl.errors import ReshardError
+from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.packing import copy_all
-from megaverl.weights.transports.registry import Moved, Tensors, TransferJob, register
-from megaverl.weights.views import view
+from megaverl.weights.tensors import Tensors, view
+from megaverl.weights.transports.registry import Moved, TransferJob, copy_boxes, register
 
 
 def copy_local(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> int:
     """Copy each box within this rank, converting the dtype. Returns the bytes written."""
     targets = [view(dest[transfer.dest_local], transfer.dest_box) for transfer in copies]
     origins = [view(source[transfer.source_local], transfer.source_box) for transfer in copies]
-    copy_all(targets, [origin.reshape(target.shape) for origin, target in zip(origins, targets, strict=True)])
+    copy_boxes(targets, origins)
     return sum(target.numel() * target.element_size() for target in targets)
 
 
@@ -35,3 +40,143 @@ class LocalCopy:
 
     def finish(self) -> Moved:
         return Moved(local=copy_local(self._copies, self._source, self._dest))
+
+
+class Pair(NamedTuple):
+    """A destination tensor and the box of a source tensor, contiguous there, that holds all of it."""
+
+    dest: str
+    source: str
+    box: Box
+    numel: int  # elements of weights in it, padding not counted
+
+
+@register(order=10)
+class Alias:
+    """Takes the copies into every destination tensor whose elements lie in one source tensor in the same order.
+
+    Where the storage of a source tensor is another one than in the last run (its owner was moved out of device
+    memory and back), the destination takes the new one. Where it must not (`may_rebind` false: a captured graph
+    holds the address) or cannot (the source is on another device for now), it is copied into.
+    """
+
+    def __init__(self, pairs: Sequence[Pair], source: Tensors, dest: Tensors, may_rebind: bool) -> None:
+        self._pairs, self._source, self._dest, self._may_rebind = pairs, source, dest, may_rebind
+        # all that a run looks at where nothing has changed: two addresses, and how far apart they must be
+        self._links = [
+            (dest[pair.dest], source[pair.source], _bytes_before(pair.box, source[pair.source])) for pair in pairs
+        ]
+        self._nbytes = sum(pair.numel * dest[pair.dest].element_size() for pair in pairs)
+
+    @classmethod
+    def take(cls, job: TransferJob) -> Alias | None:
+        if not job.options.alias:
+            return None
+        arriving = {transfer.dest_local for transfers in job.receives.values() for transfer in transfers}
+        pairs = []
+        for name, copies in _by_dest(job.copies).items():
+            if name in arriving or name in job.options.apart:
+                continue
+            if pair := alias_pair(copies, job.source, job.dest):
+                pairs.append(pair)
+        taken = {pair.dest for pair in pairs}
+        job.copies = [transfer for transfer in job.copies if transfer.dest_local not in taken]
+        return cls(pairs, job.source, job.dest, job.options.may_rebind) if pairs else None
+
+    def start(self, version: int) -> None:
+        """Nothing travels."""
+
+    def finish(self) -> Moved:
+        apart = [not shared for shared in self._shared()]
+        local = sum(self._bring(pair) for pair in compress(self._pairs, apart))
+        return Moved(aliased=self._nbytes - local, local=local)
+
+    def _bring(self, pair: Pair) -> int:
+        """Let a tensor take the source's new storage, or else copy it; the bytes that were copied."""
+        target, origin = self._dest[pair.dest], view(self._source[pair.source], pair.box)
+        if self._may_rebind and target.device == origin.device:
+            target.data = origin
+            return 0
+        if target.untyped_storage().nbytes() == 0:
+            if not self._may_rebind:
+                raise ReshardError(
+                    f"{pair.dest}: its storage was freed with the source's, and a captured graph holds its address. "
+                    "Set reshard.alias=never where the actor's weights are freed between steps."
+                )
+            target.data = torch.empty_like(origin, device=target.device)
+        target.detach().copy_(origin)
+        return pair.numel * target.element_size()
+
+    def shares(self) -> bool:
+        """Whether any destination tensor has the source's storage now."""
+        return any(self._shared())
+
+    def _shared(self) -> list[bool]:
+        """Of each pair, whether the destination has the source's storage now."""
+        return [target.data_ptr() - origin.data_ptr() == start for target, origin, start in self._links]
+
+    def freed(self) -> list[str]:
+        """Destination tensors whose storage was freed together with the source's."""
+        return [
+            pair.dest
+            for pair in self._pairs
+            if self._dest[pair.dest].numel() and self._dest[pair.dest].untyped_storage().nbytes() == 0
+        ]
+
+
+def _bytes_before(box: Box, origin: torch.Tensor) -> int:
+    """From the start of a contiguous tensor to a box of whole rows."""
+    return box.start[0] * origin.stride(0) * origin.element_size()
+
+
+def adopt(
+    copies: Sequence[Transfer],
+    receives: Mapping[int, Sequence[Transfer]],
+    source: Tensors,
+    dest: Tensors,
+    apart: Collection[str] = (),
+) -> int:
+    """Alias at once all that can be but what must stay `apart`, before an engine captures graphs. Returns how many
+    tensors were."""
+    arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers} | {*apart}
+    found = 0
+    for name, transfers in _by_dest(copies).items():
+        if name not in arriving and (pair := alias_pair(transfers, source, dest)):
+            dest[name].data = view(source[pair.source], pair.box)
+            found += 1
+    return found
+
+
+def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pair | None:
+    """How the destination tensor of these copies, all there are into it, can take a source's storage, if it can."""
+    first = copies[0]
+    if any(transfer.source_local != first.source_local for transfer in copies):
+        return None
+    origin, target = source[first.source_local], dest[first.dest_local]
+    if origin.dtype != target.dtype or origin.device != target.device or not origin.dim() == target.dim() > 0:
+        return None
+    if not origin.is_contiguous() or not target.is_contiguous():
+        return None
+    if origin.shape[1:] != target.shape[1:]:
+        return None
+    shifts = {
+        tuple(a - b for a, b in zip(transfer.source_box.start, transfer.dest_box.start, strict=True))
+        for transfer in copies
+    }
+    same = all(transfer.source_box.shape == transfer.dest_box.shape for transfer in copies)
+    shift = shifts.pop()
+    if shifts or not same or any(shift[1:]):
+        return None
+    low, high = shift[0], shift[0] + target.shape[0]
+    if low < 0 or high > origin.shape[0]:
+        return None
+    rest = tuple(origin.shape[1:])
+    numel = sum(transfer.box.numel for transfer in copies)
+    return Pair(first.dest_local, first.source_local, Box((low, *(0,) * len(rest)), (high, *rest)), numel)
+
+
+def _by_dest(copies: Sequence[Transfer]) -> dict[str, list[Transfer]]:
+    found: dict[str, list[Transfer]] = {}
+    for transfer in copies:
+        found.setdefault(transfer.dest_local, []).append(transfer)
+    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -14,8 +14,7 @@ from megaverl.distributed.deadlines import record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.packing import Message, at_dest, at_source, in_place, messages, pack, unpack
-from megaverl.weights.transports.registry import Moved, TransferJob, register
+from megaverl.weights.transports.registry import Message, Moved, TransferJob, copy_boxes, messages, register
 
 # Parts of a bucket, per direction, that are packed, on their way or being unpacked at the same time.
 SLOTS = 4
@@ -107,19 +106,21 @@ class PointToPoint:
         has_slot = any(self._needed[self._begun].values())
         self._begun += 1
         self._slots_given += has_slot
-        job, wire = self._job, self._job.wire_of
+        job = self._job
         ops, carried, landing = [], [], None
-        if (message := round_.incoming) is not None:
-            data = in_place(message, job.dest, at_dest, wire(message.transfers[0]))
+        if message := round_.incoming:
+            data = self._in_place(message, job.targets)
             if data is None:
-                data = landing = self._space("in", slot, message)
+                data = landing = self._buckets["in"][slot][: message.nbytes]
             ops.append(dist.P2POp(dist.irecv, data, group=job.group, group_peer=round_.from_))
             carried.append(message)
-        if (message := round_.outgoing) is not None:
-            data = in_place(message, job.source, at_source, wire(message.transfers[0]))
+        if message := round_.outgoing:
+            data = self._in_place(message, job.origins)
             if data is None:
-                data = self._space("out", slot, message)
-                pack(message, job.source, wire, data)
+                data = self._buckets["out"][slot][: message.nbytes]
+                boxes = job.origins(message.transfers)
+                parts = self._parts(message, data)
+                copy_boxes([part.view(box.shape) for part, box in zip(parts, boxes, strict=True)], boxes)
             ops.append(dist.P2POp(dist.isend, data, group=job.group, group_peer=round_.to))
             carried.append(message)
         try:
@@ -136,8 +137,8 @@ class PointToPoint:
                 wait(work, self._job.options.timeout)
             except RuntimeError as error:
                 raise self._blame(pending, index, error) from error
-        if pending.landing is not None and pending.round.incoming is not None:
-            unpack(pending.round.incoming, self._job.dest, self._job.wire_of, pending.landing)
+        if pending.landing is not None and (message := pending.round.incoming):
+            copy_boxes(self._job.targets(message.transfers), self._parts(message, pending.landing))
         if (event := record_event()) is not None:
             self._on_device.append((event, pending))
 
@@ -167,19 +168,28 @@ class PointToPoint:
 
     def _needs(self, round_: Round) -> dict[str, int]:
         """Bytes of a slot that a round takes on this side: none where its boxes travel from and to their place."""
-        job = self._job
+        sides = (("in", round_.incoming, self._job.targets), ("out", round_.outgoing, self._job.origins))
         return {
-            side: message.nbytes
-            if message and in_place(message, tensors, where, job.wire_of(message.transfers[0])) is None
-            else 0
-            for side, message, tensors, where in (
-                ("in", round_.incoming, job.dest, at_dest),
-                ("out", round_.outgoing, job.source, at_source),
-            )
+            side: message.nbytes if message and self._in_place(message, boxes_of) is None else 0
+            for side, message, boxes_of in sides
         }
 
-    def _space(self, side: str, slot: int, message: Message) -> torch.Tensor:
-        return self._buckets[side][slot][: message.nbytes]
+    def _in_place(
+        self, message: Message, boxes_of: Callable[[Sequence[Transfer]], list[torch.Tensor]]
+    ) -> torch.Tensor | None:
+        """The bytes of a lone box where it lies, if they can travel from or land there as they are."""
+        if len(message.transfers) > 1:
+            return None
+        (data,) = boxes_of(message.transfers)
+        if data.dtype != self._job.wire_of(message.transfers[0]) or not data.is_contiguous():
+            return None
+        return data.view(-1).view(torch.uint8)
+
+    def _parts(self, message: Message, space: torch.Tensor) -> list[torch.Tensor]:
+        """The elements of each box of a message, in its bytes."""
+        dtypes = [self._job.wire_of(transfer) for transfer in message.transfers]
+        ends = (*message.offsets[1:], message.nbytes)
+        return [space[a:b].view(dtype) for a, b, dtype in zip(message.offsets, ends, dtypes, strict=True)]
 
 
 def make_rounds(

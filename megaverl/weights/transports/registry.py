@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -13,10 +13,13 @@ import torch.distributed as dist
 
 from megaverl.distributed.failures import Failures
 from megaverl.errors import ReshardError
+from megaverl.sharding.boxes import carry, split
 from megaverl.sharding.plan import Plan, Transfer
-from megaverl.weights.transports.packing import BUCKET_BYTES
+from megaverl.weights.tensors import Tensors, view
 
-Tensors = Mapping[str, torch.Tensor]
+BUCKET_BYTES = 64 * 2**20
+# A box of at least this part of a message travels alone, so that it can be sent from and land in its place.
+ALONE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ class TransferJob:
 
     def wire_of(self, transfer: Transfer) -> torch.dtype:
         return self.wire(transfer.tensor)
+
+    def wire_bytes(self, transfers: Iterable[Transfer]) -> int:
+        return sum(transfer.box.numel * self.wire_of(transfer).itemsize for transfer in transfers)
+
+    def origins(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
+        """The boxes that are read here, in their place."""
+        return [view(self.source[transfer.source_local], transfer.source_box) for transfer in transfers]
+
+    def targets(self, transfers: Iterable[Transfer]) -> list[torch.Tensor]:
+        """The boxes that are written here, in their place."""
+        return [view(self.dest[transfer.dest_local], transfer.dest_box) for transfer in transfers]
 
     def take_peers(self, wanted: Callable[[int], bool]) -> tuple[dict[int, tuple[Transfer, ...]], ...]:
         """All (sends, receives) to and from the peers that are wanted; both ends must decide alike."""
@@ -149,3 +163,78 @@ def assign(job: TransferJob) -> list[Transport]:
     if job.copies or job.sends or job.receives:
         raise ReshardError(f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
     return found
+
+
+class Message(NamedTuple):
+    """Boxes that travel together from one rank to another, and the byte at which each starts: no byte between."""
+
+    transfers: tuple[Transfer, ...]
+    offsets: tuple[int, ...]
+    nbytes: int
+
+    def __str__(self) -> str:
+        first, last = self.transfers[0], self.transfers[-1]
+        rest = f" to {last.tensor} {last.box}" if len(self.transfers) > 1 else ""
+        return f"{first.tensor} {first.box}{rest}"
+
+
+def messages(
+    transfers: Sequence[Transfer], dtype_of: Callable[[Transfer], torch.dtype], max_bytes: int
+) -> list[Message]:
+    """Pack the boxes from one rank to another into messages of at most `max_bytes`.
+
+    Both ranks call this with the same boxes and get the same messages: it looks at sizes only. Their number
+    grows with the bytes, not with the boxes: small boxes share a message, large ones travel alone, and those
+    larger than a message in several parts. Wider dtypes go first, so that every box is aligned without padding.
+    """
+    out: list[Message] = []
+    packed: list[Transfer] = []
+    offsets: list[int] = []
+    end = 0
+
+    def close() -> None:
+        if packed:
+            out.append(Message(tuple(packed), tuple(offsets), end))
+            packed.clear()
+            offsets.clear()
+
+    by_width = sorted(transfers, key=lambda transfer: -dtype_of(transfer).itemsize)
+    for transfer in _parts(by_width, dtype_of, max_bytes):
+        nbytes = transfer.box.numel * dtype_of(transfer).itemsize
+        if nbytes >= max_bytes * ALONE:
+            out.append(Message((transfer,), (0,), nbytes))
+            continue
+        start = end if packed else 0
+        if start + nbytes > max_bytes:
+            close()
+            start = 0
+        packed.append(transfer)
+        offsets.append(start)
+        end = start + nbytes
+    close()
+    return out
+
+
+def _parts(
+    transfers: Iterable[Transfer], dtype_of: Callable[[Transfer], torch.dtype], max_bytes: int
+) -> Iterator[Transfer]:
+    for transfer in transfers:
+        max_numel = max(1, max_bytes // dtype_of(transfer).itemsize)
+        if transfer.box.numel <= max_numel:
+            yield transfer
+            continue
+        for box in split(transfer.box, max_numel):
+            yield transfer._replace(
+                box=box,
+                source_box=carry(box, transfer.box, transfer.source_box),
+                dest_box=carry(box, transfer.box, transfer.dest_box),
+            )
+
+
+def copy_boxes(targets: Sequence[torch.Tensor], origins: Sequence[torch.Tensor]) -> None:
+    """Copy each origin into its target, of the same shape up to axes of size one, converting the dtype; few kernels on
+    a GPU, one call on a CPU."""
+    if targets:
+        torch._foreach_copy_(
+            list(targets), [origin.reshape(target.shape) for origin, target in zip(origins, targets, strict=True)]
+        )

@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ReshardError
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.packing import Message, copy_all, messages
-from megaverl.weights.transports.registry import Moved, TransferJob, register
-from megaverl.weights.views import view
+from megaverl.weights.transports.registry import Message, Moved, TransferJob, copy_boxes, messages, register
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 1800.0  # where no timeout was given
@@ -86,8 +84,7 @@ class SharedFolder:
                 file.unlink()
             except (SafetensorError, OSError, KeyError) as error:
                 raise ReshardError(f"{file}: cannot be read as rank {peer} wrote it ({error!r}): {message}.") from error
-            targets = [view(self._job.dest[t.dest_local], t.dest_box) for t in message.transfers]
-            copy_all(targets, [box.reshape(target.shape) for box, target in zip(boxes, targets, strict=True)])
+            copy_boxes(self._job.targets(message.transfers), boxes)
         return Moved(
             sent=sum(message.nbytes for *_, message in self._sends),
             received=sum(message.nbytes for *_, message in self._receives),
@@ -95,8 +92,7 @@ class SharedFolder:
         )
 
     def _boxes(self, message: Message) -> dict[str, torch.Tensor]:
-        boxes = [view(self._job.source[t.source_local], t.source_box) for t in message.transfers]
-        dtypes = map(self._job.wire_of, message.transfers)
+        boxes, dtypes = self._job.origins(message.transfers), map(self._job.wire_of, message.transfers)
         return {
             str(i): box.to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
             for i, (box, dtype) in enumerate(zip(boxes, dtypes, strict=True))

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import Box
-from megaverl.weights.transports import cross_memory
-from megaverl.weights.transports.cross_memory import TensorAddress, calls_for, joined, parts
-from megaverl.weights.views import view
+from megaverl.weights.tensors import view
+from megaverl.weights.transports import ipc
+from megaverl.weights.transports.ipc import TensorAddress, calls_for, joined, parts
 from tests.worlds import WorldError, run_world
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
@@ -62,12 +62,12 @@ def test_every_element_comes_to_its_place_and_nothing_else_changes(
         expected.append(target.clone())
         view(expected[-1], target_box).copy_(view(origin, origin_box).reshape(target_box.shape))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_memory, "MAX_PARTS", max_parts)
-        patch.setattr(cross_memory, "MAX_BYTES", max_bytes)
+        patch.setattr(ipc, "MAX_PARTS", max_parts)
+        patch.setattr(ipc, "MAX_BYTES", max_bytes)
         reads = calls_for(joined(found_parts([d for _, d in pairs])), joined(found_parts([s for s, _ in pairs])))
     for read in reads:
         assert max(len(read.here), len(read.there)) <= max_parts and read.nbytes <= max_bytes
-        cross_memory._read(os.getpid(), read)
+        ipc._read(os.getpid(), read)
     assert all(torch.equal(target, wanted) for (_, (target, _)), wanted in zip(pairs, expected, strict=True))
 
 
@@ -112,8 +112,8 @@ def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
 
 def test_a_process_that_cannot_be_read_is_told_with_the_mend() -> None:
     nobody = 2**22 - 1  # no process has a number as high
-    assert "reshard.ipc=never" in cross_memory._cannot_read([nobody, 0, "00" * 16])
+    assert "reshard.ipc=never" in ipc._cannot_read([nobody, 0, "00" * 16])
     mine = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
     probe = [os.getpid(), mine.ctypes.data, mine.tobytes().hex()]
-    assert cross_memory._cannot_read(probe) == ""
-    assert "not the same machine" in cross_memory._cannot_read([*probe[:2], "00" * 16])
+    assert ipc._cannot_read(probe) == ""
+    assert "not the same machine" in ipc._cannot_read([*probe[:2], "00" * 16])

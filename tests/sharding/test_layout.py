@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.sharding.even import even_layout, even_layouts
+from megaverl.sharding.layout import even_layout, even_layouts
 from megaverl.sharding.weight import Split, Weight
 from tests.sharding.specs import element_ids, fill
 

@@ -1,4 +1,4 @@
-"""Many tensors in few lines, none left out."""
+"""Many weights in few lines of a message, none left out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.sharding.naming import as_block, listed
+from megaverl.sharding.weight import as_block, listed
 
 
 def test_layers_and_experts_become_ranges() -> None:
