@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megaverl.rewards import RewardSample
-from megaverl.rewards.matching import exact_match, positions
+from megaverl.rewards.rules import exact_match, positions
 from megaverl.rollout.environments import Codec, Environment, Outcome, Start
 
 TURN_TOKENS = 2

@@ -14,43 +14,47 @@ Each names its paper and the place in it. "eq. 7" is a number that was read in t
 others quote of it.
 """
 
-from megaverl.algorithms.advantages import Advantages, advantage_estimators, gae, rewards_to_go, whiten
-from megaverl.algorithms.aggregation import Denominators, aggregations, count_denominators
+from megaverl.algorithms.advantages import (
+    Advantages,
+    advantage_estimators,
+    gae,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    remax,
+    rewards_to_go,
+    score_norms,
+    token_rewards,
+    whiten,
+)
 from megaverl.algorithms.covariance_losses import covariances, token_selectors
 from megaverl.algorithms.distillation import distillation, distillation_loss, divergences
-from megaverl.algorithms.divergence_losses import binary_kl, binary_tv
-from megaverl.algorithms.dynamic_sampling import KeptSamples, keep_groups
-from megaverl.algorithms.entropy import entropy_sum
 from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, raft, rloo
+from megaverl.algorithms.groups import KeptSamples, keep_groups
 from megaverl.algorithms.implicit_rewards import implicit_rewards, outcome_cross_entropy, prime
-from megaverl.algorithms.kl import kl_estimators, kl_loss
-from megaverl.algorithms.kl_controllers import AdaptiveKL, FixedKL, KLController
-from megaverl.algorithms.loss import LossOutput, combine
+from megaverl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_estimators, kl_loss
+from megaverl.algorithms.loss import Denominators, LossOutput, aggregations, combine, count_denominators, entropy_sum
 from megaverl.algorithms.metrics import (
     MetricSums,
     add_metrics,
     finalize,
     masked_mean,
     masked_std,
+    mean_pass_at_k,
     moments,
     pack_metrics,
+    pass_at_k,
     unpack_metrics,
 )
-from megaverl.algorithms.pass_at_k import mean_pass_at_k, pass_at_k
-from megaverl.algorithms.policy_gradient import policy_gradient
-from megaverl.algorithms.policy_losses import policy_losses, ppo_clip
-from megaverl.algorithms.preference_losses import kto_reference_kl, preference_losses, response_log_probs
-from megaverl.algorithms.registry import Entry, Registry
-from megaverl.algorithms.return_advantages import (
-    optimal_token_baseline,
-    reinforce_plus_plus,
-    remax,
-    score_norms,
+from megaverl.algorithms.policy_losses import binary_kl, binary_tv, gmpo, gspo, policy_gradient, policy_losses, ppo_clip
+from megaverl.algorithms.preference_losses import (
+    bradley_terry,
+    kto_reference_kl,
+    preference_losses,
+    response_log_probs,
+    reward_model_losses,
 )
-from megaverl.algorithms.reward_model_losses import bradley_terry, reward_model_losses
+from megaverl.algorithms.registry import Entry, Registry
 from megaverl.algorithms.rollout_correction import Correction, corrections
-from megaverl.algorithms.sequence_losses import gmpo, gspo
-from megaverl.algorithms.token_rewards import token_rewards
 from megaverl.algorithms.turn_advantages import turn_gae, turn_grpo
 from megaverl.algorithms.value_losses import value_losses
 

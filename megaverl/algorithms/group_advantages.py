@@ -15,9 +15,8 @@ import math
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.advantages import Advantages, advantage_estimators, whiten
+from megaverl.algorithms.advantages import Advantages, advantage_estimators, check_finite, whiten
 from megaverl.algorithms.groups import group_stats, group_totals
-from megaverl.algorithms.token_rewards import check_finite
 from megaverl.errors import DataError
 
 

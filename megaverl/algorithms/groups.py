@@ -1,4 +1,4 @@
-"""Statistics over groups of samples (the responses to one prompt), whatever their order in the batch."""
+"""Groups of samples (the responses to one prompt): statistics over them, and which ones dynamic sampling keeps."""
 
 from __future__ import annotations
 
@@ -34,3 +34,53 @@ def group_stats(values: Tensor, group_ids: Tensor) -> GroupStats:
     centered = above - group_totals(above, group_ids) / size
     std = (group_totals(centered.square(), group_ids) / (size - 1).clamp(min=1)).sqrt()
     return GroupStats(centered, std, size)
+
+
+class KeptSamples(NamedTuple):
+    """rows: int64, the samples to train on, whole groups in the order of the batch.
+
+    missing: groups that are still wanted. silent: groups of the batch whose scores are all equal.
+    """
+
+    rows: Tensor
+    missing: int
+    silent: int
+
+
+def keep_groups(
+    scores: Tensor, group_ids: Tensor, prompt_ids: Tensor | None = None, *, wanted: int, last_round: bool = False
+) -> KeptSamples:
+    """The first `wanted` groups whose scores differ, arXiv 2503.14476, section 3.2, eq. 11.
+
+    There a group is kept if 0 < its right answers < its size; with scores of 0 and 1 that is the same as scores that
+    differ. A group of one never tells anything.
+
+    A trainer calls it after every round of generation, on all that was generated for the step so far, and generates
+    `missing` more groups from the next prompts, up to its bound of rounds. With `last_round` the bound is reached: the
+    first silent groups make up what is missing (their advantages are 0), so that the batch keeps its size.
+
+    Args:
+        scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping.
+        group_ids: `[batch]` int64, equal for the responses to one prompt.
+        prompt_ids: `[batch]` int64, where a prompt has several groups, as each of several agents has one of every
+            episode: they stand and fall together, and one that differs is enough. None: each group is a prompt.
+        wanted: prompts in a step, `data.prompts_per_step`.
+    """
+    if not len(scores):
+        return KeptSamples(torch.zeros(0, dtype=torch.int64), wanted, 0)
+    differs = group_stats(scores.double(), group_ids).std > 0
+    units = group_ids if prompt_ids is None else prompt_ids
+    telling = _in_order(units[differs])
+    silent = [unit for unit in _in_order(units) if unit not in set(telling)]
+    chosen = telling[:wanted]
+    missing = wanted - len(chosen)
+    if last_round:
+        chosen = chosen + silent[:missing]
+        missing = wanted - len(chosen)
+    kept = torch.isin(units, torch.tensor(chosen, dtype=torch.int64, device=units.device))
+    return KeptSamples(kept.nonzero()[:, 0], missing, len(silent))
+
+
+def _in_order(group_ids: Tensor) -> list[int]:
+    """The ids that occur, each once, by their first place."""
+    return list(dict.fromkeys(group_ids.tolist()))

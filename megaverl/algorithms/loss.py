@@ -1,14 +1,20 @@
-"""What every loss returns, and how several are put together into one."""
+"""What every loss returns, how several are put together into one, and how per-token losses become one number.
+
+Each aggregation returns weights `[batch, response]`: the mask, times what the mode gives a token, over the
+denominators of the WHOLE mini-batch. Then `sum(weights * per_token_loss)`, added over any split into
+micro-batches and ranks, is the loss of the mini-batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from megaverl.algorithms.metrics import MetricSums, add_metrics
-from megaverl.algorithms.registry import tensor_problem
+from megaverl.algorithms.metrics import MetricSums, add_metrics, moments
+from megaverl.algorithms.registry import Registry, tensor_problem
 
 # exp() of a log-ratio stays finite in float32, and so do sums and squares of it: e^20 is about 4.9e8.
 MAX_LOG_RATIO = 20.0
@@ -64,3 +70,108 @@ def combine(*terms: tuple[float, LossOutput]) -> LossOutput:
         metrics = add_metrics(metrics, term.metrics)
     assert loss is not None  # terms is not empty
     return LossOutput(loss, metrics)
+
+
+aggregations: Registry[Tensor] = Registry(
+    "loss aggregation", lambda result, inputs: tensor_problem(result, inputs["response_mask"].shape)
+)
+
+
+class Denominators(NamedTuple):
+    """Counts over a whole mini-batch, all ranks and micro-batches together."""
+
+    num_tokens: int  # tokens under the mask
+    num_sequences: int  # responses with at least one such token: empty ones and padding rows do not count
+
+
+def count_denominators(response_mask: Tensor) -> Denominators:
+    """Count tokens and non-empty responses in the mask `[mini-batch, response]` of the WHOLE mini-batch."""
+    per_sequence = response_mask.sum(dim=1)
+    return Denominators(int(per_sequence.sum()), int((per_sequence > 0).sum()))
+
+
+@aggregations.register("token_mean")
+def token_mean(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every token weighs the same: 1 / (tokens in the mini-batch).
+
+    Source: DAPO, arXiv 2503.14476, eq. 12 ("token-level loss"); PPO's own mean over time steps.
+
+    Args:
+        response_mask: bool `[batch, response]`.
+        denominators: of the whole mini-batch.
+
+    Returns: weights `[batch, response]`, all 0 where the mini-batch holds no token at all.
+    """
+    return response_mask.to(dtype) / max(denominators.num_tokens, 1)
+
+
+@aggregations.register("seq_mean_token_mean")
+def seq_mean_token_mean(
+    response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Every response weighs the same, its tokens share it: 1 / (responses x tokens in this response).
+
+    Source: GRPO, arXiv 2402.03300, eq. 3 (1/G sum over outputs of 1/|o_i| sum over tokens).
+    Arguments and result as in `token_mean`.
+    """
+    mask = response_mask.to(dtype)
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)  # an empty response has no token to weigh
+    return mask / lengths / max(denominators.num_sequences, 1)
+
+
+@aggregations.register("seq_mean_token_sum")
+def seq_mean_token_sum(
+    response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The mean over responses of the sum over tokens: 1 / (responses).
+
+    Source: the policy gradient of a whole trajectory, mean over trajectories (Sutton et al. 1999);
+    Dr. GRPO, arXiv 2503.20783, section 3.2, up to its constant. Arguments and result as in `token_mean`.
+    """
+    return response_mask.to(dtype) / max(denominators.num_sequences, 1)
+
+
+@aggregations.register("token_sum")
+def token_sum(response_mask: Tensor, denominators: Denominators, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Every token weighs 1: the sum, whose size grows with the batch. Arguments and result as in `token_mean`."""
+    return response_mask.to(dtype)
+
+
+@aggregations.register("fixed_length")
+def fixed_length(
+    response_mask: Tensor, denominators: Denominators, *, max_tokens: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Every token weighs 1 / (responses x max_tokens), however long its response is.
+
+    Source: Dr. GRPO, arXiv 2503.20783, section 3.2 and its listing 1 (the sum over tokens over a constant, the largest
+    number of generated tokens). Arguments and result as in `token_mean`; max_tokens: that constant.
+    """
+    return response_mask.to(dtype) / (max(denominators.num_sequences, 1) * max_tokens)
+
+
+def entropy_sum(entropies: Tensor, weights: Tensor) -> LossOutput:
+    """sum_t weight_t H_t: subtract it, times a coefficient, from the policy loss (arXiv 1707.06347, eq. 9).
+
+    Args (both `[batch, response]`):
+        entropies: float, in nats, of the policy's distribution over the vocabulary at each token.
+        weights: float, from `aggregation`; where 0 the entropy may be anything, NaN included.
+
+    Metrics: `entropy`, the token mean.
+    """
+    active = weights != 0
+    entropies = torch.where(active, entropies, 0.0)
+    return LossOutput((weights * entropies).sum(), {"entropy": moments(entropies, active)})
+
+
+_EPSILON = 1e-6
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What a gradient of this norm is multiplied by, so that its norm is at most `max_norm`; 1 where it is.
+
+    As megatron-core's `clip_grads.clip_grad_by_total_norm_fp32` has it, so that the numbers are the same.
+
+    Args:
+        max_norm: 0 or less: nothing is clipped.
+    """
+    return min(1.0, max_norm / (norm + _EPSILON)) if max_norm > 0 else 1.0

@@ -1,10 +1,11 @@
-"""Policy losses: per-token surrogates, weighted and summed. Here the registry, and PPO's clip in its variants.
+"""Policy losses: per-token surrogates, weighted and summed: PPO's clip, plain policy gradients, ratios of whole
+responses (GSPO, GMPO), bounds by divergence (DPPO).
 
 Every loss gets the same inputs, all `[batch, response]`:
     log_probs: float, of the policy being trained; the gradient flows here.
     old_log_probs: float, of the policy at the start of the update.
     advantages: float.
-    weights: float, from `aggregation`; where 0 the other inputs may be anything, NaN included.
+    weights: float, from an aggregation (`loss`); where 0 the other inputs may be anything, NaN included.
 A row is a whole response, so that losses over whole responses do not see how the batch was split either.
 
 All are linear in the size of the advantages: a correction for stale samples (`rollout_correction`) is a factor on
@@ -108,3 +109,221 @@ def dual_clip(
     loss = -(weights * torch.where(on_floor, floor, surrogate)).sum()
     metrics = ratio_metrics(log_ratio, active, (clipped < unclipped) | on_floor)
     return LossOutput(loss, metrics | {"dual_clip_fraction": moments(on_floor, active)})
+
+
+@policy_losses.register("gpg")
+@policy_losses.register("policy_gradient")
+def policy_gradient(log_probs: Tensor, advantages: Tensor, weights: Tensor) -> LossOutput:
+    """REINFORCE: loss = - sum_t weight_t A_t log_prob_t (Williams 1992; Sutton et al. 1999, theorem 1).
+
+    GPG (arXiv 2504.02546) uses the same, with its own advantages. Right for samples of the very policy that is
+    trained: one update per batch.
+
+    Args: see `policy_losses`.
+
+    Metrics: `log_prob`, the token mean.
+    """
+    active = weights != 0
+    log_probs = torch.where(active, log_probs, 0.0)
+    loss = -(weights * log_probs * torch.where(active, advantages, 0.0)).sum()
+    return LossOutput(loss, {"log_prob": moments(log_probs, active)})
+
+
+@policy_losses.register("importance_sampling")
+def importance_sampling(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor) -> LossOutput:
+    """The unclipped surrogate: loss = - sum_t weight_t r_t A_t, arXiv 1707.06347, eq. 6 ("CPI").
+
+    Args: see `policy_losses`.
+
+    Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`.
+    """
+    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    loss = -(weights * bounded(log_ratio).exp() * advantages).sum()
+    return LossOutput(loss, ratio_metrics(log_ratio, active, torch.zeros_like(active)))
+
+
+@policy_losses.register("cispo")
+def cispo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+) -> LossOutput:
+    """Clipped importance weights on the policy gradient, arXiv 2506.13585, eq. 4 and 5.
+
+    loss = - sum_t weight_t stop_gradient(clip(r_t, 1 - clip_low, 1 + clip_high)) A_t log_prob_t: the weight is
+    limited, and no token loses its gradient. The paper tunes only the upper limit and leaves the lower one out, as
+    clip_low=1 does.
+
+    Args: see `policy_losses`. clip_low, clip_high: how far the weight may fall below, and rise above, 1.
+
+    Metrics: `clip_fraction` (weights that were limited), `approx_kl`, `ratio`.
+    """
+    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    ratio = bounded(log_ratio.detach()).exp()
+    limited = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    log_probs = torch.where(active, log_probs, 0.0)
+    loss = -(weights * limited * advantages * log_probs).sum()
+    return LossOutput(loss, ratio_metrics(log_ratio, active, limited != ratio))
+
+
+@policy_losses.register("sapo")
+def sapo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+) -> LossOutput:
+    """Soft adaptive policy optimization, arXiv 2511.20347, eq. 5 and 6: a sigmoid gate in place of the clip.
+
+    loss = - sum_t weight_t f(r_t) A_t with f(r) = 4 / tau sigmoid(tau (r - 1)), tau = tau_positive where A_t > 0, else
+    tau_negative. The slope of f is 1 at r = 1 and falls off to both sides, faster for a larger tau.
+
+    Args: see `policy_losses`. tau_positive, tau_negative: temperatures, above 0.
+
+    Metrics: `clip_fraction` (tokens whose slope is below a half), `approx_kl`, `ratio`.
+    """
+    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    tau = torch.full_like(log_ratio, tau_negative).masked_fill(advantages > 0, tau_positive)
+    gate = torch.sigmoid(tau * (bounded(log_ratio).exp() - 1.0))
+    loss = -(weights * 4.0 / tau * gate * advantages).sum()
+    slope = 4.0 * gate.detach() * (1.0 - gate.detach())
+    return LossOutput(loss, ratio_metrics(log_ratio, active, slope < 0.5))
+
+
+def mean_over_tokens(values: Tensor, active: Tensor) -> Tensor:
+    """`[batch, 1]`: the mean of each row of `values` under `active`; 0 for an empty row."""
+    total = torch.where(active, values, 0.0).sum(dim=1, keepdim=True)
+    return total / active.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+@policy_losses.register("gspo")
+def gspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> LossOutput:
+    """Group sequence policy optimization, arXiv 2507.18071, eq. 5 to 7, in the per-token form of eq. 13 and 14.
+
+    s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|), loss = - sum_t weight_t min(s_i A_t, clip(s_i) A_t); with respect to the
+    policy, s_i counts as stop_gradient(s_i) pi_t / stop_gradient(pi_t). With the same advantage at every token of a
+    response, and weights of `seq_mean_token_mean`, value and gradient are those of eq. 5. Tokens with an advantage of
+    0, as a correction gives to those that it rejects, do not count in s_i.
+
+    Args: see `policy_losses`. clip_low, clip_high: how far s_i may fall below, and rise above, 1; the defaults are
+        section 5.1's.
+
+    Metrics: `clip_fraction`, `approx_kl`, `ratio` (of responses, weighed by their tokens).
+    """
+    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    kept = active & (advantages != 0)
+    counted = torch.where(kept.any(dim=1, keepdim=True), kept, active)
+    mean = mean_over_tokens(log_ratio.detach(), counted)
+    ratio = bounded(mean + (log_ratio - log_ratio.detach())).exp()
+    unclipped = ratio * advantages
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    loss = -(weights * torch.minimum(unclipped, clipped)).sum()
+    return LossOutput(loss, ratio_metrics(mean.expand_as(active), active, clipped < unclipped))
+
+
+@policy_losses.register("gmpo")
+def gmpo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> LossOutput:
+    """Geometric-mean policy optimization, arXiv 2507.20673, section 3, eq. 4: the geometric mean of token-wise
+    clipped ratios.
+
+    With l_t = log r_t, c_t = min(l_t, clip_high) where A_t > 0, max(l_t, -clip_low) where A_t < 0, and
+    g_i = exp(mean_t c_t): loss = - sum_i weight_i g_i A_i, weight_i the sum of the tokens' weights and A_i the mean of
+    their advantages. So a token's ratio may go to e^-clip_low and e^clip_high. The paper's mean over responses is the
+    aggregation `seq_mean_token_mean`.
+
+    Tokens with an advantage of 0, as a correction gives to those that it rejects, leave all means over t: a response is
+    what remains of it, with its whole weight.
+
+    Args: see `policy_losses`; the paper has one advantage per response. clip_low, clip_high: of the log-ratio.
+
+    Metrics: `clip_fraction`, `approx_kl`, `ratio` (of tokens, unclipped).
+    """
+    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    limited = torch.where(advantages > 0, log_ratio.clamp(max=clip_high), log_ratio)
+    limited = torch.where(advantages < 0, limited.clamp(min=-clip_low), limited)
+    kept = active & (advantages != 0)
+    ratio, gains = bounded(mean_over_tokens(limited, kept)).exp(), mean_over_tokens(advantages, kept)
+    loss = -(weights.sum(dim=1, keepdim=True) * ratio * gains).sum()
+    return LossOutput(loss, ratio_metrics(log_ratio, active, limited.detach() != log_ratio.detach()))
+
+
+@policy_losses.register("dppo_tv")
+def dppo_tv(
+    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, threshold: float = 0.15
+) -> LossOutput:
+    """Divergence PPO with the binary total variation, arXiv 2602.04879, eq. 12, with the binary approximation.
+
+    loss = - sum_t weight_t M_t r_t A_t with r_t = pi_t / mu_t, mu the policy that sampled. M_t is 0 where the update
+    would lead on outwards from a token that is already far, (A_t > 0 and r_t > 1 or A_t < 0 and r_t < 1) and
+    D_t > threshold, else 1. Here D_t = |pi_t - mu_t|, the total variation of "this token or another".
+
+    The ratio already is to the engine's policy: no `correction` beside it.
+
+    Args: see `policy_losses`. rollout_log_probs: of mu, as the engine reported them. threshold: delta.
+
+    Metrics: `clip_fraction` (tokens with M_t = 0), `approx_kl`, `ratio`.
+    """
+    tokens = tokens_of(log_probs, rollout_log_probs, advantages, weights)
+    return _held_back(tokens, weights, binary_tv(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold)
+
+
+@policy_losses.register("dppo_kl")
+def dppo_kl(
+    log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, threshold: float = 0.05
+) -> LossOutput:
+    """Divergence PPO with the binary KL, arXiv 2602.04879, eq. 12, with the binary KL of its eq. 14.
+
+    As `dppo_tv`, with D_t = mu_t log(mu_t / pi_t) + (1 - mu_t) log((1 - mu_t) / (1 - pi_t)).
+    """
+    tokens = tokens_of(log_probs, rollout_log_probs, advantages, weights)
+    return _held_back(tokens, weights, binary_kl(*_detached(tokens.active, log_probs, rollout_log_probs)) > threshold)
+
+
+def binary_tv(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
+    """|pi - mu| of the sampled token. Shapes: any, both the same; log-probs at most 0."""
+    return (log_probs.exp() - sampled_log_probs.exp()).abs()
+
+
+def binary_kl(log_probs: Tensor, sampled_log_probs: Tensor) -> Tensor:
+    """KL(mu || pi) of "the sampled token, or another", in nats. Shapes: any, both the same; log-probs at most 0."""
+    mu = sampled_log_probs.exp()
+    # 1 - p without loss for a p near 0; where p is 1 to the last bit, the other tokens still have some probability.
+    smallest = torch.finfo(mu.dtype).tiny
+    others_mu, others_pi = -torch.expm1(sampled_log_probs), (-torch.expm1(log_probs)).clamp(min=smallest)
+    return mu * (sampled_log_probs - log_probs) + torch.special.xlogy(others_mu, others_mu / others_pi)
+
+
+def _detached(active: Tensor, *log_probs: Tensor) -> list[Tensor]:
+    """Log-probs without gradient where a token trains, else log 1; at most 0."""
+    return [torch.where(active, each.detach(), 0.0).clamp(max=0.0) for each in log_probs]
+
+
+def _held_back(tokens: Tokens, weights: Tensor, far: Tensor) -> LossOutput:
+    log_ratio, advantages, active = tokens
+    outwards = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
+    blocked = outwards & far
+    loss = -(weights * torch.where(blocked, 0.0, bounded(log_ratio).exp() * advantages)).sum()
+    return LossOutput(loss, ratio_metrics(log_ratio, active, blocked))

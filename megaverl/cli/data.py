@@ -71,8 +71,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _of_sources(arguments: argparse.Namespace) -> dict[str, Examined]:
-    from megaverl.data.columns import Columns
     from megaverl.data.examine import examine
+    from megaverl.data.prompts import Columns
     from megaverl.data.sources import open_source
 
     encoder = None
@@ -90,11 +90,10 @@ def _of_sources(arguments: argparse.Namespace) -> dict[str, Examined]:
 
 def _of_a_run(arguments: argparse.Namespace) -> dict[str, Examined]:
     """The training and the held-out data of a configuration."""
-    from megaverl.data.columns import Columns, load_tools
     from megaverl.data.examine import examine, overlap
     from megaverl.data.preferences import PreferenceColumns
-    from megaverl.data.rows import RowChain
-    from megaverl.data.sources import as_source, open_source
+    from megaverl.data.prompts import Columns, load_tools
+    from megaverl.data.sources import RowChain, as_source, open_source
 
     config = _load(arguments)
     data, model = config.data, config.model

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megaverl.config import Config, load_config, smallest_world
 from megaverl.errors import ConfigError, MegaverlError, ModelError
-from megaverl.planner.job import PlannedJob, make_job
-from megaverl.planner.machine import GB, Machine
+from megaverl.planner.job import GB, Machine, PlannedJob, make_job
 from megaverl.sharding.model_spec import ModelSpec
 
 PICTURES = (".svg", ".png")

@@ -22,7 +22,7 @@ def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -
     # Thousands of modules are imported now, and stay: looking for garbage among them takes a fifth of the start.
     gc.set_threshold(STARTING_THRESHOLD)
     try:
-        from megaverl.planner.start import check_memory
+        from megaverl.planner.advice import check_memory
         from megaverl.trainer.run import main
 
         code = main(config, command, options, check_memory if command == "train" else None)

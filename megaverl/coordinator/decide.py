@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from megaverl.algorithms.clipping import clip_factor
+from megaverl.algorithms.loss import clip_factor
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
 
 # Islands that added up the same gradients may differ by rounding.

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, field_of
-from megaverl.data.batch_names import own_names
+from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, field_of, own_names
 from megaverl.data.joined import Joined, join
 from megaverl.errors import DataError
 

@@ -10,12 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.data_sources import SourceConfig
-from megaverl.data.columns import Columns, RowColumns
-from megaverl.data.mixture import MixedSampler
-from megaverl.data.prompts import Message, PromptEncoder
-from megaverl.data.rows import RowChain, RowSource
-from megaverl.data.sampler import PromptSampler, split_held_out
-from megaverl.data.sources import Entry, as_source, open_source
+from megaverl.data.prompts import Columns, Message, PromptEncoder, RowColumns
+from megaverl.data.sampler import MixedSampler, PromptSampler, split_held_out
+from megaverl.data.sources import Entry, RowChain, RowSource, as_source, open_source
 from megaverl.errors import DataError
 
 __all__ = ["PromptDataset", "PromptRecord", "PromptReport", "PromptSampler", "split_held_out"]

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megaverl.data.columns import Columns, RowColumns, value_at
 from megaverl.data.preferences import Judged, PreferenceColumns
-from megaverl.data.prompts import PromptEncoder
-from megaverl.data.rows import RowSource
+from megaverl.data.prompts import Columns, PromptEncoder, RowColumns, value_at
+from megaverl.data.sources import RowSource
 from megaverl.errors import DataError
 
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)

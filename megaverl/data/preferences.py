@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.columns import value_at
 from megaverl.data.datasets import PromptDataset, PromptRecord
-from megaverl.data.prompts import PromptEncoder
+from megaverl.data.prompts import PromptEncoder, value_at
 from megaverl.errors import DataError
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megaverl.config.data_sources import SourceConfig
-from megaverl.data.rows import ParquetFile, RowSource, expand_paths
-from megaverl.data.sources import folder_files, kind_of, load_hub, open_source
+from megaverl.data.sources import ParquetFile, RowSource, expand_paths, folder_files, kind_of, load_hub, open_source
 from megaverl.errors import DataError
 
 

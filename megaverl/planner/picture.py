@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megaverl.planner.job import PlannedJob
-from megaverl.planner.machine import GB
+from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import phases_of
 from megaverl.planner.report import Capacity, nodes_text, num_nodes
 

@@ -12,8 +12,7 @@ from typing import Any
 from megaverl.distributed.placement import ranks_text
 from megaverl.models.architectures import weights_of
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
-from megaverl.planner.job import PlannedJob
-from megaverl.planner.machine import GB
+from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
 

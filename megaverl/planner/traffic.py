@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from megaverl.planner.job import PlannedJob
-from megaverl.planner.machine import Machine
+from megaverl.planner.job import Machine, PlannedJob
 from megaverl.sharding.boxes import carry, intersect
 from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.low_rank import adapter_names, with_factors

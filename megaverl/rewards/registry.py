@@ -139,5 +139,4 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def _load_built_in() -> None:
-    for module in ("matching", "length", "math"):
-        importlib.import_module(f"megaverl.rewards.{module}")
+    importlib.import_module("megaverl.rewards.rules")

@@ -1,4 +1,4 @@
-"""What every generation engine is: the words it is asked in and the words it answers in."""
+"""What every generation engine is: the request, the answer, and how many sequences are in flight at once."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from megaverl.errors import RolloutError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from megaverl.rollout.in_flight import InFlight
+    from megaverl.config.rollout import RolloutConfig, SamplingRule
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.sharding.weight import Weight
@@ -138,7 +139,7 @@ class Engine(Protocol):
         Args:
             prompts: token ids.
             sampling: for all of them; with `rollout.adaptive_sampling` one for each.
-            seeds: one per prompt (see `megaverl.rollout.seeds`).
+            seeds: one per prompt (see `megaverl.rollout.sampling`).
 
         Raises:
             RolloutError: a prompt that is empty, too long or not of this vocabulary; checked before any work.
@@ -218,3 +219,82 @@ def check_generations(generations: Sequence[Generation], num_prompts: int) -> No
                 f"prompt {index}: generation ended with {generation.finish_reason!r} instead of at a stop token "
                 "or at max_tokens."
             )
+
+
+@dataclass
+class InFlight:
+    """Of one engine.
+
+    Attributes:
+        least, most: bounds; with too little room for `least`, the engine has to make some (vLLM preempts).
+        budget: bytes for keys and values, where the engine has no cache of its own to ask; None: not measured yet.
+        measures: whether the budget follows the device's free memory.
+        number: what was chosen last.
+    """
+
+    least: int
+    most: int
+    budget: int | None = None
+    measures: bool = False
+    number: int = 0
+
+    def fit(self, free: int) -> None:
+        """Make the budget half of the `free` bytes, a power of two, unless there is one that they still hold.
+
+        The other half is for activations. A budget stays as long as it can, and a checkpoint keeps it: engines whose
+        batches have other sizes round otherwise.
+        """
+        if self.measures and (self.budget is None or free < self.budget):
+            self.budget = 1 << max(0, (free // 2).bit_length() - 1)
+
+    def choose(self, free_tokens: int, longest: int) -> int:
+        """The number for responses whose prompt and response together take up to `longest` tokens.
+
+        Args:
+            free_tokens: for whose keys and values there is room.
+        """
+        self.number = max(self.least, min(self.most, free_tokens // max(longest, 1)))
+        return self.number
+
+
+def sampling_options(given: Mapping[str, Any], **changes: Any) -> SamplingOptions:
+    """The configuration's sampling fields, with changes, as the engine takes them."""
+    return SamplingOptions(**{**given, **changes})
+
+
+def sampling_of(config: RolloutConfig, lengths: Sequence[int]) -> Sampling:
+    """How responses to prompts of these lengths are drawn: all alike, or, with adaptive sampling, each its own way."""
+    plain = sampling_options(config.sampling)
+    if not config.adaptive_sampling:
+        return plain
+    ways = [sampling_options(config.sampling, **rule.changes) for rule in config.sampling_rules]
+    found = []
+    for length in lengths:
+        number = first_rule(config.sampling_rules, length)
+        found.append(plain if number is None else ways[number])
+    return found
+
+
+def first_rule(rules: Sequence[SamplingRule], length: int) -> int | None:
+    """The number of the first rule that holds for a prompt of so many tokens."""
+    return next((number for number, rule in enumerate(rules) if rule.holds(length)), None)
+
+
+def drawing(sampling: Sampling, count: int) -> dict[str, torch.Tensor]:
+    """What a batch must say of how its samples were drawn, so that the trainer computes log-probs of the same
+    distributions: nothing where one temperature says it all.
+
+    Args:
+        sampling: of all, or of each; where there are several agents, of each of the first one's.
+        count: samples of the batch.
+    """
+    import torch  # not needed to read a configuration
+
+    if isinstance(sampling, SamplingOptions) and not sampling.top_k:
+        return {}
+    ways = of_each(sampling, count)
+    ways = list(ways) * (count // len(ways))
+    return {
+        "temperatures": torch.tensor([way.temperature or 1.0 for way in ways], dtype=torch.float32),
+        "top_ks": torch.tensor([way.top_k for way in ways], dtype=torch.int64),
+    }

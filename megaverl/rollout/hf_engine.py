@@ -13,6 +13,7 @@ from megaverl.errors import RolloutError
 from megaverl.platform import flash_attention, platform
 from megaverl.rollout.engine import (
     Generation,
+    InFlight,
     Sampling,
     SamplingOptions,
     Told,
@@ -20,7 +21,6 @@ from megaverl.rollout.engine import (
     check_request,
     of_each,
 )
-from megaverl.rollout.in_flight import InFlight
 from megaverl.sharding.layout import Layout, whole_layout
 
 if TYPE_CHECKING:

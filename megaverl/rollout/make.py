@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megaverl.rollout.engine import Engine, OnLoad
-from megaverl.rollout.in_flight import InFlight
+from megaverl.rollout.engine import Engine, InFlight, OnLoad
 
 if TYPE_CHECKING:
     import torch

@@ -20,6 +20,7 @@ from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.rollout.engine import (
     Generation,
+    InFlight,
     OnLoad,
     Sampling,
     SamplingOptions,
@@ -28,7 +29,6 @@ from megaverl.rollout.engine import (
     check_request,
     of_each,
 )
-from megaverl.rollout.in_flight import InFlight
 from megaverl.rollout.process_state import (
     keep_default_group,
     process_state_kept,

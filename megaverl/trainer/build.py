@@ -16,12 +16,10 @@ from megaverl.algorithms import AdaptiveKL, FixedKL, KLController
 from megaverl.config import Config
 from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.config.run import RewardConfig
-from megaverl.data.columns import Columns, load_tools
 from megaverl.data.datasets import PromptDataset
-from megaverl.data.prompts import PromptEncoder, PromptFormat
+from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, load_tools
 from megaverl.data.sources import Entry
-from megaverl.data.stream import Prompts, PromptStream
-from megaverl.data.streaming import StreamedPrompts
+from megaverl.data.streaming import Prompts, PromptStream, StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.distributed.collectives import together
 from megaverl.distributed.grid import GridShape

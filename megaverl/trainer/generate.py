@@ -11,9 +11,17 @@ import torch
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.rollout.engine import Generation, Sampling, SamplingOptions, of_each, of_some
+from megaverl.rollout.engine import (
+    Generation,
+    Sampling,
+    SamplingOptions,
+    drawing,
+    of_each,
+    of_some,
+    sampling_of,
+    sampling_options,
+)
 from megaverl.rollout.environments import ALONE, Request, Start, Views
-from megaverl.rollout.sampling_rules import drawing, sampling_of, sampling_options
 from megaverl.rollout.seeds import sample_seed, turn_seed
 from megaverl.trainer.samples import episodes_batch, rollout_batch
 from megaverl.workers.agent_rollouts import AgentRollouts

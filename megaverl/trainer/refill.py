@@ -10,7 +10,7 @@ from megaverl.algorithms import keep_groups
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.stream import Prompts
+from megaverl.data.streaming import Prompts
 from megaverl.errors import TrainingStopped
 from megaverl.trainer.generate import Metrics, rollout_metrics, score_metrics
 from megaverl.workers.reward import Scores

@@ -17,7 +17,7 @@ from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStop
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.versions import write_versions
 from megaverl.platform import platform
-from megaverl.rollout.sampling_rules import sampling_options
+from megaverl.rollout.engine import sampling_options
 from megaverl.rollout.seeds import sample_seed
 from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
 

@@ -14,7 +14,7 @@ from megaverl.algorithms import KLController, masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
-from megaverl.data.stream import Prompts
+from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.plugins import load_object

@@ -12,7 +12,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.distributed.collectives import together
 from megaverl.monitoring.console import Console
-from megaverl.rollout.sampling_rules import sampling_options
+from megaverl.rollout.engine import sampling_options
 from megaverl.trainer.generate import Draws, responses
 from megaverl.trainer.records import Records
 from megaverl.trainer.samples import sample_records

@@ -16,8 +16,7 @@ from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layers_per_stage, uses_transformer_engine
 from megaverl.models.options import padded_vocab_size, transformer_config
-from megaverl.rollout.engine import Generation, Sampling, Told
-from megaverl.rollout.in_flight import InFlight
+from megaverl.rollout.engine import Generation, InFlight, Sampling, Told
 from megaverl.sharding.layout import EMPTY, Layout
 from megaverl.sharding.low_rank import low_ranks
 from megaverl.sharding.megatron import megatron_layouts

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megaverl.algorithms.clipping import clip_factor
+from megaverl.algorithms.loss import clip_factor
 from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
 from megaverl.config.coerce import coerce
 from megaverl.config.roles import OffloadConfig

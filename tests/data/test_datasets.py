@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.data.columns import Columns
 from megaverl.data.datasets import PromptDataset, PromptSampler, split_held_out
-from megaverl.data.prompts import PromptEncoder, PromptFormat
-from megaverl.data.rows import JsonlFile, ParquetFile, RowChain, RowList, expand_paths, open_rows
+from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat
+from megaverl.data.sources import JsonlFile, ParquetFile, RowChain, RowList, expand_paths, open_rows
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.errors import DataError
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megaverl.data.columns import Columns
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.preferences import PreferenceColumns, PreferenceReader, best_and_worst, best_of_each
-from megaverl.data.prompts import PromptEncoder, PromptFormat
+from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
 from megaverl.workers.pairs import of_the_next

@@ -15,13 +15,11 @@ import pyarrow.parquet
 import pytest
 
 from megaverl.config.data_sources import SourceConfig
-from megaverl.data.columns import Columns, check_tools, load_tools
 from megaverl.data.datasets import PromptDataset
-from megaverl.data.mixture import BLOCK, MixedSampler, Mixture
-from megaverl.data.prompts import PromptEncoder, PromptFormat
+from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, check_tools, load_tools
+from megaverl.data.sampler import BLOCK, MixedSampler, Mixture
 from megaverl.data.sources import kind_of, open_source
-from megaverl.data.stream import PromptStream
-from megaverl.data.streaming import StreamedPrompts
+from megaverl.data.streaming import PromptStream, StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.errors import DataError
 from tests.checkpoint.convert.hub_server import FakeHub, serving
@@ -106,7 +104,7 @@ ON_THE_HUB = """
 import json, sys
 from megaverl.cli.data import main
 from megaverl.config.data_sources import SourceConfig
-from megaverl.data.columns import Columns
+from megaverl.data.prompts import Columns
 from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.sources import open_source
 from megaverl.data.streaming import StreamedPrompts

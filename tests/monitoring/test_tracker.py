@@ -14,8 +14,7 @@ import pytest
 from megaverl.errors import ConfigError
 from megaverl.monitoring import backends
 from megaverl.monitoring.backends import check_backends, read_metrics
-from megaverl.monitoring.queued import WAITING, Queued
-from megaverl.monitoring.tracker import Tracker
+from megaverl.monitoring.tracker import WAITING, Queued, Tracker
 
 
 def steps(run_dir: Path) -> list[int]:

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from megaverl.config import load_config
-from megaverl.planner.job import PlannedJob, make_job
-from megaverl.planner.machine import Machine
+from megaverl.planner.job import Machine, PlannedJob, make_job
 from megaverl.sharding.model_spec import ModelSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"

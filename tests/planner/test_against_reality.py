@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.planner.engine import kv_bytes_per_token
-from megaverl.planner.machine import Machine
-from megaverl.planner.memory import MemoryModel
+from megaverl.planner.job import Machine
+from megaverl.planner.memory import MemoryModel, kv_bytes_per_token
 from megaverl.planner.stages import layer_split, padded_vocab_size
 from megaverl.planner.traffic import make_traffic
 from megaverl.sharding.model_spec import MLASpec, ModelSpec

@@ -23,7 +23,7 @@ from megaverl.planner.activations import (
 )
 from megaverl.planner.advice import advise, shortages, stage_ranks, with_settings
 from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
-from megaverl.planner.machine import GB, Machine
+from megaverl.planner.job import GB, Machine
 from megaverl.planner.memory import MemoryModel
 from megaverl.planner.stages import layer_split
 from megaverl.planner.traffic import aliased_elements, make_traffic

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megaverl.errors import RewardError
 from megaverl.rewards import RewardSample, build_reward
-from megaverl.rewards.math import final_number
 from megaverl.rewards.math_worker import MathWorker
+from megaverl.rewards.rules import final_number
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
 

@@ -18,8 +18,7 @@ from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform
 from megaverl.rollout import make_engine
-from megaverl.rollout.engine import Generation, Sampling, SamplingOptions
-from megaverl.rollout.in_flight import InFlight
+from megaverl.rollout.engine import Generation, InFlight, Sampling, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.load import load_folder

@@ -13,9 +13,8 @@ import torch
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.rollout.engine import Engine, SamplingOptions
+from megaverl.rollout.engine import Engine, InFlight, SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, draw, sampled_distribution
-from megaverl.rollout.in_flight import InFlight
 from megaverl.sharding.model_spec import ModelSpec
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7]]

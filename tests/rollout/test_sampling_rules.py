@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megaverl.config.rollout import RolloutConfig
-from megaverl.rollout.engine import SamplingOptions, of_each
-from megaverl.rollout.sampling_rules import drawing, sampling_of
+from megaverl.rollout.engine import SamplingOptions, drawing, of_each, sampling_of
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from megaverl.config.presets import PRESETS
 from megaverl.data.tasks import make_task
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.rewards import RewardSample
-from megaverl.rewards.matching import exact_match, positions
+from megaverl.rewards.rules import exact_match, positions
 from megaverl.rollout.environments import Codec, Start
 from tools import learning_curves
 from tools.learning_curves import configuration, main, stored, write

@@ -1,7 +1,6 @@
 """What a machine has for training, what it lacks, and how to mend it."""
 
 from megaverl.monitoring.doctor.examine import SECTIONS, examine
-from megaverl.monitoring.doctor.finding import Finding
-from megaverl.monitoring.doctor.text import as_dict, as_text
+from megaverl.monitoring.doctor.finding import Finding, as_dict, as_text
 
 __all__ = ["SECTIONS", "Finding", "as_dict", "as_text", "examine"]

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from megaverl.monitoring.doctor.finding import Finding
 from megaverl.monitoring.doctor.kernels import kernels
-from megaverl.monitoring.doctor.network import network
+from megaverl.monitoring.doctor.network import network, storage
 from megaverl.monitoring.doctor.stack import devices, python_of_this_report, versions
-from megaverl.monitoring.doctor.storage import storage
 from megaverl.monitoring.doctor.trials import start_trials
 
 SECTIONS = ("versions", "devices", "kernels", "network", "storage", "trials")

@@ -1,9 +1,11 @@
-"""One line of the doctor's report."""
+"""One line of the doctor's report; the report as text and as JSON."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Status = Literal["ok", "note", "warn", "fail"]
 
@@ -29,3 +31,41 @@ class Finding:
     def __post_init__(self) -> None:
         if self.status in ("warn", "fail") and not self.mend:
             raise ValueError(f"{self.section}, {self.name}: says what is wrong and not what to do")
+
+
+MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
+
+
+def as_text(findings: Sequence[Finding]) -> str:
+    """One line each, by section; under what is wrong, the mend."""
+    width = max(len(finding.name) for finding in findings)
+    lines: list[str] = []
+    section = None
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            lines += ["", section]
+        first, *rest = finding.found.splitlines() or [""]
+        lines.append(f"  {MARKS[finding.status]}  {finding.name:<{width}}  {first}")
+        indent = " " * (width + 10)
+        lines += [indent + line for line in rest]
+        if finding.mend:
+            lines.append(f"{indent}-> {finding.mend}")
+    return "\n".join([*lines[1:], "", summary(findings)])
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """E.g. "1 failing, 2 warnings: see the lines with ->"; or that all is well."""
+    counts = Counter(finding.status for finding in findings)
+    if not counts["fail"] and not counts["warn"]:
+        return "Nothing is wrong."
+    return f"{counts['fail']} failing, {counts['warn']} warnings: the lines that begin with -> say what to do."
+
+
+def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
+    """What `--json` prints; `healthy` is whether nothing fails."""
+    sections: dict[str, list[dict[str, str]]] = {}
+    for finding in findings:
+        entry = {"name": finding.name, "status": finding.status, "found": finding.found}
+        sections.setdefault(finding.section, []).append(entry | ({"mend": finding.mend} if finding.mend else {}))
+    return {"healthy": all(finding.status != "fail" for finding in findings), "sections": sections}

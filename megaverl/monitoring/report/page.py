@@ -11,14 +11,19 @@ from typing import Any
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from megaverl.monitoring.report.breakdown import memory_parts, time_parts
-from megaverl.monitoring.report.chart import NUM_COLOURS, line_chart
-from megaverl.monitoring.report.gantt import ROLES, busy_shares, gantt, idle_share, windows
-from megaverl.monitoring.report.observations import observations
-from megaverl.monitoring.report.run_folder import RunRecord, Series, read_run
-from megaverl.monitoring.report.samples import shown_samples
-from megaverl.monitoring.report.series import POINTS, buckets, duration, ends, median, short
-from megaverl.monitoring.report.settings import settings
+from megaverl.monitoring.report.charts import NUM_COLOURS, ROLES, busy_shares, gantt, idle_share, line_chart, windows
+from megaverl.monitoring.report.run_folder import (
+    POINTS,
+    RunRecord,
+    Series,
+    buckets,
+    duration,
+    ends,
+    median,
+    read_run,
+    short,
+)
+from megaverl.monitoring.report.summaries import memory_parts, observations, settings, shown_samples, time_parts
 from megaverl.version import __version__
 
 TEMPLATES = Path(__file__).parent / "page"

@@ -1,7 +1,6 @@
 """Environments: episodes of several turns, tools, and games of several agents."""
 
-from megaverl.rollout.environments.codec import Codec
-from megaverl.rollout.environments.environment import ALONE, Environment, Game, Outcome, Start
+from megaverl.rollout.environments.environment import ALONE, Codec, Environment, Game, Outcome, Start
 from megaverl.rollout.environments.episodes import Limits, Request, Turns, View, Views, play
 from megaverl.rollout.environments.registry import (
     agents_of,

@@ -10,17 +10,16 @@ from typing import Any, TypeVar
 
 from megaverl.errors import ConfigError
 from megaverl.plugins import load_object
-from megaverl.rollout.environments.codec import Codec
-from megaverl.rollout.environments.environment import Alone, Environment, Game
+from megaverl.rollout.environments.environment import Alone, Codec, Environment, Game
 
 Kind = type[Environment] | type[Game]
 T = TypeVar("T", bound=Kind)
 
 # name -> the module that registers it
 BUILT_IN = {
-    "tools": "megaverl.rollout.environments.tool_use",
-    "guess": "megaverl.rollout.environments.guess",
-    "signals": "megaverl.rollout.environments.signals",
+    "tools": "megaverl.rollout.environments.tools",
+    "guess": "megaverl.rollout.environments.games",
+    "signals": "megaverl.rollout.environments.games",
 }
 _REGISTERED: dict[str, Kind] = {}
 

@@ -13,7 +13,7 @@ from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import Outcome, Start, find_environment
-from megaverl.rollout.environments.codec import Codec
+from megaverl.rollout.environments.environment import Codec
 from megaverl.rollout.environments.registry import make_game
 from megaverl.trainer.contracts.promise import Broken, Promise
 from megaverl.workers.own_functions import generate_by

@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megaverl.data.columns import Columns
 from megaverl.data.examine import examine
+from megaverl.data.prompts import Columns
 from megaverl.data.sources import open_source
-from megaverl.monitoring.backend import Backend, RunInfo
-from megaverl.monitoring.backends import make_backend
+from megaverl.monitoring.backends import Backend, RunInfo, make_backend
 from megaverl.trainer.contracts.promise import Broken, Promise
 
 LOOKED_AT = 1000

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,11 +19,9 @@ import pytest
 from megaverl.monitoring.doctor import SECTIONS, Finding, as_dict, as_text
 from megaverl.monitoring.doctor import kernels as kernels_module
 from megaverl.monitoring.doctor import stack as stack_module
-from megaverl.monitoring.doctor import storage as storage_module
 from megaverl.monitoring.doctor.kernels import KERNELS, kernels
-from megaverl.monitoring.doctor.network import is_free, network
+from megaverl.monitoring.doctor.network import is_free, network, storage
 from megaverl.monitoring.doctor.stack import versions
-from megaverl.monitoring.doctor.storage import storage
 from megaverl.monitoring.doctor.trials import Trial
 from megaverl.platform.device import Platform
 
@@ -161,8 +161,8 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_disk_and_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(storage_module.shutil, "disk_usage", lambda path: DiskUsage(64 * 2**20, 0, 2**20))
-    monkeypatch.setattr(storage_module.resource, "getrlimit", lambda which: (256, 1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(64 * 2**20, 0, 2**20))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1000))
     findings = list(storage(tmp_path / "not" / "there" / "yet"))
     assert named(findings, "runs").status == "fail" and "run.dir" in named(findings, "runs").mend
     assert "--shm-size" in named(findings, "shared memory").mend

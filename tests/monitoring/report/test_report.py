@@ -14,14 +14,27 @@ import pytest
 from megaverl.cli.report import main
 from megaverl.errors import DataError
 from megaverl.monitoring.report import write_report
-from megaverl.monitoring.report.breakdown import memory_parts, time_parts
-from megaverl.monitoring.report.chart import nice_ticks
-from megaverl.monitoring.report.gantt import busy_shares, covered, gantt, idle_share, windows
-from megaverl.monitoring.report.observations import observations
-from megaverl.monitoring.report.run_folder import RunRecord, Series, TraceSpan, read_run
-from megaverl.monitoring.report.samples import PER_STEP, STEPS, shown_samples
-from megaverl.monitoring.report.series import POINTS, buckets, duration, ends, short
-from megaverl.monitoring.report.settings import settings
+from megaverl.monitoring.report.charts import busy_shares, covered, gantt, idle_share, nice_ticks, windows
+from megaverl.monitoring.report.run_folder import (
+    POINTS,
+    RunRecord,
+    Series,
+    TraceSpan,
+    buckets,
+    duration,
+    ends,
+    read_run,
+    short,
+)
+from megaverl.monitoring.report.summaries import (
+    PER_STEP,
+    STEPS,
+    memory_parts,
+    observations,
+    settings,
+    shown_samples,
+    time_parts,
+)
 from tools.bench_report import STAGES, make_run
 
 STEPS_MADE = 400

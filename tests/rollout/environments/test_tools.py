@@ -10,9 +10,8 @@ import pytest
 from megaverl.errors import ConfigError, EpisodeError
 from megaverl.rollout.environments import Codec
 from megaverl.rollout.environments.environment import Start
-from megaverl.rollout.environments.guess import GuessingGame
-from megaverl.rollout.environments.tool_use import ToolUse
-from megaverl.rollout.environments.tools import Answer, ToolBox, ToolLimits, calculate
+from megaverl.rollout.environments.games import GuessingGame
+from megaverl.rollout.environments.tools import Answer, ToolBox, ToolLimits, ToolUse, calculate
 from tests.rollout.environments.test_episodes import Letters
 
 TOOLS = {

@@ -1,0 +1,214 @@
+"""What a report says of a run beside its curves: time and memory of a step, observations, settings, samples."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from megaverl.config import Config
+from megaverl.monitoring.report.run_folder import RunRecord, duration, ends, median, not_finite, quantile, short
+
+WHOLE = "time/step_ms"
+MEMORY_WORDS = {"process_rss": "process", "process_peak_rss": "process, peak"}
+
+
+class StageShare(NamedTuple):
+    """A stage: median and 95th percentile of its milliseconds, share of the stages' sum, colour."""
+
+    name: str
+    median: float
+    high: float
+    share: float
+    colour: int
+
+
+class Memory(NamedTuple):
+    """A curve of memory, MiB."""
+
+    name: str  # of the role, or of the process
+    first: float
+    peak: float
+    peak_step: int
+    last: float
+
+
+def time_parts(run: RunRecord, colours: dict[str, int] | None = None) -> list[StageShare]:
+    """The stages of a step, longest first; what no stage covers is `other`.
+
+    Args:
+        colours: of stages that other runs have shown; new ones are added, so that a stage looks the same in all.
+    """
+    colours = {} if colours is None else colours
+    found: list[tuple[str, float, float]] = []
+    for name, series in run.metrics.items():
+        if name.startswith("time/") and name.endswith("_ms") and name != WHOLE:
+            label = name.removeprefix("time/").removesuffix("_ms")
+            found.append((label, median(series.values), quantile(series.values, 0.95)))
+    found = sorted((part for part in found if math.isfinite(part[1])), key=lambda part: -part[1])
+    total = sum(part[1] for part in found)
+    return [
+        StageShare(name, middle, high, middle / total if total else 0.0, colours.setdefault(name, len(colours)))
+        for name, middle, high in found
+    ]
+
+
+def memory_parts(run: RunRecord) -> list[Memory]:
+    """Every memory metric: at the first step, at most, at the last step."""
+    found = []
+    for name, series in run.metrics.items():
+        finite = [(v, s) for v, s in zip(series.values, series.steps, strict=True) if math.isfinite(v)]
+        if name.startswith("memory/") and finite:
+            peak, step = max(finite)
+            label = name.removeprefix("memory/").removesuffix("_mb")
+            label = MEMORY_WORDS.get(label) or label.removesuffix("_gpu_mem").replace("_gpu_reserved", ", reserved")
+            found.append(Memory(label, finite[0][0], peak, int(step), finite[-1][0]))
+    return sorted(found, key=lambda part: -part.peak)
+
+
+SLOW = 5.0  # times the median step
+
+
+def observations(run: RunRecord) -> Iterator[str]:
+    """Sentences, each about something that somebody should look at."""
+    for name, series in run.metrics.items():
+        if steps := not_finite(series):
+            more = f" and {len(steps) - 1} more" if len(steps) > 1 else ""
+            yield f"{name} is not a finite number at step {steps[0]}{more}."
+    planned = run.planned_steps
+    if planned is not None and 0 < run.num_steps < planned:
+        yield f"The run has {run.num_steps} of {planned} steps: it is still running, or it was ended."
+    yield from _slow_steps(run)
+    drift = run.metrics.get("rollout/logprob_diff_mean")
+    if drift is not None and len(drift.values) >= 20:
+        before, after = ends(drift)
+        if after > max(10 * before, 1e-3):
+            yield (
+                f"rollout/logprob_diff_mean rose from {short(before)} to {short(after)}: the engine's log-probs drift "
+                "away from those that training computes."
+            )
+    flat = run.metrics.get("reward/std")
+    if flat is not None and flat.values and math.isfinite(flat.values[-1]) and not any(flat.values[-5:]):
+        yield "All responses of the last steps have the same reward: there is nothing to learn from."
+
+
+def _slow_steps(run: RunRecord) -> Iterator[str]:
+    times = run.metrics.get("train/step_time_ms")
+    if times is None or len(times.values) < 5:
+        return
+    usual = median(times.values)
+    slow = [(v, int(s)) for v, s in zip(times.values, times.steps, strict=True) if v > SLOW * usual]
+    if slow:
+        worst, step = max(slow)
+        yield (
+            f"{len(slow)} of {len(times.values)} steps took more than {SLOW:.0f} times the median "
+            f"({duration(usual / 1e3)}); the slowest is step {step} with {duration(worst / 1e3)}."
+        )
+
+
+class Setting(NamedTuple):
+    """A key, its value in every run (empty where it has none), and whether the runs differ."""
+
+    key: str
+    values: tuple[str, ...]
+    differs: bool
+
+
+def settings(runs: Sequence[RunRecord]) -> list[Setting]:
+    """Every key that some run has not at its default, or in which runs differ."""
+    default = dict(flat(Config().to_dict()))
+    each = [dict(flat(run.config)) for run in runs]
+    found = []
+    for key in dict.fromkeys(key for config in each for key in config):
+        values = tuple(_text(config[key]) if key in config else "" for config in each)
+        differs = len(set(values)) > 1
+        if differs or any(key in config and config[key] != default.get(key) for config in each):
+            found.append(Setting(key, values, differs))
+    return found
+
+
+def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a list of mappings by number, any other list as it is."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from flat(inner, f"{prefix}{key}.")
+    elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        for number, inner in enumerate(value):
+            yield from flat(inner, f"{prefix}{number}.")
+    else:
+        yield prefix.removesuffix("."), value
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+STEPS = 12
+PER_STEP = 3
+LONGEST = 1500
+
+
+class Sample(NamedTuple):
+    """One prompt and response; `level` from 0 to 4 is where its reward stands among those shown."""
+
+    prompt: str
+    response: str
+    reference: str
+    reward: float
+    level: int
+    finish_reason: str
+
+
+class StepSamples(NamedTuple):
+    step: int
+    split: str
+    samples: list[Sample]
+
+
+def shown_samples(run: RunRecord) -> list[StepSamples]:
+    """At most `STEPS` steps of each split, evenly spread, with at most `PER_STEP` samples each."""
+    held: defaultdict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for record in run.samples:
+        held[str(record.get("split", "train")), int(record["step"])].append(record)
+    chosen: list[tuple[str, int]] = []
+    for split in sorted({split for split, _ in held}):
+        steps = sorted(step for other, step in held if other == split)
+        chosen += [(split, steps[place]) for place in _spread(len(steps), STEPS)]
+    rewards = [float(record.get("reward", 0.0)) for key in chosen for record in held[key][:PER_STEP]]
+    low, high = min(rewards, default=0.0), max(rewards, default=0.0)
+    found = []
+    for split, step in chosen:
+        samples = [_sample(record, low, high) for record in held[split, step][:PER_STEP]]
+        found.append(StepSamples(step, split, samples))
+    return found
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """At most `most` places out of `count`, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(number * (count - 1) / (most - 1)) for number in range(most)})
+
+
+def _sample(record: dict[str, Any], low: float, high: float) -> Sample:
+    reward = float(record.get("reward", 0.0))
+    level = round(4 * (reward - low) / (high - low)) if high > low else 2
+    reference = record.get("reference")
+    return Sample(
+        _cut(record.get("prompt", "")),
+        _cut(record.get("response", "")),
+        "" if reference is None else _cut(reference),
+        reward,
+        level,
+        str(record.get("finish_reason", "")),
+    )
+
+
+def _cut(value: Any) -> str:
+    text = value if isinstance(value, str) else str(value)
+    text = "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} … ({len(text) - LONGEST} more characters)"
