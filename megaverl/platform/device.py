@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import dataclass
 
@@ -58,28 +57,18 @@ class Platform:
     def adapt_megatron(self) -> None:
         """Adapt megatron-core to this machine; on CUDA nothing. Call before importing `megatron.core`."""
         if not self.is_cuda:
-            _adapt_megatron_to_cpu()
+            from megaverl.platform.megatron_cpu import ADAPTATIONS
+
+            for adaptation in ADAPTATIONS:
+                adaptation.apply()
 
     def adapt_vllm(self) -> None:
         """Adapt vLLM to this machine; on CUDA nothing. Call before importing `vllm`."""
         if not self.is_cuda:
-            _adapt_vllm_to_cpu()
+            from megaverl.platform.vllm_cpu import ADAPTATIONS
 
-
-@functools.cache
-def _adapt_megatron_to_cpu() -> None:
-    from megaverl.platform.megatron_cpu import ADAPTATIONS
-
-    for adaptation in ADAPTATIONS:
-        adaptation.apply()
-
-
-@functools.cache
-def _adapt_vllm_to_cpu() -> None:
-    from megaverl.platform.vllm_cpu import ADAPTATIONS
-
-    for adaptation in ADAPTATIONS:
-        adaptation.apply()
+            for adaptation in ADAPTATIONS:
+                adaptation.apply()
 
 
 platform = Platform(is_cuda=torch.cuda.is_available())

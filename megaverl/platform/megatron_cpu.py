@@ -28,8 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from megaverl.platform import direct_exchange
-from megaverl.platform.adaptation import Adaptation
+from megaverl.platform.adaptation import Adaptation, adaptation, replaces
 
 PACKAGE = "megatron.core"
 SHIM = "megaverl.platform.cuda_on_cpu"
@@ -162,9 +161,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+ADAPTATIONS: list[Adaptation] = []
+_adapts = functools.partial(adaptation, ADAPTATIONS)
+
+
+@_adapts("import hook")
 def _install_import_hook() -> None:
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        return
+    """megatron-core's source names the GPU as its only device."""
     if PACKAGE in sys.modules:
         raise RuntimeError(
             "megatron.core was imported before megaverl.platform could adapt it to this CPU. "
@@ -173,51 +176,42 @@ def _install_import_hook() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
+@_adapts("quiet fallback warnings")
 def _quiet_fallback_warnings() -> None:
+    """Every module says that Transformer Engine and Apex are absent, on a CPU as expected."""
     warnings.filterwarnings("ignore", message=".*Apex (are|is) not installed.*")
 
 
+@_adapts("moe te_general_gemm")
 def _define_te_general_gemm() -> None:
     """megatron-core 0.16 reads this name without defining it where Transformer Engine is absent."""
     from megatron.core.transformer.moe import moe_utils
 
-    _set_missing(moe_utils, "te_general_gemm", None)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
 
 
-def _tell_latent_attention_of_the_missing_engine() -> None:
-    """megatron-core 0.16 takes what stands for the layers of an absent Transformer Engine for the layers."""
-    from megatron.core.transformer import multi_latent_attention
-
-    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
-        multi_latent_attention.HAVE_TE = False
-
-
+@_adapts("moe split sizes")
 def _give_splits_as_numbers() -> None:
-    """The alltoall dispatcher makes numbers of its split sizes when it copies them from the GPU, and only then."""
+    """The alltoall dispatcher makes numbers of its split sizes only when it copies them from a GPU; tensors, which it
+    keeps else, torch.distributed refuses."""
     from megatron.core.transformer.moe import token_dispatcher
 
-    move = token_dispatcher.maybe_move_tensor_to_cpu
-    if hasattr(move, "__wrapped__"):
-        return
-
-    @functools.wraps(move)
-    def move_and_convert(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    @replaces(token_dispatcher, "maybe_move_tensor_to_cpu")
+    def move_and_convert(move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         moved = move(tensor, as_numpy, record_stream)
         return moved.numpy() if as_numpy and torch.is_tensor(moved) else moved
 
-    token_dispatcher.maybe_move_tensor_to_cpu = move_and_convert
 
-
+@_adapts("uneven rows over gloo")
 def _gather_uneven_rows() -> None:
-    """gloo gathers and scatters equal parts only; experts under tensor parallelism have as many rows as tokens came."""
+    """Experts cut by tensor parallelism exchange as many rows as tokens came, and gloo moves equal parts only."""
     from megatron.core.tensor_parallel import mappings
 
-    gather, scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
-    if hasattr(gather, "__wrapped__"):
-        return
-
-    @functools.wraps(gather)
-    def gather_any(rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    @replaces(mappings, "_gather_along_first_dim")
+    def gather_any(
+        gather: Any, rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if sizes is None or group.size() == 1:
             return gather(rows, group, None, use_global_buffer)
         padded = rows.new_zeros(max(sizes), *rows.shape[1:])
@@ -226,70 +220,67 @@ def _gather_uneven_rows() -> None:
         dist.all_gather(list(whole), padded, group=group)
         return torch.cat([part[:size] for part, size in zip(whole, sizes, strict=True)])
 
-    @functools.wraps(scatter)
-    def scatter_any(rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    @replaces(mappings, "_reduce_scatter_along_first_dim")
+    def scatter_any(
+        scatter: Any, rows: torch.Tensor, group: Any, sizes: Any = None, use_global_buffer: bool = False
+    ) -> Any:
         if sizes is None or group.size() == 1:
             return scatter(rows, group, None, use_global_buffer)
         total = rows.clone()
         dist.all_reduce(total, group=group)
         return total.split(sizes)[group.rank()].clone()
 
-    mappings._gather_along_first_dim = gather_any
-    mappings._reduce_scatter_along_first_dim = scatter_any
+
+@_adapts("latent attention without Transformer Engine")
+def _without_transformer_engine() -> None:
+    """megatron-core 0.16 takes what stands for the layers of an absent Transformer Engine for the layers."""
+    from megatron.core.transformer import multi_latent_attention
+
+    if not isinstance(getattr(multi_latent_attention, "TELinear", None), type):
+        multi_latent_attention.HAVE_TE = False
 
 
+@_adapts("buffers exchanged directly")
 def _exchange_buffers_directly() -> None:
-    """Gradients on their way to the ranks that step on them, and weights on their way back."""
+    """gloo copies all gradients and parameters, twice as long as it takes to send them; on one rank for nothing."""
     from megatron.core.distributed import param_and_grad_buffer as buffers
 
-    directly = {
-        "dist_reduce_scatter_func": direct_exchange.reduce_scatter,
-        "dist_all_gather_func": direct_exchange.all_gather,
-    }
-    for name, exchange in directly.items():
-        collective = getattr(buffers, name)
-        if not hasattr(collective, "directly"):
-            setattr(buffers, name, _directly(collective, exchange))
+    def directly(name: str, exchange: Callable[..., None]) -> None:
+        @replaces(buffers, name)
+        def call(
+            collective: Any,
+            output: torch.Tensor,
+            given: torch.Tensor,
+            op: Any = dist.ReduceOp.SUM,
+            group: Any = None,
+            async_op: bool = False,
+            **options: Any,
+        ) -> Any:
+            if dist.get_world_size(group) == 1 and output.data_ptr() == given.data_ptr():
+                return None
+            if async_op or options or op != dist.ReduceOp.SUM:
+                reduces = {"op": op} if exchange is reduce_scatter else {}
+                return collective(output, given, group=group, async_op=async_op, **reduces, **options)
+            return exchange(output, given, group or dist.group.WORLD)
+
+    directly("dist_reduce_scatter_func", reduce_scatter)
+    directly("dist_all_gather_func", all_gather)
 
 
-def _directly(collective: Callable[..., Any], exchange: Callable[..., None]) -> Callable[..., Any]:
-    @functools.wraps(collective)
-    def call(
-        output: torch.Tensor,
-        given: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-        **options: Any,
-    ) -> Any:
-        if dist.get_world_size(group) == 1 and output.data_ptr() == given.data_ptr():
-            return None
-        if async_op or options or op != dist.ReduceOp.SUM:
-            reduces = {"op": op} if exchange is direct_exchange.reduce_scatter else {}
-            return collective(output, given, group=group, async_op=async_op, **reduces, **options)
-        return exchange(output, given, group or dist.group.WORLD)
-
-    call.directly = True  # type: ignore[attr-defined]
-    return call
-
-
+@_adapts("gates in place")
 def _gate_in_place() -> None:
-    """What megatron-core computes where nothing is fused adds an offset of 0 to one half, and joins the gradients of
-    the halves by copying them; what is fused there is compiled."""
+    """Without a compiler, gated MLPs read and write their widest tensors four times more than they must: an offset of 0
+    is added to one half, and the gradients of the halves are joined by copying them."""
     from megatron.core.transformer.mlp import MLP
 
-    forward = MLP.forward
-    if hasattr(forward, "__wrapped__"):
-        return
-
-    @functools.wraps(forward)
-    def gate_in_place(self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **options: Any) -> Any:
+    @replaces(MLP, "forward")
+    def gate_in_place(
+        forward: Any, self: Any, hidden_states: torch.Tensor, per_token_scale: Any = None, **options: Any
+    ) -> Any:
         if per_token_scale is not None or not _gates_plainly(self.config):
             return forward(self, hidden_states, per_token_scale, **options)
         joined, bias = self.linear_fc1(hidden_states)
         return self.linear_fc2(GatedSilu.apply(joined if bias is None else joined + bias))
-
-    MLP.forward = gate_in_place
 
 
 def _gates_plainly(config: Any) -> bool:
@@ -328,23 +319,18 @@ class GatedSilu(torch.autograd.Function):
         return result
 
 
+@_adapts("Adam in one kernel")
 def _adam_in_one_kernel() -> None:
-    """PyTorch has one for CPUs, which has to be asked for, and takes eight operators per tensor."""
+    """PyTorch's Adam takes eight operators per tensor where its one kernel for CPUs is not asked for."""
     from megatron.core import optimizer as optimizers
 
-    make = optimizers._get_megatron_optimizer_based_on_param_groups
-    if hasattr(make, "__wrapped__"):
-        return
-
-    @functools.wraps(make)
-    def make_fused(*args: Any, **kwargs: Any) -> Any:
+    @replaces(optimizers, "_get_megatron_optimizer_based_on_param_groups")
+    def make_fused(make: Any, *args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
         inner = getattr(made, "optimizer", None)
         if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
             inner.register_step_pre_hook(_fuse)
         return made
-
-    optimizers._get_megatron_optimizer_based_on_param_groups = make_fused
 
 
 def _fuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -353,47 +339,39 @@ def _fuse(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         group["fused"] = True
 
 
-def _set_missing(module: ModuleType, name: str, value: Any) -> None:
-    if not hasattr(module, name):
-        setattr(module, name, value)
+# Gathering and scattering of buffers as sends between pairs of ranks; gloo's own copy the whole buffer, some twice.
+TAG = 1 << 20  # of these messages, whatever else their group is used for
 
 
-ADAPTATIONS = (
-    Adaptation("import hook", "megatron-core's source names the GPU as its only device", _install_import_hook),
-    Adaptation(
-        "quiet fallback warnings",
-        "every module says that Transformer Engine and Apex are absent, on a CPU as expected",
-        _quiet_fallback_warnings,
-    ),
-    Adaptation("moe te_general_gemm", "an undefined name without Transformer Engine", _define_te_general_gemm),
-    Adaptation(
-        "moe split sizes",
-        "numbers of tokens stay tensors, which torch.distributed refuses, where there is no GPU to copy them from",
-        _give_splits_as_numbers,
-    ),
-    Adaptation(
-        "uneven rows over gloo",
-        "experts cut by tensor parallelism exchange as many rows as tokens came, and gloo moves equal parts only",
-        _gather_uneven_rows,
-    ),
-    Adaptation(
-        "latent attention without Transformer Engine",
-        "the output projection is compared with a class that is no class without Transformer Engine",
-        _tell_latent_attention_of_the_missing_engine,
-    ),
-    Adaptation(
-        "buffers exchanged directly",
-        "gloo copies all gradients and parameters, twice as long as it takes to send them; on one rank for nothing",
-        _exchange_buffers_directly,
-    ),
-    Adaptation(
-        "gates in place",
-        "without a compiler, gated MLPs read and write their widest tensors four times more than they must",
-        _gate_in_place,
-    ),
-    Adaptation(
-        "Adam in one kernel",
-        "PyTorch's Adam reads and writes its state eight times where a fused step is not asked for",
-        _adam_in_one_kernel,
-    ),
-)
+def all_gather(whole: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fill `whole` with what each rank gives, all as long as `mine`, which may be this rank's part of it."""
+    rank, size = group.rank(), group.size()
+    parts = whole.view(size, -1)
+    if mine.data_ptr() != parts[rank].data_ptr():
+        parts[rank].copy_(mine.flatten())
+    for distance in range(1, size):
+        source = (rank - distance) % size
+        _exchange(parts[rank], (rank + distance) % size, parts[source], source, group)
+
+
+def reduce_scatter(mine: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """The sum over the ranks of this rank's part of `whole`, in `mine`, which may be that part.
+
+    Added up in the order in which the ranks precede this one: the same bits each time, over as many ranks.
+    """
+    rank, size = group.rank(), group.size()
+    parts = whole.view(size, -1)
+    flat = mine.view(-1)
+    if flat.data_ptr() != parts[rank].data_ptr():
+        flat.copy_(parts[rank])
+    received = torch.empty_like(flat)
+    for distance in range(1, size):
+        target, source = (rank + distance) % size, (rank - distance) % size
+        _exchange(parts[target], target, received, source, group)
+        flat.add_(received)
+
+
+def _exchange(given: torch.Tensor, target: int, taken: torch.Tensor, source: int, group: dist.ProcessGroup) -> None:
+    works = [group.send([given], target, TAG), group.recv([taken], source, TAG)]
+    for work in works:
+        work.wait()

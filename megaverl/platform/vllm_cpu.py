@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.errors import RolloutError
-from megaverl.platform.adaptation import Adaptation
+from megaverl.platform.adaptation import Adaptation, adaptation, replaces
 
 # The key-value cache when the user sets none: for this many full-length responses, up to a limit.
 DEFAULT_NUM_SEQUENCES = 128
@@ -31,31 +31,34 @@ EXPERT_WEIGHTS = ("w13_weight", "w2_weight")
 REPACK = "megaverl_repack_experts"
 
 
+ADAPTATIONS: list[Adaptation] = []
+_adapts = functools.partial(adaptation, ADAPTATIONS)
+
+
+@_adapts("quiet expected warnings")
+def _quiet_expected_warnings() -> None:
+    """vLLM looks at every attribute of every module to replace its Triton kernels, deprecated ones too."""
+    warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op.*", category=FutureWarning)
+
+
+@_adapts("weights beside packed copies")
 def _keep_weights_beside_packed() -> None:
-    """Linear layers run on oneDNN's packed copies of their weights; keep the weights too, for updates in place."""
+    """Packing linear weights for oneDNN replaces them by empty tensors, which nothing can be written to."""
     from vllm.model_executor.layers import utils
 
-    pack = utils.dispatch_cpu_unquantized_gemm
-    if hasattr(pack, "__wrapped__"):
-        return
-
-    @functools.wraps(pack)
-    def pack_and_keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+    @replaces(utils, "dispatch_cpu_unquantized_gemm")
+    def pack_and_keep(pack: Any, layer: torch.nn.Module, remove_weight: bool) -> None:
         pack(layer, remove_weight=False)
 
-    utils.dispatch_cpu_unquantized_gemm = pack_and_keep
 
-
+@_adapts("experts beside packed copies")
 def _keep_experts_beside_packed() -> None:
-    """Experts too run on packed (and padded) copies of their fused weights; keep the weights as parameters."""
+    """Packing fused expert weights puts tensors of another order, and of padded sizes, in their places; and with
+    enable_expert_parallel the kernel reads beyond a rank's experts."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    pack, run = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
-    if hasattr(pack, "__wrapped__"):
-        return
-
-    @functools.wraps(pack)
-    def pack_and_keep(self: Any, layer: torch.nn.Module) -> None:
+    @replaces(CPUUnquantizedExperts, "process_weights_after_loading")
+    def pack_and_keep(pack: Any, self: Any, layer: torch.nn.Module) -> None:
         kept = {name: getattr(layer, name) for name in EXPERT_WEIGHTS}
         pack(self, layer)  # replaces the parameters
         self.packed = [getattr(layer, name).data for name in EXPERT_WEIGHTS]
@@ -64,8 +67,8 @@ def _keep_experts_beside_packed() -> None:
         # for `repack_weights`, which finds layers and not their experts
         setattr(layer, REPACK, functools.partial(self.process_weights_after_loading, layer))
 
-    @functools.wraps(run)
-    def run_packed(self: Any, **arguments: Any) -> None:
+    @replaces(CPUUnquantizedExperts, "apply")
+    def run_packed(run: Any, self: Any, **arguments: Any) -> None:
         arguments |= dict(zip(("w1", "w2"), self.packed, strict=True))
         if arguments["expert_map"] is not None:
             # the kernel takes expert numbers for places in its weights: give it this rank's, and others no weight
@@ -73,9 +76,6 @@ def _keep_experts_beside_packed() -> None:
             arguments["topk_weights"] = arguments["topk_weights"].masked_fill(here < 0, 0.0)
             arguments["topk_ids"] = here.clamp(min=0).to(arguments["topk_ids"].dtype)
         run(self, **arguments)
-
-    CPUUnquantizedExperts.process_weights_after_loading = pack_and_keep
-    CPUUnquantizedExperts.apply = run_packed
 
 
 @contextmanager
@@ -111,20 +111,18 @@ def repack_weights(model: torch.nn.Module) -> None:
             repack()
 
 
+@_adapts("no sgl kernels")
 def _keep_biases_as_they_are() -> None:
-    """The sgl kernels (AMX machines, small 16-bit weights) would turn biases into float32 copies."""
-    import vllm.model_executor.layers.utils as utils
+    """Packing small 16-bit weights for AMX replaces their biases by float32 copies, out of an update's reach."""
+    from vllm.model_executor.layers import utils
 
-    utils.check_cpu_sgl_kernel = _no_sgl_kernel
-
-
-def _no_sgl_kernel(n: int, k: int, dtype: torch.dtype) -> bool:
-    return False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
 
 
+@_adapts("norms in one kernel")
 def _norm_in_one_kernel() -> None:
-    """vLLM's CPU build has the kernels of its norms and takes eight operators of PyTorch instead, fourteen times as
-    long for the tokens of one step."""
+    """vLLM's CPU build has the kernels of its norms and takes eight operators of PyTorch instead, a tenth of decoding a
+    small model."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     native = RMSNorm.forward_native
@@ -148,38 +146,33 @@ def _norm_in_one_kernel() -> None:
     RMSNorm.forward_cpu = forward_cpu
 
 
+@_adapts("attention without a wrapper")
 def _attend_without_a_wrapper() -> None:
-    """Custom operators hide attention from `torch.compile`, which is not used here."""
+    """Two custom operators per layer hide attention from a compiler that is not used, a fiftieth of a small model's
+    decoding."""
     from vllm.platforms.cpu import CpuPlatform
 
     CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
 
 
+@_adapts("no ranks of drawn tokens")
 def _leave_ranks_out() -> None:
-    """Every drawn token is compared with the whole vocabulary for its rank among log-probs."""
+    """Every drawn token is compared with the whole vocabulary for its rank among log-probs, which nobody reads."""
     from vllm.v1.sample import sampler
 
-    sampler.batched_count_greater_than = _no_ranks
+    sampler.batched_count_greater_than = lambda log_probs, drawn: torch.zeros(len(log_probs), dtype=torch.int64)
 
 
-def _no_ranks(log_probs: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(len(log_probs), dtype=torch.int64)
-
-
+@_adapts("shared memory by job")
 def _own_shared_memory_by_job() -> None:
-    """vLLM names it after its init method, which under torchrun is the same in every job on the machine."""
-    import vllm.v1.worker.cpu_worker as cpu_worker
+    """vLLM names it after its init method, under torchrun the same in every job on a machine: they would share one
+    tensor-parallel buffer, several machines would seem to be one, and buffers of killed ranks would stay."""
+    from vllm.v1.worker import cpu_worker
 
-    start = cpu_worker.init_worker_distributed_environment
-    if hasattr(start, "__wrapped__"):
-        return
-
-    @functools.wraps(start)
-    def start_with_unique_name(*args: Any, **kwargs: Any) -> None:
+    @replaces(cpu_worker, "init_worker_distributed_environment")
+    def start_with_unique_name(start: Any, *args: Any, **kwargs: Any) -> None:
         with unique_shared_memory():
             start(*args, **kwargs)
-
-    cpu_worker.init_worker_distributed_environment = start_with_unique_name
 
 
 @contextmanager
@@ -201,57 +194,6 @@ def shared_memory_name() -> str:
     dist.broadcast(drawn, src=0)
     machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
     return f"megaverl-{bytes(drawn.tolist()).hex()}-{machine}-{SHARED_MEMORY.stat().st_dev}"
-
-
-def _quiet_expected_warnings() -> None:
-    warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op.*", category=FutureWarning)
-
-
-ADAPTATIONS = (
-    Adaptation(
-        "quiet expected warnings",
-        "vLLM looks at every attribute of every module to replace its Triton kernels, deprecated ones too",
-        _quiet_expected_warnings,
-    ),
-    Adaptation(
-        "weights beside packed copies",
-        "packing linear weights for oneDNN replaces them by empty tensors, which nothing can be written to",
-        _keep_weights_beside_packed,
-    ),
-    Adaptation(
-        "experts beside packed copies",
-        "packing fused expert weights puts tensors of another order, and of padded sizes, in their places; and with "
-        "enable_expert_parallel the kernel reads beyond a rank's experts",
-        _keep_experts_beside_packed,
-    ),
-    Adaptation(
-        "no sgl kernels",
-        "packing small 16-bit weights for AMX replaces their biases by float32 copies, out of an update's reach",
-        _keep_biases_as_they_are,
-    ),
-    Adaptation(
-        "norms in one kernel",
-        "norms take eight operators of PyTorch each, a tenth of decoding a small model, though their kernels are there",
-        _norm_in_one_kernel,
-    ),
-    Adaptation(
-        "attention without a wrapper",
-        "two custom operators per layer hide attention from a compiler that is not used, a fiftieth of a small model's "
-        "decoding",
-        _attend_without_a_wrapper,
-    ),
-    Adaptation(
-        "no ranks of drawn tokens",
-        "what nobody reads is counted over the whole vocabulary for every token",
-        _leave_ranks_out,
-    ),
-    Adaptation(
-        "shared memory by job",
-        "under torchrun every job on a machine would share one tensor-parallel buffer, several machines would seem "
-        "to be one, and buffers of killed ranks would stay",
-        _own_shared_memory_by_job,
-    ),
-)
 
 
 def engine_defaults(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.platform import direct_exchange, platform
+from megaverl.platform import megatron_cpu, platform
 
 
 def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -23,12 +23,12 @@ def exchanged(dtype: str, in_place: bool) -> dict[str, Any]:
     for _ in range(2):
         whole = everyone[rank].clone()
         mine = whole[rank] if in_place else torch.full((5,), 7.0, dtype=kind)
-        direct_exchange.reduce_scatter(mine, whole, dist.group.WORLD)
+        megatron_cpu.reduce_scatter(mine, whole, dist.group.WORLD)
         sums.append(mine.clone())
     exact = torch.stack([each[rank].double() for each in everyone]).sum(0)
     gathered = torch.full((size, 5), 7.0, dtype=kind)
     given = gathered[rank].copy_(everyone[rank][0]) if in_place else everyone[rank][0].clone()
-    direct_exchange.all_gather(gathered, given, dist.group.WORLD)
+    megatron_cpu.all_gather(gathered, given, dist.group.WORLD)
     return {
         "sum": float((sums[0].double() - exact).abs().max()),
         "same": torch.equal(*sums),
@@ -43,13 +43,13 @@ def by_megatron_core() -> dict[str, Any]:
     from torch.distributed.distributed_c10d import _coalescing_manager
 
     seen: list[str] = []
-    direct = direct_exchange._exchange
+    direct = megatron_cpu._exchange
 
     def noted(*arguments: Any) -> None:
         seen.append("directly")
         direct(*arguments)
 
-    direct_exchange._exchange = noted
+    megatron_cpu._exchange = noted
     rank, size = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     for async_op in (False, True):
@@ -66,5 +66,5 @@ def by_megatron_core() -> dict[str, Any]:
         if async_op:
             manager.wait()
         found["in the background" if async_op else "at once"] = {"directly": len(seen), "whole": whole.tolist()}
-    direct_exchange._exchange = direct
+    megatron_cpu._exchange = direct
     return found
