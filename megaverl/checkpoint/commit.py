@@ -1,7 +1,6 @@
 """Making a checkpoint one: after every rank has reported, one rank writes the manifest, then gives the folder its name.
 
-Who that is, a `Committer` says. Until there is a coordinator it is the first rank; a coordinator that decides for
-the whole run passes the store a committer of its own, and nothing else here changes.
+Who that is, a `Committer` says: the first rank of a run of one world, and of several the coordinator.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,7 +28,7 @@ from megaverl.checkpoint.manifest import (
     write_json,
     writing,
 )
-from megaverl.distributed.collectives import gather_json, on_first_rank
+from megaverl.distributed.collectives import gather_json, on_rank
 from megaverl.errors import CheckpointError
 
 BEST_FILE = "best.json"
@@ -38,59 +37,41 @@ OLD_SUFFIX = ".old"
 logger = logging.getLogger(__name__)
 
 
-class Committer(Protocol):
-    """The ranks' agreement on a checkpoint. Every rank calls its methods at the same time."""
+@dataclass(frozen=True)
+class Committer:
+    """The ranks' agreement on a checkpoint. Every rank calls its methods at the same time.
+
+    Attributes:
+        group: all ranks that have a part in it, where they belong to several worlds with roles of their own; None:
+            they are one world.
+        planner: the one of them that commits, and plans a save for all.
+    """
+
+    group: dist.ProcessGroup | None = None
+    planner: int = 0
 
     @property
     def rank(self) -> int:
         """This rank, of those that have a part in a checkpoint."""
+        return dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
         """How many these are."""
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """All of them, where they belong to several worlds with roles of their own; None: they are one world."""
-
-    @property
-    def planner(self) -> int:
-        """The rank that commits."""
+        return dist.get_world_size(self.group)
 
     @property
     def decides(self) -> bool:
-        """Whether this rank is the one that commits, and plans a save for all."""
+        """Whether this rank is the one that commits."""
+        return self.rank == self.planner
 
     def collect(self, report: Any) -> list[Any]:
-        """Every rank's report (JSON), in rank order, at least on the rank that decides and alike where given."""
+        """Every rank's report (JSON), in rank order, on every rank."""
+        return gather_json(report, self.group)
 
     def decide(self, function: Callable[[], Any]) -> Any:
         """Call `function` on the rank that decides; its JSON result, or its error, on every rank."""
-
-
-class FirstRank:
-    """The first rank commits."""
-
-    group: dist.ProcessGroup | None = None
-    planner = 0
-
-    @property
-    def rank(self) -> int:
-        return dist.get_rank()
-
-    @property
-    def size(self) -> int:
-        return dist.get_world_size()
-
-    @property
-    def decides(self) -> bool:
-        return dist.get_rank() == 0
-
-    def collect(self, report: Any) -> list[Any]:
-        return gather_json(report)
-
-    def decide(self, function: Callable[[], Any]) -> Any:
-        return on_first_rank(function)
+        return on_rank(function, self.planner, self.group)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaverl.checkpoint.background import start_writing
 from megaverl.checkpoint.checksums import synced_record, write_bytes
-from megaverl.checkpoint.commit import Committer, FirstRank, Retention, commit, job_name, make_room, prune
+from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, make_room, prune
 from megaverl.checkpoint.manifest import (
     FIX,
     FORMAT_VERSION,
@@ -78,7 +78,7 @@ class CheckpointStore:
         warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self.root, self.retention = Path(root), retention or Retention()
-        self.committer: Committer = committer or FirstRank()
+        self.committer = committer or Committer()
         self.phase, self._warn = phase, warn
         self._stager = Stager()
         self._pending: _Pending | None = None

@@ -1,7 +1,6 @@
 """One rank decides for the whole run: gradients, versions, checkpoints, who is alive. See docs/placement.md."""
 
 from megaverl.coordinator.client import CoordinatorClient, LocalCoordinator
-from megaverl.coordinator.committer import CoordinatorCommits
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
 from megaverl.coordinator.exchange import Coordinator
 from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
@@ -10,7 +9,6 @@ from megaverl.distributed.liveness import Liveness, Timeouts
 __all__ = [
     "LocalCoordinator",
     "Coordinator",
-    "CoordinatorCommits",
     "Decision",
     "Flag",
     "GradientReport",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS, field_of
-from megaverl.distributed.p2p import Call, Sent, bytes_tensor
+from megaverl.distributed.p2p import Call, Sent
 from megaverl.distributed.ragged import Table, merge, pack, unpack
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
@@ -180,7 +180,7 @@ def _announce(fabric: Fabric, moving: Moving, table: Table | None) -> tuple[Sent
     for move in moving.moves:
         if move.source == fabric.rank and table is not None:
             header, payload = pack(table, [place[row] for row in move.rows])
-            data = bytes_tensor(header)
+            data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             sent.add(call.send(fabric.control, {move.dest: torch.tensor([_MAGIC, data.numel(), payload.numel()])}))
             sent.add(call.send(fabric.control, {move.dest: data}))
             out[move.dest] = payload.to(platform.device)

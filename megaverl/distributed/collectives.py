@@ -1,4 +1,4 @@
-"""Small agreements between ranks, as JSON in byte tensors: nothing is pickled."""
+"""Small agreements between ranks, as JSON in byte tensors: nothing is pickled; an error on one is raised on all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megaverl import errors
 from megaverl.errors import MegaverlError
@@ -20,38 +21,53 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else platform.device
 
 
+def to_bytes(value: Any) -> Tensor:
+    """`value` (anything JSON can hold) as [length] uint8."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> Any:
+    """Undo `to_bytes`."""
+    return json.loads(bytes(data.cpu().numpy()))
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Every rank's `value` (anything JSON can hold), in rank order, on every rank of `group`."""
-    size = dist.get_world_size(group)
-    if size == 1:
+    if dist.get_world_size(group) == 1:
         return [value]
-    device = device_of(group)
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    length = torch.tensor([data.numel()], dtype=torch.int64, device=device)
-    lengths = [torch.empty_like(length) for _ in range(size)]
-    dist.all_gather(lengths, length, group=group)
-    padded = torch.zeros(max(int(n) for n in lengths), dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
-    received = [torch.empty_like(padded) for _ in range(size)]
-    dist.all_gather(received, padded, group=group)
-    return [json.loads(bytes(r[: int(n)].cpu().tolist())) for r, n in zip(received, lengths, strict=True)]
+    return [from_bytes(data) for data in _gather(to_bytes(value), group)]
 
 
-def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """`value` of the rank `source` of `group`, on every rank of it."""
+    if dist.get_world_size(group) == 1:
+        return value
+    data, device = to_bytes(value).to(device_of(group)), device_of(group)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, group=group, group_src=source)
+    if dist.get_rank(group) != source:
+        data = torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, group=group, group_src=source)
+    return from_bytes(data)
+
+
+def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Concatenate `rows` [n_i, ...] of all ranks of `group` in rank order; the n_i may differ."""
-    size = dist.get_world_size(group)
-    if size == 1:
-        return rows
-    rows = rows.to(device_of(group)).contiguous()
-    count = torch.tensor([rows.shape[0]], dtype=torch.int64, device=rows.device)
+    return rows if dist.get_world_size(group) == 1 else torch.cat(_gather(rows, group))
+
+
+def _gather(rows: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+    """Every rank's `rows` [n_i, ...]."""
+    size, device = dist.get_world_size(group), device_of(group)
+    rows = rows.to(device).contiguous()
+    count = torch.tensor([rows.shape[0]], dtype=torch.int64, device=device)
     counts = [torch.empty_like(count) for _ in range(size)]
     dist.all_gather(counts, count, group=group)
-    most = max(int(n) for n in counts)
-    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded = rows.new_zeros((max(int(n) for n in counts), *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     received = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(received, padded, group=group)
-    return torch.cat([r[: int(n)] for r, n in zip(received, counts, strict=True)])
+    return [r[: int(n)] for r, n in zip(received, counts, strict=True)]
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
@@ -65,16 +81,10 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
     if not failed.item():
         return
-    report = None
-    if error is not None:
-        own = isinstance(error, MegaverlError)
-        report = [type(error).__name__ if own else "", str(error) if own else f"{type(error).__name__}: {error}"]
-    reports = gather_json(report, group)
+    reports = gather_json(None if error is None else _report(error), group)
     rank = next(rank for rank, found in enumerate(reports) if found is not None)
-    name, text = reports[rank]
-    if any(other != reports[rank] for other in reports):
-        text = f"rank {rank}: {text}"
-    raise getattr(errors, name, MegaverlError)(text) from error
+    alike = all(other == reports[rank] for other in reports)
+    raise _error(reports[rank], "" if alike else f"rank {rank}: ") from error
 
 
 @contextmanager
@@ -88,13 +98,33 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     raise_together(error, group)
 
 
-def on_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """Call `function` on the group's first rank; every rank gets its JSON result, or its error."""
-    result, error = None, None
-    if dist.get_rank(group) == 0:
+def on_rank(function: Callable[[], Any], rank: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Call `function` on one rank of `group`; every rank gets its JSON result, or its error, which names the rank."""
+    outcome: dict[str, Any] = {}
+    error: Exception | None = None
+    if dist.get_rank(group) == rank:
         try:
-            result = function()
-        except Exception as caught:  # passed on to every rank
-            error = caught
-    raise_together(error, group)
-    return gather_json(result, group)[0]
+            outcome = {"result": function()}
+        except Exception as caught:  # passed on to every rank, this one included
+            error, outcome = caught, {"error": _report(caught)}
+    outcome = broadcast_json(outcome, rank, group)
+    if "error" in outcome:
+        raise _error(outcome["error"], f"rank {rank}: " if dist.get_world_size(group) > 1 else "") from error
+    return outcome["result"]
+
+
+def on_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """`on_rank` 0."""
+    return on_rank(function, 0, group)
+
+
+def _report(error: Exception) -> list[str]:
+    """Class, where it is one of megaverl's, and text."""
+    own = isinstance(error, MegaverlError)
+    return [type(error).__name__ if own else "", str(error) if own else f"{type(error).__name__}: {error}"]
+
+
+def _error(report: list[str], who: str) -> MegaverlError:
+    name, text = report
+    error: MegaverlError = getattr(errors, name, MegaverlError)(who + text)
+    return error

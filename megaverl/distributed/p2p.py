@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megaverl.distributed.collectives import from_bytes, to_bytes
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
@@ -114,7 +114,7 @@ class Call:
 
 def send_json(fabric: Fabric, name: str, dest: int, value: Any) -> Sent:
     """A small message to one rank."""
-    data = bytes_tensor(json.dumps(value).encode())
+    data = to_bytes(value)
     call = Call(fabric, name)
     sent = call.send(fabric.control, {dest: torch.tensor([data.numel()])})
     sent.add(call.send(fabric.control, {dest: data}))
@@ -127,21 +127,4 @@ def receive_json(fabric: Fabric, name: str, source: int) -> Any:
     call.receive(fabric.control, {source: length})
     data = torch.empty(int(length), dtype=torch.uint8)
     call.receive(fabric.control, {source: data})
-    return json.loads(bytes(data.numpy()))
-
-
-def bytes_tensor(text: bytes) -> Tensor:
-    """[len] uint8."""
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def broadcast_json(fabric: Fabric, source: int, value: Any = None) -> Any:
-    """`value` of the rank `source`, on every rank of the job; all take part."""
-    mine = fabric.rank == source
-    data = bytes_tensor(json.dumps(value).encode()) if mine else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([data.numel()])
-    dist.broadcast(length, group=fabric.control, group_src=source)
-    if not mine:
-        data = torch.zeros(int(length), dtype=torch.uint8)
-    dist.broadcast(data, group=fabric.control, group_src=source)
-    return json.loads(bytes(data.numpy()))
+    return from_bytes(data)

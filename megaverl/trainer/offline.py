@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.checkpoint.commit import FirstRank
+from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.errors import MegaverlError
@@ -54,7 +54,7 @@ class OfflineTrainer(ABC):
         self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else unheard)
         self.data = self.dataset(self.train_sources)
         self.sampler = self.data.sampler(batch_size, config.run.seed, shuffle=config.data.shuffle)
-        store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, FirstRank(), console)
+        store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, Committer(), console)
         self.saving = Saving(config.checkpoint, store, console)
         restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.checkpoint.commit import Committer, FirstRank
+from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress, Rules
 from megaverl.data.batch import RolloutBatch
@@ -93,7 +93,7 @@ class Trainer:
 
     def committer(self) -> Committer:
         """Who marks a checkpoint complete."""
-        return FirstRank()
+        return Committer()
 
     def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
         """This rank's part of every role."""

@@ -18,15 +18,14 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
-from megaverl.coordinator import Coordinator, CoordinatorClient, CoordinatorCommits, Progress
+from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
 from megaverl.coordinator.island_exchange import serve_join
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
-from megaverl.distributed.collectives import together
-from megaverl.distributed.p2p import broadcast_json
+from megaverl.distributed.collectives import broadcast_json, together
 from megaverl.monitoring.console import Console
 from megaverl.trainer.async_schedule import AsyncSchedule
 from megaverl.trainer.build import Builder
@@ -78,7 +77,7 @@ class SplitTrainer(Trainer):
     # --- what this rank has ---------------------------------------------------------------------------------------
 
     def committer(self) -> Committer:
-        return CoordinatorCommits(self.fabric)
+        return Committer(self.fabric.control, self.placement.coordinator)
 
     def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
         return roles_here(builder, self.fabric, generates=generates)
@@ -346,7 +345,7 @@ class SplitTrainer(Trainer):
                 found = [evaluation.metrics, evaluation.samples]
             elif self.fabric.has("reward") and models_are_apart(self.config, self.fabric):
                 serve_scores(self.roles.reward, self.fabric)
-        metrics, samples = broadcast_json(self.fabric, self.placement.ranks["rollout"][0], found)
+        metrics, samples = broadcast_json(found, self.placement.ranks["rollout"][0], self.fabric.control)
         self.validation.note(done, Evaluation(metrics, samples))
         return dict(metrics)
 

@@ -10,7 +10,7 @@ from megaverl.config import Config
 from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow
 from megaverl.dataflow.tensor_channel import TensorChannel
-from megaverl.distributed.p2p import broadcast_json
+from megaverl.distributed.collectives import broadcast_json
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.job import Job
@@ -78,7 +78,7 @@ class StepwiseTrainer(SplitTrainer):
         self._meet(done)
         mine = [metrics for step, metrics in self.records.history if step == done]
         found = {name: value for metrics in mine for name, value in metrics.items()}
-        return dict(broadcast_json(self.fabric, self.reporter, found))
+        return dict(broadcast_json(found, self.reporter, self.fabric.control))
 
     def safe_point(self) -> None:
         """Where all meet they have agreed on it already."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaverl.checkpoint.commit import FirstRank, Retention, best_name, commit, job_name, make_room, prune, remove
+from megaverl.checkpoint.commit import Committer, Retention, best_name, commit, job_name, make_room, prune, remove
 from megaverl.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -370,4 +370,4 @@ def test_the_job_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_a_coordinator_the_first_rank_of_one_world_commits() -> None:
-    assert (FirstRank.group, FirstRank.planner) == (None, 0)
+    assert Committer() == Committer(group=None, planner=0)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.checkpoint.commit import Committer
 from megaverl.coordinator import Coordinator, GradientReport, Liveness, Participant, Rules, Timeouts
-from megaverl.coordinator.committer import CoordinatorCommits
 from megaverl.coordinator.island_exchange import IslandMember, serve_join
 from megaverl.distributed.placement import Node, parse_wanted, resolve
 from megaverl.distributed.worlds import Fabric, job_store, join
@@ -92,7 +92,7 @@ def rounds(num: int) -> dict[str, Any]:
 
 def commit_things(fabric: Fabric) -> list[Any]:
     """The protocol of the checkpoint store, with the coordinator as the one that commits."""
-    commits = CoordinatorCommits(fabric)
+    commits = Committer(fabric.control, fabric.placement.coordinator)
     collected = commits.collect({"rank": fabric.rank})
     answer = commits.decide(lambda: {"by": fabric.rank})
 

@@ -28,7 +28,7 @@ def test_decisions_reach_every_rank_of_every_role(forks: Server) -> None:
     assert critic["bytes"] == 8 * (REPORT_SIZE + DECISION_SIZE)
     for rank, told in enumerate((actor, same, critic, alone)):
         decides, collected, answer, error = told["committed"]
-        assert decides == (rank == 3) and answer == {"by": 3} and error == "the disk is full"
+        assert decides == (rank == 3) and answer == {"by": 3} and error == "rank 3: the disk is full"
         assert collected == [{"rank": other} for other in range(4)]
 
 
