@@ -1,22 +1,15 @@
-"""A role's way to the coordinator: what its update reports, and what it is told to do with the gradient."""
+"""A role's end: what its update reports to the coordinator, which may be this rank's own, and what is decided."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from torch import Tensor
 
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
+from megaverl.coordinator.exchange import Coordinator
 from megaverl.coordinator.reports import REASONS, STATISTICS, Decision, Flag, GradientReport, Verdict
 from megaverl.errors import TrainingStopped
-
-
-class Decides(Protocol):
-    """The coordinator, or what stands for it in a run of one world."""
-
-    def decide(self, role: str, report: GradientReport | None, partners: Sequence[str] = ()) -> Decision:
-        """The decision over a role's update; every rank of the role takes part."""
 
 
 class LocalCoordinator:
@@ -27,7 +20,7 @@ class LocalCoordinator:
     """
 
     def __init__(self, roles: Sequence[str], rules: Rules, progress: Progress | None = None) -> None:
-        self._seats = tuple(Participant(role, number) for number, role in enumerate(roles))
+        self._participants = tuple(Participant(role, number) for number, role in enumerate(roles))
         self._rules, self.progress = rules, progress or Progress()
 
     def decide(self, role: str, report: GradientReport | None, partners: Sequence[str] = ()) -> Decision:
@@ -37,8 +30,8 @@ class LocalCoordinator:
             TrainingStopped: the run ends here; says why.
         """
         assert report is not None, "every rank has a report"
-        number = next(n for n, seat in enumerate(self._seats) if seat.role == role)
-        decisions, self.progress = decide({number: report}, self._seats, self.progress, self._rules)
+        number = next(n for n, one in enumerate(self._participants) if one.role == role)
+        decisions, self.progress = decide({number: report}, self._participants, self.progress, self._rules)
         decision = decisions[number]
         if decision.verdict is Verdict.STOP:
             raise TrainingStopped(
@@ -59,7 +52,7 @@ class CoordinatorClient:
         oldest, newest: of the samples that are trained on; see `GradientReport`.
     """
 
-    def __init__(self, coordinator: Decides, role: str, progress: Progress) -> None:
+    def __init__(self, coordinator: Coordinator | LocalCoordinator, role: str, progress: Progress) -> None:
         self._coordinator, self._role = coordinator, role
         self._step, self._version = progress.steps.get(role, 0), progress.versions.get(role, 0)
         self.partners: tuple[str, ...] = ()

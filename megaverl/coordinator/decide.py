@@ -67,7 +67,7 @@ class Progress:
 
 def decide(
     reports: Mapping[int, GradientReport],
-    seats: Sequence[Participant],
+    participants: Sequence[Participant],
     progress: Progress,
     rules: Rules,
 ) -> tuple[dict[int, Decision], Progress]:
@@ -82,21 +82,21 @@ def decide(
     over before the first step was taken. A run with skips ends that many steps before its schedule does.
 
     Args:
-        reports: by number of the seat; all that decide together.
-        seats: all seats of the run.
+        reports: by number of the participant; all that decide together.
+        participants: all of the run.
 
-    Returns: each seat's decision, and the progress after it.
+    Returns: each participant's decision, and the progress after it.
     """
-    verdict, reason, culprit = _judge(reports, seats, progress, rules)
+    verdict, reason, culprit = _judge(reports, participants, progress, rules)
     skips = 0 if verdict is Verdict.APPLY else progress.skips + 1
     if verdict is Verdict.SKIP and reason is not Reason.OVERFLOW and skips > rules.max_skips:
         verdict, reason = Verdict.STOP, Reason.TOO_MANY_SKIPS
-    roles = dict.fromkeys(seats[number].role for number in reports)
+    roles = dict.fromkeys(participants[number].role for number in reports)
     versions = dict(progress.versions)
     steps = dict(progress.steps)
     decisions: dict[int, Decision] = {}
     for role in roles:
-        members = [number for number in reports if seats[number].role == role]
+        members = [number for number in reports if participants[number].role == role]
         before = versions.get(role, 0)
         versions[role] = before + (verdict is Verdict.APPLY)
         tokens = sum(reports[number].tokens for number in members)
@@ -108,7 +108,7 @@ def decide(
                 step=report.step,
                 verdict=verdict,
                 reason=reason,
-                seat=culprit,
+                participant=culprit,
                 version=versions[role],
                 scale=scale if verdict is Verdict.APPLY else 0.0,
                 clip=clip_factor(norm, report.max_norm) if verdict is Verdict.APPLY else 0.0,
@@ -121,12 +121,12 @@ def decide(
 
 
 def _judge(
-    reports: Mapping[int, GradientReport], seats: Sequence[Participant], progress: Progress, rules: Rules
+    reports: Mapping[int, GradientReport], participants: Sequence[Participant], progress: Progress, rules: Rules
 ) -> tuple[Verdict, Reason, int]:
     """The gravest of what is wrong, and with whom."""
     found: list[tuple[Verdict, Reason, int]] = []
     for number in sorted(reports):
-        report, role = reports[number], seats[number].role
+        report, role = reports[number], participants[number].role
         if report.step != progress.steps.get(role, 0):
             found.append((Verdict.STOP, Reason.OUT_OF_STEP, number))
         if report.version != progress.versions.get(role, 0):
@@ -138,8 +138,8 @@ def _judge(
             found.append((bad, Reason.NOT_FINITE, number))
         if rules.max_staleness is not None and report.newest - report.oldest > rules.max_staleness:
             found.append((Verdict.SKIP, Reason.STALE, number))
-    for role in dict.fromkeys(seats[number].role for number in reports):
-        found += _judge_role(role, {n: r for n, r in reports.items() if seats[n].role == role}, rules)
+    for role in dict.fromkeys(participants[number].role for number in reports):
+        found += _judge_role(role, {n: r for n, r in reports.items() if participants[n].role == role}, rules)
     if not found:
         return Verdict.APPLY, Reason.FINE, -1
     return max(found, key=lambda one: (one[0], -one[1], -one[2]))

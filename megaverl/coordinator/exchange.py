@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import math
 import queue
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
+import torch
+
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
-from megaverl.coordinator.packed_message import PackedMessage
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
     REASONS,
@@ -28,15 +28,14 @@ from megaverl.coordinator.reports import (
     Reason,
     Verdict,
 )
+from megaverl.distributed.failures import cause_of
 from megaverl.distributed.liveness import Liveness
+from megaverl.distributed.p2p import Call, Sent
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
 
-# Kinds of messages between the same two ranks; the seat's number is added.
-_REPORTS, _DECISIONS, _RELAYS = 0x100000, 0x200000, 0x300000
 # How much longer a role waits for a decision than the coordinator for its reports, so that it hears who is missing.
 GRACE = timedelta(seconds=10)
-_SOURCE = re.compile(r"^\[[^\]]*:\d+\] ")
 _FOREVER = timedelta(days=365)
 
 
@@ -44,7 +43,7 @@ class Coordinator:
     """One rank's end of it; made on every rank of the job, with the same arguments.
 
     Args:
-        seats: who reports; a role's islands are seats of their own.
+        participants: who reports; a role's islands each do.
         progress: of the run so far; used on the coordinator's rank.
         liveness: names the rank at fault where one is lost.
     """
@@ -52,28 +51,24 @@ class Coordinator:
     def __init__(
         self,
         fabric: Fabric,
-        seats: Sequence[Participant],
+        participants: Sequence[Participant],
         rules: Rules,
         *,
         progress: Progress | None = None,
         liveness: Liveness | None = None,
     ) -> None:
-        self.fabric, self.seats, self.liveness = fabric, tuple(seats), liveness
+        self.fabric, self.participants, self.liveness = fabric, tuple(participants), liveness
         self.bytes_sent = self.bytes_received = 0
-        self._seconds, self._bytes_told = 0.0, 0
+        self._seconds, self._bytes_counted = 0.0, 0
         self.rank = fabric.placement.coordinator
-        self._report, self._decision = PackedMessage(REPORT_SIZE), PackedMessage(DECISION_SIZE)
-        self._own: dict[int, queue.Queue[Decision]] = {}
-        self._service: Service | None = None
-        if fabric.rank == self.rank:
-            self._own = {n: queue.Queue() for n, seat in enumerate(self.seats) if seat.rank == fabric.rank}
-            self._service = Service(self, rules, progress or Progress())
+        self._sent = Sent()
+        self._server = Server(self, rules, progress or Progress()) if fabric.rank == self.rank else None
 
     @property
     def progress(self) -> Progress:
         """Where the run stands; on the coordinator's rank."""
-        assert self._service is not None, "only the coordinator knows"
-        return self._service.progress
+        assert self._server is not None, "only the coordinator knows"
+        return self._server.progress
 
     def decide(self, role: str, report: GradientReport | None, partners: Sequence[str] = ()) -> Decision:
         """The decision over this role's update; every rank of the role takes part.
@@ -86,22 +81,22 @@ class Coordinator:
             TrainingStopped: the run ends here, by a rule or because a rank is lost; says why, and who.
         """
         start = time.perf_counter()
-        number = self._seat_of(role)
-        seat = self.seats[number]
-        self._settle(self._decision)  # of the update before
-        if self.fabric.rank == seat.rank:
+        number = self._number_of(role)
+        reporter, ranks = self.participants[number], self.fabric.world.ranks
+        self._settle()  # of the update before
+        if self.fabric.rank == reporter.rank:
             if report is None:
-                raise ValueError(f"the first rank of {seat} reports")
+                raise ValueError(f"the first rank of {reporter} reports")
             together = {role, *partners}
-            bits = sum(1 << n for n, other in enumerate(self.seats) if other.role in together)
+            bits = sum(1 << n for n, other in enumerate(self.participants) if other.role in together)
             decision = self._ask(number, replace(report, partners=bits))
         else:
-            parent = tree_parent(self.fabric.world.ranks, seat.rank, self.fabric.rank)
-            decision = self._hear(parent, _RELAYS + number)
-        self._relay(number)
+            decision = self._hear(tree_parent(ranks, reporter.rank, self.fabric.rank), _relay_name(reporter))
+        for child in tree_children(ranks, reporter.rank, self.fabric.rank):
+            self._sent.add(self.send(child, _relay_name(reporter), decision.numbers()))
         self._seconds += max(0.0, time.perf_counter() - start - decision.waited)
         if decision.verdict is Verdict.STOP:
-            self._settle(self._decision)
+            self._settle()
             raise TrainingStopped(self._why(decision))
         return decision
 
@@ -109,8 +104,8 @@ class Coordinator:
         """What decisions have cost this rank since this was last asked: milliseconds, without the wait for partners,
         and bytes that it sent and got."""
         seconds, self._seconds = self._seconds, 0.0
-        before, self._bytes_told = self._bytes_told, self.bytes_sent + self.bytes_received
-        return {"coordinator/exchange_ms": seconds * 1e3, "coordinator/bytes": float(self._bytes_told - before)}
+        before, self._bytes_counted = self._bytes_counted, self.bytes_sent + self.bytes_received
+        return {"coordinator/exchange_ms": seconds * 1e3, "coordinator/bytes": float(self._bytes_counted - before)}
 
     def close(self) -> None:
         """The first ranks say that no report will follow; every rank of the job calls it at the end.
@@ -120,95 +115,106 @@ class Coordinator:
         Raises:
             TrainingStopped: on the coordinator, if the run was stopped: the same as on the roles.
         """
-        self._settle(self._decision)
-        for number, seat in enumerate(self.seats):
-            if seat.rank == self.fabric.rank and self._service is None:
-                self._send(self._report, GradientReport(0, 0, 0.0, 0.0, flags=Flag.DONE), _REPORTS + number)
-                self._settle(self._report)
-        if self._service is not None:
-            self._service.close()
-            if self._service.end is not None:
-                raise TrainingStopped(self._why(self._service.end))
+        self._settle()
+        if self._server is not None:
+            self._server.close()
+            if self._server.end is not None:
+                raise TrainingStopped(self._why(self._server.end))
+            return
+        done = GradientReport(0, 0, 0.0, 0.0, flags=Flag.DONE).numbers()
+        for reporter in self.participants:
+            if reporter.rank == self.fabric.rank:
+                self._sent.add(self.send(self.rank, _report_name(reporter), done))
+        self._settle()
 
-    def _seat_of(self, role: str) -> int:
-        """The seat of this rank in a role: its island's."""
-        for number, seat in enumerate(self.seats):
-            if seat.role == role and seat.rank in self.fabric.world.ranks:
-                return number
-        raise ValueError(f"no seat of {role} is in the world {self.fabric.world.name}")
+    def send(self, peer: int, name: str, numbers: Sequence[float]) -> Sent:
+        """Numbers on their way to one rank."""
+        data = torch.tensor(numbers, dtype=torch.float64)
+        self.bytes_sent += data.nbytes
+        return Call(self.fabric, name).send(self.fabric.control, {peer: data})
 
-    def _ask(self, number: int, report: GradientReport) -> Decision:
-        if self._service is None:
-            self._send(self._report, report, _REPORTS + number)
-            decision = self._hear(self.rank, _DECISIONS + number)
-            self._settle(self._report)  # it has long arrived
-            return decision
-        self._service.take(number, report)
-        patience = self.fabric.timeout + GRACE
-        try:
-            decision = self._own[number].get(timeout=patience.total_seconds())
-        except queue.Empty as error:
-            raise self._lost(self.rank, f"no decision over {self.seats[number]}", error) from error
-        self._decision.write(decision.numbers())
-        return decision
+    def receive(self, peer: int, name: str, count: int, patience: timedelta) -> list[float]:
+        """Numbers from one rank, when they are here."""
+        data = torch.empty(count, dtype=torch.float64)
+        Call(self.fabric, name, patience).receive(self.fabric.control, {peer: data})
+        self.bytes_received += data.nbytes
+        return data.tolist()
 
-    def _relay(self, number: int) -> None:
-        """The decision that was heard, down a binary tree over the world's ranks, whose root is the seat's first."""
-        for child in tree_children(self.fabric.world.ranks, self.seats[number].rank, self.fabric.rank):
-            self._decision.send(self.fabric.control, child, _RELAYS + number)
-            self.bytes_sent += self._decision.num_bytes
-
-    def _send(self, letter: PackedMessage, report: GradientReport, tag: int) -> None:
-        letter.write(report.numbers())
-        letter.send(self.fabric.control, self.rank, tag)
-        self.bytes_sent += letter.num_bytes
-
-    def _settle(self, letter: PackedMessage) -> None:
-        try:
-            letter.settle(self.fabric.timeout)
-        except RuntimeError as error:
-            raise self._lost(letter.peer, "sending to it failed", error) from error
-
-    def _hear(self, source: int, tag: int) -> Decision:
-        try:
-            numbers = self._decision.receive(self.fabric.control, source, tag, self.fabric.timeout + GRACE)
-        except RuntimeError as error:
-            raise self._lost(source, "nothing came from it", error) from error
-        self.bytes_received += self._decision.num_bytes
-        return Decision.of(numbers)
-
-    def _lost(self, peer: int, what: str, error: Exception) -> TrainingStopped:
-        text = f"{self.fabric.describe(peer)} died or stalled: {what} ({cause_of(error)}){self._last_heard(peer)}"
-        return TrainingStopped(self.liveness.settle(_hearing(self.liveness), text) if self.liveness else text)
-
-    def _last_heard(self, rank: int) -> str:
+    def last_heard(self, rank: int) -> str:
+        """What is known of a rank, to be added to what it has failed to do."""
         heard = self.liveness.last_heard(rank) if self.liveness else ""
         return f"; when last heard of, {heard}" if heard else ""
 
+    def _number_of(self, role: str) -> int:
+        """Of the participant in whose role, or island of it, this rank is."""
+        for number, participant in enumerate(self.participants):
+            if participant.role == role and participant.rank in self.fabric.world.ranks:
+                return number
+        raise ValueError(f"nobody reports on {role} in the world {self.fabric.world.name}")
+
+    def _ask(self, number: int, report: GradientReport) -> Decision:
+        reporter = self.participants[number]
+        if self._server is None:
+            self._sent.add(self.send(self.rank, _report_name(reporter), report.numbers()))
+            return self._hear(self.rank, _decision_name(reporter))
+        self._server.take(number, report)
+        try:
+            return self._server.own[number].get(timeout=(self.fabric.timeout + GRACE).total_seconds())
+        except queue.Empty as error:
+            text = f"{self.fabric.describe(self.rank)} died or stalled: no decision over {reporter}"
+            raise self._stopped(text + self.last_heard(self.rank)) from error
+
+    def _hear(self, source: int, name: str) -> Decision:
+        try:
+            return Decision.of(self.receive(source, name, DECISION_SIZE, GRACE))
+        except TrainingStopped as error:
+            raise self._stopped(f"{error}{self.last_heard(source)}") from error
+
+    def _settle(self) -> None:
+        """Until all that was sent has left."""
+        try:
+            self._sent.wait()
+        except TrainingStopped as error:
+            raise self._stopped(str(error)) from error
+
     def _why(self, decision: Decision) -> str:
         if decision.reason is Reason.LOST:
-            seat = self.seats[decision.seat]
-            text = f"{self.fabric.describe(seat.rank)} died or stalled: no report of {seat} came"
-            return self.liveness.settle(_hearing(self.liveness), text) if self.liveness else text
-        who = f"{self.seats[decision.seat]}: " if decision.seat >= 0 else ""
+            lost = self.participants[decision.participant]
+            text = f"{self.fabric.describe(lost.rank)} died or stalled: no report of {lost} came"
+            return str(self._stopped(text))
+        who = f"{self.participants[decision.participant]}: " if decision.participant >= 0 else ""
         return f"update {decision.step} is not made, and the run ends: {who}{REASONS[decision.reason]}."
 
+    def _stopped(self, text: str) -> TrainingStopped:
+        """What the liveness, which sees more than one message, finds to be the reason; else `text`."""
+        seen = self.liveness
+        return TrainingStopped(seen.settle(seen.timeouts.until_found, text) if seen is not None else text)
 
-class Service:
+
+class Server:
     """The coordinator itself: the thread that takes the last of the reports that belong together decides, and answers.
 
     One lock: a report is handled whole before the next.
+
+    Attributes:
+        own: decisions for participants on the coordinator's own rank.
+        end: the decision that stopped the run.
     """
 
     def __init__(self, end: Coordinator, rules: Rules, progress: Progress) -> None:
         self._end, self._rules = end, rules
         self.progress = progress
-        self.end: Decision | None = None  # that stopped the run
+        self.end: Decision | None = None
+        self.own: dict[int, queue.Queue[Decision]] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._reports: dict[int, tuple[GradientReport, float]] = {}
-        self._answers = [PackedMessage(DECISION_SIZE) for _ in end.seats]
-        remote = [number for number, seat in enumerate(end.seats) if seat.rank != end.fabric.rank]
-        self._listeners = [threading.Thread(target=self._listen, args=(number,), daemon=True) for number in remote]
+        self._answers = [Sent() for _ in end.participants]
+        self._listeners: list[threading.Thread] = []
+        for number, participant in enumerate(end.participants):
+            if participant.rank == end.fabric.rank:
+                self.own[number] = queue.Queue()
+            else:
+                self._listeners.append(threading.Thread(target=self._listen, args=(number,), daemon=True))
         watch = threading.Thread(target=self._watch, name="coordinator", daemon=True)
         for thread in (*self._listeners, watch):
             thread.start()
@@ -220,7 +226,7 @@ class Service:
         self._closed.set()
 
     def take(self, number: int, report: GradientReport) -> None:
-        """A report of a seat: decide over every set of partners that is complete with it."""
+        """A participant's report: decide over every set of partners that is complete with it."""
         with self._lock:
             self._reports[number] = (report, time.monotonic())
             if self.end is not None:
@@ -229,23 +235,23 @@ class Service:
                 now = time.monotonic()
                 waited = {n: now - self._reports[n][1] for n in members}
                 found = {n: self._reports.pop(n)[0] for n in members}
-                decisions, self.progress = decide(found, self._end.seats, self.progress, self._rules)
+                decisions, self.progress = decide(found, self._end.participants, self.progress, self._rules)
                 for n, decision in decisions.items():
                     if decision.verdict is Verdict.STOP:
                         self.end = decision
-                    self._tell(n, replace(decision, waited=waited[n]))
+                    self._answer(n, replace(decision, waited=waited[n]))
 
     def _listen(self, number: int) -> None:
-        """Reports of one seat, for as long as it reports."""
-        fabric, seat, letter = self._end.fabric, self._end.seats[number], PackedMessage(REPORT_SIZE)
+        """Reports of one participant, for as long as it reports."""
+        reporter = self._end.participants[number]
         while True:
             try:
-                report = GradientReport.of(letter.receive(fabric.control, seat.rank, _REPORTS + number, _FOREVER))
-            except (RuntimeError, TrainingStopped) as error:
+                numbers = self._end.receive(reporter.rank, _report_name(reporter), REPORT_SIZE, _FOREVER)
+                report = GradientReport.of(numbers)
+            except TrainingStopped as error:
                 with self._lock:
-                    self._fail(number, cause_of(error))
+                    self._fail(number, cause_of(error.__cause__ or error))
                 return
-            self._end.bytes_received += letter.num_bytes
             if Flag.DONE in report.flags:
                 return
             self.take(number, report)
@@ -262,18 +268,17 @@ class Service:
     def _missing(self) -> int:
         bits = min(self._reports.values(), key=lambda one: one[1])[0].partners
         with_it = [n for n, (report, _) in self._reports.items() if report.partners == bits]
-        return next(n for n in range(len(self._end.seats)) if bits >> n & 1 and n not in with_it)
+        return next(n for n in range(len(self._end.participants)) if bits >> n & 1 and n not in with_it)
 
     def _fail(self, lost: int, why: str) -> None:
-        """A seat will not report any more: all that have reported, and all that will, are told so."""
+        """A participant will not report any more: all that have reported, and all that will, hear so."""
         if self.end is None:
-            end = self._end
-            seat = end.seats[lost]
+            end, reporter = self._end, self._end.participants[lost]
             # the liveness sees more than this thread: what the rank, and those of its world, were doing
-            if end.liveness is not None and not end.liveness.wait(_hearing(end.liveness)):
+            if end.liveness is not None and not end.liveness.wait(end.liveness.timeouts.until_found):
                 end.liveness.accuse(
-                    f"{end.fabric.describe(seat.rank)} died or stalled: no report of {seat} came ({why})"
-                    f"{end._last_heard(seat.rank)}"
+                    f"{end.fabric.describe(reporter.rank)} died or stalled: no report of {reporter} came ({why})"
+                    f"{end.last_heard(reporter.rank)}"
                 )
             self.end = Decision(0, Verdict.STOP, Reason.LOST, lost)
         self._refuse_all()
@@ -282,45 +287,44 @@ class Service:
         assert self.end is not None
         for number in list(self._reports):
             report, _ = self._reports.pop(number)
-            self._tell(number, replace(self.end, step=report.step))
+            self._answer(number, replace(self.end, step=report.step))
 
-    def _tell(self, number: int, decision: Decision) -> None:
-        end, seat, letter = self._end, self._end.seats[number], self._answers[number]
-        if seat.rank == end.fabric.rank:
-            end._own[number].put(decision)
+    def _answer(self, number: int, decision: Decision) -> None:
+        reporter = self._end.participants[number]
+        if number in self.own:
+            self.own[number].put(decision)
             return
         try:
-            letter.settle(end.fabric.timeout)  # of the update before: it has reported since, and so has it
-            letter.write(decision.numbers())
-            letter.send(end.fabric.control, seat.rank, _DECISIONS + number)
-            end.bytes_sent += letter.num_bytes
+            self._answers[number].wait()  # of the update before: the participant has reported since, and so has it
+            self._answers[number] = self._end.send(reporter.rank, _decision_name(reporter), decision.numbers())
             if decision.verdict is Verdict.STOP:
-                letter.settle(end.fabric.timeout)
-        except RuntimeError as error:
-            self._fail(number, cause_of(error))
+                self._answers[number].wait()
+        except TrainingStopped as error:
+            self._fail(number, cause_of(error.__cause__ or error))
 
 
-def cause_of(error: Exception) -> str:
-    """What a transport says, in short: without the place in its source, and the causes that it guesses."""
-    said = str(error).splitlines()[0] if str(error) else "no answer"
-    return _SOURCE.sub("", said).partition(". ")[0][:160]
+def _report_name(participant: Participant) -> str:
+    return f"the report of {participant}"
+
+
+def _decision_name(participant: Participant) -> str:
+    return f"the decision over {participant}"
+
+
+def _relay_name(participant: Participant) -> str:
+    return f"the decision over {participant}, passed on"
 
 
 def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:
-    """The seats of reports that name each other, all of which have come; none yet: empty.
+    """The participants whose reports name each other, all of which have come; none yet: empty.
 
-    A seat may still be at an update that it is alone in, while one that will decide with it is further.
+    One may still be at an update that it is alone in, while one that will decide with it is further.
     """
     for report in (reports[number] for number in sorted(reports)):
         members = [n for n in range(report.partners.bit_length()) if report.partners >> n & 1]
         if all(n in reports and reports[n].partners == report.partners for n in members):
             return members
     return []
-
-
-def _hearing(liveness: Liveness) -> float:
-    """Seconds within which a rank that is gone is found to be: two beats to miss it, two to tell."""
-    return 4 * liveness.patience.interval + 0.5
 
 
 def tree_children(ranks: Sequence[int], root: int, rank: int) -> list[int]:

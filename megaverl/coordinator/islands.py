@@ -2,16 +2,25 @@
 
 K = 1: each island's gradient of its own samples becomes the gradient of all samples, and every island takes the same
 step. K > 1 (DiLoCo, arXiv 2311.08105): each takes K steps of its own; then the mean way that they went is the gradient
-of an outer optimizer, SGD with Nesterov momentum, that all take alike. Pure: what goes to the others is in
-`island_exchange`.
+of an outer optimizer, SGD with Nesterov momentum, that all take alike. Either goes through the coordinator: bucket by
+bucket up, the sum down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+from megaverl.distributed.p2p import Call
+from megaverl.distributed.worlds import Fabric
+from megaverl.errors import TrainingStopped
+from megaverl.platform import platform
+
+# Elements of a bucket: what the coordinator holds of each island at a time.
+BUCKET = 1 << 22
+_NAME = "joining the islands' gradients"
 
 
 class Compressor:
@@ -73,3 +82,127 @@ class OuterOptimizer:
         for name in self._start:
             self._start[name].copy_(state["start"][name])
             self._buffer[name].copy_(state["buffer"][name])
+
+
+class IslandMember:
+    """A rank of an island. The ranks at the same place of every island hold the same part of the model.
+
+    Args:
+        compress: send bfloat16 with error feedback; what comes back is float32.
+    """
+
+    def __init__(self, fabric: Fabric, *, compress: bool = False, bucket: int = BUCKET) -> None:
+        self._fabric, self._bucket = fabric, bucket
+        self._compressor = Compressor() if compress else None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What rounding has taken away and not given back yet."""
+        return self._compressor.state_dict() if self._compressor else {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._compressor is not None:
+            self._compressor.load_state_dict(state)
+
+    def join(self, gradients: Mapping[str, Tensor], *, tokens: float, divided_by: float) -> float:
+        """Turn this island's gradients, in place, into those of the mean loss over the tokens of all islands.
+
+        Every rank of every island takes part, with tensors of the same shapes in the same order, and the coordinator
+        with `serve_join`.
+
+        Args:
+            tokens: of this island's loss. divided_by: what that loss was divided by.
+
+        Returns: the tokens of all islands.
+
+        Raises:
+            TrainingStopped: islands that do not fit together, or a coordinator that is lost.
+        """
+        fabric, call, coordinator = self._fabric, Call(self._fabric, _NAME), self._fabric.placement.coordinator
+        count = sum(tensor.numel() for tensor in gradients.values())
+        numbers = torch.tensor([count, tokens, self._bucket, self._compressor is not None], dtype=torch.float64)
+        call.send(fabric.control, {coordinator: numbers}).wait()
+        call.receive(fabric.control, {coordinator: numbers})
+        if numbers[0] != count:
+            raise TrainingStopped(
+                f"the actor's islands differ: {fabric.describe(fabric.rank)} has {count} elements of gradient, and the "
+                f"first island's rank {int(numbers[0])}, or another bucket or compression. All islands need one grid."
+            )
+        total = float(numbers[1])
+        if total <= 0:
+            raise TrainingStopped("no island has a token to train on.")
+        group = fabric.group if fabric.has_device(coordinator) else fabric.control
+        device = platform.device if fabric.has_device(coordinator) else torch.device("cpu")
+        for number, views in enumerate(_buckets(gradients, self._bucket)):
+            flat = torch.cat([view.float() for view in views]) * (divided_by / total)
+            wire = self._compressor.compress(str(number), flat) if self._compressor else flat
+            call.send(group, {coordinator: wire.to(device)}).wait()
+            answer = torch.empty(flat.shape, dtype=flat.dtype, device=device)
+            call.receive(group, {coordinator: answer})
+            for view, part in zip(views, answer.split([view.numel() for view in views]), strict=True):
+                view.copy_(part)
+        return total
+
+
+def serve_join(fabric: Fabric) -> None:
+    """The coordinator's part of one `join`: adds up what comes, island by island in their order, in float64.
+
+    Its memory is a bucket of each island, whatever the model's size. With K > 1 it serves every K-th step.
+
+    Raises:
+        TrainingStopped: islands that do not fit together (their ranks raise as well), or one that is lost.
+    """
+    call, islands = Call(fabric, _NAME), fabric.placement.islands
+    numbers = {rank: torch.zeros(4, dtype=torch.float64) for ranks in islands for rank in ranks}
+    call.receive(fabric.control, numbers)
+    places = list(zip(*islands, strict=True))
+    shapes = {rank: [count, bucket, compressed] for rank, (count, _, bucket, compressed) in _lists(numbers).items()}
+    differ = [ranks for ranks in places if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)]
+    tokens = sum(float(numbers[ranks[0]][1]) for ranks in islands)
+    answers: dict[int, Tensor] = {}
+    for ranks in places:
+        answer = numbers[ranks[0]].clone()
+        answer[0], answer[1] = -1.0 if differ else answer[0], tokens
+        answers |= dict.fromkeys(ranks, answer)
+    call.send(fabric.control, answers).wait()
+    if differ:
+        raise TrainingStopped(f"the actor's islands differ at the ranks {differ}: all islands need one grid.")
+    if tokens <= 0:
+        raise TrainingStopped("no island has a token to train on.")
+    sizes = {ranks: [int(number) for number in shapes[ranks[0]]] for ranks in places}
+    longest = max((-(-count // bucket) for count, bucket, _ in sizes.values()), default=0)
+    for start in range(longest):  # the first bucket of all places before the second of any
+        for ranks, (count, bucket, compressed) in sizes.items():
+            if (size := min(bucket, count - start * bucket)) > 0:
+                _join_bucket(fabric, ranks, size, torch.bfloat16 if compressed else torch.float32)
+
+
+def _lists(numbers: Mapping[int, Tensor]) -> dict[int, list[float]]:
+    return {rank: found.tolist() for rank, found in numbers.items()}
+
+
+def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
+    call = Call(fabric, _NAME)
+    parts = {rank: torch.empty(size, dtype=dtype, device=platform.device) for rank in ranks}
+    joined = torch.zeros(size, dtype=torch.float64, device=platform.device)
+    for rank, part in parts.items():
+        call.receive(fabric.group, {rank: part})
+        joined += part
+    call.send(fabric.group, dict.fromkeys(ranks, joined.float())).wait()
+
+
+def _buckets(gradients: Mapping[str, Tensor], bucket: int) -> Iterator[list[Tensor]]:
+    """Views of all elements in their order, `bucket` of them at a time, the last ones fewer."""
+    views: list[Tensor] = []
+    free = bucket
+    for tensor in gradients.values():
+        flat = tensor.view(-1)
+        start = 0
+        while start < flat.numel():
+            view = flat[start : start + free]
+            views.append(view)
+            start, free = start + view.numel(), free - view.numel()
+            if free == 0:
+                yield views
+                views, free = [], bucket
+    if views:
+        yield views

@@ -1,4 +1,4 @@
-"""What a role says of its gradient, and what it is told to do with it: a few numbers each, always as many."""
+"""What a role reports of its gradient, and the decision that comes back: a few numbers each, always as many."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, IntFlag
+from typing import Any, get_type_hints
 
 from megaverl.errors import TrainingStopped
 
@@ -13,9 +14,8 @@ from megaverl.errors import TrainingStopped
 STATISTICS = ("loss", "kl", "entropy", "ratio", "clipped", "value_error", "advantage", "reward")
 _KNOWN = frozenset(STATISTICS)
 _MAGIC = 5010.0
-_HEAD = 11
-REPORT_SIZE = _HEAD + 3 * len(STATISTICS)
 DECISION_SIZE = 11
+REPORT_SIZE = 11 + 3 * len(STATISTICS)
 
 Moments = tuple[float, float, float]
 NONE: Moments = (0.0, 0.0, 0.0)
@@ -42,7 +42,7 @@ class GradientReport:
         squared_norm: of the gradient as it stands.
         oldest, newest: versions of the engines' weights: that generated its oldest sample; that they have now.
         flags: see `Flag`.
-        partners: bits of the seats that decide together with this one.
+        partners: bits of the participants that decide together with this one.
         max_norm: to which the role wants its gradient clipped; 0: not clipped.
         statistics: name -> count, sum, sum of squares.
     """
@@ -67,13 +67,10 @@ class GradientReport:
 
     def numbers(self) -> list[float]:
         """As REPORT_SIZE numbers."""
-        numbers = [_MAGIC, self.step, self.version, self.tokens, self.divided_by, self.squared_norm, self.oldest]
-        numbers += [int(self.flags), self.partners, self.newest, self.max_norm]
         if not self.statistics.keys() <= _KNOWN:
             raise ValueError(f"statistics {sorted(self.statistics.keys() - _KNOWN)} are none of {STATISTICS}")
-        for name in STATISTICS:
-            numbers += self.statistics.get(name, NONE)
-        return numbers
+        moments = [self.statistics.get(name, NONE) for name in STATISTICS]
+        return [*_pack(self), *(number for each in moments for number in each)]
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> GradientReport:
@@ -82,24 +79,10 @@ class GradientReport:
         Raises:
             TrainingStopped: these are others.
         """
-        if len(numbers) != REPORT_SIZE or numbers[0] != _MAGIC:
-            raise TrainingStopped(f"a message of {len(numbers)} numbers came where a gradient report was expected")
-        _, step, version, tokens, divided_by, squared_norm, oldest, flags, partners, newest, max_norm = numbers[:_HEAD]
-        rest = numbers[_HEAD:]
+        found = _unpack(cls, numbers, REPORT_SIZE, "a gradient report")
+        rest = numbers[-3 * len(STATISTICS) :]
         moments = {name: (rest[3 * i], rest[3 * i + 1], rest[3 * i + 2]) for i, name in enumerate(STATISTICS)}
-        return cls(
-            int(step),
-            int(version),
-            tokens,
-            squared_norm,
-            divided_by,
-            int(oldest),
-            int(newest),
-            Flag(int(flags)),
-            int(partners),
-            max_norm,
-            {name: found for name, found in moments.items() if found != NONE},
-        )
+        return cls(**found, statistics={name: three for name, three in moments.items() if three != NONE})
 
 
 class Verdict(IntEnum):
@@ -147,7 +130,7 @@ class Decision:
 
     Attributes:
         step: of the update that it is about.
-        seat: number of the role or island at fault; -1: none.
+        participant: number of the role or island at fault; -1: none.
         version: of the weights after it.
         scale: what the gradient is multiplied by, so that its loss is the mean over all tokens of all islands.
         clip: what it is then multiplied by, so that its norm is at most the limit; 1 where it is.
@@ -159,7 +142,7 @@ class Decision:
     step: int
     verdict: Verdict
     reason: Reason = Reason.FINE
-    seat: int = -1
+    participant: int = -1
     version: int = 0
     scale: float = 1.0
     clip: float = 1.0
@@ -173,8 +156,7 @@ class Decision:
 
     def numbers(self) -> list[float]:
         """As DECISION_SIZE numbers."""
-        numbers = [_MAGIC, self.step, self.verdict, self.reason, self.seat, self.version, self.scale, self.clip]
-        return [*numbers, self.norm, self.schedule_step, self.waited]
+        return _pack(self)
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> Decision:
@@ -183,18 +165,22 @@ class Decision:
         Raises:
             TrainingStopped: these are others.
         """
-        if len(numbers) != DECISION_SIZE or numbers[0] != _MAGIC:
-            raise TrainingStopped(f"a message of {len(numbers)} numbers came where a decision was expected")
-        _, step, verdict, reason, seat, version, scale, clip, norm, schedule_step, waited = numbers
-        return cls(
-            int(step),
-            Verdict(int(verdict)),
-            Reason(int(reason)),
-            int(seat),
-            int(version),
-            scale,
-            clip,
-            norm,
-            int(schedule_step),
-            waited,
-        )
+        return cls(**_unpack(cls, numbers, DECISION_SIZE, "a decision"))
+
+
+# The fields that are one number each, and what they are.
+_KINDS = {
+    message.__name__: {name: kind for name, kind in get_type_hints(message).items() if name != "statistics"}
+    for message in (GradientReport, Decision)
+}
+
+
+def _pack(message: GradientReport | Decision) -> list[float]:
+    return [_MAGIC, *(float(getattr(message, name)) for name in _KINDS[type(message).__name__])]
+
+
+def _unpack(message: type, numbers: Sequence[float], size: int, what: str) -> dict[str, Any]:
+    if len(numbers) != size or numbers[0] != _MAGIC:
+        raise TrainingStopped(f"a message of {len(numbers)} numbers came where {what} was expected")
+    kinds = zip(_KINDS[message.__name__].items(), numbers[1:], strict=False)
+    return {name: number if kind is float else kind(int(number)) for (name, kind), number in kinds}

@@ -1,8 +1,12 @@
-"""Who failed: a rank that cannot go on says whom it waits for, and all learn which rank is at the root."""
+"""Waiting for other ranks with a deadline; and when one does not answer, which rank is at the root of it.
+
+A rank that cannot go on says whom it waits for, and all learn who is the one that waits for nobody.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -10,15 +14,59 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from megaverl.errors import ReshardError
+from megaverl.platform import platform
 
 # How long a rank waits to hear whether the rank that it blames has itself been waiting for another.
 GRACE_SECONDS = 2.0
-POLL_SECONDS = 0.05
+POLL_SECONDS, DEVICE_POLL_SECONDS = 0.05, 1e-4
 
 _made: Counter[str] = Counter()  # so that all ranks of a group name their resharders alike
+
+
+def wait(work: dist.Work, timeout: timedelta | None) -> None:
+    """Wait for an operation; on CUDA only the current stream does: see `wait_for_event`.
+
+    Raises:
+        RuntimeError: it failed, or took longer than `timeout` (None: than the group's own).
+    """
+    if platform.is_cuda or timeout is None:
+        work.wait()
+    else:
+        work.wait(timeout)
+
+
+def record_event() -> torch.cuda.Event | None:
+    """An event behind all that the current stream has been given; None without CUDA."""
+    if not platform.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+def wait_for_event(event: torch.cuda.Event | None, timeout: timedelta | None) -> None:
+    """Wait until the device has come to the event.
+
+    Raises:
+        TimeoutError: it took longer than `timeout`.
+    """
+    if event is None:
+        return
+    end = None if timeout is None else time.monotonic() + timeout.total_seconds()
+    while not event.query():
+        if end is not None and time.monotonic() > end:
+            raise TimeoutError("no answer on the device")
+        time.sleep(DEVICE_POLL_SECONDS)
+
+
+def cause_of(error: BaseException) -> str:
+    """What a transport says, in short: without the place in its source, and the causes that it guesses."""
+    said = str(error).splitlines()[0] if str(error) else "no answer"
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", said).partition(". ")[0][:160]
 
 
 class Report(NamedTuple):
@@ -79,7 +127,7 @@ class Failures:
         here = "" if root.reporter == self._rank else f" Rank {self._rank} was {what}."
         return ReshardError(
             f"{who} died or stalled while the weights of version {version} moved: rank {root.reporter}, {root.doing}, "
-            f"got no answer {waited}.{here} ({type(error).__name__}: {str(error).splitlines()[0][:200]})"
+            f"got no answer {waited}.{here} ({type(error).__name__}: {cause_of(error)})"
         )
 
     def _missing(self, store: dist.Store, prefix: str, what: str) -> Report | None:

@@ -38,6 +38,11 @@ class Timeouts:
     lost_after: float = 30.0
     grace: float = 4.0
 
+    @property
+    def until_found(self) -> float:
+        """Seconds within which a rank that is gone is found to be: two beats to miss it, two to say so."""
+        return 4 * self.interval + 0.5
+
 
 class Liveness:
     """Of one rank; every rank of the job makes one.
@@ -58,14 +63,14 @@ class Liveness:
         size: int,
         *,
         coordinator: int,
-        patience: Timeouts,
+        timeouts: Timeouts,
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
         world: str = "",
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
         exit_code: int = 1,
     ) -> None:
         self.rank, self.size, self.coordinator = rank, size, coordinator
-        self.patience, self.name, self._say, self._exit_code = patience, name, say, exit_code
+        self.timeouts, self.name, self._say, self._exit_code = timeouts, name, say, exit_code
         self.verdict: str | None = None
         self._told = threading.Event()
         self._stop = threading.Event()
@@ -103,7 +108,7 @@ class Liveness:
         """This rank ends of its own accord, and so may the others."""
         self._left = True
         self._stop.set()
-        self._thread.join(timeout=2 * self.patience.interval)
+        self._thread.join(timeout=2 * self.timeouts.interval)
         self._try_to_publish()
 
     def accuse(self, text: str) -> str:
@@ -134,7 +139,7 @@ class Liveness:
         self._stop.set()
         verdict = self.verdict or self.accuse(otherwise)
         if self._store_ends_with_me():
-            time.sleep(3 * self.patience.interval)  # others must read it first
+            time.sleep(3 * self.timeouts.interval)  # others must read it first
         return verdict
 
     def _store_ends_with_me(self) -> bool:
@@ -157,7 +162,7 @@ class Liveness:
         what = f"{type(error).__name__}: {error}"
         own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
         silent = _SILENCE.search(_chain(error)) is not None
-        verdict = self.settle(self.patience.lost_after + 3 * self.patience.interval if silent else 0.0, own)
+        verdict = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own)
         return None if verdict.endswith(what) else verdict  # an error that all ranks have, each of them tells
 
     def _guard(self) -> None:
@@ -166,14 +171,14 @@ class Liveness:
         It counts its own rounds, so that an interpreter that was busy elsewhere counts for nothing.
         """
         rounds, seen = 0, self._rounds
-        while not self._stop.wait(self.patience.interval):
+        while not self._stop.wait(self.timeouts.interval):
             rounds, seen = (0, self._rounds) if seen != self._rounds else (rounds + 1, seen)
-            if rounds * self.patience.interval > self.patience.lost_after:
-                self._end(self._without_a_store(silent=rounds * self.patience.interval))
+            if rounds * self.timeouts.interval > self.timeouts.lost_after:
+                self._end(self._without_a_store(silent=rounds * self.timeouts.interval))
 
     def _watch(self) -> None:
         try:
-            while not self._stop.wait(self.patience.interval):
+            while not self._stop.wait(self.timeouts.interval):
                 self._rounds += 1
                 self._publish()
                 if verdict := self._look():
@@ -208,16 +213,16 @@ class Liveness:
                 self._seen[rank] = (beat, now)
         beats = {rank: beat for rank, (beat, _) in self._seen.items()}
         silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
-        text = who_is_gone(beats, silent, self.patience.lost_after, self.name, _is_gone)
+        text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name, _is_gone)
         if not text and self.rank == self.coordinator:
-            text = who_stalls(beats, self.patience.stalled_after, self.name)
+            text = who_stalls(beats, self.timeouts.stalled_after, self.name)
         return self.accuse(text) if text else ""
 
     def _end(self, verdict: str) -> None:
         """Pass on the verdict, and end the process unless it ends by itself."""
         self.verdict = verdict
         self._told.set()
-        if self._stop.wait(self.patience.grace):
+        if self._stop.wait(self.timeouts.grace):
             return
         if not verdict.endswith(_interrupted_here()):  # here, who started the ranks says so
             self._say(f"{verdict}. {self.name(self.rank)} was in {self._doing}; the run ends.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,16 +13,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.distributed.collectives import from_bytes, to_bytes
+from megaverl.distributed.failures import cause_of
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
-from megaverl.platform import platform
 
 
 @dataclass
 class Sent:
     """Messages on their way; their tensors are kept until they have left."""
 
-    _under_way: list[tuple[Call, int, Any, Tensor]] = field(default_factory=list)
+    _under_way: list[tuple[Call, int, dist.Work, Tensor]] = field(default_factory=list)
 
     def add(self, other: Sent) -> None:
         self._under_way += other._under_way
@@ -37,17 +38,22 @@ class Sent:
             TrainingStopped: a rank did not take one in time, by number and role.
         """
         while self._under_way:
-            call, peer, work, _ = self._under_way[0]
-            call.wait(work, peer)
+            call, peer, work, tensor = self._under_way[0]
+            call.wait(work, peer, tensor)
             del self._under_way[0]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Sends and receives under one name, with a deadline; under different names they do not mix (gloo)."""
+    """Sends and receives under one name, with a deadline; under different names they do not mix (gloo).
+
+    Attributes:
+        patience: how much longer than the fabric's timeout a message may take.
+    """
 
     fabric: Fabric
     name: str
+    patience: timedelta = timedelta(0)
 
     @property
     def _tag(self) -> int:
@@ -61,7 +67,8 @@ class Call:
                 try:
                     work = dist.isend(tensor, group=group, group_dst=peer, tag=self._tag)
                 except RuntimeError as error:
-                    raise self._blame(peer, error) from error
+                    raise self._lost(peer, error) from error
+                assert work is not None
                 sent._under_way.append((self, peer, work, tensor))
         return sent
 
@@ -71,44 +78,45 @@ class Call:
         for peer, tensor in into.items():
             if tensor.numel():
                 try:
-                    works.append((peer, dist.irecv(tensor, group=group, group_src=peer, tag=self._tag)))
+                    work = dist.irecv(tensor, group=group, group_src=peer, tag=self._tag)
                 except RuntimeError as error:
-                    raise self._blame(peer, error) from error
-        for peer, work in works:
-            self.wait(work, peer)
+                    raise self._lost(peer, error) from error
+                assert work is not None
+                works.append((work, peer, tensor))
+        for one in works:
+            self.wait(*one)
 
     def exchange(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
         """`out` by receiver, `into` by sender, all in one batch: NCCL would let two ranks wait for each other else."""
-        peers = [peer for peer, tensor in into.items() if tensor.numel()]
-        operations = [dist.P2POp(dist.irecv, into[peer], group=group, group_peer=peer, tag=self._tag) for peer in peers]
-        for peer, tensor in out.items():
-            if tensor.numel():
-                peers.append(peer)
-                operations.append(dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=self._tag))
-        if not peers:
+        moving: list[tuple[Callable[..., dist.Work | None], int, Tensor]]
+        moving = [(dist.irecv, peer, tensor) for peer, tensor in into.items() if tensor.numel()]
+        moving += [(dist.isend, peer, tensor) for peer, tensor in out.items() if tensor.numel()]
+        if not moving:
             return
+        operations = [dist.P2POp(move, tensor, None, group, self._tag, peer) for move, peer, tensor in moving]
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._blame(peers[0], error) from error
-        for work, peer in zip(works, peers, strict=False):  # NCCL gives one work for all; gloo one for each
-            self.wait(work, peer)
+            raise self._lost(moving[0][1], error) from error
+        for work, (_, peer, tensor) in zip(works, moving, strict=False):  # NCCL gives one for all; gloo one for each
+            self.wait(work, peer, tensor)
 
-    def wait(self, work: Any, peer: int) -> None:
+    def wait(self, work: dist.Work, peer: int, tensor: Tensor) -> None:
+        """Until a message from or to a peer has come or left."""
         try:
-            if platform.is_cuda:
+            if tensor.is_cuda:
                 work.wait()
                 torch.cuda.current_stream().synchronize()
             else:
-                work.wait(self.fabric.timeout)
+                work.wait(self.fabric.timeout + self.patience)
         except RuntimeError as error:
-            raise self._blame(peer, error) from error
+            raise self._lost(peer, error) from error
 
-    def _blame(self, peer: int, error: Exception) -> TrainingStopped:
+    def _lost(self, peer: int, error: Exception) -> TrainingStopped:
         return TrainingStopped(
             f"{self.name}: {self.fabric.describe(peer)} died or stalled: nothing went between it and rank "
-            f"{self.fabric.rank} within {self.fabric.timeout.total_seconds():g} s "
-            f"({str(error).splitlines()[0][:200]})"
+            f"{self.fabric.rank} within {(self.fabric.timeout + self.patience).total_seconds():g} s "
+            f"({cause_of(error)})"
         )
 
 

@@ -18,8 +18,7 @@ from safetensors.torch import load_file, save
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics
 from megaverl.config.coordinator import CoordinatorConfig
-from megaverl.coordinator.island_exchange import IslandMember, serve_join
-from megaverl.coordinator.islands import OuterOptimizer
+from megaverl.coordinator.islands import IslandMember, OuterOptimizer, serve_join
 from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.p2p import receive_json, send_json
 from megaverl.distributed.worlds import Fabric

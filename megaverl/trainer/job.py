@@ -84,7 +84,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         rank,
         size,
         coordinator=placement.coordinator,
-        patience=Timeouts(
+        timeouts=Timeouts(
             stalled_after=seconds,
             interval=min(1.0, seconds / 10),
             lost_after=min(LOST_AFTER, seconds),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
-from megaverl.coordinator.island_exchange import serve_join
+from megaverl.coordinator.islands import serve_join
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.dataflow import DataFlow

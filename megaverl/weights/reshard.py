@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.distributed.collectives import gather_json, together
-from megaverl.distributed.deadlines import record_event, wait, wait_for_event
-from megaverl.distributed.failures import GRACE_SECONDS, Failures
+from megaverl.distributed.failures import GRACE_SECONDS, Failures, record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.plan import Plan, Transfer

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
 from megaverl.coordinator import Coordinator, GradientReport, Liveness, Participant, Rules, Timeouts
-from megaverl.coordinator.island_exchange import IslandMember, serve_join
+from megaverl.coordinator.islands import IslandMember, serve_join
 from megaverl.distributed.placement import Node, parse_wanted, resolve
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import CheckpointError, TrainingStopped
@@ -28,12 +28,12 @@ ROLES = {"actor": "0-1", "critic": 2, "coordinator": 3}
 def make(timeout: float = 30.0) -> tuple[Fabric, Coordinator, Liveness]:
     fabric = start({**ROLES, "rollout": "actor"})
     fabric = replace(fabric, timeout=timedelta(seconds=timeout))
-    patience = Timeouts(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
+    timeouts = Timeouts(stalled_after=1.0, interval=0.1, lost_after=5.0, grace=0.5)
     liveness = Liveness(
-        fabric.store, fabric.rank, 4, coordinator=3, patience=patience, name=fabric.describe, world=fabric.world.name
+        fabric.store, fabric.rank, 4, coordinator=3, timeouts=timeouts, name=fabric.describe, world=fabric.world.name
     )
-    seats = (Participant("actor", 0), Participant("critic", 2))
-    return fabric, Coordinator(fabric, seats, Rules(max_staleness=1), liveness=liveness), liveness
+    participants = (Participant("actor", 0), Participant("critic", 2))
+    return fabric, Coordinator(fabric, participants, Rules(max_staleness=1), liveness=liveness), liveness
 
 
 def role_of(fabric: Fabric) -> str:

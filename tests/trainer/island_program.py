@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.coordinator import CoordinatorConfig
 from megaverl.config.roles import LoraConfig, OffloadConfig
-from megaverl.coordinator.island_exchange import serve_join
+from megaverl.coordinator.islands import serve_join
 from megaverl.distributed.placement import Node, parse_wanted, resolve
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.sharding.model_spec import ModelSpec

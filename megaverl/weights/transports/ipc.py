@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.distributed.collectives import gather_json
-from megaverl.distributed.deadlines import record_event, wait, wait_for_event
+from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer

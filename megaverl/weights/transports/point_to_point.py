@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.deadlines import record_event, wait, wait_for_event
+from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
