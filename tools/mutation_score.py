@@ -80,7 +80,14 @@ TARGETS = (
     Target(("data/prefix_packing.py",), ("tests/data/test_prefix_packing.py",)),
     Target(("models/packing.py",), ("tests/models/test_packing.py",)),
     Target(("coordinator/decide.py",), ("tests/coordinator/test_decide.py",)),
-    Target(("placement/*.py",), ("tests/distributed/placement", "tests/planner/test_placed.py")),
+    Target(
+        ("distributed/placement.py", "distributed/placement_resolver.py"),
+        (
+            "tests/distributed/test_placement.py",
+            "tests/distributed/test_placement_edges.py",
+            "tests/planner/test_placed.py",
+        ),
+    ),
     Target(
         ("checkpoint/commit.py", "checkpoint/manifest.py"),
         ("tests/checkpoint/test_files.py", "tests/checkpoint/test_commit.py"),

@@ -10,9 +10,10 @@ from megaverl.config.errors import ConfigIssue, divisors, listed
 from megaverl.config.placement import CLAIMS, placement_mistakes, role_grids
 from megaverl.config.roles import GridConfig
 from megaverl.config.schema import Config
-from megaverl.distributed.placement import ResolvedPlacement, problems_of, resolve
-from megaverl.distributed.placement import smallest_world as smallest_placed_world
-from megaverl.distributed.placement.fit import grid_problem
+from megaverl.distributed.grid import grid_problem
+from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.distributed.placement_resolver import problems_of, resolve
+from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
 from megaverl.sharding.model_spec import ModelSpec
 
 # Commands that build every role.

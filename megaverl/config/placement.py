@@ -9,11 +9,12 @@ from pydantic import Field
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.section import Positive, Section
-from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement, Wanted, parse_wanted, resolve
+from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement, Wanted, parse_wanted
+from megaverl.distributed.placement_resolver import resolve
 
 if TYPE_CHECKING:
     from megaverl.config.schema import Config
-    from megaverl.distributed.placement.fit import GridSizes
+    from megaverl.distributed.grid import GridSizes
 
 Place = int | str | list[int | str] | dict[str, Any] | None
 _DEVICES = "_devices"

@@ -1,9 +1,10 @@
-"""The shape of a parallel grid and the place of a rank in it: pure arithmetic."""
+"""The shape of a parallel grid, the place of a rank in it, and whether it fills so many ranks: pure arithmetic."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple, Protocol
 
 from megaverl.errors import GridError
 
@@ -53,13 +54,8 @@ class GridShape:
             size = getattr(self, name)
             if size is not None and size < 1:
                 raise GridError(f"{name}={size}: a parallel size is at least 1.")
-        stage = self.tp * self.cp * self.dp
-        if stage % (self.expert_tp * self.ep):
-            raise GridError(
-                f"etp={self.expert_tp} x ep={self.ep} does not divide the {stage} ranks of a pipeline stage "
-                f"(tp={self.tp} x cp={self.cp} x dp={self.dp}). Sizes of ep that fit: "
-                f"{_divisors(stage // self.expert_tp) if stage % self.expert_tp == 0 else 'none with this etp'}."
-            )
+        if problem := grid_problem(self, self.world_size, f"{self.world_size} ranks"):
+            raise GridError(problem)
 
     @classmethod
     def fit(
@@ -77,15 +73,12 @@ class GridShape:
         """The grid whose data-parallel size fills `world_size`.
 
         Raises:
-            GridError: `tp * cp * pp` does not divide the world; names the numbers and what would fit.
+            GridError: the sizes do not divide the world; names the numbers and what would fit.
         """
-        size = tp * cp * pp
-        if size < 1 or world_size % size:
-            raise GridError(
-                f"{role}: tp={tp} x cp={cp} x pp={pp} = {size} does not divide the world of {world_size} ranks. "
-                f"Products that fit: {_divisors(world_size)}; or start a multiple of {max(size, 1)} processes."
-            )
-        return cls(tp=tp, cp=cp, ep=ep, pp=pp, dp=world_size // size, vpp=vpp, etp=etp)
+        sizes, ranks = _Sizes(tp, cp, pp, ep, etp), f"{world_size} ranks"
+        if problem := grid_problem(sizes, world_size, ranks, "the world of", "start a multiple of {} processes"):
+            raise GridError(f"{role}: {problem}")
+        return cls(tp=tp, cp=cp, ep=ep, pp=pp, dp=world_size // (tp * cp * pp), vpp=vpp, etp=etp)
 
     @property
     def expert_tp(self) -> int:
@@ -130,6 +123,55 @@ class GridShape:
             f" {name}{size}" for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp or 1)) if size > 1
         )
         return f"tp{self.tp} pp{self.pp} dp{self.dp}{extra}"
+
+
+class GridSizes(Protocol):
+    """Sizes of a role's grid; the data-parallel size is what is left. `GridConfig` and `GridShape` are such."""
+
+    @property
+    def tp(self) -> int: ...
+    @property
+    def cp(self) -> int: ...
+    @property
+    def pp(self) -> int: ...
+    @property
+    def ep(self) -> int: ...
+    @property
+    def etp(self) -> int | None: ...
+
+
+class _Sizes(NamedTuple):
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    etp: int | None
+
+
+def grid_problem(
+    grid: GridSizes, num_ranks: int, ranks: str, whose: str = "its", fix: str = "give it a multiple of {} ranks"
+) -> str:
+    """What is wrong with a grid on so many ranks; empty where it fits.
+
+    `tp * cp * pp` divides the ranks, and `etp * ep` the ranks of a pipeline stage.
+
+    Args:
+        ranks, whose, fix: how the message calls the ranks, and what it advises.
+    """
+    size = grid.tp * grid.cp * grid.pp
+    if size < 1 or num_ranks % size:
+        return (
+            f"tp={grid.tp} x cp={grid.cp} x pp={grid.pp} = {size} does not divide {whose} {ranks}. Products that fit: "
+            f"{_divisors(num_ranks)}; or {fix.format(max(size, 1))}."
+        )
+    stage, expert = num_ranks // grid.pp, grid.etp or grid.tp
+    if stage % (expert * grid.ep):
+        fitting = _divisors(stage // expert) if stage % expert == 0 else f"none with etp={expert}"
+        return (
+            f"etp={expert} x ep={grid.ep} does not divide the {stage} ranks of a pipeline stage ({ranks} / "
+            f"pp={grid.pp}). Sizes of ep that fit: {fitting}."
+        )
+    return ""
 
 
 def _unravel(rank: int, sizes: tuple[int, ...]) -> list[int]:

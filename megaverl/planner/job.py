@@ -13,7 +13,8 @@ from megaverl.config.grids import grid_mistakes, is_placed, used_roles
 from megaverl.config.placement import resolve_placement, role_grids
 from megaverl.config.roles import GridConfig, TrainedConfig, recompute_fields
 from megaverl.distributed.grid import GridShape
-from megaverl.distributed.placement import Node, ResolvedPlacement, resolve
+from megaverl.distributed.placement import Node, ResolvedPlacement
+from megaverl.distributed.placement_resolver import resolve
 from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model
 from megaverl.planner.buffers import ITEMSIZE

@@ -23,7 +23,8 @@ from megaverl.config.grids import is_placed, placed_mistakes, used_roles
 from megaverl.config.placement import CLAIMS, resolve_placement, role_grids
 from megaverl.coordinator import Liveness, Timeouts
 from megaverl.distributed.collectives import device_of
-from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims, resolve
+from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
+from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import ConfigError

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from megaverl.checkpoint.commit import Committer
 from megaverl.coordinator import Coordinator, GradientReport, Liveness, Participant, Rules, Timeouts
 from megaverl.coordinator.islands import IslandMember, serve_join
-from megaverl.distributed.placement import Node, parse_wanted, resolve
+from megaverl.distributed.placement import Node, parse_wanted
+from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import CheckpointError, TrainingStopped
 from tests.distributed.ranks import start

@@ -18,7 +18,8 @@ from megaverl.dataflow.redistribute import Reads
 from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
 from megaverl.dataflow.tensor_channel import TensorChannel
 from megaverl.distributed.collectives import gather_json
-from megaverl.distributed.placement import parse_wanted, resolve
+from megaverl.distributed.placement import parse_wanted
+from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.errors import DataError

@@ -76,7 +76,7 @@ def test_a_size_below_one_is_named(sizes: dict[str, int]) -> None:
 def test_experts_that_do_not_divide_a_stage_are_told_what_would() -> None:
     with pytest.raises(GridError, match=r"etp=1 x ep=3 .* the 4 ranks .* ep that fit: 1, 2, 4\."):
         GridShape(tp=2, dp=2, etp=1, ep=3)
-    with pytest.raises(GridError, match=r"ep that fit: none with this etp\."):
+    with pytest.raises(GridError, match=r"ep that fit: none with etp=3\."):
         GridShape(tp=2, dp=2, etp=3)
 
 

@@ -8,9 +8,10 @@ from megaverl.config.placement import Sizes
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.grid import GridShape
-from megaverl.distributed.placement import PlacementError, ResolvedPlacement, parse_wanted, resolve
+from megaverl.distributed.placement import PlacementError, ResolvedPlacement, parse_wanted
+from megaverl.distributed.placement_resolver import resolve
 from megaverl.sharding.rows import Rows, plan_moves, rows_of_grid
-from tests.distributed.placement.test_placement import random_job
+from tests.distributed.test_placement import random_job
 
 NUM_ROWS = 8
 TRAINED_BY = {"reward": "scores", "reference": "ref_log_probs", "critic": "values"}

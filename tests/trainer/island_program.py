@@ -14,7 +14,8 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.coordinator import CoordinatorConfig
 from megaverl.config.roles import LoraConfig, OffloadConfig
 from megaverl.coordinator.islands import serve_join
-from megaverl.distributed.placement import Node, parse_wanted, resolve
+from megaverl.distributed.placement import Node, parse_wanted
+from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.worlds import Fabric, job_store, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megaverl.distributed.placement import parse_wanted, resolve
+from megaverl.distributed.placement import parse_wanted
+from megaverl.distributed.placement_resolver import resolve
 from megaverl.trainer.schedule import Schedule
 
 ROLES = {"rollout": 0, "reward": 1, "critic": 2, "reference": 3, "actor": 4}

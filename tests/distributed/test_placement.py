@@ -21,11 +21,9 @@ from megaverl.distributed.placement import (
     parse_claims,
     parse_ranks,
     parse_wanted,
-    problems_of,
     ranks_text,
-    resolve,
-    smallest_world,
 )
+from megaverl.distributed.placement_resolver import problems_of, resolve, smallest_world
 
 PPO: dict[str, Sizes | None] = {role: Sizes() for role in ("actor", "critic", "reference", "rollout")} | {
     "reward": None

@@ -6,12 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.distributed.grid import GridShape
-from megaverl.distributed.placement import PlacementError, parse_claims, parse_wanted, smallest_world
-from megaverl.distributed.placement.fit import grid_problem
-from megaverl.distributed.placement.resolved import Node, ResolvedPlacement, World, ranks_named
+from megaverl.distributed.grid import GridShape, grid_problem
+from megaverl.distributed.placement import (
+    Node,
+    PlacementError,
+    ResolvedPlacement,
+    World,
+    parse_claims,
+    parse_wanted,
+    ranks_named,
+)
+from megaverl.distributed.placement_resolver import smallest_world
 from megaverl.errors import GridError
-from tests.distributed.placement.test_placement import PPO, Sizes, place, refusals
+from tests.distributed.test_placement import PPO, Sizes, place, refusals
 
 SMALL = st.integers(1, 4)
 

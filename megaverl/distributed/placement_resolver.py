@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megaverl.distributed.placement.fit import GridSizes, grid_problem
-from megaverl.distributed.placement.problems import PlacementError, PlacementProblem
-from megaverl.distributed.placement.resolved import Node, ResolvedPlacement, World, ranks_named
-from megaverl.distributed.placement.wanted import ROLES, Wanted
+from megaverl.distributed.grid import GridSizes, grid_problem
+from megaverl.distributed.placement import (
+    ROLES,
+    Node,
+    PlacementError,
+    PlacementProblem,
+    ResolvedPlacement,
+    Wanted,
+    World,
+    ranks_named,
+)
 
 # Whose ranks a role has when nobody says; the actor then takes what is left.
 DEFAULTS = {"critic": "actor", "reference": "actor", "rollout": "actor", "reward": "rollout", "coordinator": "actor"}
