@@ -200,7 +200,8 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
     builder = Builder(config)
     actor = builder.model(config.actor, "actor")
     rollout = builder.rollout(actor)
-    stats = rollout.reshard()
+    assert rollout.sync is not None
+    stats = rollout.sync.reshard()
     dest_of, dest = rollout.engine.layouts(actor.weights, builder.spec), rollout.engine.named_parameters()
     if flip_a_bit and dist.get_rank() == dist.get_world_size() - 1:
         _flip_a_bit(dest, actor.parameters)

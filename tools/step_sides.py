@@ -257,7 +257,7 @@ def watch_roles(trainer: Any) -> Stopwatch:
         watch.wrap(policy.model, "score", lambda: "log_probs")
     watch.wrap(roles.actor.model, "forward_backward", lambda: "update")
     watch.wrap(roles.actor.trainable, "update", lambda: "update_and_optimizer")
-    watch.wrap(roles.rollout, "reshard", lambda: "reshard")
+    watch.wrap(roles.sync, "reshard", lambda: "reshard")
     return watch
 
 

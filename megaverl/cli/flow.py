@@ -58,7 +58,8 @@ def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
     """
     from megaverl.rollout.environments import agents_of
     from megaverl.trainer.agents import agents_flow
-    from megaverl.trainer.step import RLStep, Roles
+    from megaverl.trainer.roles import Roles
+    from megaverl.trainer.step import RLStep
     from megaverl.trainer.stored_rollouts import RolloutFolder
 
     places = None

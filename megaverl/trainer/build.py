@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,6 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.job import patience
 from megaverl.workers.actor_critic import ActorCritic
 from megaverl.workers.adapters import load_adapter_folder
-from megaverl.workers.apart import Between, Elsewhere, EngineElsewhere, SeenFrom, actor_seen_from
 from megaverl.workers.critic import Critic
 from megaverl.workers.implicit_reward import ImplicitRewardModel
 from megaverl.workers.megatron_model import MegatronModel
@@ -45,11 +44,13 @@ from megaverl.workers.offload import place_for
 from megaverl.workers.pairs import RewardModel
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
+from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel
-from megaverl.workers.rollout import Rollout, adopting
+from megaverl.workers.rollout import Rollout
 from megaverl.workers.teacher import Teacher
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.transformers_reward import TransformersRewardModel
+from megaverl.workers.weight_sync import ActorWeights, SyncRanks, WeightSync, adopting
 
 
 @dataclass
@@ -225,7 +226,7 @@ class Builder:
             model.keep_away(place)
         return Policy(model, temperature=self.temperature, micro_batch_tokens=config.micro_batch_tokens)
 
-    def teach(self, actor: Actor, reference: Policy | None) -> None:
+    def teach(self, actor: Actor, reference: Policy | RemoteWorker | None) -> None:
         """Give the actor its teacher, if `algorithm.distillation` wants one."""
         algorithm = self.config.algorithm
         if algorithm.divergence_name is None:
@@ -239,20 +240,30 @@ class Builder:
     def rollout(self, actor: MegatronModel | None, engine: Engine | None = None) -> Rollout:
         """The engine, or a further actor's use of one; with an actor its weights come from there, else from the
         model folder."""
-        config = self.config
+        world, reshard = default_group(), self.config.reshard
+        if actor is None:
+            return Rollout(engine or self._engine(weights_come=False, on_load=None), world)
+        if self.config.environment.agents == "own":  # the engine holds one agent's weights after the other's
+            reshard = reshard.model_copy(update={"alias": "never"})
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        world, reshard = default_group(), config.reshard
 
         def node_of(rank: int) -> int:
             return rank // ranks_per_node
 
-        on_load = adopting(actor, world, node_of, reshard) if actor else None
-        engine = engine or self._engine(weights_come=actor is not None, on_load=on_load)
-        layouts = engine.layouts(actor.weights, self.spec) if actor else None
-        return Rollout(engine, layouts, actor, world, node_of, reshard, self._reshard_timeout)
+        engine = engine or self._engine(weights_come=True, on_load=adopting(actor, world, node_of, reshard))
+        sync = WeightSync(
+            ActorWeights.of(actor),
+            engine.layouts(actor.weights, self.spec),
+            engine,
+            world,
+            node_of=node_of,
+            config=reshard,
+            timeout=self._reshard_timeout,
+        )
+        return Rollout(engine, world, sync)
 
-    def rollout_apart(self, actor: MegatronModel | None) -> Rollout:
-        """This rank's side of the engines, or of what fills them, where actor and engines share no rank.
+    def remote_rollout(self, actor: MegatronModel | None) -> tuple[WeightSync, Rollout | None]:
+        """This rank's part in filling the engines, and its engine if it has one, where actor and engines share no rank.
 
         The ranks of both take part; `actor` is this rank's model, None on those of the engines.
         """
@@ -262,28 +273,27 @@ class Builder:
         source, dest = placement.islands[0], placement.ranks["rollout"]
         members = tuple(sorted({*source, *dest}))
         group = join_some(fabric, "weights", members)
-        between = Between(group, members, source, dest, lambda place: placement.node_of(members[place]))
-        weights = weights_of(self.spec)
-        engine: Engine = EngineElsewhere()
-        of_engines = engine_layouts(config.rollout, weights, self.spec)
+        ranks = SyncRanks(group, members, source, dest, lambda place: placement.node_of(members[place]))
+        weights, engine = weights_of(self.spec), None
         if actor is None:
             shape = GridShape.fit(len(source), **grid_sizes(config.actor), role="actor")
-            section = config.actor
-            model = actor_seen_from(between, self.spec, shape, self.dtype, section.megatron, section.lora)
+            held = ActorWeights.elsewhere(self.spec, shape, self.dtype, config.actor.megatron, config.actor.lora)
             engine = self._engine(weights_come=True, on_load=None)
-            of_engines = engine.layouts(weights, self.spec)
+            layouts = engine.layouts(weights, self.spec)
         else:
-            model = SeenFrom(actor, between.from_actor(actor.layout_of))
-        return Rollout(
+            held = ActorWeights.of(actor)
+            layouts = engine_layouts(config.rollout, weights, self.spec)
+        sync = WeightSync(
+            replace(held, layout_of=ranks.from_actor(held.layout_of)),
+            ranks.to_engines(layouts),
             engine,
-            between.to_engines(of_engines),
-            model,
             default_group(),
-            between.node_of,
-            config.reshard,
-            self._reshard_timeout,
-            between.group,
+            node_of=ranks.node_of,
+            config=config.reshard,
+            timeout=self._reshard_timeout,
+            group=ranks.group,
         )
+        return sync, Rollout(engine, default_group(), sync) if engine is not None else None
 
     def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Engine:
         """This world's engines; `weights_come` from an actor, so that none are read."""
@@ -339,10 +349,8 @@ class Builder:
             reward = build_reward(others, may_be_empty=may_be_empty, modules=config.reward_modules)
         learned = []
         for entry in models:
-            if not models_are_here:
-                learned.append(LearnedReward(entry.label, entry.weight, cast(Any, Elsewhere("reward"))))
-                continue
-            learned.append(LearnedReward(entry.label, entry.weight, self._reward_model(entry, trained)))
+            model = self._reward_model(entry, trained) if models_are_here else RemoteWorker("reward")
+            learned.append(LearnedReward(entry.label, entry.weight, model))
         return RewardRole(reward, self.tokenizer, default_group(), learned)
 
     def _reward_model(self, entry: RewardConfig, trained: TrainableModel | None) -> ScoringModel:

@@ -37,7 +37,7 @@ Finished = Callable[[int, RolloutBatch], None]
 
 def generate(
     config: Config,
-    rollout: Rollout,
+    rollout: Rollout | AgentRollouts,
     prompts: Sequence[PromptRecord],
     step: int,
     *,
@@ -89,7 +89,7 @@ class Draws:
 
 
 def responses(
-    rollout: Rollout,
+    rollout: Rollout | AgentRollouts,
     prompts: Sequence[PromptRecord],
     sampling: Sampling,
     draws: Draws,
@@ -110,6 +110,7 @@ def responses(
     if player is not None:
         played = episodes(rollout, repeated, sampling, draws, player)
         return episodes_batch(repeated, played, player.agents, group_ids)
+    assert isinstance(rollout, Rollout), "agents of their own write in episodes"
     token_ids = [prompt.token_ids for prompt in repeated]
     seeds = [draws.seed(sample) for sample in range(len(repeated))]
     if function is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -19,24 +18,16 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import DataError
+from megaverl.trainer.roles import Roles
 from megaverl.workers.megatron_model import MicroBatch
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
-from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.reward import RewardRole, Scores
-from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.policy import Actor
+from megaverl.workers.remote import local
+from megaverl.workers.reward import Scores
 from megaverl.workers.updates import share
 
 Metrics = dict[str, float]
-
-
-class MixRoles(Protocol):
-    """What of a run's roles the updates need."""
-
-    actor: Actor
-    reference: Policy | None
-    reward: RewardRole
-    learned: TrainableModel | None
 
 
 class Mix:
@@ -47,12 +38,12 @@ class Mix:
         record: called with a name and the metrics of an update.
     """
 
-    def __init__(self, config: Config, roles: Callable[[], MixRoles], record: Callable[[str, Metrics], None]) -> None:
+    def __init__(self, config: Config, roles: Callable[[], Roles], record: Callable[[str, Metrics], None]) -> None:
         self.config, self._roles, self.record = config, roles, record
 
     @property
     def actor(self) -> Actor:
-        return self._roles().actor
+        return local(self._roles().actor)
 
     def add_to(self, flow: DataFlow, *, before: Sequence[str]) -> None:
         """An operator for each entry, between the actor's update and these."""
@@ -96,7 +87,7 @@ class Mix:
             micro_batch_tokens=self.actor.micro_batch_tokens,
             weight=entry.weight,
         )
-        reference = self._roles().reference if self.config.preference_needs_reference else None
+        reference = local(self._roles().reference) if self.config.preference_needs_reference else None
         return updates.update(rollouts.select(pairs), reference) | {"samples": float(len(pairs))}
 
     def _reward_model(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:

@@ -25,13 +25,13 @@ from megaverl.trainer.async_schedule import read_ahead
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, unheard
 from megaverl.trainer.records import Records
+from megaverl.trainer.roles import Roles, make_roles
 from megaverl.trainer.samples import sample_records
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, export_model, settle_file, tokenizer_digest
-from megaverl.trainer.step import RLStep, Roles
+from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
 from megaverl.workers.reward import Scores
-from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
 
 # After these a run may leave in the middle of a step: nothing is trained yet.
@@ -97,24 +97,7 @@ class Trainer:
 
     def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
         """This rank's part of every role."""
-        config = self.config
-        player = builder.player()
-        heads = len(player.agents) if player else 1
-        actor = builder.actor(heads)
-        reference = builder.reference(actor.model) if config.uses_reference else None
-        builder.teach(actor, reference)
-        learned = builder.learned_reward() if any(each.update == "reward_model" for each in config.mix) else None
-        return Roles(
-            actor=actor,
-            critic=builder.critic(heads) if config.uses_critic else None,
-            reference=reference,
-            reward=builder.reward(learned),
-            learned=learned,
-            implicit=builder.implicit_reward() if config.estimator_reads("implicit_rewards") else None,
-            kl=builder.kl_controller(),
-            player=player,
-            rollout=builder.rollout(actor.model) if generates else None,
-        )
+        return make_roles(builder, generates=generates)
 
     def make_flow(self) -> DataFlow:
         """A step's operators."""
@@ -132,11 +115,6 @@ class Trainer:
         return self._alone.progress
 
     @property
-    def engines(self) -> Rollout | None:
-        """The engines, or this rank's part in filling them; None: it has none."""
-        return self.roles.rollout
-
-    @property
     def makes_samples(self) -> bool:
         """Whether this rank takes part in making a step's samples: it generates or scores."""
         return True
@@ -144,14 +122,7 @@ class Trainer:
     @property
     def trained(self) -> dict[str, TrainableModel]:
         """What a checkpoint holds, by role."""
-        roles = {"actor": self.roles.actor.trainable}
-        if self.roles.critic is not None:
-            roles["critic"] = self.roles.critic.trainable
-        if self.roles.implicit is not None or self.roles.learned is not None:
-            trained = self.roles.implicit.trainable if self.roles.implicit else self.roles.learned
-            assert trained is not None
-            roles["reward_model"] = trained
-        return roles
+        return self.roles.trained
 
     @property
     def saved(self) -> dict[str, TrainableModel]:
@@ -218,8 +189,12 @@ class Trainer:
 
     def export(self) -> None:
         """Write the trained model as a Hugging Face folder."""
-        export_model(self.roles.actor.model, self.builder, self.run_dir / "hf")
-        self.console.print(f"model written to {self.run_dir / 'hf'}")
+        models, folder = self.roles.exported, self.run_dir / "hf"
+        for name, model in models.items():
+            export_model(model, self.builder, folder / name)
+        self.console.print(
+            f"model{'s' * (len(models) > 1)} written to {folder}{': ' * (len(models) > 1)}{', '.join(models)}"
+        )
 
     def rollouts(self, step: int) -> StoredRollouts:
         """Responses to the next prompts, for a step of one's own; nothing is scored or trained.
@@ -317,7 +292,7 @@ class Trainer:
     def _rollouts(self, step: int, values: Mapping[str, Any]) -> StoredRollouts:
         """What a step has generated and scored so far."""
         measured = {k: v for k, v in self.step.metrics.items() if k.startswith(("rollout/", "reward/"))}
-        version = self.engines.weight_version if self.engines else 0
+        version = self.roles.sync.weight_version if self.roles.sync else 0
         return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
 
     def _validate(self, done: int) -> dict[str, float] | None:
@@ -346,14 +321,13 @@ class Trainer:
             )
 
     def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:
-        rollout = self.engines
-        in_flight = rollout.engine.in_flight if rollout else None
+        sync, in_flight = self.roles.sync, self.roles.in_flight
         return {
             "next_step": self.next_step,
             "kl": self.roles.kl.state_dict(),
             "sampler": self.prompts.state_dict(),
             "tokenizer": tokenizer_digest(self.builder.tokenizer),
-            "weight_version": rollout.weight_version if rollout else 0,
+            "weight_version": sync.weight_version if sync else 0,
             "generation_budget": in_flight.budget if in_flight and in_flight.measures else None,
             "best": self.validation.state_dict(),
             "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
@@ -365,20 +339,20 @@ class Trainer:
     def resume(self) -> None:
         """Take up a checkpoint, if there is one; then the engine has the actor's weights."""
         self.stages.note("resume")
-        rollout, path = self.engines, self.resumed_from
+        sync, path = self.roles.sync, self.resumed_from
         state: dict[str, Any] | None = None
         if path is not None:
-            if rollout is not None:
-                rollout.source_changes()
+            if sync is not None:
+                sync.source_changes()
             path, state = self.saving.store.resume(path, self.trained)
             self.resumed_from = path
             self._take_up(path, state)
-        if rollout is not None:
-            rollout.reshard()
-            if state is not None:
-                rollout.weight_version = int(state["weight_version"]) or rollout.weight_version
-                if (in_flight := rollout.engine.in_flight) is not None and in_flight.measures:
-                    in_flight.budget = state.get("generation_budget")
+        if sync is not None:
+            sync.reshard()
+        if sync is not None and state is not None:
+            sync.weight_version = int(state["weight_version"]) or sync.weight_version
+            if (in_flight := self.roles.in_flight) is not None and in_flight.measures:
+                in_flight.budget = state.get("generation_budget")
         self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
         self.appoint(Progress.from_dict(state["coordinator"]) if state else Progress())
         if path is not None:

@@ -12,6 +12,7 @@ from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.sharding.rows import Rows, join_rows
 from megaverl.trainer.step import RLStep
+from megaverl.workers.remote import local
 from megaverl.workers.updates import Updated, rows_of_updates
 
 # Operators that say what they read of the rollouts; any other (`mix`, a user's own) reads all of it.
@@ -81,7 +82,7 @@ class SampleRouting:
     def _critic(self, outline: SequenceLengths) -> Rows:
         critic = self.roles.critic
         assert critic is not None
-        return join_rows([self._on("critic", critic.rows(outline)), self._updates("critic", critic, outline)])
+        return join_rows([self._on("critic", critic.rows(outline)), self._updates("critic", local(critic), outline)])
 
     def _trained(self, outline: SequenceLengths) -> Rows:
         """What the updates train on, and what is written down."""
@@ -89,7 +90,7 @@ class SampleRouting:
             return dict.fromkeys(self._fabric.placement.ranks["actor"], range(len(outline)))
         count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
         written = {self._reporter: range(min(count, len(outline)))}
-        return join_rows([written, self._updates("actor", self.roles.actor, outline)])
+        return join_rows([written, self._updates("actor", local(self.roles.actor), outline)])
 
     @property
     def _reads_all(self) -> bool:

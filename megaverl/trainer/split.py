@@ -31,16 +31,15 @@ from megaverl.trainer.async_schedule import AsyncSchedule
 from megaverl.trainer.build import Builder
 from megaverl.trainer.islands import Island, meetings, serve_update
 from megaverl.trainer.job import Job, reporter
-from megaverl.trainer.placed_roles import REWARD_MODEL, island_file, island_name, place_of, roles_here, seats_of
+from megaverl.trainer.placed_roles import island_file, island_name, place_of, seats_of
 from megaverl.trainer.reports import Reports
 from megaverl.trainer.rl import Trainer, rules_of
+from megaverl.trainer.roles import REWARD_MODEL, Roles, make_roles
 from megaverl.trainer.sample_routing import SELECTIVE, SampleRouting, speakers_of
 from megaverl.trainer.schedule import Schedule
-from megaverl.trainer.scored_elsewhere import models_are_apart, serve_scores
-from megaverl.trainer.step import Roles
+from megaverl.trainer.scored_elsewhere import models_are_remote, score_remotely, serve_scores
 from megaverl.trainer.validation import Evaluation
 from megaverl.workers.reward import Scores
-from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -80,7 +79,7 @@ class SplitTrainer(Trainer):
         return Committer(self.fabric.control, self.placement.coordinator)
 
     def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
-        return roles_here(builder, self.fabric, generates=generates)
+        return make_roles(builder, self.fabric, generates=generates)
 
     def make_flow(self) -> DataFlow:
         flow = self.step.flow(self.placement.ranks)
@@ -94,31 +93,16 @@ class SplitTrainer(Trainer):
         return self.fabric.rank == self.reporter
 
     @property
-    def engines(self) -> Rollout | None:
-        fills = self.fabric.rank in self.placement.islands[0]
-        return self.roles.rollout if fills or self.fabric.has("rollout") else None
-
-    @property
     def makes_samples(self) -> bool:
         return self.fabric.has("rollout") or self.fabric.has("reward")
 
     @property
     def trained(self) -> dict[str, TrainableModel]:
-        roles: dict[str, TrainableModel] = {}
-        own = self.island if self.config.coordinator.islands_every > 1 else 0
-        if self.fabric.has("actor"):
-            roles[island_name("actor", own)] = self.roles.actor.trainable
-        if self.roles.critic is not None and self.fabric.has("critic"):
-            shared = self.placement.colocated("critic", "actor")
-            roles[island_name("critic", own if shared else 0)] = self.roles.critic.trainable
-        if (model := self._reward_model) is not None:
-            roles[REWARD_MODEL] = model
-        return roles
-
-    @property
-    def _reward_model(self) -> TrainableModel | None:
-        """The one that this rank trains."""
-        return self.roles.implicit.trainable if self.roles.implicit is not None else self.roles.learned
+        placement, own = self.placement, self.island if self.config.coordinator.islands_every > 1 else 0
+        return {
+            island_name(role, own if placement.colocated(place_of(role), "actor") else 0): trainable
+            for role, trainable in self.roles.trained.items()
+        }
 
     @property
     def saved(self) -> dict[str, TrainableModel]:
@@ -133,8 +117,7 @@ class SplitTrainer(Trainer):
         self.coordinator = Coordinator(self.fabric, seats, rules, progress=progress, liveness=liveness)
         self.judges = {}
         for role in [role for role in roles if self.fabric.has(place_of(role))]:
-            trainable = self._reward_model if role == REWARD_MODEL else getattr(self.roles, role).trainable
-            assert trainable is not None
+            trainable = self.roles.trained[role]
             name = island_name(role, self.island if alone and placement.colocated(role, "actor") else 0)
             trainable.judge = self.judges[role] = CoordinatorClient(self.coordinator, name, progress)
             if len(placement.islands) > 1 and placement.colocated(role, "actor"):
@@ -312,7 +295,7 @@ class SplitTrainer(Trainer):
             self.step.newest_version += 1
         self.ahead.forget(done)
         self.ahead.wait_for_weights(done, self.stages)
-        if self.engines is not None:
+        if self.roles.sync is not None:
             self.step.metrics = {}
             start = time.perf_counter()
             with self.stages("reshard"):
@@ -340,10 +323,12 @@ class SplitTrainer(Trainer):
             return None
         found: list[Any] = []
         with self.stages("validation"):
+            remote = models_are_remote(self.config, self.fabric)
             if self.fabric.has("rollout"):
-                evaluation = self.validation.evaluate(self.roles)
+                score = partial(score_remotely, self.fabric) if remote else self.roles.reward.score
+                evaluation = self.validation.evaluate(self.roles, score)
                 found = [evaluation.metrics, evaluation.samples]
-            elif self.fabric.has("reward") and models_are_apart(self.config, self.fabric):
+            elif self.fabric.has("reward") and remote:
                 serve_scores(self.roles.reward, self.fabric)
         metrics, samples = broadcast_json(found, self.placement.ranks["rollout"][0], self.fabric.control)
         self.validation.note(done, Evaluation(metrics, samples))

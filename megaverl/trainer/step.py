@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megaverl.algorithms import KLController, masked_mean
+from megaverl.algorithms import masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
@@ -21,33 +21,15 @@ from megaverl.plugins import load_object
 from megaverl.trainer.generate import Metrics, generate, greedy_responses, of_each_sample, score
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
+from megaverl.trainer.roles import Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.actor_critic import VALUES, ActorCritic
 from megaverl.workers.advantage_computer import AdvantageComputer
-from megaverl.workers.critic import Critic
-from megaverl.workers.implicit_reward import ImplicitRewardModel
 from megaverl.workers.log_prob_difference import LogProbDifference, check_first_comparison
 from megaverl.workers.own_functions import kept_by
-from megaverl.workers.player import Player
-from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
-
-
-@dataclass
-class Roles:
-    """Who takes part in a run. A replay of stored rollouts has no engine."""
-
-    actor: Actor
-    rollout: Rollout | None
-    reward: RewardRole
-    critic: Critic | None
-    reference: Policy | None
-    kl: KLController
-    player: Player | None = None  # of a run with an environment
-    implicit: ImplicitRewardModel | None = None  # PRIME's
-    learned: TrainableModel | None = None  # the reward model that `mix` trains
 
 
 class Outlet(Protocol):
@@ -191,24 +173,23 @@ class RLStep:
 
     def generate(self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0) -> RolloutBatch:
         """`group_size` responses to every prompt."""
-        roles = self.roles
-        assert roles.rollout is not None, "a replay generates nothing"
+        rollout = self.roles.engines
         if step in self.waiting:
             return self._waited(self.waiting.pop(step))
         if self.outlet is not None:
             self.outlet.begin()
         batch, metrics = generate(
             self.config,
-            roles.rollout,
+            rollout,
             prompts,
             step,
             first_group=first_group,
-            player=roles.player,
+            player=self.roles.player,
             finished=self._finished if self.outlet is not None else None,
         )
         self.metrics |= metrics
-        if roles.rollout.engine.in_flight is not None:
-            self.metrics["rollout/sequences_in_flight"] = float(roles.rollout.engine.in_flight.number)
+        if (in_flight := rollout.engine.in_flight) is not None:
+            self.metrics["rollout/sequences_in_flight"] = float(in_flight.number)
         return self._dated(batch)
 
     def _finished(self, number: int, sample: RolloutBatch) -> None:
@@ -288,7 +269,7 @@ class RLStep:
         difference.add(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
         found = difference.stats()
         self.metrics |= found.metrics()
-        if not self._has_compared and self.roles.rollout is not None:
+        if not self._has_compared and self.replayed is None:
             dtype = self.roles.actor.model.config.params_dtype
             if warning := check_first_comparison(found, self.config, dtype):
                 self.warn(warning)
@@ -308,7 +289,7 @@ class RLStep:
 
     def greedy(self, rollouts: RolloutBatch, step: int) -> RolloutBatch:
         """The greedy response to each group's prompt."""
-        assert self.roles.rollout is not None, "a replay generates nothing"
+        assert isinstance(self.roles.rollout, Rollout), "neither a replay nor agents of their own have greedy responses"
         return greedy_responses(self.config, self.roles.rollout, rollouts, step)
 
     def greedy_rewards(self, greedy: RolloutBatch) -> torch.Tensor:
@@ -378,8 +359,8 @@ class RLStep:
         """The actor's updates; False while only the critic warms up."""
         if step < self.config.algorithm.critic_warmup_steps:
             return False
-        if self.roles.rollout is not None:
-            self.roles.rollout.source_changes()
+        if self.roles.sync is not None:
+            self.roles.sync.source_changes()
         self._date(self.roles.actor.trainable, experience)
         metrics = self.roles.actor.update(experience, step=step, kl_coef=self.roles.kl.coef)
         others = (VALUES, "rollout/")
@@ -394,9 +375,9 @@ class RLStep:
 
     def reshard(self, updated: bool) -> None:
         """The engine gets the new weights."""
-        if not updated or self.roles.rollout is None:
+        if not updated or self.roles.sync is None:
             return
-        stats = self.roles.rollout.reshard()
+        stats = self.roles.sync.reshard()
         self.metrics |= {
             "reshard/seconds": stats.seconds,
             "reshard/bytes_received": float(stats.bytes_received),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,8 +15,9 @@ from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import sampling_options
 from megaverl.trainer.generate import Draws, responses
 from megaverl.trainer.records import Records
+from megaverl.trainer.roles import Roles
 from megaverl.trainer.samples import sample_records
-from megaverl.trainer.step import Roles
+from megaverl.workers.agent_rollouts import AgentRollouts
 from megaverl.workers.player import Player
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.rollout import Rollout
@@ -54,17 +55,21 @@ class Validation:
         trainer = self.config.trainer
         return self.happens and (done % trainer.validate_every == 0 or done == trainer.steps)
 
-    def evaluate(self, roles: Roles) -> Evaluation:
+    def evaluate(self, roles: Roles, score: Callable[[RolloutBatch], Scores] | None = None) -> Evaluation:
         """Of the weights that the engines hold now; all of their ranks take part.
 
         A resumed run has not validated here: nothing of this may be found again by the next step.
+
+        Args:
+            score: instead of `roles.reward`, where reward models are on other ranks.
         """
-        assert self.data is not None and roles.rollout is not None
+        assert self.data is not None
+        rollout = roles.engines
         most = self.config.trainer.validation_prompts
         prompts = [self.data[i] for i in range(len(self.data) if most is None else min(len(self.data), most))]
-        found = evaluate(self.config, roles.rollout, roles.reward, prompts, roles.player)
+        found = evaluate(self.config, rollout, roles.reward, prompts, roles.player, score)
         with together():
-            roles.rollout.engine.reset_prefix_cache()
+            rollout.engine.reset_prefix_cache()
         return found
 
     def note(self, done: int, evaluation: Evaluation) -> None:
@@ -103,10 +108,11 @@ class Evaluation:
 
 def evaluate(
     config: Config,
-    rollout: Rollout,
+    rollout: Rollout | AgentRollouts,
     reward: RewardRole,
     prompts: Sequence[PromptRecord],
     player: Player | None = None,
+    score: Callable[[RolloutBatch], Scores] | None = None,
     *,
     prefix: str = "validation",
 ) -> Evaluation:
@@ -114,12 +120,15 @@ def evaluate(
 
     Every rank takes part.
 
+    Args:
+        score: instead of `reward`, where its models are on other ranks.
+
     The draws are the same at every call, so that two validations differ by the weights alone.
     """
     sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
     batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function)
-    scores = reward.score(batch)
+    scores = (score or reward.score)(batch)
     metrics = validation_metrics(batch, scores, config.trainer.pass_at)
     return Evaluation(
         {f"{prefix}/{name}": value for name, value in metrics.items()},

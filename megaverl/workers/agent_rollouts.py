@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megaverl.rollout.engine import Engine, Generation, Sampling, of_some
 from megaverl.weights.reshard import ReshardStats
 from megaverl.workers.rollout import Rollout
+from megaverl.workers.weight_sync import WeightSync
 
 
 class AgentRollouts:
@@ -20,13 +21,13 @@ class AgentRollouts:
 
     Attributes:
         weight_version: how often the agents' weights have changed, together.
-        seated: whose weights the engine holds; None: those of nobody, or old ones.
+        current: the agent whose weights the engine holds; None: those of nobody, or old ones.
     """
 
     def __init__(self, rollouts: Mapping[str, Rollout]) -> None:
         self.rollouts = dict(rollouts)
         self.weight_version = 0
-        self.seated: str | None = None
+        self.current: str | None = None
 
     @property
     def engine(self) -> Engine:
@@ -38,27 +39,32 @@ class AgentRollouts:
 
     def source_changes(self) -> None:
         """To be called before the actors' weights change."""
-        self.seated = None
-        for rollout in self.rollouts.values():
-            rollout.source_changes()
+        self.current = None
+        for agent in self.rollouts:
+            self._sync(agent).source_changes()
 
     def reshard(self) -> ReshardStats:
         """The first agent's weights, checked; the others' follow when it is their turn."""
         self.weight_version += 1
         first = next(iter(self.rollouts))
-        self.seated = first
-        return self.rollouts[first].reshard()
+        self.current = first
+        return self._sync(first).reshard()
 
     def of(self, agent: str) -> Rollout:
         """The engine with this agent's weights in it."""
-        if self.seated != agent:
-            self.rollouts[agent].reshard()
-            self.seated = agent
+        if self.current != agent:
+            self._sync(agent).reshard()
+            self.current = agent
         return self.rollouts[agent]
+
+    def _sync(self, agent: str) -> WeightSync:
+        sync = self.rollouts[agent].sync
+        assert sync is not None, "every agent's weights come from its actor"
+        return sync
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """As `Rollout.awake`, for whoever is seated."""
+        """As `Rollout.awake`, for every agent."""
         with ExitStack() as stack:
             for rollout in self.rollouts.values():
                 stack.enter_context(rollout.awake())
@@ -74,8 +80,8 @@ class AgentRollouts:
     ) -> list[Generation]:
         """One response per prompt, each written by its agent; all of one agent at a time."""
         found: dict[int, Generation] = {}
-        # whoever sits there already begins
-        for agent in sorted(set(agents), key=lambda name: (name != self.seated, list(self.rollouts).index(name))):
+        # whose weights are there already begins
+        for agent in sorted(set(agents), key=lambda name: (name != self.current, list(self.rollouts).index(name))):
             mine = [number for number, other in enumerate(agents) if other == agent]
             prompts_of, seeds_of = [prompts[n] for n in mine], [seeds[n] for n in mine]
             kept_at = [conversations[n] for n in mine]

@@ -17,6 +17,7 @@ from megaverl.distributed.collectives import gather_rows, together
 from megaverl.errors import RewardError
 from megaverl.platform import platform
 from megaverl.rewards import Reward, RewardSample
+from megaverl.workers.remote import RemoteWorker
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class LearnedReward:
 
     name: str
     weight: float
-    model: ScoringModel
+    model: ScoringModel | RemoteWorker
 
 
 class RewardRole:

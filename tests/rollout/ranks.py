@@ -211,7 +211,7 @@ def budgets(folder: str) -> dict[str, Any]:
         max_model_len=32,
     )
     try:
-        rollout = Rollout(engine, None, None, default_group())
+        rollout = Rollout(engine, default_group())
         answers = rollout.generate([[5, 6, 7]] * 4, SamplingOptions(max_tokens=4), range(4))
         assert engine.in_flight is not None
         return {

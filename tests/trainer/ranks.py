@@ -57,8 +57,8 @@ def train_with_a_wrong_engine(
     """
     said = io.StringIO()
     trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=said))
-    rollout = trainer.roles.rollout
-    reshard = rollout.reshard
+    rollout, sync = trainer.roles.rollout, trainer.roles.sync
+    reshard = sync.reshard
 
     def reshard_wrongly() -> Any:
         stats = reshard()
@@ -67,7 +67,7 @@ def train_with_a_wrong_engine(
             weight.data[0] += by
         return stats
 
-    rollout.reshard = reshard_wrongly  # type: ignore[method-assign]
+    sync.reshard = reshard_wrongly  # type: ignore[method-assign]
     try:
         trainer.train()
     except MegaverlError as error:

@@ -18,6 +18,7 @@ from megaverl.workers.adapters import load_adapter_folder, merged_model
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.policy import Policy
 from megaverl.workers.rollout import Rollout
+from megaverl.workers.weight_sync import ActorWeights, WeightSync
 from tests.models.ranks import manager
 
 GREEDY = SamplingOptions(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -57,18 +58,19 @@ def reshard_and_generate(
     for shape, export in zip(shapes, exports, strict=True):
         lora = LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
         model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0, lora=lora)
-        rollout = Rollout(made, made.layouts(model.weights, spec), model, model.grid.world)
+        sync = WeightSync(ActorWeights.of(model), made.layouts(model.weights, spec), made, model.grid.world)
+        rollout = Rollout(made, model.grid.world, sync)
         responses = []
         for folder in (old_folder, new_folder):
-            rollout.source_changes()
+            sync.source_changes()
             if lora is None or folder == old_folder:
                 model.load(folder)
             else:
                 before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
                 load_adapter_folder(model, str(adapter))
-            first = rollout.reshard()
+            first = sync.reshard()
             if lora is not None and folder == new_folder:
-                again = rollout.reshard()  # merged anew into what arrives, not into what was there
+                again = sync.reshard()  # merged anew into what arrives, not into what was there
                 # with the adapters' weights known to be there, embeddings and norms stay where they are
                 assert again.bytes_local == first.bytes_local < rollout_bytes(made)
                 assert all(torch.equal(before[name], p) for name, p in model.parameters.items())
@@ -121,7 +123,7 @@ def parameters_that_differ(folder: str, shape: dict[str, int], tp: int) -> list[
     model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0)
     model.load(folder)
     made = engine(folder, tp, load_weights=False)
-    Rollout(made, made.layouts(model.weights, spec), model, model.grid.world).reshard()
+    WeightSync(ActorWeights.of(model), made.layouts(model.weights, spec), made, model.grid.world).reshard()
     found = {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
     made.close()
     fresh = engine(folder, tp, load_weights=True)

@@ -17,7 +17,8 @@ from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.rollout import Rollout, adopting
+from megaverl.workers.rollout import Rollout
+from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting
 from tests.models.ranks import manager
 
 
@@ -49,25 +50,28 @@ def versions(
         except ReshardError as error:
             return str(error)
 
-    rollout = Rollout(engine, layouts, model, default_group(), config=shared)
+    sync = WeightSync(ActorWeights.of(model), layouts, engine, default_group(), config=shared)
+    rollout = Rollout(engine, default_group(), sync)
     found = {"adopted": adopted, "parameters": len(engine.named_parameters()), "unset": answer(rollout)}
-    rollout.reshard()
+    sync.reshard()
     found["first"] = answer(rollout)
-    rollout.source_changes()
+    sync.source_changes()
     model.load(other_folder)
     found["between"] = answer(rollout)
-    stats = rollout.reshard()
+    stats = sync.reshard()
     found |= {"second": answer(rollout), "stats": asdict(stats)}
     # overlap: the engine gets storage of its own, and a second set beside it
     for parameter in engine.named_parameters().values():
         parameter.data = parameter.data.clone()
-    rollout = Rollout(engine, layouts, model, default_group(), config=ReshardConfig(overlap=True, check_every=1))
-    rollout.reshard()
+    overlapped = ReshardConfig(overlap=True, check_every=1)
+    sync = WeightSync(ActorWeights.of(model), layouts, engine, default_group(), config=overlapped)
+    rollout = Rollout(engine, default_group(), sync)
+    sync.reshard()
     found["overlapped_second"] = answer(rollout)
     model.load(folder)
-    rollout.start_reshard()
+    sync.start()
     found["draining"] = answer(rollout)
-    stats = rollout.finish_reshard()
+    stats = sync.finish()
     found |= {"overlapped_first": answer(rollout), "version": rollout.weight_version}
     engine.close()
     dist.barrier()

@@ -1,0 +1,281 @@
+"""The actor's weights into the engines, in place: on ranks that have both, or one of the two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megaverl.config.reshard import ReshardConfig
+from megaverl.config.roles import LoraConfig
+from megaverl.distributed.collectives import together
+from megaverl.distributed.grid import GridShape
+from megaverl.errors import ReshardError
+from megaverl.models.architectures import weights_of
+from megaverl.models.build import layers_per_stage, uses_transformer_engine
+from megaverl.models.options import padded_vocab_size, transformer_config
+from megaverl.platform import platform
+from megaverl.rollout.engine import Engine, OnLoad
+from megaverl.sharding.layout import EMPTY, Layout
+from megaverl.sharding.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
+from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.plan import make_plan
+from megaverl.weights.adapters import Merge
+from megaverl.weights.fingerprint import ReshardCheck
+from megaverl.weights.reshard import Resharder, ReshardStats
+from megaverl.weights.transports.local import adopt
+from megaverl.workers.megatron_model import MegatronModel
+
+LayoutOf = Callable[[int], Layout]
+NodeOf = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class ActorWeights:
+    """What a synchronisation reads: who holds which part of the actor, and this rank's tensors of it.
+
+    Attributes:
+        layout_of: rank of the synchronisation -> what it holds.
+        tensors: this rank's, by local name; none where the actor is on other ranks.
+        dtype: of the weights.
+        resident: entered around every reading of `tensors`.
+        leaves: the tensors' storage is away outside `resident`.
+        low_ranks: the actor's adapters by the weight that they belong to; `scaling` (alpha / rank) and this rank's
+            `factors` of them.
+    """
+
+    layout_of: LayoutOf
+    tensors: Mapping[str, torch.Tensor]
+    dtype: torch.dtype
+    resident: AbstractContextManager[object] = nullcontext()
+    leaves: bool = False
+    low_ranks: Mapping[str, LowRank] | None = None
+    scaling: float = 1.0
+    factors: Mapping[str, torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, model: MegatronModel) -> ActorWeights:
+        """An actor on this rank."""
+        held = cls(model.layout_of, model.parameters, model.config.params_dtype, model.resident, model.leaves)
+        if (adapters := model.adapters) is None:
+            return held
+        return replace(held, low_ranks=adapters.low_ranks, scaling=adapters.scaling, factors=adapters.parameters)
+
+    @classmethod
+    def elsewhere(
+        cls, spec: ModelSpec, shape: GridShape, dtype: torch.dtype, options: Mapping[str, Any], lora: LoraConfig | None
+    ) -> ActorWeights:
+        """An actor on other ranks: the layouts that a MegatronModel of this grid has there, and no tensors."""
+        weights, config = weights_of(spec), transformer_config(spec, shape, dtype, options)
+        layout_of = megatron_layouts(
+            weights,
+            spec,
+            shape,
+            padded_vocab_size=padded_vocab_size(spec.vocab_size, shape.tp),
+            transformer_engine=uses_transformer_engine(),
+            layer_split=layers_per_stage(config, shape),
+        )
+        held = cls(layout_of, {}, config.params_dtype)
+        if lora is None:
+            return held
+        adapters = low_ranks(weights, lora.targets, lora.rank, "actor.lora")
+        return replace(held, low_ranks=adapters, scaling=lora.alpha / lora.rank, factors={})
+
+
+@dataclass(frozen=True)
+class SyncRanks:
+    """The ranks that take part where actor and engines are on different ones.
+
+    Attributes:
+        group: all of them; its ranks are their places in `members`.
+        members, actor, rollout: ranks of the job.
+        node_of: of a member, by its place.
+    """
+
+    group: dist.ProcessGroup
+    members: tuple[int, ...]
+    actor: tuple[int, ...]
+    rollout: tuple[int, ...]
+    node_of: NodeOf
+
+    def from_actor(self, layout_of: LayoutOf) -> LayoutOf:
+        """A member's place -> what it holds of the actor: by its place among the actor's ranks, or nothing."""
+        return self._side(self.actor, layout_of)
+
+    def to_engines(self, layout_of: LayoutOf) -> LayoutOf:
+        """A member's place -> what it holds of an engine."""
+        return self._side(self.rollout, layout_of)
+
+    def _side(self, ranks: tuple[int, ...], layout_of: LayoutOf) -> LayoutOf:
+        places = {self.members.index(rank): number for number, rank in enumerate(ranks)}
+        return lambda place: layout_of(places[place]) if place in places else EMPTY
+
+
+class SynchronisesWeights(Protocol):
+    """This rank's part in filling the engines: a `WeightSync`, or several that take turns."""
+
+    weight_version: int
+
+    def source_changes(self) -> None:
+        """To be called before the actor's weights change."""
+
+    def reshard(self) -> ReshardStats:
+        """Bring the engines' weights up to the actor's."""
+
+
+class WeightSync:
+    """Takes weights from the actor's layout to the engines', as often as they change. Every rank of either takes part.
+
+    Args:
+        source: the actor's.
+        layout_of: rank -> the engine's layout there.
+        engine: this rank's; None: it has none.
+        world: the ranks that this rank's role lives on.
+        node_of: the node of a rank; None: all on one.
+        config: `reshard`.
+        timeout: how long a reshard waits for another rank; None: as long as the group.
+        group: the ranks of actor and engines, where these differ; None: `world`. Layouts and `node_of` speak of its
+            ranks.
+
+    Attributes:
+        weight_version: how often the engines' weights have changed.
+    """
+
+    def __init__(
+        self,
+        source: ActorWeights,
+        layout_of: LayoutOf,
+        engine: Engine | None,
+        world: dist.ProcessGroup,
+        *,
+        node_of: NodeOf | None = None,
+        config: ReshardConfig | None = None,
+        timeout: timedelta | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.config, self.world, self.weight_version = config or ReshardConfig(), world, 0
+        self._engine, self._actor, self._reading = engine, source, ExitStack()
+        self._merge: Merge | None = None
+        group = group or world
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        source_layouts, tensors = source.layout_of, dict(source.tensors)
+        dest_layouts, self._dest = layout_of, engine.named_parameters() if engine is not None else {}
+        if source.low_ranks is not None:
+            self._merge = Merge(layout_of(rank), source.low_ranks, source.scaling, source.dtype, platform.device)
+            source_layouts = with_factors(source_layouts, source.low_ranks, adapter_names)
+            tensors |= source.factors or {}
+            dest_layouts, self._dest = with_factors(layout_of, source.low_ranks), self._dest | self._merge.factors
+        self._resharder = Resharder(
+            make_plan(source_layouts, dest_layouts, size, rank, node_of=node_of),
+            tensors,
+            self._dest,
+            group,
+            bucket_bytes=self.config.bucket_mb * 2**20,
+            alias=self.config.alias == "auto" and not source.leaves,
+            may_rebind=engine is None or engine.may_rebind,
+            overlap=self.config.overlap,
+            node_of=node_of,
+            timeout=timeout,
+            folder=self.config.folder,
+            ipc=self.config.ipc == "auto",
+            apart=self._merge.written if self._merge is not None else (),
+            changing=self._merge.brought if self._merge is not None else None,
+        )
+        self._check: ReshardCheck | None = None
+        if self.config.check_every >= 0:
+            self._check = ReshardCheck(source_layouts, dest_layouts, tensors, self._dest, group)
+
+    def reshard(self) -> ReshardStats:
+        """Bring the engine's weights up to the actor's, in place, and forget what was cached of the old ones."""
+        self.start()
+        return self.finish()
+
+    def start(self) -> None:
+        """Send the actor's weights on their way; they must not change until `finish`.
+
+        With `reshard.overlap` they gather beside the engine's, which can generate with the old ones meanwhile.
+        """
+        if self._engine is not None:
+            self._engine.wake_up()
+        self._reading.enter_context(self._actor.resident)
+        self._resharder.start()
+
+    def finish(self) -> ReshardStats:
+        """The engine has the new weights, all of them, from here on.
+
+        Raises:
+            ReshardError: a rank died or stalled, or the weights differ from the actor's.
+        """
+        with self._reading:
+            stats = self._resharder.finish()
+            self._compare()
+        with together(self.world):
+            stats = replace(stats, seconds=stats.seconds + self._merge_adapters())
+            if self._engine is not None:
+                self._engine.reset_prefix_cache()
+        self.weight_version += 1
+        return stats
+
+    def source_changes(self) -> None:
+        """To be called before the actor's weights change: what the engine shares with it changes as well, so that
+        nothing is generated before the next reshard. An actor that trains adapters shares only what never changes."""
+        if self._merge is None:
+            self._resharder.source_changes()
+
+    def check_whole(self) -> None:
+        """Before anything is generated.
+
+        Raises:
+            ReshardError: the engine holds parts of two versions of the weights.
+        """
+        self._resharder.check_whole()
+
+    def _merge_adapters(self) -> float:
+        """The actor's adapters go into the weights that have just arrived, if it has any; seconds that it took."""
+        if self._merge is None:
+            return 0.0
+        start, resharder = perf_counter(), self._resharder
+        resharder.torn = f"the adapters of version {resharder.version} are being merged into its weights"
+        self._merge.apply(self._dest)
+        if platform.is_cuda:
+            torch.cuda.current_stream().synchronize()
+        resharder.torn = None
+        return perf_counter() - start
+
+    def _compare(self) -> None:
+        """Fingerprints of both sides, where `reshard.check_every` asks for them."""
+        every, before = self.config.check_every, self._resharder.version - 1
+        if self._check is None or (before % every if every else before):
+            return
+        try:
+            self._check.compare()
+        except ReshardError as error:
+            self._resharder.torn = f"version {self._resharder.version} did not arrive as it left ({error})"
+            raise
+
+
+def adopting(
+    model: MegatronModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
+) -> OnLoad | None:
+    """For `make_engine`: let the engine's weights take the actor's storage before their addresses are captured.
+
+    The WeightSync that is made with both then finds them aliased. None where `reshard` wants no aliases.
+    """
+    if config.alias != "auto" or model.leaves or config.overlap:
+        return None
+
+    def on_load(parameters: Mapping[str, torch.Tensor], layouts: Callable[..., LayoutOf]) -> None:
+        layout_of = layouts(model.weights, model.spec)
+        rank, size = dist.get_rank(world), dist.get_world_size(world)
+        plan = make_plan(model.layout_of, layout_of, size, rank, node_of=node_of)
+        apart = written_to(layout_of(rank), model.adapters.low_ranks) if model.adapters is not None else ()
+        adopt(plan.copies, plan.receives, model.parameters, parameters, apart)
+
+    return on_load
