@@ -39,6 +39,22 @@ def load_object(name: str, key: str) -> Any:
     return getattr(module, attribute)
 
 
+def call_object(name: str, key: str, *arguments: Any) -> Any:
+    """What the function that `name` leads to makes of the arguments. An error that it raises has a note that names it.
+
+    Raises:
+        ConfigError: as `load_object`; it is no function.
+    """
+    function = load_object(name, key)
+    if not callable(function):
+        raise ConfigError(f"{key}: {name} is {type(function).__name__}; expected a function.")
+    try:
+        return function(*arguments)
+    except Exception as error:  # whatever the user's function raises
+        error.add_note(f"in {name}, which {key} names")
+        raise
+
+
 def load_module(place: str, key: str) -> ModuleType:
     """The module of this dotted name, or of this file.
 

@@ -20,9 +20,8 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.rl import Trainer
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.step import RLStep
-from megaverl.workers.agent_rollouts import AgentRollouts
 from megaverl.workers.reward import Scores
-from megaverl.workers.rollout import Rollout
+from megaverl.workers.rollout import AgentRollouts, Rollout
 
 
 def trainer_of(config: Config) -> type[Trainer]:

@@ -35,21 +35,17 @@ from megaverl.rollout import engine_layouts
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.job import patience
-from megaverl.workers.actor_critic import ActorCritic
 from megaverl.workers.adapters import load_adapter_folder
-from megaverl.workers.critic import Critic
-from megaverl.workers.implicit_reward import ImplicitRewardModel
+from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.offload import place_for
-from megaverl.workers.pairs import RewardModel
+from megaverl.workers.pairs import ImplicitRewardModel, RewardModel
 from megaverl.workers.player import Player
-from megaverl.workers.policy import Actor, Policy
+from megaverl.workers.policy import Actor, Policy, Teacher
 from megaverl.workers.remote import RemoteWorker
-from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel
+from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel, TransformersRewardModel
 from megaverl.workers.rollout import Rollout
-from megaverl.workers.teacher import Teacher
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.transformers_reward import TransformersRewardModel
 from megaverl.workers.weight_sync import ActorWeights, SyncRanks, WeightSync, adopting
 
 

@@ -24,11 +24,9 @@ from megaverl.rollout.engine import (
 from megaverl.rollout.environments import ALONE, Request, Start, Views
 from megaverl.rollout.seeds import sample_seed, turn_seed
 from megaverl.trainer.samples import episodes_batch, rollout_batch
-from megaverl.workers.agent_rollouts import AgentRollouts
-from megaverl.workers.own_functions import generate_by
 from megaverl.workers.player import Player
 from megaverl.workers.reward import RewardRole, Scores
-from megaverl.workers.rollout import Rollout
+from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by
 
 Metrics = dict[str, float]
 # Called with a sample's number in the step, and a batch of it alone.

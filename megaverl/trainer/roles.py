@@ -8,15 +8,14 @@ from megaverl.algorithms import KLController
 from megaverl.distributed.worlds import Fabric
 from megaverl.rollout.engine import InFlight
 from megaverl.trainer.build import Builder
-from megaverl.workers.agent_rollouts import AgentRollouts
 from megaverl.workers.critic import Critic
-from megaverl.workers.implicit_reward import ImplicitRewardModel
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.pairs import ImplicitRewardModel
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import RewardRole
-from megaverl.workers.rollout import Rollout
+from megaverl.workers.rollout import AgentRollouts, Rollout
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import SynchronisesWeights
 

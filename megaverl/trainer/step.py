@@ -23,11 +23,10 @@ from megaverl.trainer.mix import Mix
 from megaverl.trainer.refill import refill
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
-from megaverl.workers.actor_critic import VALUES, ActorCritic
 from megaverl.workers.advantage_computer import AdvantageComputer
-from megaverl.workers.log_prob_difference import LogProbDifference, check_first_comparison
-from megaverl.workers.own_functions import kept_by
-from megaverl.workers.reward import Scores
+from megaverl.workers.critic import VALUES, ActorCritic
+from megaverl.workers.policy import LogProbDifference, check_first_comparison
+from megaverl.workers.reward import Scores, kept_by
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
 

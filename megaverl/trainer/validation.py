@@ -17,10 +17,9 @@ from megaverl.trainer.generate import Draws, responses
 from megaverl.trainer.records import Records
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.samples import sample_records
-from megaverl.workers.agent_rollouts import AgentRollouts
 from megaverl.workers.player import Player
 from megaverl.workers.reward import RewardRole, Scores
-from megaverl.workers.rollout import Rollout
+from megaverl.workers.rollout import AgentRollouts, Rollout
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Updates on judged responses: the policy by a preference loss, a reward model by how it ranks them.
+"""Updates on judged responses: the policy by a preference loss, a reward model by how it ranks them or by outcomes.
 
 The rows of a batch are better and worse responses in turn; for KTO any responses, `desirable` or not. A pair is never
 split over micro-batches, so that one forward pass gives both sides of its loss; weights are over the pairs (for KTO the
@@ -16,7 +16,9 @@ from megaverl.algorithms import (
     Entry,
     LossOutput,
     finalize,
+    implicit_rewards,
     kto_reference_kl,
+    outcome_cross_entropy,
     preference_losses,
     response_log_probs,
     reward_model_losses,
@@ -248,3 +250,49 @@ def at_the_end(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """[b, s, 1] -> [b, 1] float32: the value at each sequence's last token."""
     values = micro.at_the_end(output).float()
     return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)  # a row that only fills up
+
+
+class ImplicitRewardModel(Policy):
+    """PRIME (arXiv 2502.01456): a language model phi that begins as the policy, whose log-probs are rewards of tokens.
+
+    r_t = beta log(phi(y_t) / reference(y_t)), phi trained online by cross-entropy of sigmoid(sum r_t) on whether the
+    response is right.
+
+    Args:
+        beta: of the rewards.
+    """
+
+    def __init__(self, trainable: TrainableModel, *, temperature: float, micro_batch_tokens: int, beta: float) -> None:
+        super().__init__(trainable.model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        self.trainable, self.beta = trainable, beta
+
+    def rewards(self, batch: RolloutBatch, ref_log_probs: torch.Tensor) -> torch.Tensor:
+        """[B, R] float32: the reward of every response token, the same on every rank."""
+        return implicit_rewards(self.log_probs(batch), ref_log_probs, beta=self.beta)
+
+    def update(self, batch: RolloutBatch, ref_log_probs: torch.Tensor, correct: torch.Tensor) -> dict[str, float]:
+        """One optimizer step on all responses; every rank takes part.
+
+        Args: ref_log_probs: [B, R]. correct: [B] bool.
+        """
+        weights = torch.full((len(batch), 1), 1.0 / max(len(batch), 1))
+        fields = {
+            "ref_log_probs": ref_log_probs,
+            "own": batch.response_mask,
+            "correct": correct.float().unsqueeze(1),
+            "weights": weights,
+        }
+        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, fields)
+        return as_metrics(self.trainable.update(micro, self._loss))
+
+    def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        log_probs, _ = self.model.log_probs(logits, micro, temperature=self.temperature)
+        result = outcome_cross_entropy(
+            log_probs,
+            micro.fields["ref_log_probs"],
+            column(micro, "correct"),
+            micro.fields["own"],
+            column(micro, "weights"),
+            beta=self.beta,
+        )
+        return result.loss, {**result.metrics, "loss": share(result.loss)}

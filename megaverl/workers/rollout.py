@@ -1,17 +1,19 @@
-"""The rollout role: prompts in, responses out, spread over the engines."""
+"""The rollout role: prompts in, responses out, spread over the engines; of one actor or of several in turn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 
 from megaverl.distributed.collectives import gather_rows, together
 from megaverl.platform import platform
-from megaverl.rollout.engine import Engine, Generation, Sampling, of_some
+from megaverl.plugins import call_object
+from megaverl.rollout.engine import Engine, Generation, Sampling, SamplingOptions, check_generations, of_some
 from megaverl.rollout.replicas import split_prompts
+from megaverl.weights.reshard import ReshardStats
 from megaverl.workers.weight_sync import WeightSync
 
 # Called with a prompt's number and its response.
@@ -147,3 +149,104 @@ def unpack_generations(packed: torch.Tensor, count: int) -> list[Generation]:
         found[index] = Generation(tokens.tolist(), log_probs.tolist(), FINISH_REASONS[reason])
         place += 3 + 2 * length
     return [found[i] for i in range(count)]
+
+
+class AgentRollouts:
+    """The rollouts of all agents, over the same engine, each with its own actor to take weights from.
+
+    Nothing of the engine may share storage with an actor (`reshard.alias: never`): it holds one agent's weights after
+    the other's. A change of agents costs one reshard.
+
+    Attributes:
+        weight_version: how often the agents' weights have changed, together.
+        current: the agent whose weights the engine holds; None: those of nobody, or old ones.
+    """
+
+    def __init__(self, rollouts: Mapping[str, Rollout]) -> None:
+        self.rollouts = dict(rollouts)
+        self.weight_version = 0
+        self.current: str | None = None
+
+    @property
+    def engine(self) -> Engine:
+        return next(iter(self.rollouts.values())).engine
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        return next(iter(self.rollouts.values())).world
+
+    def source_changes(self) -> None:
+        """To be called before the actors' weights change."""
+        self.current = None
+        for agent in self.rollouts:
+            self._sync(agent).source_changes()
+
+    def reshard(self) -> ReshardStats:
+        """The first agent's weights, checked; the others' follow when it is their turn."""
+        self.weight_version += 1
+        first = next(iter(self.rollouts))
+        self.current = first
+        return self._sync(first).reshard()
+
+    def of(self, agent: str) -> Rollout:
+        """The engine with this agent's weights in it."""
+        if self.current != agent:
+            self._sync(agent).reshard()
+            self.current = agent
+        return self.rollouts[agent]
+
+    def _sync(self, agent: str) -> WeightSync:
+        sync = self.rollouts[agent].sync
+        assert sync is not None, "every agent's weights come from its actor"
+        return sync
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """As `Rollout.awake`, for every agent."""
+        with ExitStack() as stack:
+            for rollout in self.rollouts.values():
+                stack.enter_context(rollout.awake())
+            yield
+
+    def generate_as(
+        self,
+        agents: Sequence[str],
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        conversations: Sequence[int],
+    ) -> list[Generation]:
+        """One response per prompt, each written by its agent; all of one agent at a time."""
+        found: dict[int, Generation] = {}
+        # whose weights are there already begins
+        for agent in sorted(set(agents), key=lambda name: (name != self.current, list(self.rollouts).index(name))):
+            mine = [number for number, other in enumerate(agents) if other == agent]
+            prompts_of, seeds_of = [prompts[n] for n in mine], [seeds[n] for n in mine]
+            kept_at = [conversations[n] for n in mine]
+            written = self.of(agent).generate(prompts_of, of_some(sampling, mine), seeds_of, conversations=kept_at)
+            found |= dict(zip(mine, written, strict=True))
+        return [found[number] for number in range(len(prompts))]
+
+
+# prompts (token ids), sampling, seeds -> one response each
+Generate = Callable[[Sequence[Sequence[int]], SamplingOptions, Sequence[int]], list[Generation]]
+
+
+def generate_by(
+    name: str,
+    generate: Generate,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingOptions,
+    seeds: Sequence[int],
+) -> list[Generation]:
+    """Responses by the function that `rollout.function` names.
+
+    It is called as function(generate, prompts, sampling, seeds) on every rank alike, may call `generate` as often as it
+    likes, and returns one `Generation` for each prompt: what it returns is what trains.
+
+    Raises:
+        ConfigError: there is no such function. RolloutError: what it returns is not one response per prompt.
+    """
+    found = list(call_object(name, "rollout.function", generate, prompts, sampling, seeds))
+    check_generations(found, len(prompts))
+    return found

@@ -12,12 +12,9 @@ from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.mix import answers_update
 from megaverl.workers.critic import Critic
-from megaverl.workers.implicit_reward import ImplicitRewardModel
-from megaverl.workers.log_prob_difference import LogProbDifference
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates
-from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.teacher import Teacher
+from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
+from megaverl.workers.policy import Actor, LogProbDifference, Policy, Teacher
 from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 from tests.workers.ranks import experience

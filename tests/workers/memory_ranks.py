@@ -14,11 +14,10 @@ from megaverl.config.roles import LoraConfig, OffloadConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.mix import answers_update
-from megaverl.workers.implicit_reward import ImplicitRewardModel
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.offload import storages_of
-from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates
+from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
 from megaverl.workers.policy import Actor, Policy
 from megaverl.workers.trainable import TrainableModel, optimizer_tensors
 from tests.models.ranks import manager

@@ -13,8 +13,7 @@ from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
-from megaverl.workers.actor_critic import ActorCritic
-from megaverl.workers.critic import Critic
+from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for, micro_batches_of
 from megaverl.workers.policy import Actor

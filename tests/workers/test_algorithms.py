@@ -13,7 +13,7 @@ from megaverl.algorithms import policy_losses
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ConfigError
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.workers.teacher import Teacher
+from megaverl.workers.policy import Teacher
 from tests.worlds import run_world
 
 # The second mini-batch starts from what the first has learned: a wrong gradient shows in its loss.

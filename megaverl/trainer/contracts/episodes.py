@@ -16,7 +16,7 @@ from megaverl.rollout.environments import Outcome, Start, find_environment
 from megaverl.rollout.environments.environment import Codec
 from megaverl.rollout.environments.registry import make_game
 from megaverl.trainer.contracts.promise import Broken, Promise
-from megaverl.workers.own_functions import generate_by
+from megaverl.workers.rollout import generate_by
 
 MOST_TURNS = 64
 RESPONSES = ("42", "", "The answer is 42.", "\u4f60\u597d \U0001f600", "x" * 5000, "no idea", "\\boxed{42}", "42\n\n42")

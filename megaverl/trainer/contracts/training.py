@@ -14,8 +14,7 @@ from megaverl.algorithms.loss import LossOutput
 from megaverl.algorithms.policy_losses import policy_losses
 from megaverl.data.batch import RolloutBatch
 from megaverl.trainer.contracts.promise import Broken, Promise
-from megaverl.workers.own_functions import kept_by
-from megaverl.workers.reward import Scores
+from megaverl.workers.reward import Scores, kept_by
 
 GROUPS, PER_GROUP, LENGTH = 3, 4, 7
 SAMPLES = GROUPS * PER_GROUP

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megaverl.config import load_config
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
-from megaverl.workers.log_prob_difference import DifferenceStats, LogProbDifference, check_first_comparison
+from megaverl.workers.policy import DifferenceStats, LogProbDifference, check_first_comparison
 from tests.algorithms.strategies import PROPERTY
 from tests.worlds import run_world
 

@@ -17,7 +17,7 @@ from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.errors import ModelError, RewardError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation
-from megaverl.workers.transformers_reward import TransformersRewardModel
+from megaverl.workers.reward import TransformersRewardModel
 from tests.checkpoint.convert.folders import as_reward_model
 
 SYSTEM = {"role": "system", "content": "9"}
