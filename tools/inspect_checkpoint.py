@@ -22,9 +22,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
-from megaverl.checkpoint.contents import INDEX_FILE, CheckpointTensor, Contents, read_contents
-from megaverl.checkpoint.manifest import MANIFEST_FILE, Manifest, checkpoint_folders, read_json
+from megaverl.checkpoint.manifest import MANIFEST_FILE, USE_ANOTHER, Manifest, checkpoint_folders, read_json
 from megaverl.errors import CheckpointError
+from megaverl.weights.torch_dist_index import INDEX_FILE, CheckpointIndex, IndexedArray, read_index
 
 # Sizes of a grid in the order in which people say them; those of 1 are left out.
 GRID = ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")
@@ -85,35 +85,35 @@ def _list(root: Path, folders: Iterable[Path], verify: bool) -> tuple[list[str],
 
 
 def _one(folder: Path, tensors: str | None, verify: bool) -> tuple[list[str], list[str]]:
-    contents = read_contents(folder)
+    index = read_index(folder, USE_ANOTHER)
     lines = [str(folder)]
     if (folder / MANIFEST_FILE).is_file():
         manifest = Manifest.read(folder)
         wrong = _problems(folder, manifest, verify)
         files = {name: size for name, (size, _) in manifest.files.items()}
-        lines += _of_manifest(folder, manifest, contents)
+        lines += _of_manifest(folder, manifest, index)
         checked = "checksums agree" if verify and not wrong else "checksums not compared (--verify)"
     else:
-        wrong = contents.wrong_sizes(folder)
+        wrong = index.wrong_sizes()
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()}
-        lines += _of_megatron(folder, contents)
+        lines += _of_megatron(folder, index)
         checked = "it has no checksums"
     state = "damaged" if wrong else f"every file has its size; {checked}"
     lines.append(f"files       {len(files)}, {_size(sum(files.values()))}: {state}")
     lines += [f"  {name:28} {_size(size):>10}" for name, size in files.items()]
     if tensors is not None:
         lines.append("tensors")
-        lines += _tensors(contents, tensors)
+        lines += _tensors(index, tensors)
     return lines, [f"{folder}: {problem}" for problem in wrong]
 
 
-def _of_manifest(folder: Path, manifest: Manifest, contents: Contents) -> Iterator[str]:
+def _of_manifest(folder: Path, manifest: Manifest, index: CheckpointIndex) -> Iterator[str]:
     yield f"step        {manifest.step}, written by {manifest.world_size} ranks; format {manifest.format}"
     yield "versions    " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
     for role, described in manifest.roles.items():
         yield f"{role:11} {_model(described['model'])}{', value head' if described['value_head'] else ''}"
         yield f"            on {_grid(described['grid'])}"
-        own = {name: tensor for name, tensor in contents.tensors.items() if name.startswith(f"{role}.")}
+        own = {name: tensor for name, tensor in index.arrays.items() if name.startswith(f"{role}.")}
         yield f"            weights    {_sum(t for name, t in own.items() if OPTIMIZER not in name)}"
         yield f"            optimizer  {_sum(t for name, t in own.items() if OPTIMIZER in name)}"
     path = folder / "state.json"
@@ -122,7 +122,7 @@ def _of_manifest(folder: Path, manifest: Manifest, contents: Contents) -> Iterat
         yield f"{'state' if name == 'next_step' else '':11} {name}: {text}"
 
 
-def _of_megatron(folder: Path, contents: Contents) -> Iterator[str]:
+def _of_megatron(folder: Path, index: CheckpointIndex) -> Iterator[str]:
     kind = read_json(folder / "metadata.json") if (folder / "metadata.json").is_file() else {}
     backend = f"{kind.get('sharded_backend', 'torch_dist')} {kind.get('sharded_backend_version', '')}".rstrip()
     yield f"format      Megatron distributed checkpoint, {backend}"
@@ -131,8 +131,8 @@ def _of_megatron(folder: Path, contents: Contents) -> Iterator[str]:
         content = read_json(config)
         sizes = {key: content.get(key) for key in ("num_hidden_layers", "hidden_size", "vocab_size")}
         yield f"model       {(content.get('architectures') or ['?'])[0]}, {_pairs(sizes)}"
-    yield f"weights     {_sum(t for name, t in contents.tensors.items() if 'optimizer.' not in name)}"
-    yield f"optimizer   {_sum(t for name, t in contents.tensors.items() if 'optimizer.' in name)}"
+    yield f"weights     {_sum(t for name, t in index.arrays.items() if 'optimizer.' not in name)}"
+    yield f"optimizer   {_sum(t for name, t in index.arrays.items() if 'optimizer.' in name)}"
 
 
 def _problems(folder: Path, manifest: Manifest, verify: bool) -> list[str]:
@@ -140,22 +140,22 @@ def _problems(folder: Path, manifest: Manifest, verify: bool) -> list[str]:
     return wrong or (manifest.wrong_bytes(folder) if verify else [])
 
 
-def _tensors(contents: Contents, pattern: str) -> Iterator[str]:
-    for name, tensor in contents.tensors.items():
+def _tensors(index: CheckpointIndex, pattern: str) -> Iterator[str]:
+    for name, tensor in index.arrays.items():
         if fnmatch.fnmatch(name, pattern):
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
-            yield f"  {name}  [{shape}] {tensor.dtype}, {tensor.num_shards} shards, {_size(tensor.num_bytes)}"
+            yield f"  {name}  [{shape}] {tensor.dtype}, {len(tensor.chunks)} shards, {_size(tensor.nbytes)}"
 
 
-def _sum(tensors: Iterable[CheckpointTensor]) -> str:
+def _sum(tensors: Iterable[IndexedArray]) -> str:
     found = list(tensors)
     if not found:
         return "none"
     by_dtype: Counter[str] = Counter()
     for tensor in found:
-        by_dtype[tensor.dtype] += tensor.num_elements
+        by_dtype[tensor.dtype] += tensor.numel
     elements = ", ".join(f"{count:,} {dtype}" for dtype, count in by_dtype.most_common())
-    return f"{len(found)} tensors: {elements}; {_size(sum(tensor.num_bytes for tensor in found))}"
+    return f"{len(found)} tensors: {elements}; {_size(sum(tensor.nbytes for tensor in found))}"
 
 
 def _grids(manifest: Manifest) -> str:

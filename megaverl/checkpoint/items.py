@@ -14,8 +14,7 @@ import torch
 
 from megaverl.checkpoint.checksums import ChecksummedFile, crc32, read_into
 from megaverl.errors import DamagedCheckpoint
-from megaverl.weights.torch_dist import STORAGES
-from megaverl.weights.torch_dist_writer import Frame
+from megaverl.weights.torch_dist import STORAGES, Frame
 
 LARGEST = (1 << 32) - (1 << 20)  # what a zip holds without its 64-bit extension
 

@@ -43,6 +43,8 @@ from megaverl.checkpoint.items import frame_of, read_object, read_tensor, write_
 from megaverl.checkpoint.manifest import OBJECTS_SUFFIX, TENSORS_SUFFIX, USE_ANOTHER
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.platform import platform
+from megaverl.weights.torch_dist import COMMON_FILE
+from megaverl.weights.torch_dist_index import FORMAT_FILE, INDEX_FILE, read_index
 
 platform.adapt_megatron()
 
@@ -61,10 +63,6 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: E402
     _unwrap_pyt_sharded_tensor,
     mcore_to_pyt_state_dict,
 )
-
-METADATA_FILE = ".metadata"
-COMMON_FILE = "common.pt"
-CONFIG_FILE = "metadata.json"
 
 Files = dict[str, list[Any]]  # name -> [bytes, CRC-32]
 
@@ -111,7 +109,7 @@ class StagedShards:
         if self.common is not None:
             files[COMMON_FILE] = write_bytes(folder / COMMON_FILE, self.common)
             config = json.dumps(asdict(CheckpointingConfig("torch_dist", 1)))
-            files[CONFIG_FILE] = write_bytes(folder / CONFIG_FILE, config.encode())
+            files[FORMAT_FILE] = write_bytes(folder / FORMAT_FILE, config.encode())
         return files, places
 
     def _write_items(self, path: Path, items: Sequence[WriteItem], places: list[list[Any]]) -> list[Any]:
@@ -135,7 +133,7 @@ class StagedShards:
         assert self.metadata is not None, "only the rank that planned for all can write the index"
         storage = dict(_item_from_json(found) for rank in items for found in rank)
         whole = replace(self.metadata, storage_data=storage, storage_meta=StorageMeta())
-        return {METADATA_FILE: write_bytes(folder / METADATA_FILE, pickle.dumps(whole))}
+        return {INDEX_FILE: write_bytes(folder / INDEX_FILE, pickle.dumps(whole))}
 
 
 @dataclass
@@ -224,26 +222,6 @@ def _item_from_json(found: list[Any]) -> tuple[MetadataIndex, _StorageInfo]:
     name, offset, number, path, start, length = found
     index = MetadataIndex(name, None if offset is None else torch.Size(offset), number)
     return index, _StorageInfo(path, start, length)
-
-
-# All that the pickled index of a torch_dist checkpoint may name.
-_INDEX_CLASSES = {
-    "torch": {"Size"},
-    "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "pathlib": {"PosixPath", "PurePosixPath", "Path"},
-    "pathlib._local": {"PosixPath", "PurePosixPath", "Path"},
-}
 
 
 class CheckedReader(FileSystemReader):
@@ -381,38 +359,22 @@ def check_pickles(folder: Path) -> None:
     Raises:
         CheckpointError: the index or an object is damaged, or names something that loading must not run.
     """
-    mend = "Load only checkpoints that megaverl wrote; take another one if this one was damaged."
-    index = folder / METADATA_FILE
+    fix = "Load only checkpoints that megaverl wrote; take another one if this one was damaged."
+    index = read_index(folder, fix)
     try:
-        with index.open("rb") as file:
-            metadata = _IndexUnpickler(file).load()
         torch.load(folder / COMMON_FILE, weights_only=True)
-        objects = {
-            name
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, torch_checkpoint.metadata.BytesStorageMetadata)
-        }
-        for key, place in metadata.storage_data.items():
-            if key.fqn in objects:
-                with (folder / place.relative_path).open("rb") as file:
-                    file.seek(place.offset)
-                    torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
+        for place in index.objects.values():
+            with place.file.open("rb") as file:
+                file.seek(place.offset)
+                torch.load(io.BytesIO(file.read(place.length)), weights_only=True)
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error}. {mend}") from error
+        raise CheckpointError(f"{folder}: cannot be read: {error}. {fix}") from error
     except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{folder}: refused: {_reason(error)}. {mend}") from error
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if not is_dtype and name not in _INDEX_CLASSES.get(module, ()):
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
-        return super().find_class(module, name)
+        raise CheckpointError(f"{folder}: refused: {_reason(error)}. {fix}") from error
 
 
 @contextmanager
-def own_errors(what: str, mend: str) -> Iterator[None]:
+def own_errors(what: str, fix: str) -> Iterator[None]:
     """One CheckpointError, short, instead of the libraries' exceptions with a traceback for every rank."""
     try:
         yield
@@ -421,9 +383,9 @@ def own_errors(what: str, mend: str) -> Iterator[None]:
         if wrong:
             raise DamagedCheckpoint(f"{what}: {'; '.join(sorted(wrong))}. {USE_ANOTHER}") from error
         failures = "; ".join(f"rank {rank}: {_reason(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
-        raise CheckpointError(f"{what}: {failures}. {mend}") from error
+        raise CheckpointError(f"{what}: {failures}. {fix}") from error
     except (CheckpointingException, OSError, RuntimeError, KeyError, ValueError) as error:
-        raise CheckpointError(f"{what}: {_reason(error)}. {mend}") from error
+        raise CheckpointError(f"{what}: {_reason(error)}. {fix}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -18,7 +18,8 @@ from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
 from megaverl.sharding.weight import Weight, as_block
 from megaverl.weights.stored import StoredArray, StoredArrayReader, stored_arrays
 from megaverl.weights.tensors import check_tensors, view
-from megaverl.weights.torch_dist import IndexedArray, is_torch_dist, locate, read_index
+from megaverl.weights.torch_dist import locate
+from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_arrays
 
 MAX_READ = 1 << 24  # elements that are read at a time, where they cannot go straight to their place
 # Tensors that some files hold though no model reads them: buffers that are computed from the configuration.
@@ -303,9 +304,9 @@ def open_checkpoint(folder: Path, role: str | None = None) -> OpenedCheckpoint:
     """Read the index of a checkpoint, and find the model in it: `role`'s, or the only one, or the actor's.
 
     Raises:
-        CheckpointError: as `read_index`; no model of that role, or several to choose from.
+        CheckpointError: as `read_arrays`; no model of that role, or several to choose from.
     """
-    index = read_index(folder)
+    index = read_arrays(folder)
     found = [key.removesuffix(EMBEDDING_KEY) for key in index if key.endswith(EMBEDDING_KEY)]
     found = [prefix for prefix in found if "optimizer." not in prefix]
     if not found and any(".lora_" in key for key in index):

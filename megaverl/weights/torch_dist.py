@@ -1,10 +1,7 @@
-"""The files of Megatron's `torch_dist` checkpoints, read by themselves: no process group, and nothing unpickled.
+"""The chunks of `torch_dist` checkpoints: where their elements lie, and zips as `torch.save` makes them, by parts.
 
-A folder holds `.metadata`, a pickled index of arrays, chunks and their places in `*.distcp` files; each chunk is a
-zip as `torch.save` writes it (torch 2.13, `distributed/checkpoint/filesystem.py`,
-`caffe2/serialize/inline_container.cc`).
-The index and the chunks' descriptions are pickles; they are read with plain stand-ins for every class that they may
-name, so that nothing in them can run.
+`torch.save` and `torch.load` move whole tensors. Here ranks and threads write a chunk slab by slab, its length known
+before its elements are, and read any box of it. (torch 2.13, `caffe2/serialize/inline_container.cc`.)
 """
 
 from __future__ import annotations
@@ -15,24 +12,26 @@ import os
 import pickle
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 
 from megaverl.errors import CheckpointError
-from megaverl.sharding.boxes import Box
+from megaverl.sharding.boxes import whole
 from megaverl.weights.stored import Extent, StoredArray, row_major
+from megaverl.weights.torch_dist_index import BACKEND, COPY_AGAIN, FORMAT_FILE, INDEX_FILE, Chunk, IndexedArray
 
-INDEX_FILE = ".metadata"
-FORMAT_FILE = "metadata.json"
 COMMON_FILE = "common.pt"
-BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 MAX_NAMED = 12  # damaged chunks that a message names
-MEND = "Copy the checkpoint again from its source, or take another one."
+CHUNK_BYTES = 1 << 28  # the largest chunk: parts that several threads work on, far from zip's limit of 4 GiB
+# what megatron-core stores for the extra state of a linear layer that has none
+NO_EXTRA_STATE: list[None] = [None]
 
 # dtype -> the name under which a chunk's pickle gives it
 STORAGES = {
@@ -41,84 +40,26 @@ STORAGES = {
     torch.float16: "HalfStorage",
     torch.bfloat16: "BFloat16Storage",
 }
-_STAND_INS = {
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "torch.distributed.checkpoint.planner",  # megatron-core leaves its plans in the index
-    "pathlib",
-    "pathlib._local",
-}
-
-
-class Chunk(NamedTuple):
-    """Where a chunk's zip lies."""
-
-    box: Box
-    file: Path
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True)
-class IndexedArray:
-    """An array of a checkpoint as its index describes it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: Sequence[Chunk]
-
-
-def is_torch_dist(folder: Path) -> bool:
-    """Whether the folder looks like a distributed checkpoint."""
-    return (folder / INDEX_FILE).is_file()
-
-
-def read_index(folder: Path) -> dict[str, IndexedArray]:
-    """Every array of a checkpoint by key (objects left out), and that its files are there and long enough.
-
-    Raises:
-        CheckpointError: no checkpoint, another format or a newer one, a damaged index, files that are missing or
-            end too early (all of them are named).
-    """
-    _check_format(folder)
-    index = folder / INDEX_FILE
-    try:
-        with index.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        places = {
-            (key.fqn, tuple(key.offset)): place
-            for key, place in metadata.storage_data.items()
-            if getattr(key, "offset", None) is not None  # None: a plain object
-        }
-        arrays = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            if hasattr(entry, "chunks"):
-                arrays[name] = _array(folder, name, entry, places)
-    except CheckpointError:
-        raise
-    except OSError as error:
-        raise CheckpointError(f"{index}: cannot be read ({error}). {MEND}") from error
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{index}: refused: {type(error).__name__}: {error}. {MEND}") from error
-    _check_files(folder, arrays.values())
-    return arrays
 
 
 def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
-    """The arrays with the places of their elements, found from the chunks' own descriptions.
+    """The arrays with the places of their elements, found from the chunks' own descriptions; no element is read.
 
     Raises:
         CheckpointError: a chunk is damaged, or is not what the index says.
     """
-    files: dict[Path, int] = {}
-    try:
-        return {
-            name: StoredArray(array.shape, array.dtype, [_extent(name, array.dtype, c, files) for c in array.chunks])
-            for name, array in arrays.items()
-        }
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
+    found = {}
+    with ExitStack() as stack:
+
+        @cache
+        def opened(path: Path) -> BinaryIO:
+            return stack.enter_context(path.open("rb", buffering=0))
+
+        for name, array in arrays.items():
+            dtype = getattr(torch, array.dtype)
+            extents = [_extent(name, dtype, chunk, opened) for chunk in array.chunks]
+            found[name] = StoredArray(array.shape, dtype, extents)
+    return found
 
 
 def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: int = 1) -> None:
@@ -130,102 +71,51 @@ def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: 
     wrong = []
     chunks = [(name, chunk) for name, array in arrays.items() for chunk in array.chunks]
     for name, chunk in chunks[share::shares]:
-        with chunk.file.open("rb") as file:
-            try:
-                with zipfile.ZipFile(_Window(file.fileno(), chunk.offset, chunk.length)) as archive:
-                    whole = archive.testzip() is None
-            except (OSError, zipfile.BadZipFile):
-                whole = False
-        if not whole:
+        try:
+            with chunk.file.open("rb", buffering=0) as file, zipfile.ZipFile(_ChunkFile(file, chunk)) as archive:
+                intact = archive.testzip() is None
+        except (OSError, zipfile.BadZipFile):
+            intact = False
+        if not intact:
             wrong.append(f"{chunk.file.name}: {name} {chunk.box}")
     if wrong:
         more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
         named = "; ".join(wrong[:MAX_NAMED]) + more
-        raise CheckpointError(f"{chunk.file.parent}: bytes were changed since it was written: {named}. {MEND}")
+        raise CheckpointError(f"{chunk.file.parent}: bytes were changed since it was written: {named}. {COPY_AGAIN}")
 
 
-def _check_format(folder: Path) -> None:
-    path = folder / FORMAT_FILE
+def _extent(name: str, dtype: torch.dtype, chunk: Chunk, opened: Callable[[Path], BinaryIO]) -> Extent:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        backend, version = content["sharded_backend"], content["sharded_backend_version"]
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}: not a whole distributed checkpoint: it has no {FORMAT_FILE}. {MEND}"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {MEND}") from error
-    if backend != BACKEND["sharded_backend"] or version != BACKEND["sharded_backend_version"]:
-        raise CheckpointError(
-            f"{path}: format {backend!r} version {version}; this megaverl reads torch_dist version 1. "
-            "Take a checkpoint in that format, or a newer megaverl."
-        )
-
-
-def _array(folder: Path, name: str, entry: Any, places: Mapping[Any, Any]) -> IndexedArray:
-    chunks = []
-    for chunk in entry.chunks:
-        start, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        place = places.get((name, start))
-        if place is None:
-            raise CheckpointError(f"{folder / INDEX_FILE}: names no file for {name} at {list(start)}. {MEND}")
-        if getattr(place, "transform_descriptors", None):
-            raise CheckpointError(f"{folder}: {name} is stored compressed, which cannot be read here.")
-        box = Box(start, tuple(low + size for low, size in zip(start, sizes, strict=True)))
-        file = folder / place.relative_path
-        if not file.resolve().is_relative_to(folder.resolve()):
-            raise CheckpointError(f"{folder / INDEX_FILE}: {name} lies outside the folder, in {file}. Refused.")
-        chunks.append(Chunk(box, file, place.offset, place.length))
-    return IndexedArray(tuple(entry.size), entry.properties.state[0], chunks)
-
-
-def _check_files(folder: Path, arrays: Iterable[IndexedArray]) -> None:
-    ends: dict[Path, int] = {}
-    for array in arrays:
-        for chunk in array.chunks:
-            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.offset + chunk.length)
-    wrong = []
-    for file, end in sorted(ends.items()):
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            wrong.append(f"{file.name} is missing")
-        elif size < end:
-            wrong.append(f"{file.name} is truncated: {size} bytes, at least {end} expected")
-    if wrong:
-        raise CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {MEND}")
-
-
-def _extent(name: str, dtype: torch.dtype, chunk: Chunk, files: dict[Path, int]) -> Extent:
-    if chunk.file not in files:
-        files[chunk.file] = os.open(chunk.file, os.O_RDONLY)
-    descriptor = files[chunk.file]
-    try:
-        with zipfile.ZipFile(_Window(descriptor, chunk.offset, chunk.length)) as archive:
-            records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            storage, first, shape, strides = _ChunkUnpickler(io.BytesIO(archive.read(records["data.pkl"]))).load()
-            if "byteorder" in records and archive.read(records["byteorder"]) != b"little":
-                raise ValueError("big-endian")
-            data = records[f"data/{storage.key}"]
-        header = os.pread(descriptor, 30, chunk.offset + data.header_offset)
-        offset = chunk.offset + data.header_offset + 30 + sum(struct.unpack("<HH", header[26:30]))
-        if (storage.dtype, tuple(shape)) != (dtype, chunk.box.shape) or data.compress_type != zipfile.ZIP_STORED:
-            raise ValueError(f"it is {storage.dtype} {list(shape)}, the index says {dtype} {list(chunk.box.shape)}")
-        last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if (last + 1) * dtype.itemsize > data.file_size or offset + data.file_size > chunk.offset + chunk.length:
+        with FakeTensorMode():  # reads the description alone
+            file: Any = _ChunkFile(opened(chunk.file), chunk)
+            tensor = torch.load(file, weights_only=True)
+        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.box.shape):
+            raise ValueError(f"it is {tensor}, the index says {dtype} {list(chunk.box.shape)}")
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        begin = tensor.untyped_storage()._checkpoint_offset
+        assert begin is not None, "torch.load marks it under FakeTensorMode"
+        start = begin + int(tensor.storage_offset()) * dtype.itemsize
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if start + (last + 1) * dtype.itemsize > chunk.length:
             raise ValueError("it ends too early")
+    except pickle.UnpicklingError:
+        raise CheckpointError(
+            f"{chunk.file}: {name} {chunk.box} is damaged: it names more than a plain tensor's parts. {COPY_AGAIN}"
+        ) from None  # torch's advice is to load it without its checks
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(
-            f"{chunk.file}: {name} {chunk.box} is damaged ({type(error).__name__}: {error}). {MEND}"
+            f"{chunk.file}: {name} {chunk.box} is damaged ({type(error).__name__}: {error}). {COPY_AGAIN}"
         ) from error
-    plain = tuple(strides) == row_major(shape)
-    return Extent(chunk.box, chunk.file, offset + first * dtype.itemsize, None if plain else tuple(strides))
+    return Extent(chunk.box, chunk.file, chunk.offset + start, None if strides == row_major(shape) else strides)
 
 
-class _Window(io.RawIOBase):
-    """A part of a file as a file."""
+class _ChunkFile(io.RawIOBase):
+    """The bytes of a chunk as a file."""
 
-    def __init__(self, descriptor: int, offset: int, length: int) -> None:
-        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
+    def __init__(self, file: BinaryIO, chunk: Chunk) -> None:
+        self._file, self._chunk, self._at = file, chunk, 0
 
     def readable(self) -> bool:
         return True
@@ -233,72 +123,107 @@ class _Window(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        if base + offset < 0:
+        at = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._chunk.length}[whence] + offset
+        if at < 0:
             raise OSError("before the beginning")
-        self._at = base + offset
-        return self._at
+        self._at = at
+        return at
 
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._length - self._at)
-        data = os.pread(self._descriptor, left if size < 0 else min(size, left), self._offset + self._at)
-        self._at += len(data)
-        return data
-
-
-class _Plain:
-    """Stands in for a class that a pickle names: keeps what it is given, and does nothing with it."""
-
-    def __init__(self, *values: Any) -> None:
-        self.values = values
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-        else:
-            self.state = state
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._chunk.length - self._at)]
+        count = os.preadv(self._file.fileno(), [view], self._chunk.offset + self._at)
+        self._at += count
+        return count
 
 
-class _Unpickler(pickle.Unpickler):
-    """Of the index."""
+class Frame:
+    """What stands around a chunk's elements in its zip; only its checksum depends on them."""
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module in _STAND_INS and "." not in name:
-            return type(name, (_Plain,), {})
-        if module == "torch":
-            found = getattr(torch, name, None)
-            if isinstance(found, torch.dtype):
-                return found
-            if name == "Size":
-                return tuple
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return str
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+    ALIGNMENT = 64
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
+        numel, self._shape = whole(shape).numel, tuple(shape)
+        self._storage = ("storage", getattr(torch, STORAGES[dtype]), "0", "cpu", numel)
+        stream = io.BytesIO()
+        _FramePickler(stream, protocol=2).dump(self)
+        self.nbytes = numel * dtype.itemsize
+        self._small = [("data.pkl", stream.getvalue()), ("byteorder", b"little"), ("version", b"3\n")]
+        unpadded = sum(30 + len(_name(name)) + len(data) for name, data in self._small) + 30 + len(_name("data/0"))
+        self._padding = -(unpadded + 4) % self.ALIGNMENT
+        self.data_offset = unpadded + 4 + self._padding
+        self.length = self.data_offset + self.nbytes + len(self.tail(0))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """The tensor that it stands around, as `torch.save` pickles it."""
+        hooks: dict[str, Any] = OrderedDict()  # none, and with its type's parameters it would be pickled otherwise
+        arguments = (self._storage, 0, self._shape, row_major(self._shape), False, hooks)
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def head(self, crc: int) -> bytes:
+        """All before the elements."""
+        parts = [_local_header(name, zlib.crc32(data), len(data)) + data for name, data in self._small]
+        extra = struct.pack("<HH", 0x4246, self._padding) + b"Z" * self._padding
+        return b"".join([*parts, _local_header("data/0", crc, self.nbytes, extra)])
+
+    def tail(self, crc: int) -> bytes:
+        """All behind them."""
+        entries, at = [], 0
+        for name, data in self._small:
+            entries.append(_directory_entry(name, zlib.crc32(data), len(data), at))
+            at += 30 + len(_name(name)) + len(data)
+        entries.append(_directory_entry("data/0", crc, self.nbytes, at))
+        directory = b"".join(entries)
+        end = struct.pack(
+            "<4sHHHHIIH", b"PK\5\6", 0, 0, len(entries), len(entries), len(directory), self.data_offset + self.nbytes, 0
+        )
+        return directory + end
 
 
-class _Storage(NamedTuple):
-    dtype: torch.dtype
-    key: str
+class _FramePickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return obj if isinstance(obj, tuple) and obj[:1] == ("storage",) else None
 
 
-class _ChunkUnpickler(pickle.Unpickler):
-    """Of one tensor: gives (storage, first element, shape, strides)."""
+def _name(name: str) -> bytes:
+    return b"archive/" + name.encode()
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in STORAGES.values():
-            return next(dtype for dtype, storage in STORAGES.items() if storage == name)
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, first, shape, strides, *_: (storage, first, shape, strides)
-        if (module, name) == ("collections", "OrderedDict"):
-            return OrderedDict
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
 
-    def persistent_load(self, identity: Any) -> _Storage:
-        kind, dtype, key, _, _ = identity
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"it refers to {kind}")
-        return _Storage(dtype, str(key))
+def _local_header(name: str, crc: int, size: int, extra: bytes = b"") -> bytes:
+    return struct.pack("<4sHHHHHIIIHH", b"PK\3\4", 20, 0, 0, 0, 0, crc, size, size, len(_name(name)), len(extra)) + (
+        _name(name) + extra
+    )
+
+
+def _directory_entry(name: str, crc: int, size: int, offset: int) -> bytes:
+    return struct.pack(
+        "<4sHHHHHHIIIHHHHHII",
+        *(b"PK\1\2", 20, 20, 0, 0, 0, 0, crc, size, size, len(_name(name)), 0, 0, 0, 0, 0, offset),
+    ) + _name(name)
+
+
+def write_index(folder: Path, arrays: Mapping[str, IndexedArray], objects: Mapping[str, Chunk]) -> None:
+    """Write `.metadata`, `metadata.json` and an empty `common.pt`."""
+    from torch.distributed.checkpoint import metadata as words
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for name, array in arrays.items():
+        entries[name] = words.TensorStorageMetadata(
+            words.TensorProperties(dtype=getattr(torch, array.dtype)),
+            torch.Size(array.shape),
+            [words.ChunkStorageMetadata(torch.Size(c.box.start), torch.Size(c.box.shape)) for c in array.chunks],
+        )
+        for number, chunk in enumerate(array.chunks):
+            index = words.MetadataIndex(name, torch.Size(chunk.box.start), number)
+            places[index] = _StorageInfo(chunk.file.name, chunk.offset, chunk.length)
+    for name, chunk in objects.items():
+        entries[name] = words.BytesStorageMetadata()
+        places[words.MetadataIndex(name)] = _StorageInfo(chunk.file.name, chunk.offset, chunk.length)
+    content = words.Metadata(entries, storage_data=places, storage_meta=words.StorageMeta())
+    with (folder / INDEX_FILE).open("wb") as file:
+        pickle.dump(content, file)
+    torch.save({}, folder / COMMON_FILE)
+    versions = BACKEND | {"common_backend": "torch", "common_backend_version": 1}
+    (folder / FORMAT_FILE).write_text(json.dumps(versions), encoding="utf-8")

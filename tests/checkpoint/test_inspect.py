@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
-from megaverl.checkpoint.contents import read_contents
 from megaverl.errors import CheckpointError
 from megaverl.models.tiny import make_tiny_folder
+from megaverl.weights.torch_dist_index import read_index
 from tests.worlds import ROOT, run_world
 
 GRIDS = {"actor": {"tp": 2}, "critic": {"pp": 2}}
@@ -66,10 +66,10 @@ def test_what_one_holds(run: Path) -> None:
 
 def test_shapes_are_those_that_torch_finds(run: Path) -> None:
     folder = run / "checkpoints" / "step_00000002"
-    found = read_contents(folder)
+    found = read_index(folder)
     metadata = FileSystemReader(folder).read_metadata()
     stored = {name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")}
-    assert {name: (tensor.shape, f"torch.{tensor.dtype}") for name, tensor in found.tensors.items()} == {
+    assert {name: (tensor.shape, f"torch.{tensor.dtype}") for name, tensor in found.arrays.items()} == {
         name: (tuple(entry.size), str(entry.properties.dtype)) for name, entry in stored.items()
     }
     assert set(found.objects) == metadata.state_dict_metadata.keys() - stored.keys()
@@ -103,5 +103,5 @@ def test_damage_is_named(run: Path, tmp_path: Path) -> None:
     assert done.returncode == 1 and "__0_0.distcp has the checksum" in done.stderr
     assert "no such folder" in inspect(tmp_path / "nowhere").stderr
     (folder / ".metadata").write_bytes(pickle.dumps(print))
-    with pytest.raises(CheckpointError, match=r"refused .*names builtins.print"):
-        read_contents(folder)
+    with pytest.raises(CheckpointError, match=r"refused: .*names builtins.print"):
+        read_index(folder)

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from megaverl.checkpoint.contents import read_contents
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import LoraConfig, OffloadConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.mix import answers_update
+from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.offload import storages_of
@@ -167,7 +167,7 @@ def reference_and_resume(
         refused = ""
     except Exception as error:  # the test wants to know which
         refused = f"{type(error).__name__}: {error}"
-    stored = sorted(read_contents(path).tensors)
+    stored = sorted(read_index(path).arrays)
     return {"reference": torch.equal(shared, own), "resumed": resumed, "refused": refused, "stored": stored}
 
 

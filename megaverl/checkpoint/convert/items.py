@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from megaverl.sharding.boxes import Box, BoxIndex, carry, split, whole
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist_writer import Frame
+from megaverl.weights.torch_dist import Frame
 
 SLAB_BYTES = 1 << 20  # what a thread holds at a time: small, so that it stays in the processor's cache
 

@@ -41,7 +41,8 @@ from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.load import BESIDE_KEY
 from megaverl.weights.safetensors_writer import cannot_write
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist import check_checksums, read_index
+from megaverl.weights.torch_dist import check_checksums
+from megaverl.weights.torch_dist_index import read_arrays
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def convert(request: ConversionRequest) -> None:
             check_tokenizer(request.tokenizer, source.spec, source.model_folder)
         target = _target(source, request)
         if request.verify and source.kind == "megatron":
-            index = read_index(source.folder)
+            index = read_arrays(source.folder)
             check_checksums({name: index[name] for name in source.arrays}, rank, world)
     draft = request.output.with_name(f".{request.output.name}.partial")
     shown = rank == 0 and not request.quiet

@@ -27,7 +27,7 @@ from megaverl.sharding.weight import Weight
 from megaverl.weights.export import COPIED_SUFFIXES
 from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored, open_checkpoint
 from megaverl.weights.stored import StoredArray, stored_arrays
-from megaverl.weights.torch_dist import FORMAT_FILE, MEND, is_torch_dist
+from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_dist
 
 EMBEDDING = "model.embed_tokens.weight"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
@@ -264,7 +264,7 @@ def read_conversion(folder: Path) -> Conversion | None:
         if content["format"] <= CONVERSION_FORMAT:
             return Conversion(**{each.name: content[each.name] for each in fields(Conversion)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {MEND}") from error
+        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}). {COPY_AGAIN}") from error
     raise CheckpointError(
         f"{path}: format {content['format']}, written by a newer megaverl; this one reads up to {CONVERSION_FORMAT}. "
         "Install a newer one."
@@ -288,7 +288,7 @@ def check_conversion(folder: Path, conversion: Conversion) -> None:
         elif path.suffix == ".distcp" and path.stat().st_size != size:
             wrong.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
     if wrong:
-        raise CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {MEND}")
+        raise CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {COPY_AGAIN}")
 
 
 def carried_files(folder: Path) -> Iterator[Path]:

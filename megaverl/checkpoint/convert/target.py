@@ -25,8 +25,8 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
 from megaverl.weights.safetensors_writer import file_name, header_of, shards_of
-from megaverl.weights.torch_dist import STORAGES, Chunk, IndexedArray
-from megaverl.weights.torch_dist_writer import CHUNK_BYTES, NO_EXTRA_STATE, Frame, write_index
+from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Frame, write_index
+from megaverl.weights.torch_dist_index import Chunk, IndexedArray
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,10 @@ def megatron_target(
                 found[key].append(Chunk(piece, Path(file), end, frame.length))
                 end += frame.length
                 files[file] = end
-    arrays = {key: IndexedArray(shape, dtypes[key], found[key]) for key, shape in layout.local_shapes.items()}
+    arrays = {
+        key: IndexedArray(shape, str(dtypes[key]).removeprefix("torch."), found[key])
+        for key, shape in layout.local_shapes.items()
+    }
     objects, heads = _extra_states(layout, spec, files)
     return ModelTarget(files, items, heads, lambda folder: write_index(folder, arrays, objects))
 

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaverl.cli.convert import main
-from megaverl.weights.torch_dist import INDEX_FILE, read_index
+from megaverl.weights.torch_dist_index import INDEX_FILE, read_arrays
 from tests.checkpoint.convert.folders import as_reward_model, converted, make_model, make_tokenizer, nothing_changes
 
 Mess = Callable[[Path], object]
@@ -126,14 +126,19 @@ def evil_index(folder: Path) -> None:
 
 def evil_chunk(folder: Path) -> None:
     """A chunk whose description would run something."""
-    archive = io.BytesIO()
-    with zipfile.ZipFile(archive, "w") as writer:
-        writer.writestr("archive/data.pkl", pickle.dumps(Evil()))
-        writer.writestr("archive/data/0", b"")
-    chunk = read_index(folder)["embedding.word_embeddings.weight"].chunks[0]
+    chunk = read_arrays(folder)["embedding.word_embeddings.weight"].chunks[0]
+
+    def archive(filling: int) -> bytes:
+        stream = io.BytesIO()
+        with zipfile.ZipFile(stream, "w") as writer:
+            writer.writestr("archive/data.pkl", pickle.dumps(Evil(), protocol=2))
+            writer.writestr("archive/version", b"3\n")
+            writer.writestr("archive/data/0", bytes(filling))
+        return stream.getvalue()
+
     with chunk.file.open("r+b") as file:
-        file.seek(chunk.offset + chunk.length - len(archive.getvalue()))
-        file.write(archive.getvalue())
+        file.seek(chunk.offset)
+        file.write(archive(chunk.length - len(archive(0))))
 
 
 def write_json(path: Path, **changes: object) -> None:
@@ -150,7 +155,7 @@ CHECKPOINTS: dict[str, tuple[Mess, str]] = {
     "missing index": (lambda folder: (folder / INDEX_FILE).unlink(), "nor .metadata"),
     "damaged index": (lambda folder: cut(folder / INDEX_FILE), "refused"),
     "a pickle that runs something": (evil_index, "refused: UnpicklingError: it names posix.system"),
-    "a chunk that runs something": (evil_chunk, "is damaged (UnpicklingError: it names posix.system"),
+    "a chunk that runs something": (evil_chunk, "is damaged: it names more than a plain tensor's parts"),
     "another format": (lambda folder: write_json(folder / "metadata.json", sharded_backend="zarr"), "format 'zarr'"),
     "a newer record": (lambda folder: write_json(folder / "conversion.json", format=2), "written by a newer megaverl"),
     "another model": (

@@ -22,7 +22,7 @@ from megaverl.cli.convert import main
 from megaverl.errors import CheckpointError
 from megaverl.processes import ending_with_parent
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.torch_dist import read_index
+from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import assert_same_files, converted, make_model
 from tests.terminals import read_to_the_end
 from tests.worlds import ROOT
@@ -68,7 +68,7 @@ def test_a_flipped_byte_of_a_checkpoint_is_found(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     there = converted(folder, tmp_path / "there", "megatron")
-    chunk = read_index(there)["decoder.final_layernorm.weight"].chunks[0]
+    chunk = read_arrays(there)["decoder.final_layernorm.weight"].chunks[0]
     with chunk.file.open("r+b") as file:
         file.seek(chunk.offset + chunk.length // 2)
         byte = file.read(1)

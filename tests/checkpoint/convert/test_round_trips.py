@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megaverl.checkpoint.convert.source import open_source
 from megaverl.sharding.model_spec import ARCHITECTURES
-from megaverl.weights.torch_dist import read_index
+from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import as_reward_model, assert_same_files, converted, make_model, make_tokenizer
 from tests.sharding.specs import make_spec
 
@@ -52,7 +52,7 @@ def test_a_reward_model_comes_back(architecture: str, tmp_path: Path) -> None:
     causal = make_model(tmp_path / "causal", architecture)
     folder = as_reward_model(causal, tmp_path / "hf")
     there = converted(folder, tmp_path / "there", "megatron", grid={"tp": 2, "pp": 2}, verify=True)
-    assert read_index(there)["output_layer.weight"].shape == (1, 32)
+    assert read_arrays(there)["output_layer.weight"].shape == (1, 32)
     assert_same_files(folder, converted(there, tmp_path / "back", "hugging_face", verify=True))
 
 
@@ -78,7 +78,7 @@ def test_a_critic_under_its_backbones_config_becomes_a_reward_model(tmp_path: Pa
 def test_the_vocabulary_is_padded_for_megatron_and_not_for_hugging_face(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "hf", vocab_size=101)
     there = converted(folder, tmp_path / "there", "megatron", grid={"tp": 4, "pp": 1})
-    index, source = read_index(there), open_source(there)
+    index, source = read_arrays(there), open_source(there)
     rows = index[EMBEDDING].shape[0]
     assert rows > 101 and rows % 4 == 0 and index["output_layer.weight"].shape[0] == rows
     assert {weight.shape[0] for weight in source.weights if weight.shape[0] > 100} >= {101}
@@ -119,7 +119,7 @@ def test_a_stored_copy_of_a_tied_head_is_restored_and_buffers_are_left_out(tmp_p
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     there = converted(folder, tmp_path / "there", "megatron")
-    assert "output_layer.weight" not in read_index(there)
+    assert "output_layer.weight" not in read_arrays(there)
     assert_same_files(folder, converted(there, tmp_path / "back", "hugging_face"))
 
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
