@@ -152,7 +152,7 @@ def configuration(
 ) -> Any:
     """The recipe of the quickstart with one algorithm; `overrides` come last."""
     from megaverl.config import load_config
-    from megaverl.config.recipes import recipe
+    from megaverl.config.yaml_source import recipe
 
     inputs = out / "runs" / f"warm_{seed}" / "inputs"
     settings = [

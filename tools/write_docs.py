@@ -12,8 +12,8 @@ from html import escape
 from pathlib import Path
 
 from megaverl.config import Config
-from megaverl.config.describe import described_keys
 from megaverl.config.passthrough import PLACES
+from megaverl.config.section import described_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 INTRODUCTION = """\
@@ -38,7 +38,7 @@ def keys_page() -> str:
     places = "\n".join(f"| `{place}` | {target.name} |" for place, target in PLACES.items())
     lines = [INTRODUCTION.format(places=places)]
     section = None
-    for entry in described_keys():
+    for entry in described_keys(Config):
         top = entry.key.partition(".")[0]
         if top != section:
             section = top

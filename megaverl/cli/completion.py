@@ -85,11 +85,12 @@ def _options(command: str) -> list[str]:
 
 def _keys(begin: str, command: str) -> Iterator[str]:
     """Keys of the configuration; only the next part of a name, so that the list stays short."""
-    from megaverl.config.describe import described_keys
+    from megaverl.config.schema import Config
+    from megaverl.config.section import described_keys
 
     end = "" if command == "keys" else "="
     found = set()
-    for entry in described_keys():
+    for entry in described_keys(Config):
         if entry.key.startswith(begin) and ".N." not in entry.key:
             rest = entry.key[len(begin) :]
             found.add(begin + rest.partition(".")[0] + ("." if "." in rest else end))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from megaverl.config.sources import is_hub_name
+from megaverl.config.run import is_hub_name
 from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError
 
 DESCRIPTION = """\

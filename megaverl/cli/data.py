@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megaverl.config import Config, load_config
-from megaverl.config.data_sources import SourceConfig
 from megaverl.config.loader import Command
-from megaverl.config.run import DataConfig
+from megaverl.config.run import DataConfig, SourceConfig
 from megaverl.errors import ConfigError, MegaverlError
 
 if TYPE_CHECKING:

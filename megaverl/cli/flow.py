@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from megaverl.config import Config, load_config
-from megaverl.config.grids import is_placed, used_roles
-from megaverl.config.placement import resolve_placement, role_grids
+from megaverl.config.grids import is_placed, resolve_placement, role_grids, used_roles
 from megaverl.distributed.placement import ranks_text
 from megaverl.errors import MegaverlError
 from megaverl.trainer.launcher import default_nproc

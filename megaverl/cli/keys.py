@@ -7,9 +7,10 @@ import ast
 import sys
 from collections.abc import Iterator, Sequence
 
-from megaverl.config.describe import described_keys
+from megaverl.config import Config
 from megaverl.config.errors import did_you_mean
 from megaverl.config.passthrough import PLACES
+from megaverl.config.section import described_keys
 
 EXAMPLES = """\
   megaverl keys                        all of this project's keys
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prefix = described.parse_args(argv).prefix.strip(".")
     lines = list(_lines(prefix))
     if not lines:
-        known = [key for key, *_ in described_keys()]
+        known = [key for key, *_ in described_keys(Config)]
         print(f"megaverl keys: no key begins with `{prefix}`.{did_you_mean(prefix, known)}", file=sys.stderr)
         return 2
     print("\n".join(lines))
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lines(prefix: str) -> Iterator[str]:
-    for key, kind, default, description in described_keys():
+    for key, kind, default, description in described_keys(Config):
         if _below(key, prefix):
             yield f"{key}: {kind} = {default}\n    {description}"
     for place, target in PLACES.items():

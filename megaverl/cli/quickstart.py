@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from megaverl.cli.command import parser, run
 from megaverl.config import load_config
-from megaverl.config.recipes import recipe
+from megaverl.config.yaml_source import recipe
 from megaverl.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from megaverl.cli.command import parser, run
-from megaverl.config.placement import CLAIMS
+from megaverl.config.grids import CLAIMS
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import SAVED_AND_LEFT
 

@@ -1,15 +1,21 @@
-"""What a run is: typed and strict, YAML plus `key=value`; every mistake reported at once, with the mend."""
+"""What a run is: typed and strict, YAML plus `key=value`; every mistake reported at once, with its fix."""
 
 from megaverl.config.algorithm import AlgorithmConfig, KLConfig
 from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.grids import smallest_world
 from megaverl.config.loader import load_config
-from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import ActorConfig, CriticConfig, GridConfig, ReferenceConfig, TrainedConfig
-from megaverl.config.rollout import RolloutConfig
-from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig
+from megaverl.config.rollout import ReshardConfig, RolloutConfig
+from megaverl.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    LoopConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SFTConfig,
+)
 from megaverl.config.schema import Config
-from megaverl.config.trainer import CheckpointConfig, LoopConfig, SFTConfig
 
 __all__ = [
     "ActorConfig",

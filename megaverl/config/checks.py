@@ -10,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.algorithm_checks import algorithm_mistakes
-from megaverl.config.environment import environment_mistakes
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.grids import REINFORCING, grid_mistakes
-from megaverl.config.lengths import length_mistakes
-from megaverl.config.rollout_checks import sampling_mistakes
-from megaverl.config.run import RewardConfig
-from megaverl.config.schedule import scheduler_mistakes
+from megaverl.config.rollout_checks import (
+    environment_mistakes,
+    length_mistakes,
+    sampling_mistakes,
+    stored_rollout_mistakes,
+    temperature_mistakes,
+)
+from megaverl.config.run import RewardConfig, is_hub_name
 from megaverl.config.schema import Config
-from megaverl.config.shared_critic import shared_critic_mistakes
-from megaverl.config.sources import is_hub_name
-from megaverl.config.stages import mix_mistakes, preference_mistakes, reward_model_mistakes
+from megaverl.config.training_checks import (
+    mix_mistakes,
+    optimizer_mistakes,
+    preference_mistakes,
+    reward_model_mistakes,
+    shared_critic_mistakes,
+)
 from megaverl.errors import MegaverlError, ModelError, RewardError
 from megaverl.rewards import find_reward, load_modules, reward_names
 from megaverl.sharding.model_spec import ModelSpec
@@ -39,7 +46,12 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     if command in REINFORCING:
         mistakes += [*environment_mistakes(config), *algorithm_mistakes(config), *mix_mistakes(config)]
         mistakes += shared_critic_mistakes(config)
-        mistakes += [*_optimizers(config), *_stored_rollouts(config), *_temperature(config), *sampling_mistakes(config)]
+        mistakes += [
+            *optimizer_mistakes(config),
+            *stored_rollout_mistakes(config),
+            *temperature_mistakes(config),
+            *sampling_mistakes(config),
+        ]
     if command in ("dpo", "reward"):
         mistakes += preference_mistakes(config, command, check_paths)
     if command in (*REINFORCING, "eval"):
@@ -79,50 +91,6 @@ def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:
         )
     if command == "eval" and not config.data.validation:
         yield ConfigIssue("data.validation", "is empty. Give one or more JSONL or Parquet files: data.validation=FILE.")
-
-
-def _optimizers(config: Config) -> Iterator[ConfigIssue]:
-    trained = {"actor": True, "critic": config.uses_critic, "reward_model": config.trains_reward_model}
-    for role in (role for role, is_used in trained.items() if is_used):
-        section = getattr(config, role)
-        lr, min_lr = section.optimizer.get("lr"), section.optimizer.get("min_lr")
-        if lr is None or not (_is_number(lr) and lr > 0):
-            yield ConfigIssue(f"{role}.optimizer.lr", f"found {found(lr)}; expected a number above 0.")
-        elif min_lr is not None and _is_number(min_lr) and not 0 <= min_lr <= lr:
-            yield ConfigIssue(
-                f"{role}.optimizer.min_lr", f"found {min_lr}; expected from 0 to {role}.optimizer.lr={lr}."
-            )
-        for name in ("use_distributed_optimizer", "overlap_param_gather"):
-            values = [part[name] for part in (section.optimizer, section.ddp) if name in part]
-            if len(values) == 2 and values[0] != values[1]:
-                yield ConfigIssue(
-                    f"{role}.ddp.{name}",
-                    f"found {found(values[1])}, but {role}.optimizer.{name} is {found(values[0])}.",
-                    involves=(f"{role}.optimizer.{name}",),
-                )
-        yield from scheduler_mistakes(role, section, config.total_updates)
-
-
-def _temperature(config: Config) -> Iterator[ConfigIssue]:
-    temperature = config.rollout.sampling["temperature"]
-    if not (_is_number(temperature) and temperature > 0):
-        yield ConfigIssue(
-            "rollout.sampling.temperature",
-            f"found {found(temperature)}; expected above 0, since the loss divides logits by it. "
-            "For greedy validation use trainer.validation_sampling.temperature=0.",
-        )
-
-
-def _stored_rollouts(config: Config) -> Iterator[ConfigIssue]:
-    trainer, resume = config.trainer, config.checkpoint.resume
-    if trainer.rollout_only and trainer.replay_rollouts is not None:
-        yield ConfigIssue("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
-    if trainer.rollout_only and resume not in ("auto", "never"):
-        yield ConfigIssue(
-            "checkpoint.resume",
-            f"found {found(resume)}; trainer.rollout_only generates with the weights of model.path. "
-            "Name a checkpoint's Hugging Face folder there.",
-        )
 
 
 def _validation(config: Config) -> Iterator[ConfigIssue]:
@@ -289,7 +257,3 @@ def _file_problem(path: Path) -> str:
             f"which does not exist (relative to {Path.cwd()})." if not path.is_absolute() else "which does not exist."
         )
     return "which is an empty file." if path.stat().st_size == 0 else ""
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

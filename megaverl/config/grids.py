@@ -1,20 +1,24 @@
-"""Parallel grids against the model's dimensions and the number of ranks: what is wrong, what would fit."""
+"""Which ranks the roles have, and their grids against the model and the world: what is wrong, what would fit."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from megaverl.config.errors import ConfigIssue, divisors, listed
-from megaverl.config.placement import CLAIMS, placement_mistakes, role_grids
-from megaverl.config.roles import GridConfig
+from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
+from megaverl.config.roles import GridConfig, PlacementConfig
 from megaverl.config.schema import Config
 from megaverl.distributed.grid import grid_problem
-from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
 from megaverl.distributed.placement_resolver import problems_of, resolve
 from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
 from megaverl.sharding.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from megaverl.distributed.grid import GridSizes
+
 
 # Commands that build every role.
 REINFORCING = ("train", "quickstart")
@@ -247,3 +251,62 @@ def _engine_against_model(tp: int, spec: ModelSpec) -> Iterator[ConfigIssue]:
             f"Sizes that fit: {listed(fitting)}.",
             involves=("model.path",),
         )
+
+
+CLAIMS = "MEGAVERL_ROLE"  # environment variable: what this node is, of `--role`
+
+
+class Sizes(NamedTuple):
+    """A grid's sizes, where there is no section that has them: an engine's."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+
+
+def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridSizes | None]:
+    """The grid of every role of a run, for `resolve`.
+
+    Args:
+        megatron_roles: those that the command builds (`config.grids.used_roles`).
+    """
+    grids: dict[str, GridSizes | None] = {role: getattr(config, role) for role in megatron_roles if role in ROLES}
+    models = config.reward_model if config.scores_by_megatron else None
+    return grids | {"rollout": Sizes(tp=config.rollout.tp), "reward": models, "coordinator": None}
+
+
+def placement_mistakes(
+    placement: PlacementConfig,
+    grids: Mapping[str, GridSizes | None],
+    size: int | None,
+    nodes: Sequence[Node] | None = None,
+) -> list[ConfigIssue]:
+    """Everything that is wrong with a placement; where ranks, or nodes that it names, are not known, with its words."""
+    wanted, mistakes = placement.wanted()
+    names_nodes = any(place.nodes or place.num_nodes for place in wanted.values())
+    if mistakes or size is None or (nodes is None and names_nodes):
+        return mistakes
+    try:
+        resolve(wanted, size, grids, nodes, islands=placement.actor_islands)
+    except PlacementError as error:
+        return [ConfigIssue(placement.written_key(problem.key), problem.message) for problem in error.problems]
+    return []
+
+
+def resolve_placement(
+    placement: PlacementConfig,
+    grids: Mapping[str, GridSizes | None],
+    size: int,
+    nodes: Sequence[Node] | None = None,
+) -> ResolvedPlacement:
+    """Who is where.
+
+    Raises:
+        InvalidConfig, PlacementError: with every mistake.
+    """
+    wanted, mistakes = placement.wanted()
+    if mistakes:
+        raise InvalidConfig(mistakes, "placement")
+    return resolve(wanted, size, grids, nodes, islands=placement.actor_islands)

@@ -1,24 +1,37 @@
-"""`load_config`: a file and overrides in, a checked Config or the list of all mistakes out."""
+"""`load_config`: a file and overrides in, a checked Config or the list of all mistakes out.
+
+The flat form of a configuration, as other trainers write it, is turned into this project's keys:
+
+    algorithm: {name: ppo, clip_range: 0.2, value_loss_coef: 0.5}
+    model: {pretrain_model_path: models/small, reward_function: exact_match}
+    data: {train_path: train.jsonl, batch_size_per_gpu: 8}
+    engine: {actor_type: vllm, critic_type: megatron, num_gpus: 4}
+    placement: {actor_devices: [0, 1, 2], critic_devices: [3]}
+
+Both forms may stand in one file; a key that is set twice, once in each form, is a mistake.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-from megaverl.config.algorithm_conflicts import algorithm_warnings
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megaverl.config.algorithm_checks import algorithm_warnings
 from megaverl.config.checks import cross_mistakes
-from megaverl.config.errors import ConfigIssue, InvalidConfig
-from megaverl.config.flat import put, translate
-from megaverl.config.grids import REINFORCING
-from megaverl.config.lengths import fitted_lengths
-from megaverl.config.passthrough import passthrough_mistakes
-from megaverl.config.placement import CLAIMS
+from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean, found, listed
+from megaverl.config.grids import CLAIMS, REINFORCING
+from megaverl.config.passthrough import PLACES, passthrough_mistakes
 from megaverl.config.roles import INHERITED
+from megaverl.config.rollout_checks import fitted_lengths
 from megaverl.config.schema import Config
-from megaverl.config.validate import validate
-from megaverl.config.yaml_source import BASE, YamlSource, read_source
+from megaverl.config.section import all_keys, keys_of, section_at
+from megaverl.config.signatures import place_of
+from megaverl.config.yaml_source import BASE, Key, YamlSource, read_source
 
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
@@ -112,3 +125,260 @@ def _not_moot(found: list[ConfigIssue], earlier: list[ConfigIssue], source: Yaml
 
 def _overlap(a: str, b: str) -> bool:
     return a == b or a.startswith(b + ".") or b.startswith(a + ".")
+
+
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "string_too_short": "some text",
+    "list_type": "a list",
+    "dict_type": "a mapping (key: value)",
+    "model_type": "a mapping (key: value)",
+    "model_attributes_type": "a mapping (key: value)",
+}
+_NAME_LETTERS = "letters, digits and . _ + = , @ - only"
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
+    """The configuration with every refused key left at its default, and the mistakes."""
+    values = source.values
+    try:
+        return Config.model_validate(values), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    written = [_written(detail["loc"], values) for detail in details]
+    mistakes = [_mistake(d, source) for d, is_written in zip(details, written, strict=True) if is_written]
+    for detail in sorted(details, key=lambda d: len(d["loc"]), reverse=True):
+        values = _without(values, tuple(detail["loc"]))
+    try:
+        return Config.model_validate(values), mistakes
+    except ValidationError:  # taking a key out of a list moved the others: judge the rest on defaults alone
+        return Config(), mistakes
+
+
+def _written(loc: tuple[int | str, ...], values: Any) -> bool:
+    """False where another role only inherited the actor's mistake."""
+    for part in loc[:-1]:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    return not isinstance(values, dict) or loc[-1] in values or loc[0] not in INHERITED
+
+
+def _mistake(detail: ErrorDetails, source: YamlSource) -> ConfigIssue:
+    path = tuple(str(part) for part in detail["loc"])
+    key = ".".join(path)
+    return ConfigIssue(key, _message(detail, path), source.place(path))
+
+
+def _message(detail: ErrorDetails, path: Key) -> str:
+    kind, context = detail["type"], detail.get("ctx", {})
+    if kind == "extra_forbidden":
+        return "unknown key." + _suggest(path)
+    if kind == "invalid_key":
+        return "a key must be text."
+    shown = f"found {found(detail['input'])}"
+    if kind == "literal_error":
+        allowed = str(context["expected"])
+        names = [name.strip("'") for name in allowed.replace(" or ", ", ").split(", ")]
+        hint = did_you_mean(detail["input"], names) if isinstance(detail["input"], str) else ""
+        if path == ("algorithm", "name") and isinstance(detail["input"], str):
+            hint = place_of(detail["input"]) or hint
+        return f"{shown}; allowed: {', '.join(names)}.{hint}"
+    if kind == "string_pattern_mismatch":
+        own = "[A-Za-z_]" in str(context.get("pattern"))
+        return f"{shown}; expected {'module:function or file.py:function' if own else _NAME_LETTERS}."
+    if kind in _EXPECTED:
+        return f"{shown}; expected {_EXPECTED[kind]}."
+    bounds = [f"{word} {context[name]}" for name, word in _BOUNDS.items() if name in context]
+    return f"{shown}; expected {' and '.join(bounds)}." if bounds else f"{shown}: {detail['msg']}."
+
+
+def _suggest(path: Key) -> str:
+    """The sibling that is nearest in spelling; else the same name elsewhere in the configuration."""
+    *parents, name = path
+    siblings = keys_of(section_at(Config, parents)) + [BASE] * (not parents)
+    hint = did_you_mean(name, siblings)
+    exact = [key for key in all_keys(Config) if key.rsplit(".", 1)[-1] == name]
+    exact += [f"{place}.{name}" for place, target in PLACES.items() if name in (target.settable() or {})]
+    nearby = [key for key in exact if parents and key.startswith(parents[0] + ".")] or exact
+    if nearby:
+        return f" Did you mean `{nearby[0]}`?"
+    return hint or (f" Known here: {', '.join(siblings)}." if siblings else "")
+
+
+def _without(values: Any, loc: tuple[int | str, ...]) -> Any:
+    """A copy of `values` that lacks what stands at `loc`."""
+    head, *rest = loc
+    if isinstance(values, dict):
+        if head not in values:
+            return values
+        if not rest:
+            return {key: value for key, value in values.items() if key != head}
+        return {**values, head: _without(values[head], tuple(rest))}
+    if isinstance(values, list) and isinstance(head, int) and head < len(values):
+        if not rest:
+            return values[:head] + values[head + 1 :]
+        return [_without(item, tuple(rest)) if index == head else item for index, item in enumerate(values)]
+    return values
+
+
+ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"}
+MISSING = object()
+
+
+class Flat(NamedTuple):
+    """A flat key: which key it is here, and what becomes of its value."""
+
+    key: str
+    convert: Callable[[Any], Any] = lambda value: value
+
+
+def _engine(value: Any) -> Any:
+    if value not in ENGINES:
+        raise ValueError(f"found {found(value)}; allowed: {listed(ENGINES)} (who generates; training is megatron's).")
+    return ENGINES[value]
+
+
+def _no_fsdp(value: Any) -> Any:
+    raise ValueError(
+        "training is Megatron-core's, without FSDP. Leave it out. Optimizer state is split over the data-parallel "
+        "ranks as it is (actor.ddp.use_distributed_optimizer), weights by actor.tp and actor.pp (tensor_parallel_size "
+        "and pipeline_parallel_size in Python); actor.offload moves out what is not in use."
+    )
+
+
+FLAT: dict[str, Flat] = {
+    "model.pretrain_model_path": Flat("model.path"),
+    "model.tokenizer_path": Flat("model.tokenizer"),
+    "model.critic_model_path": Flat("critic.path"),
+    "model.reference_model_path": Flat("reference.path"),
+    "reward.modules": Flat("reward_modules"),
+    "model.reward_function": Flat("reward"),
+    "data.train_path": Flat("data.train"),
+    "data.validation_path": Flat("data.validation"),
+    "data.batch_size_per_gpu": Flat("data.prompts_per_step"),  # times engine.num_gpus
+    "engine.actor_type": Flat("rollout.engine", _engine),
+    "engine.num_gpus": Flat("run.nproc"),
+    "engine.critic_type": Flat(""),  # only checked
+    "fsdp_config": Flat("", _no_fsdp),
+    "checkpoint_config": Flat("checkpoint"),
+    "log_with": Flat("run.log_with"),
+    "output_dir": Flat("run.dir"),
+    "seed": Flat("run.seed"),
+}
+PER_GPU, NUM_GPUS, CRITIC = "data.batch_size_per_gpu", "engine.num_gpus", "engine.critic_type"
+
+
+def translate(source: YamlSource) -> None:
+    """Put every flat key of `source.values` under its own key here; mistakes are noted, not raised.
+
+    A key's place goes along, so that a later mistake names the line and the word that the person wrote.
+    """
+    engine = source.values.get("engine", {})
+    _check_engine(source, engine)
+    num_gpus = engine.get("num_gpus") if isinstance(engine, dict) else None
+    for name, (key, convert) in FLAT.items():
+        value = _take(source.values, name.split("."))
+        if value is MISSING:
+            continue
+        try:
+            value = _per_gpu(value, num_gpus) if name == PER_GPU else convert(value)
+        except ValueError as error:
+            source.add(name, str(error))
+            continue
+        if name == CRITIC:
+            if value != "megatron":
+                source.add(name, f"found {found(value)}; allowed: megatron, which trains actor and critic.")
+            continue
+        existing = _get(source.values, key.split("."))
+        over = 1 if existing is MISSING else source.layer(name) - source.layer(key)
+        if over == 0:
+            source.add(name, f"is set, and so is {key}, which is the same. Use one of them.")
+            continue
+        if isinstance(value, dict) and isinstance(existing, dict):
+            value = {**existing, **value} if over > 0 else {**value, **existing}
+        elif over < 0:
+            continue  # laid over this one
+        if not put(source.values, key.split("."), value):
+            source.add(name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping.")
+        else:
+            _move_places(source, tuple(name.split(".")), tuple(key.split(".")), over > 0)
+    if source.values.get("engine") in ({}, None):
+        source.values.pop("engine", None)
+
+
+def _check_engine(source: YamlSource, engine: Any) -> None:
+    """Names in `engine` that there are not: the section is the flat form's own, so nobody else would say so."""
+    if "engine" in source.values and not isinstance(engine, dict):
+        source.add("engine", f"found {found(engine)}; expected a mapping (key: value).")
+        source.values.pop("engine")
+        return
+    known = [name.partition(".")[2] for name in FLAT if name.startswith("engine.")]
+    for name in [name for name in engine if name not in known]:
+        engine.pop(name)
+        hint = did_you_mean(str(name), known) or f" Known here: {', '.join(known)}."
+        source.add(f"engine.{name}", f"unknown key.{hint}")
+
+
+def _per_gpu(value: Any, num_gpus: Any) -> int:
+    """Prompts of one step."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"found {found(value)}; expected an integer of at least 1.")
+    if not isinstance(num_gpus, int) or isinstance(num_gpus, bool) or num_gpus < 1:
+        raise ValueError(
+            f"is per GPU, and {NUM_GPUS} does not say how many there are. Set it, or data.prompts_per_step instead."
+        )
+    return value * num_gpus
+
+
+def _get(values: Any, path: list[str]) -> Any:
+    for part in path:
+        if not isinstance(values, dict) or part not in values:
+            return MISSING
+        values = values[part]
+    return values
+
+
+def _take(values: dict[str, Any], path: list[str]) -> Any:
+    """What stands at `path`, taken out; and the mapping around it, if that is empty then."""
+    *parents, last = path
+    around = _get(values, parents)
+    if not isinstance(around, dict) or last not in around:
+        return MISSING
+    value = around.pop(last)
+    if parents and not around:
+        values.pop(parents[0])
+    return value
+
+
+def put(values: dict[str, Any], path: list[str], value: Any) -> bool:
+    """Set what stands at `path`, making the mappings around it; False where one of these is something else."""
+    *parents, last = path
+    around: Any = values
+    for part in parents:
+        if around.get(part) is None:
+            around[part] = {}
+        around = around[part]
+        if not isinstance(around, dict):
+            return False
+    around[last] = value
+    return True
+
+
+def _move_places(source: YamlSource, old: Key, new: Key, is_over: bool) -> None:
+    if len(old) == 1 and isinstance(_get(source.values, list(new)), dict):  # a whole section under another name
+        for path in [path for path in source.places if path[:1] == old]:
+            place = source.places.pop(path)
+            if is_over or (*new, *path[1:]) not in source.places:
+                source.places[(*new, *path[1:])] = place
+        return
+    source.forget(new)
+    if where := source.places.pop(old, ""):
+        source.places[new] = f"{where}, as {'.'.join(old)}"

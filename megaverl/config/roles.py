@@ -1,4 +1,4 @@
-"""`actor`, `critic`, `reference`: the Megatron roles, their grids and what is handed to megatron-core."""
+"""`actor`, `critic`, `reference`, `reward_model`: grids and what goes to megatron-core; `placement`; `coordinator`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from megaverl.config.section import Passthrough, Positive, PositiveFloat, Section, over
+from megaverl.config.errors import ConfigIssue
+from megaverl.config.section import Fraction, NonNegative, Passthrough, Positive, PositiveFloat, Section, over
+from megaverl.distributed.placement import ROLES, Wanted, parse_wanted
 
 # Fields that decide which rank holds which part of a model, and how it computes.
 LAID_OUT_BY = ("tp", "pp", "cp", "ep", "etp", "vpp", "megatron")
@@ -173,3 +175,110 @@ class ReferenceConfig(GridConfig):
 
     path: str | None = Field(default=None, description="Hugging Face folder. null: model.path.")
     offload: bool = Field(default=False, description="Keep its weights in host memory while not in use.")
+
+
+Place = int | str | list[int | str] | dict[str, Any] | None
+
+
+_DEVICES = "_devices"
+
+
+class PlacementConfig(Section):
+    """`placement`: empty, all roles share all ranks.
+
+    A place is ranks (8, [0, 1], "0-7", "0-3,8-11"), {nodes: names or numbers}, {num_ranks: N} or {num_nodes: N} of
+    those that nobody names, another role's name (its ranks), `rest`, or `all`.
+    """
+
+    actor: Place = Field(default=None, description="Place of the actor. null: what the other roles leave.")
+    critic: Place = Field(default=None, description="Place of the critic. null: the actor's.")
+    reference: Place = Field(default=None, description="Place of the reference. null: the actor's.")
+    reward: Place = Field(default=None, description="Place of the rewards. null: the rollout's.")
+    rollout: Place = Field(default=None, description="Place of the engines. null: the actor's.")
+    coordinator: Place = Field(default=None, description="The rank that decides. null: the actor's first.")
+    actor_devices: list[int | str] | None = Field(default=None, description="Short for actor: its ranks.")
+    critic_devices: list[int | str] | None = Field(default=None, description="Short for critic: its ranks.")
+    reference_devices: list[int | str] | None = Field(default=None, description="Short for reference: its ranks.")
+    reward_devices: list[int | str] | None = Field(default=None, description="Short for reward: its ranks.")
+    rollout_devices: list[int | str] | None = Field(default=None, description="Short for rollout: its ranks.")
+    actor_islands: Positive = Field(
+        default=1,
+        description="Worlds into which the actor's ranks are split; the coordinator joins their gradients.",
+    )
+
+    check_memory: bool = Field(
+        default=True,
+        description="Refuse a run that needs more memory than its GPUs have, as `megaverl plan` counts it.",
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is said at all."""
+        places = (name for name in type(self).model_fields if name not in ("actor_islands", "check_memory"))
+        return self.actor_islands > 1 or any(getattr(self, name) is not None for name in places)
+
+    def wanted(self) -> tuple[dict[str, Wanted], list[ConfigIssue]]:
+        """Every role's entry, read; and what could not be."""
+        wanted, mistakes = {}, []
+        for role in ROLES:
+            short = getattr(self, role + _DEVICES, None)
+            value = getattr(self, role)
+            key = f"placement.{role}"
+            if short is not None:
+                if value is not None:
+                    mistakes.append(ConfigIssue(key + _DEVICES, f"is set, and so is {key}. Use one of them."))
+                    continue
+                key, value = key + _DEVICES, short
+            if value is None:
+                continue
+            try:
+                wanted[role] = parse_wanted(value)
+            except ValueError as error:
+                mistakes.append(ConfigIssue(key, str(error)))
+        return wanted, mistakes
+
+    def written_key(self, key: str) -> str:
+        """`placement.ROLE` as the file has it: the short form where that was used."""
+        is_short = getattr(self, key.rpartition(".")[2] + _DEVICES, None) is not None
+        return key + _DEVICES if is_short else key
+
+
+class RewardModelConfig(TrainedConfig):
+    """`reward_model`: a model that scores responses and is trained; what is left out of its grid is the actor's.
+
+    `megaverl reward` trains one on `preference` pairs; PRIME (`algorithm.name: prime`) trains an implicit one on
+    outcomes; `mix` trains one of `reward` on the run's own rollouts.
+    """
+
+    path: str | None = Field(default=None, description="Hugging Face folder that it starts from. null: model.path.")
+    loss: str = Field(default="bradley_terry", description="Of pairs: bradley_terry, or module:function.")
+    options: Passthrough = Field(default_factory=dict, description="Options of the loss, such as center_coef.")
+    beta: PositiveFloat = Field(default=0.05, description="Scale of PRIME's implicit rewards.")
+    optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = Field(
+        default_factory=lambda: dict(CRITIC_OPTIMIZER), description="Fields of megatron-core's OptimizerConfig."
+    )
+
+
+class CoordinatorConfig(Section):
+    """`coordinator`: its rules; where it sits says `placement.coordinator`."""
+
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop", description="What a NaN or inf in a loss or gradient does: end the run, or skip the update."
+    )
+    skip_above: dict[str, PositiveFloat] = Field(
+        default_factory=dict,
+        description="Role -> gradient norm above which an update is skipped, as {actor: 10.0}.",
+    )
+    max_skips: NonNegative = Field(default=10, description="Skipped updates in a row after which the run ends.")
+    islands_every: Positive = Field(
+        default=1,
+        description="With placement.actor_islands: updates between meetings of the islands. 1: their gradients are "
+        "added up at every update; more: each goes its own way, and an outer optimizer takes the mean (DiLoCo).",
+    )
+    islands_compress: Literal["none", "bfloat16"] = Field(
+        default="none",
+        description="What goes from the islands to the coordinator: as it is, or rounded, with what "
+        "rounding took away added to the next.",
+    )
+    outer_lr: PositiveFloat = Field(default=0.7, description="Of the outer optimizer, SGD with Nesterov momentum.")
+    outer_momentum: Fraction = Field(default=0.9, description="Of the outer optimizer.")

@@ -1,8 +1,8 @@
-"""`rollout`: how responses are generated."""
+"""`rollout`, `environment`, `reshard`: how responses are generated, and with which weights."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
@@ -112,4 +112,65 @@ class RolloutConfig(Section):
         default=None,
         description="With use_dynamic_batching and rollout.engine=hf: memory for keys and values. null: half of the "
         "free memory of the device that has the least; measured again when less than that is left, and kept on resume.",
+    )
+
+
+class EnvironmentConfig(Section):
+    """`environment`: what answers the model's turns."""
+
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="tools, guess, signals, or a class of your own as module:object. null: one response to "
+        "each prompt.",
+    )
+    options: Passthrough = Field(default_factory=dict, description="Keyword arguments of the environment.")
+    agents: Literal["shared", "own"] = Field(
+        default="shared",
+        description="Of a game. shared: one actor plays everybody, and the critic has a value head for each. own: each "
+        "agent has an actor and a critic of its own (IPPO); they take turns on one engine.",
+    )
+    max_turns: Positive = Field(default=8, description="Most turns of an agent in one episode.")
+    max_turn_tokens: Positive | None = Field(
+        default=None,
+        description="Most tokens of one turn; rollout.sampling.max_tokens is for all turns and answers of an episode "
+        "together. null: that over max_turns.",
+    )
+
+
+class ReshardConfig(Section):
+    """`reshard`."""
+
+    bucket_mb: Positive = Field(
+        default=64, description="MiB of buffer for each of sending and receiving; all the extra memory of a reshard."
+    )
+    alias: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: an engine's weight is the actor's own storage where layout and dtype agree. "
+        "never: always a copy, as an actor that is moved out of device memory between steps needs.",
+    )
+    ipc: Literal["auto", "never"] = Field(
+        default="auto",
+        description="auto: processes of one node read each other's memory where they can (CUDA IPC; on a CPU Linux's "
+        "process_vm_readv). never: all that travels goes through the process group.",
+    )
+    overlap: bool = Field(
+        default=False,
+        description="Move the next weights into a second set of the engine's weights, in the background; implies "
+        "alias: never. Every loop of this version waits for the move at once: it costs the memory of the second set "
+        "and hides nothing.",
+    )
+    check_every: Annotated[int, Field(ge=-1)] = Field(
+        default=0,
+        description="Reshards between comparisons of fingerprints of all weights on both sides; 0: the first only. "
+        "-1: never.",
+    )
+    timeout_minutes: PositiveFloat | None = Field(
+        default=None,
+        description="How long a rank waits for another in a reshard before it stops. null: run.timeout_minutes.",
+    )
+    folder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Shared folder through which weights go between nodes that have no fast network. null: none.",
     )

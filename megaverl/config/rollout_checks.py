@@ -1,12 +1,20 @@
-"""`rollout`: rules of sampling that never hold or leave nothing to learn, bounds with no number between them."""
+"""How responses are generated: lengths against the model's context, sampling, environments, groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from megaverl.config.errors import ConfigIssue
-from megaverl.config.rollout import RolloutConfig
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.grids import used_roles
+from megaverl.config.option_checks import is_number
+from megaverl.config.rollout import SAMPLING, EnvironmentConfig, RolloutConfig
+from megaverl.config.run import DataConfig
 from megaverl.config.schema import Config
+from megaverl.config.yaml_source import MISSING
+from megaverl.errors import ConfigError, ModelError
+from megaverl.rollout.environments import agents_of, check_options, environment_names
+from megaverl.sharding.model_spec import ModelSpec
 
 _KEY = "rollout.sampling_rules"
 
@@ -70,3 +78,219 @@ def _rules(config: Config) -> Iterator[ConfigIssue]:
                 "[{over: 512, temperature: 0.7, top_k: 50}].",
                 involves=("algorithm.group_size", "algorithm.name"),
             )
+
+
+def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    temperature = config.rollout.sampling["temperature"]
+    if not (is_number(temperature) and temperature > 0):
+        yield ConfigIssue(
+            "rollout.sampling.temperature",
+            f"found {found(temperature)}; expected above 0, since the loss divides logits by it. "
+            "For greedy validation use trainer.validation_sampling.temperature=0.",
+        )
+
+
+def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    trainer, resume = config.trainer, config.checkpoint.resume
+    if trainer.rollout_only and trainer.replay_rollouts is not None:
+        yield ConfigIssue("trainer.rollout_only", "is set, and so is trainer.replay_rollouts. Use one of them.")
+    if trainer.rollout_only and resume not in ("auto", "never"):
+        yield ConfigIssue(
+            "checkpoint.resume",
+            f"found {found(resume)}; trainer.rollout_only generates with the weights of model.path. "
+            "Name a checkpoint's Hugging Face folder there.",
+        )
+
+
+def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    dynamic, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
+    if dynamic.metric is None:
+        for name, field in type(dynamic).model_fields.items():
+            if getattr(dynamic, name) != field.default:
+                yield ConfigIssue(f"{key}.{name}", f"is set, but {key}.metric is null. Use metric: accuracy.")
+        return
+    names = ["accuracy", "reward", *(entry.label for entry in config.reward)]
+    if dynamic.metric not in names:
+        hint = did_you_mean(dynamic.metric, names)
+        yield ConfigIssue(f"{key}.metric", f"found {found(dynamic.metric)}; there are: {listed(names)}.{hint}")
+    if config.algorithm.group_size < 2:
+        yield ConfigIssue(
+            "algorithm.group_size",
+            f"found {config.algorithm.group_size}; {key} keeps groups whose responses differ, which needs at least 2.",
+            involves=(f"{key}.metric",),
+        )
+    if dynamic.prompts_per_round is not None:
+        most = dynamic.prompts_per_round * dynamic.max_rounds
+        if most < config.data.prompts_per_step:
+            yield ConfigIssue(
+                f"{key}.prompts_per_round",
+                f"found {dynamic.prompts_per_round}; in max_rounds={dynamic.max_rounds} rounds that is {most} prompts, "
+                f"fewer than data.prompts_per_step={config.data.prompts_per_step}.",
+                involves=(f"{key}.max_rounds", "data.prompts_per_step"),
+            )
+    if config.trainer.replay_rollouts is not None:
+        yield ConfigIssue(
+            f"{key}.metric",
+            f"found {found(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. Leave it out.",
+            involves=("trainer.replay_rollouts",),
+        )
+
+
+PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
+DEFAULTS: dict[str, int] = {
+    PROMPT: DataConfig.model_fields["max_prompt_tokens"].default,
+    RESPONSE: SAMPLING["max_tokens"],
+}
+# Of commands that learn responses from rows: the key that goes before RESPONSE.
+OWN_RESPONSE = {
+    "sft": "sft.max_answer_tokens",
+    "dpo": "preference.max_response_tokens",
+    "reward": "preference.max_response_tokens",
+}
+
+
+def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int], str]:
+    """Those of PROMPT and RESPONSE that are not given, where their defaults exceed the model's context.
+
+    Two that are not given share it 2 : 1; one gets what the other leaves, and no more than its default.
+
+    Args:
+        values: of the file and the overrides. Where they are wrong, or name no folder of a model, nothing is chosen.
+
+    Returns: the lengths by key, and a sentence for the person; both empty where the defaults do.
+    """
+    prompt, response = _at(values, PROMPT), _at(values, RESPONSE)
+    own = _at(values, OWN_RESPONSE.get(command, RESPONSE))
+    limit = response if own is None or own is MISSING else own
+    given = [length for length in (prompt, response, limit) if length is not MISSING]
+    context = _context(_at(values, "model.path"))
+    if context is None or not all(isinstance(length, int) and length > 0 for length in given):
+        return {}, ""
+    fitted = {}
+    if prompt is MISSING:
+        left = context - (0 if limit is MISSING else limit)
+        both = limit is MISSING and sum(DEFAULTS.values()) > context
+        fitted[PROMPT] = prompt = context * 2 // 3 if both else min(DEFAULTS[PROMPT], left)
+    if limit is MISSING:
+        fitted[RESPONSE] = min(DEFAULTS[RESPONSE], context - prompt)
+    chosen = {key: length for key, length in fitted.items() if length != DEFAULTS[key]}
+    if not chosen or min(chosen.values()) < 1:
+        return {}, ""
+    shown = " and ".join(f"{key}={length}" for key, length in chosen.items())
+    return chosen, f"{shown}, not given, chosen to fit the model's context of {context} tokens"
+
+
+def length_mistakes(config: Config, command: str, spec: ModelSpec | None) -> Iterator[ConfigIssue]:
+    """A longest sample that the model's context or a role's micro-batch does not hold."""
+    max_tokens = config.rollout.sampling["max_tokens"]
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        yield ConfigIssue(RESPONSE, f"found {found(max_tokens)}; expected an integer of at least 1.")
+        return
+    response, length = RESPONSE, max_tokens
+    if command in OWN_RESPONSE:
+        section, _, name = OWN_RESPONSE[command].partition(".")
+        if (own := getattr(getattr(config, section), name)) is not None:
+            response, length = OWN_RESPONSE[command], own
+    longest = config.data.max_prompt_tokens + length
+    both = f"{PROMPT}={config.data.max_prompt_tokens} + {response}={length} = {longest}"
+    if spec and longest > spec.max_positions:
+        yield ConfigIssue(
+            PROMPT,
+            f"{both} exceeds the model's context of {spec.max_positions} tokens. Lower one of the two.",
+            involves=("model.path", PROMPT, response),
+        )
+    actors_cap = config.actor.micro_batch_tokens
+    for role in used_roles(config, command):
+        cap = getattr(config, role).micro_batch_tokens
+        if cap < longest and (role == "actor" or cap != actors_cap):  # an inherited cap is the actor's mistake
+            yield ConfigIssue(
+                f"{role}.micro_batch_tokens",
+                f"found {cap}, less than the longest sample, which must fit: {both} tokens.",
+                involves=(PROMPT, response),
+            )
+
+
+def _at(values: Any, key: str) -> Any:
+    """What stands at a dotted key; MISSING where nothing does, though a mapping is there that could hold it."""
+    for part in key.split("."):
+        if not isinstance(values, dict):
+            return values
+        if part not in values:
+            return MISSING
+        values = values[part]
+    return values
+
+
+def _context(folder: Any) -> int | None:
+    """Positions of the model in a folder; None where there is none that can be read."""
+    try:
+        return ModelSpec.from_folder(folder).max_positions if folder and isinstance(folder, str) else None
+    except ModelError:
+        return None
+
+
+def _own_agents(config: Config) -> Iterator[ConfigIssue]:
+    """What needs one actor."""
+    if config.environment.name in environment_names() and len(agents_of(str(config.environment.name))) == 1:
+        yield ConfigIssue(
+            "environment.agents", f"found 'own', but {config.environment.name} has one agent only. Leave it out."
+        )
+    for name, used in (
+        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None),
+        ("trainer.rollout_only", config.trainer.rollout_only),
+        ("actor.lora", config.actor.lora is not None),
+        ("mix", bool(config.mix)),
+        ("algorithm.advantage", config.estimator_reads("implicit_rewards")),
+    ):
+        if used:
+            yield ConfigIssue(
+                name, "does not go with environment.agents=own, which has no one actor. Use agents: shared."
+            )
+
+
+def environment_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """What makes no sense in `environment`, and between it and the rest."""
+    environment = config.environment
+    if environment.name is None:
+        for key, field in EnvironmentConfig.model_fields.items():
+            if getattr(environment, key) != field.get_default(call_default_factory=True):
+                yield ConfigIssue(f"environment.{key}", "is set, but environment.name is null. Name an environment.")
+        return
+    total = config.rollout.sampling["max_tokens"]
+    turn = environment.max_turn_tokens
+    if turn is not None and isinstance(total, int) and turn > total:
+        yield ConfigIssue(
+            "environment.max_turn_tokens",
+            f"found {turn}, more than rollout.sampling.max_tokens={total}, which all turns together have.",
+            involves=("rollout.sampling.max_tokens",),
+        )
+    if turn is None and isinstance(total, int) and total < environment.max_turns:
+        yield ConfigIssue(
+            "environment.max_turns",
+            f"found {environment.max_turns}, more than rollout.sampling.max_tokens={total}: no token for each turn.",
+            involves=("rollout.sampling.max_tokens",),
+        )
+    if environment.agents == "own":
+        yield from _own_agents(config)
+    if config.estimator_reads("greedy_rewards"):
+        yield ConfigIssue(
+            "environment.name",
+            f"found {found(environment.name)}, but {config.algorithm.advantage_name} takes a greedy response for its "
+            "baseline, and there is none of an episode. Use another estimator, such as turn_grpo or grpo.",
+            involves=("algorithm.name", "algorithm.advantage"),
+        )
+    if ":" in environment.name:  # not imported by a check: a user's module may need what a rank has
+        return
+    names = environment_names()
+    if environment.name not in names:
+        hint = did_you_mean(environment.name, names)
+        yield ConfigIssue(
+            "environment.name",
+            f"found {found(environment.name)}; there are: {listed(names)}, or a class of your own as "
+            f"module:object.{hint}",
+        )
+        return
+    try:
+        check_options(environment.name, environment.options)
+    except ConfigError as error:
+        yield ConfigIssue("environment.options", str(error))

@@ -1,14 +1,15 @@
-"""`run`, `model`, `data`, `reward`: what is trained, on what, and where the results go."""
+"""`run`, `model`, `data`, `reward`, `trainer`, `sft`, `preference`, `mix`, `checkpoint`: what is trained, on what."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 from pydantic_core import PydanticCustomError
 
-from megaverl.config.data_sources import Sources
-from megaverl.config.section import NonNegative, Passthrough, Positive, PositiveFloat, Section
+from megaverl.config.section import NonNegative, Passthrough, Paths, Positive, PositiveFloat, Section
 
 TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")
 
@@ -95,6 +96,42 @@ class ModelConfig(Section):
     )
 
 
+class SourceConfig(Section):
+    """Rows from one place."""
+
+    path: str = Field(
+        min_length=1,
+        description="A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a "
+        "data set on the hub as org/name (needs the package datasets), or your own as module:object.",
+    )
+    weight: PositiveFloat | None = Field(
+        default=None,
+        description="Its share of the prompts, over the sum of all weights. null, for all sources: as many as it has "
+        "rows.",
+    )
+    split: str = Field(default="train", min_length=1, description="Of a data set on the hub or of save_to_disk.")
+    subset: str | None = Field(default=None, min_length=1, description="Configuration of a data set on the hub.")
+    limit: Positive | None = Field(default=None, description="Only its first rows, so many.")
+
+    @model_serializer(mode="wrap")
+    def _short(self, handler: SerializerFunctionWrapHandler) -> Any:
+        """One that is only a path is written as one."""
+        values = handler(self)
+        return self.path if self == SourceConfig(path=self.path) else values
+
+    def __str__(self) -> str:
+        return self.path
+
+
+def _as_sources(value: Any) -> Any:
+    entries = value if isinstance(value, list) else [value]
+    return [{"path": entry} if isinstance(entry, str) else entry for entry in entries]
+
+
+# One may stand alone, and one that is only a path may be written as one: `data.train=train.jsonl`.
+Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
+
+
 class DataConfig(Section):
     """`data`: prompts, from files or data sets."""
 
@@ -173,3 +210,151 @@ def rewards_as_list(value: Any) -> Any:
 def named_reward(name: str) -> dict[str, str]:
     """The entry for a built-in reward, or, with a colon, for a function: module:function, file.py:function."""
     return {"function": name} if ":" in name else {"name": name}
+
+
+class LoopConfig(Section):
+    """`trainer`."""
+
+    steps: Positive = Field(default=100, description="Training steps: each one rollout and its updates.")
+    validate_every: NonNegative = Field(
+        default=10,
+        description="Steps between validations; 0: never, and the default without data.validation.",
+    )
+    validate_at_start: bool = Field(default=True, description="Validate before the first step as well.")
+    validation_prompts: Positive | None = Field(default=None, description="How many held-out prompts. null: all.")
+    validation_samples: Positive = Field(default=1, description="Responses per held-out prompt.")
+    validation_sampling: Passthrough = Field(
+        default_factory=dict,
+        description="Fields of SamplingParams that differ in validation from rollout.sampling.",
+    )
+    pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = Field(
+        default_factory=lambda: [1], description="The k of each pass@k; none above validation_samples."
+    )
+    operators: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = Field(
+        default_factory=list,
+        description="Functions of your own, as module:function, that add operators to the step's flow, to watch or to "
+        "change what flows: each is called with the DataFlow (megaverl flow show).",
+    )
+    best_metric: Literal["accuracy", "reward"] = Field(
+        default="accuracy", description="Validation metric by which the best checkpoint is remembered."
+    )
+    save_samples: NonNegative = Field(
+        default=4, description="Sample generations written to the run folder at each step."
+    )
+    store_rollouts: bool = Field(
+        default=False, description="Store every step's responses and scores, for replay_rollouts, in dir/name/rollouts."
+    )
+    rollout_only: bool = Field(
+        default=False, description="Generate, score and store; train nothing. Also `megaverl train --rollout-only`."
+    )
+    replay_rollouts: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH.",
+    )
+
+
+class SFTConfig(Section):
+    """`sft`: the warm-up by supervised fine-tuning, with the actor's grid and optimizer."""
+
+    train: Sources = Field(default_factory=list, description="Prompt/answer pairs. Empty: data.train.")
+    steps: Positive = Field(default=100, description="Optimizer steps.")
+    batch_size: Positive = Field(default=32, description="Pairs in one step, over all ranks.")
+    lr: PositiveFloat = Field(default=1e-5, description="Highest learning rate.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="How the learning rate falls to 0 after warm-up."
+    )
+    lr_warmup_steps: NonNegative = Field(default=0, description="Steps in which the learning rate rises from 0.")
+    max_answer_tokens: Positive | None = Field(
+        default=None,
+        description="Longest answer; a longer one is an error. null: rollout.sampling.max_tokens.",
+    )
+
+
+class CheckpointConfig(Section):
+    """`checkpoint`."""
+
+    save_interval: NonNegative = Field(default=0, description="Steps between checkpoints; 0: only after the last step.")
+    keep_last_k: Positive = Field(default=3, description="How many are kept, besides the best one and milestones.")
+    keep_best: bool = Field(default=True, description="Keep the one with the best validation as well.")
+    milestone_interval: NonNegative = Field(
+        default=0, description="Checkpoints of every so many steps are kept for good; 0: none."
+    )
+    async_save: bool = Field(
+        default=True,
+        description="Training waits for a copy in host memory only, which is as large as the checkpoint; writing goes "
+        "on beside it.",
+    )
+    on_write_error: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="A checkpoint that cannot be written: stop ends the run, continue says so and goes on. "
+        "The ones before it are kept either way.",
+    )
+    resume: str = Field(
+        default="auto",
+        min_length=1,
+        description="auto: the newest of this run folder, if any. latest: the same, and it must be there. "
+        "never: start anew. Or a checkpoint folder. Also `megaverl train --resume`.",
+    )
+    export_hf: bool = Field(default=True, description="Write a Hugging Face folder at the end.")
+
+
+class PreferenceConfig(Section):
+    """`preference`: pairs of a better and a worse response, of `megaverl dpo` and `megaverl reward`."""
+
+    train: Paths = Field(
+        default_factory=list,
+        description="Files of rows with a prompt and two responses; for loss: kto also with one and its label.",
+    )
+    validation: Paths = Field(default_factory=list, description="Files of held-out rows.")
+    chosen_key: str = Field(default="chosen", description="Column of the better response: text, or chat messages.")
+    rejected_key: str = Field(default="rejected", description="Column of the worse one.")
+    completion_key: str = Field(
+        default="completion", description="With loss: kto, in rows that have no pair: column of a single response."
+    )
+    label_key: str = Field(default="label", description="Column of whether that one is desirable: true or false.")
+    margin_key: str | None = Field(
+        default=None,
+        description="Column of how much better it is, of `megaverl reward` (arXiv 2307.09288).",
+    )
+    loss: str = Field(
+        default="dpo", description="Of `megaverl dpo`: dpo, ipo, simpo, orpo, kto, or module:function of your own."
+    )
+    options: Passthrough = Field(default_factory=dict, description="Options of the loss, such as beta.")
+    steps: Positive = Field(default=100, description="Optimizer steps.")
+    batch_size: Positive = Field(default=32, description="Rows in one step, over all ranks.")
+    lr: PositiveFloat = Field(default=1e-6, description="Highest learning rate.")
+    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
+        default="cosine", description="How the learning rate falls to 0 after warm-up."
+    )
+    lr_warmup_steps: NonNegative = Field(default=0, description="Steps in which the learning rate rises from 0.")
+    validate_every: NonNegative = Field(default=0, description="Steps between validations; 0: at the end.")
+    max_response_tokens: Positive | None = Field(
+        default=None, description="Longest response; a longer one is an error. null: rollout.sampling.max_tokens."
+    )
+
+
+class MixConfig(Section):
+    """One entry of `mix`: a further update in the training step, on the responses that it has generated and scored."""
+
+    update: Literal["rejection", "preference", "reward_model", "sft"] | None = Field(
+        default=None,
+        description="rejection: cross-entropy on the best response of each group (RAFT, best-of-n). preference: "
+        "`preference.loss` on the best and the worst of each group. reward_model: pairs of the same train the learned "
+        "reward. sft: cross-entropy on the prompts' reference answers.",
+    )
+    every: Positive = Field(default=1, description="In each so-many-th step.")
+    weight: PositiveFloat = Field(default=1.0, description="Factor on the loss.")
+    judge: str = Field(
+        default="reward",
+        min_length=1,
+        description="What best and worst go by: reward (the weighted sum), accuracy, or one reward by its name.",
+    )
+
+
+REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path reads as `org/name`, and nothing of that name is here."""
+    return REPOSITORY.fullmatch(path) is not None and not Path(path).exists()

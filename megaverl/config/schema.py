@@ -9,23 +9,34 @@ import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from megaverl.config.algorithm import AlgorithmConfig
-from megaverl.config.coordinator import CoordinatorConfig
-from megaverl.config.environment import EnvironmentConfig
-from megaverl.config.placement import PlacementConfig
-from megaverl.config.registered import estimator_inputs
-from megaverl.config.reshard import ReshardConfig
 from megaverl.config.roles import (
     INHERITED,
     LAID_OUT_BY,
     ActorConfig,
+    CoordinatorConfig,
     CriticConfig,
+    PlacementConfig,
     ReferenceConfig,
+    RewardModelConfig,
 )
-from megaverl.config.rollout import RolloutConfig
-from megaverl.config.run import DataConfig, ModelConfig, RewardConfig, RunConfig, rewards_as_list
+from megaverl.config.rollout import EnvironmentConfig, ReshardConfig, RolloutConfig
+from megaverl.config.run import (
+    CheckpointConfig,
+    DataConfig,
+    LoopConfig,
+    MixConfig,
+    ModelConfig,
+    PreferenceConfig,
+    RewardConfig,
+    RunConfig,
+    SFTConfig,
+    rewards_as_list,
+)
 from megaverl.config.section import Section
-from megaverl.config.stages import FROZEN, MixConfig, PreferenceConfig, RewardModelConfig, loss_inputs
-from megaverl.config.trainer import CheckpointConfig, LoopConfig, SFTConfig
+from megaverl.config.signatures import estimator_inputs, loss_inputs
+
+# What a preference loss reads of the reference.
+FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs", "reference_kl")
 
 
 class Config(Section):

@@ -1,10 +1,14 @@
-"""What all sections of the configuration share: strict, no unknown keys, read-only, every key described."""
+"""What all sections share (strict, read-only, every key described), and how their keys are shown to a person."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+import types
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 class Section(BaseModel):
@@ -44,3 +48,78 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 def over(defaults: dict[str, Any]) -> BeforeValidator:
     """The user's mapping laid over `defaults`, key by key; anything else is left for pydantic to refuse."""
     return BeforeValidator(lambda value: {**defaults, **value} if isinstance(value, dict) else value)
+
+
+class KeyDescription(NamedTuple):
+    """`default` is written as in YAML."""
+
+    key: str
+    type: str
+    default: str
+    meaning: str
+
+
+def described_keys(section: type[BaseModel], prefix: str = "") -> Iterator[KeyDescription]:
+    """Every key that holds a value; the entries of a list are called N."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        inner = _model_of(field.annotation)
+        if inner is not None:
+            yield from described_keys(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}.")
+        else:
+            default = "(must be given)" if field.is_required() else json.dumps(_default(field))
+            yield KeyDescription(key, type_text(field.annotation), default, field.description or "")
+
+
+def _default(field: FieldInfo) -> Any:
+    value = field.get_default(call_default_factory=True)
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+
+
+def all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key, sections included, the inside of lists not."""
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{field.alias or name}"
+        yield key
+        inner = _model_of(field.annotation)
+        if inner is not None and get_origin(field.annotation) is not list:
+            yield from all_keys(inner, key + ".")
+
+
+def section_at(root: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
+    """The section at a key path, in which a list's entry is its index; None where there is none."""
+    section: type[BaseModel] | None = root
+    for part in path:
+        if section is None:
+            return None
+        if not part.isdigit():
+            field = next((f for name, f in section.model_fields.items() if (f.alias or name) == part), None)
+            section = _model_of(field.annotation) if field else None
+    return section
+
+
+def keys_of(section: type[BaseModel] | None) -> list[str]:
+    return [field.alias or name for name, field in section.model_fields.items()] if section else []
+
+
+def type_text(annotation: Any) -> str:
+    """A type in the file's words: `int`, `list of text`, `ppo | grpo`, `number or null`."""
+    plain = {int: "int", float: "number", str: "text", bool: "true | false", type(None): "null", Any: "anything"}
+    if annotation in plain:
+        return plain[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0])
+    if origin is Literal:
+        return " | ".join(str(value) for value in arguments)
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_text(part) for part in arguments)
+    if origin is list:
+        return f"list of {type_text(arguments[0])}"
+    return "mapping" if origin is dict else str(annotation)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for part in get_args(annotation) if (model := _model_of(part))), None)

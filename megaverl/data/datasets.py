@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megaverl.config.data_sources import SourceConfig
+from megaverl.config.run import SourceConfig
 from megaverl.data.prompts import Columns, Message, PromptEncoder, RowColumns
 from megaverl.data.sampler import MixedSampler, PromptSampler, split_held_out
 from megaverl.data.sources import Entry, RowChain, RowSource, as_source, open_source

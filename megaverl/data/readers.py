@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megaverl.config.data_sources import SourceConfig
+from megaverl.config.run import SourceConfig
 from megaverl.data.sources import ParquetFile, RowSource, expand_paths, folder_files, kind_of, load_hub, open_source
 from megaverl.errors import DataError
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megaverl.config.data_sources import SourceConfig
-from megaverl.config.sources import is_hub_name
+from megaverl.config.run import SourceConfig, is_hub_name
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
 

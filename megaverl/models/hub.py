@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
-from megaverl.config.sources import is_hub_name
+from megaverl.config.run import is_hub_name
 from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import ModelError
 from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE, read_weight_map

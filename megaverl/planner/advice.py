@@ -10,7 +10,7 @@ from typing import Any
 
 from megaverl.config import Config
 from megaverl.config.errors import divisors
-from megaverl.config.placement import PlacementConfig
+from megaverl.config.roles import PlacementConfig
 from megaverl.distributed.placement import ResolvedPlacement, ranks_text
 from megaverl.errors import ConfigError
 from megaverl.planner.job import GB, Machine, PlannedJob, make_job

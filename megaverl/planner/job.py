@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config import Config, InvalidConfig
-from megaverl.config.grids import grid_mistakes, is_placed, used_roles
-from megaverl.config.placement import resolve_placement, role_grids
+from megaverl.config.grids import grid_mistakes, is_placed, resolve_placement, role_grids, used_roles
 from megaverl.config.roles import GridConfig, TrainedConfig, recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import Node, ResolvedPlacement

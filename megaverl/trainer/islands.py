@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics
-from megaverl.config.coordinator import CoordinatorConfig
+from megaverl.config.roles import CoordinatorConfig
 from megaverl.coordinator.islands import IslandMember, OuterOptimizer, serve_join
 from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.p2p import receive_json, send_json

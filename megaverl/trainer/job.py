@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
-from megaverl.config.grids import is_placed, placed_mistakes, used_roles
-from megaverl.config.placement import CLAIMS, resolve_placement, role_grids
+from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
 from megaverl.coordinator import Liveness, Timeouts
 from megaverl.distributed.collectives import device_of
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims

@@ -13,7 +13,7 @@ import torch
 
 from megaverl.algorithms import aggregations, count_denominators
 from megaverl.config import Config
-from megaverl.config.stages import MixConfig
+from megaverl.config.run import MixConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator

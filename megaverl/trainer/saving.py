@@ -11,7 +11,7 @@ from typing import Any
 
 from megaverl.checkpoint.commit import Committer, Retention
 from megaverl.checkpoint.store import CheckpointStore
-from megaverl.config.trainer import CheckpointConfig
+from megaverl.config.run import CheckpointConfig
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import CheckpointError

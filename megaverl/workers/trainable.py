@@ -12,7 +12,7 @@ import torch
 
 from megaverl.algorithms.loss import clip_factor
 from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
-from megaverl.config.coerce import coerce
+from megaverl.config.passthrough import coerce
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ConfigError, TrainingStopped

@@ -10,9 +10,9 @@ import pytest
 
 from megaverl import algorithms
 from megaverl.algorithms import registry
+from megaverl.config.algorithm import PRESETS, AlgorithmName
 from megaverl.config.algorithm_checks import ESTIMATOR_INPUTS
-from megaverl.config.presets import PRESETS, AlgorithmName
-from megaverl.config.registered import of_the_users_own, registered
+from megaverl.config.signatures import of_the_users_own, registered
 
 REGISTRIES = (
     "advantage_estimators",

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from megaverl.config.coerce import coerce
+from megaverl.config.passthrough import coerce
 from megaverl.errors import ConfigError
 
 

@@ -14,9 +14,8 @@ import yaml
 
 from megaverl.cli.main import main
 from megaverl.config import Config, load_config
-from megaverl.config.describe import described_keys
-from megaverl.config.recipes import all_recipes
-from megaverl.config.yaml_source import read_source
+from megaverl.config.section import described_keys
+from megaverl.config.yaml_source import all_recipes, read_source
 
 COUNT = 200
 # recipes of other commands than train
@@ -43,7 +42,7 @@ def put(values: dict[str, Any], key: str, value: Any) -> None:
 
 def plain_keys() -> list[tuple[str, str]]:
     """Keys outside of lists, with their types in words."""
-    return [(entry.key, entry.type) for entry in described_keys() if ".N." not in entry.key]
+    return [(entry.key, entry.type) for entry in described_keys(Config) if ".N." not in entry.key]
 
 
 def misspelled(draw: random.Random, name: str) -> str:

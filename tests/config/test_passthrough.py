@@ -13,10 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megaverl.config import passthrough
-from megaverl.config.annotations import fits
 from megaverl.config.errors import nearest
-from megaverl.config.installed import class_fields, init_arguments, source_file
 from megaverl.config.passthrough import TARGETS, PassthroughClass
+from megaverl.config.signatures import class_fields, fits, init_arguments, source_file
 from megaverl.platform import platform
 
 

@@ -12,11 +12,10 @@ import pytest
 import yaml
 
 from megaverl.config import InvalidConfig, load_config, smallest_world
+from megaverl.config.algorithm import PRESETS
 from megaverl.config.loader import Command
-from megaverl.config.presets import PRESETS
-from megaverl.config.recipes import all_recipes, recipe, recipes_folder
-from megaverl.config.registered import registered
-from megaverl.config.yaml_source import read_source
+from megaverl.config.signatures import registered
+from megaverl.config.yaml_source import all_recipes, read_source, recipe, recipes_folder
 from megaverl.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megaverl.config import Config, smallest_world
-from megaverl.config.installed import source_file
+from megaverl.config.signatures import source_file
 
 OWN = "losses_of_pairs_for_test"
 LOSSES = """

@@ -14,7 +14,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megaverl.config.data_sources import SourceConfig
+from megaverl.config.run import SourceConfig
 from megaverl.data.datasets import PromptDataset
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, check_tools, load_tools
 from megaverl.data.sampler import BLOCK, MixedSampler, Mixture
@@ -103,7 +103,7 @@ def test_data_sets_of_the_hubs_library(tmp_path: Path) -> None:
 ON_THE_HUB = """
 import json, sys
 from megaverl.cli.data import main
-from megaverl.config.data_sources import SourceConfig
+from megaverl.config.run import SourceConfig
 from megaverl.data.prompts import Columns
 from megaverl.data.prompts import PromptEncoder, PromptFormat
 from megaverl.data.sources import open_source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaverl.config.placement import Sizes
+from megaverl.config.grids import Sizes
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.grid import GridShape

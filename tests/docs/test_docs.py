@@ -28,9 +28,9 @@ import yaml
 from megaverl.cli import convert
 from megaverl.cli.main import COMMANDS, main
 from megaverl.config import load_config
-from megaverl.config.describe import keys_of
-from megaverl.config.flat import FLAT
+from megaverl.config.loader import FLAT
 from megaverl.config.schema import Config
+from megaverl.config.section import keys_of
 from megaverl.config.yaml_source import _Loader
 from megaverl.rewards import registry
 from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.config.presets import PRESETS
+from megaverl.config.algorithm import PRESETS
 from megaverl.data.tasks import make_task
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
 from megaverl.rewards import RewardSample

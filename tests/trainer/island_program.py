@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megaverl.config.algorithm import AlgorithmConfig
-from megaverl.config.coordinator import CoordinatorConfig
-from megaverl.config.roles import LoraConfig, OffloadConfig
+from megaverl.config.roles import CoordinatorConfig, LoraConfig, OffloadConfig
 from megaverl.coordinator.islands import serve_join
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.config.reshard import ReshardConfig
-from megaverl.config.rollout import RolloutConfig
+from megaverl.config.rollout import ReshardConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import default_group
 from megaverl.errors import ReshardError

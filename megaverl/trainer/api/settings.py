@@ -14,10 +14,8 @@ from typing import Any
 
 from megaverl.config import Config, load_config
 from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean
-from megaverl.config.recipes import recipe
-from megaverl.config.run import named_reward
-from megaverl.config.trainer import LoopConfig
-from megaverl.config.yaml_source import COMMAND_LINE
+from megaverl.config.run import LoopConfig, named_reward
+from megaverl.config.yaml_source import COMMAND_LINE, recipe
 from megaverl.errors import ConfigError
 from megaverl.trainer.api.devices import Devices, device_map, parse_devices
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megaverl.config import Config
-from megaverl.config.grids import used_roles
-from megaverl.config.placement import resolve_placement, role_grids
+from megaverl.config.grids import resolve_placement, role_grids, used_roles
 from megaverl.trainer.api.devices import DataParallelConfig, Devices, placement_of
 from megaverl.trainer.api.settings import Description, resolve
 

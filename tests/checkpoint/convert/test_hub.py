@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megaverl.checkpoint.convert.run import process_group
-from megaverl.config.sources import is_hub_name
+from megaverl.config.run import is_hub_name
 from megaverl.errors import ModelError
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.processes import ending_with_parent

@@ -1,0 +1,203 @@
+"""A function that the configuration names: its name, what it reads, and its options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.signatures import Registered, fits, of_the_users_own, registered
+
+
+class Range(NamedTuple):
+    """low, high: its ends, which belong to it unless it is `above` the one or `below` the other."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies in it; one that is no number does not."""
+        over = value > self.low if self.above else value >= self.low
+        under = value < self.high if self.below else value <= self.high
+        return over and under and math.isfinite(value)
+
+    def __str__(self) -> str:
+        ends = []
+        if self.low > -math.inf:
+            ends.append(f"{'above' if self.above else 'at least'} {self.low:g}")
+        if self.high < math.inf:
+            ends.append(f"{'below' if self.below else 'at most'} {self.high:g}")
+        return " and ".join(ends) or "a finite number"
+
+
+ABOVE_ZERO, NOT_NEGATIVE, SHARE = Range(0.0, above=True), Range(0.0), Range(0.0, 1.0)
+RANGES: dict[str, Range] = {
+    "beta": ABOVE_ZERO,
+    "gamma": NOT_NEGATIVE,
+    "lam": NOT_NEGATIVE,
+    "label_smoothing": Range(0.0, 0.5, below=True),
+    "desirable_weight": NOT_NEGATIVE,
+    "undesirable_weight": NOT_NEGATIVE,
+    "center_coef": NOT_NEGATIVE,
+    "clip_low": SHARE,
+    "clip_high": ABOVE_ZERO,
+    "clip_range": ABOVE_ZERO,
+    "clip_dual": Range(1.0, above=True),
+    "tau_positive": ABOVE_ZERO,
+    "tau_negative": ABOVE_ZERO,
+    "threshold": ABOVE_ZERO,
+    "penalty": NOT_NEGATIVE,
+    "fraction": Range(0.0, 1.0, above=True),
+    "covariance_low": Range(),
+    "covariance_high": Range(),
+    "eps": ABOVE_ZERO,
+    "limit": ABOVE_ZERO,
+    "right_from": Range(),
+    "k": Range(1.0),
+    "keep": Range(1.0),
+}
+# The first must be below the second.
+ORDERED = (("covariance_low", "covariance_high"), ("low", "high"))
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def out_of_range(name: str, value: Any) -> str | None:
+    """What is expected of an option's value, where it is a number that does not do; nothing where it does."""
+    known = RANGES.get(name)
+    if known is None or isinstance(value, bool) or not isinstance(value, int | float) or known.holds(value):
+        return None
+    return str(known)
+
+
+def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Two options, both given, of which the first must be below the second and is not."""
+    for low, high in ORDERED:
+        both = options.get(low), options.get(high)
+        if all(isinstance(value, int | float) for value in both) and not both[0] < both[1]:  # type: ignore[operator]
+            return low, high
+    return None
+
+
+def named_function(key: str, registry: str, name: str) -> tuple[Registered | None, list[ConfigIssue]]:
+    """Its signature, None where that cannot be told; and what is wrong with its name.
+
+    Args:
+        key: under `algorithm`. registry: where it is registered, unless it is `module:function`.
+    """
+    key = f"algorithm.{key}"
+    if ":" in name:
+        try:
+            return of_the_users_own(name), []
+        except LookupError as error:
+            return None, [ConfigIssue(key, f"found {found(name)}: {error}.")]
+    known = registered(registry)
+    if name not in known:
+        text = f"found {found(name)}; known: {listed(sorted(known), most=40)}, or a function of your own as "
+        return None, [ConfigIssue(key, f"{text}module:function.{did_you_mean(name, known)}")]
+    return known[name], []
+
+
+def reading_mistakes(
+    key: str, name: str, function: Registered | None, given: Sequence[str], options: Sequence[str]
+) -> Iterator[ConfigIssue]:
+    """What a function wants and is not given: inputs, and options without a default."""
+    if function is None:
+        return
+    key = f"algorithm.{key}"
+    if unknown := [each for each in function.inputs if each not in given]:
+        yield ConfigIssue(key, f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}.")
+    if missing := [each for each in function.required if each not in options]:
+        known = f"only {listed(options)}" if options else "none"
+        text = f"found {found(name)}, which needs the option {listed(missing)}, and {known} can be set. Give a default."
+        yield ConfigIssue(key, text)
+
+
+def option_mistakes(key: str, name: str, given: Mapping[str, Any], function: Registered) -> Iterator[ConfigIssue]:
+    """Options that a function does not have, of a wrong type or out of range, and those that it needs."""
+    options = function.options
+    for option, value in given.items():
+        if option not in options:
+            known = f" It has: {listed(sorted(options))}." if options else " It has none."
+            yield ConfigIssue(f"{key}.{option}", f"{name} has no such option.{did_you_mean(option, options) or known}")
+        elif not fits(value, options[option]):
+            yield ConfigIssue(f"{key}.{option}", f"found {found(value)}; expected {options[option].type_text}.")
+        elif expected := out_of_range(option, value):
+            yield ConfigIssue(f"{key}.{option}", f"found {found(value)}; expected {expected}.")
+    if wrong := out_of_order(given):
+        low, high = wrong
+        yield ConfigIssue(f"{key}.{low}", f"found {found(given[low])}; expected below {high}, {found(given[high])}.")
+    for option in function.required:
+        if option not in given:
+            yield ConfigIssue(f"{key}.{option}", f"is not set, and {name} needs it.", involves=("algorithm.name",))
+
+
+SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "weights")
+
+
+PAIR_INPUTS = (
+    "chosen_log_probs",
+    "rejected_log_probs",
+    "ref_chosen_log_probs",
+    "ref_rejected_log_probs",
+    "chosen_lengths",
+    "rejected_lengths",
+    "weights",
+)
+
+
+REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
+
+
+def loss_mistakes(
+    section: str, registry: str, name: str, options: dict[str, Any], *, has_margins: bool = False
+) -> Iterator[ConfigIssue]:
+    """A loss by its name, its options, and what it reads of a pair."""
+    signature: Registered | None
+    if ":" in name:
+        try:
+            signature = of_the_users_own(name)
+        except LookupError as error:
+            yield ConfigIssue(f"{section}.loss", f"found {found(name)}: {error}.")
+            return
+    else:
+        known = registered(registry)
+        signature = known.get(name)
+        if signature is None:
+            text = f"found {found(name)}; known: {listed(sorted(known))}, or a function of your own as module:function."
+            yield ConfigIssue(f"{section}.loss", text + did_you_mean(name, known))
+    if signature is None:
+        return
+    for option, value in options.items():
+        if option not in signature.options:
+            known_options = f" It has: {listed(sorted(signature.options))}." if signature.options else " It has none."
+            hint = did_you_mean(option, signature.options) or known_options
+            yield ConfigIssue(f"{section}.options.{option}", f"{name} has no such option.{hint}")
+        elif not fits(value, signature.options[option]):
+            expected = signature.options[option].type_text
+            yield ConfigIssue(f"{section}.options.{option}", f"found {found(value)}; expected {expected}.")
+        elif allowed := out_of_range(option, value):
+            yield ConfigIssue(f"{section}.options.{option}", f"found {found(value)}; expected {allowed}.")
+    for option in signature.required:
+        if option not in options:
+            yield ConfigIssue(
+                f"{section}.options.{option}", f"is not set, and {name} needs it.", involves=(f"{section}.loss",)
+            )
+    of_policy = SINGLE_INPUTS if "desirable" in signature.inputs else PAIR_INPUTS
+    given: tuple[str, ...] = REWARD_INPUTS if registry == "reward_model_losses" else of_policy
+    given += ("margins",) if has_margins else ()
+    unknown = [each for each in signature.inputs if each not in given]
+    if "margins" in unknown and registry == "reward_model_losses":
+        yield ConfigIssue(
+            "preference.margin_key", f"is not set, and {name} reads margins. Name the column that holds them."
+        )
+    elif unknown:
+        text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}."
+        yield ConfigIssue(f"{section}.loss", text)
+    if has_margins and "margins" not in signature.inputs + signature.optional_inputs:
+        yield ConfigIssue("preference.margin_key", f"is set, and {name} reads no margins. Leave it out.")

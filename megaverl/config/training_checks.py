@@ -1,0 +1,258 @@
+"""What trains beside or instead of the policy: optimizers, schedules, pairs, `mix`, a shared backbone, a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.option_checks import is_number, loss_mistakes, named_function, option_mistakes, reading_mistakes
+from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
+from megaverl.config.run import MixConfig
+from megaverl.config.schema import Config
+from megaverl.config.signatures import loss_inputs
+
+DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates: int) -> Iterator[ConfigIssue]:
+    """What it would refuse by an assertion; `num_updates` optimizer steps make the run."""
+    at, scheduler = f"{name}.scheduler", role.scheduler
+    for key, allowed in (
+        ("lr_decay_style", DECAY_STYLES),
+        ("lr_wsd_decay_style", WSD_STYLES),
+        ("wd_incr_style", WEIGHT_DECAY_STYLES),
+    ):
+        style = scheduler.get(key)
+        if style is not None and style not in allowed:
+            hint = did_you_mean(style, allowed) if isinstance(style, str) else ""
+            yield ConfigIssue(f"{at}.{key}", f"found {found(style)}; allowed: {listed(allowed)}.{hint}")
+    if any(not _is_count(scheduler.get(key, 0)) for key in ("lr_warmup_steps", "lr_decay_steps")):
+        yield ConfigIssue(at, "lr_warmup_steps and lr_decay_steps must be integers of at least 0.")
+        return
+    warmup, decay = scheduler.get("lr_warmup_steps", 0), scheduler.get("lr_decay_steps", num_updates)
+    if warmup and warmup >= decay:
+        source = "lr_decay_steps" if "lr_decay_steps" in scheduler else "the run's optimizer steps"
+        yield ConfigIssue(
+            f"{at}.lr_warmup_steps",
+            f"found {warmup}; expected below {source}, {decay}.",
+            involves=("trainer.steps",),
+        )
+    if scheduler.get("lr_decay_style") == "WSD":
+        missing = [key for key in ("wsd_decay_steps", "lr_wsd_decay_style") if scheduler.get(key) is None]
+        if missing:
+            yield ConfigIssue(at, f"lr_decay_style WSD needs {listed(missing)}.")
+    start, end = (scheduler.get(key, role.optimizer.get("weight_decay", 0.0)) for key in ("start_wd", "end_wd"))
+    if start != end and scheduler.get("wd_incr_style", "constant") == "constant":
+        yield ConfigIssue(f"{at}.wd_incr_style", f"found constant, but start_wd={start} and end_wd={end} differ.")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    trained = {"actor": True, "critic": config.uses_critic, "reward_model": config.trains_reward_model}
+    for role in (role for role, is_used in trained.items() if is_used):
+        section = getattr(config, role)
+        lr, min_lr = section.optimizer.get("lr"), section.optimizer.get("min_lr")
+        if lr is None or not (is_number(lr) and lr > 0):
+            yield ConfigIssue(f"{role}.optimizer.lr", f"found {found(lr)}; expected a number above 0.")
+        elif min_lr is not None and is_number(min_lr) and not 0 <= min_lr <= lr:
+            yield ConfigIssue(
+                f"{role}.optimizer.min_lr", f"found {min_lr}; expected from 0 to {role}.optimizer.lr={lr}."
+            )
+        for name in ("use_distributed_optimizer", "overlap_param_gather"):
+            values = [part[name] for part in (section.optimizer, section.ddp) if name in part]
+            if len(values) == 2 and values[0] != values[1]:
+                yield ConfigIssue(
+                    f"{role}.ddp.{name}",
+                    f"found {found(values[1])}, but {role}.optimizer.{name} is {found(values[0])}.",
+                    involves=(f"{role}.optimizer.{name}",),
+                )
+        yield from scheduler_mistakes(role, section, config.total_updates)
+
+
+def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iterator[ConfigIssue]:
+    """Of the pairs of `megaverl dpo` and `megaverl reward`."""
+    preference = config.preference
+    if not preference.train:
+        yield ConfigIssue(
+            "preference.train", "is empty. Give one or more JSONL or Parquet files: preference.train=FILE."
+        )
+    if preference.lr_warmup_steps >= preference.steps:
+        yield ConfigIssue(
+            "preference.lr_warmup_steps",
+            f"found {preference.lr_warmup_steps}; expected below preference.steps={preference.steps}.",
+            involves=("preference.steps",),
+        )
+    if preference.validate_every and not preference.validation:
+        yield ConfigIssue(
+            "preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs."
+        )
+    crosses = "reference_kl" in loss_inputs("preference_losses", preference.loss)
+    if command == "dpo" and crosses and preference.batch_size < 2:
+        yield ConfigIssue(
+            "preference.batch_size",
+            f"found 1; {preference.loss} compares every prompt with another row's response, and needs at least 2 rows.",
+            involves=("preference.loss",),
+        )
+    if command == "dpo":
+        if preference.margin_key is not None:
+            yield ConfigIssue("preference.margin_key", "is of `megaverl reward`; no preference loss reads a margin.")
+        yield from loss_mistakes("preference", "preference_losses", preference.loss, preference.options)
+    if check_paths:
+        for key, paths in (("train", preference.train), ("validation", preference.validation)):
+            for index, name in enumerate(paths):
+                if not any(mark in name for mark in "*?[") and not Path(name).exists():
+                    yield ConfigIssue(f"preference.{key}.{index}", f"found {found(name)}, which does not exist.")
+
+
+def reward_model_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Of the loss of `reward_model`; also of a command that trains none, for what is written there is for another."""
+    section = config.reward_model
+    has_margins = config.preference.margin_key is not None and (command == "reward" or not config.mixes_reward_model)
+    yield from loss_mistakes(
+        "reward_model", "reward_model_losses", section.loss, section.options, has_margins=has_margins
+    )
+
+
+def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Of `mix`, against what the run has."""
+    names = ["reward", "accuracy", *(entry.label for entry in config.reward)]
+    for index, entry in enumerate(config.mix):
+        key = f"mix.{index}"
+        if entry.update is None:
+            yield ConfigIssue(f"{key}.update", "is not set. Known: rejection, preference, reward_model, sft.")
+        if entry.update == "sft" and entry.judge != MixConfig().judge:
+            yield ConfigIssue(
+                f"{key}.judge", "is set, and sft learns the rows' own answers: nothing is judged. Leave it out."
+            )
+        elif entry.judge not in names:
+            hint = did_you_mean(entry.judge, names)
+            yield ConfigIssue(f"{key}.judge", f"found {found(entry.judge)}; there are: {listed(names)}.{hint}")
+        if entry.update not in (None, "sft") and config.algorithm.group_size < 2:
+            yield ConfigIssue(
+                "algorithm.group_size",
+                f"found {config.algorithm.group_size}; mix with {entry.update} takes the best response of a group, "
+                "which needs at least 2.",
+                involves=(f"{key}.update",),
+            )
+        if entry.update == "preference":
+            yield from loss_mistakes(
+                "preference", "preference_losses", config.preference.loss, config.preference.options
+            )
+            if "desirable" in loss_inputs("preference_losses", config.preference.loss):
+                text = f"found {found(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."
+                yield ConfigIssue("preference.loss", text)
+        learned = [each for each in config.reward if each.path is not None and each.engine == "megatron"]
+        if entry.update == "reward_model" and len(learned) != 1:
+            yield ConfigIssue(
+                f"{key}.update",
+                f"found 'reward_model', but {len(learned)} entries of reward have a path; it trains the one that has. "
+                "Add {name: learned, path: FOLDER} to reward.",
+            )
+        if entry.update == "reward_model" and config.estimator_reads("implicit_rewards"):
+            yield ConfigIssue(
+                f"{key}.update",
+                f"found 'reward_model', but algorithm.advantage={config.algorithm.advantage_name} trains reward_model "
+                "already, as an implicit one. Use one of the two.",
+                involves=("algorithm.name", "algorithm.advantage"),
+            )
+        if entry.update == "reward_model" and learned and entry.judge in ("reward", learned[0].label):
+            yield ConfigIssue(
+                f"{key}.judge",
+                f"found {found(entry.judge)}: the learned reward would be its own judge. Name another reward.",
+            )
+
+
+KEY = "critic.share_backbone"
+_OF_THE_ACTOR = ("lora", "optimizer", "scheduler")
+
+
+def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Every setting of a critic with a model of its own, and what would move the policy by the values alone."""
+    critic, actor, algorithm = config.critic, config.actor, config.algorithm
+    if not critic.share_backbone:
+        return
+    if not config.estimator_reads("values"):
+        yield ConfigIssue(
+            KEY,
+            f"is set, but {algorithm.advantage_name} has no critic. Leave it out, or use an estimator with one: "
+            "advantage: gae.",
+            involves=("algorithm.name", "algorithm.advantage"),
+        )
+        return
+    if critic.path is not None:
+        yield ConfigIssue("critic.path", f"is set, and so is {KEY}: the backbone is the actor's. Use one of the two.")
+    for name in SHARED_BY_CRITIC:
+        if getattr(critic, name) != getattr(actor, name):
+            yield ConfigIssue(
+                f"critic.{name}",
+                f"found {found(getattr(critic, name))}, and with {KEY} the critic is the actor's model, whose "
+                f"actor.{name} is {found(getattr(actor, name))}. Leave it out.",
+                involves=(KEY,),
+            )
+    for name in _OF_THE_ACTOR:
+        if getattr(critic, name) != CriticConfig.model_fields[name].get_default(call_default_factory=True):
+            yield ConfigIssue(
+                f"critic.{name}", f"is set, and with {KEY} there is one optimizer: set actor.{name}.", involves=(KEY,)
+            )
+    for key in ("critic", "critic_devices"):
+        if getattr(config.placement, key) is not None:
+            yield ConfigIssue(
+                f"placement.{key}",
+                f"is set, and with {KEY} the critic is the actor's model, on the actor's ranks. Use one of the two.",
+                involves=(KEY,),
+            )
+    if algorithm.critic_warmup_steps:
+        yield ConfigIssue(
+            "algorithm.critic_warmup_steps",
+            f"found {algorithm.critic_warmup_steps}; with {KEY} a value loss alone would move the policy. Leave it "
+            "out, or give the critic a model of its own.",
+            involves=(KEY,),
+        )
+
+
+DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
+
+
+def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    algorithm, key = config.algorithm, "algorithm.distillation"
+    given, name = algorithm.distillation, algorithm.divergence_name
+    if name is None:
+        for option, field in type(given).model_fields.items():
+            if getattr(given, option) != field.get_default(call_default_factory=True):
+                yield ConfigIssue(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
+        return
+    function, mistakes = named_function("distillation.divergence", "divergences", name)
+    yield from mistakes
+    if function is not None:
+        yield from option_mistakes(f"{key}.options", name, given.options, function)
+        yield from reading_mistakes("distillation.divergence", name, function, DIVERGENCE_INPUTS, [*function.options])
+    beta = given.options.get("beta")
+    if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
+        yield ConfigIssue(
+            f"{key}.options.beta",
+            f"found {beta}; expected above 0 and below 1. At 0 it is forward_kl, at 1 reverse_kl: name these.",
+        )
+    if config.reference.path in (None, config.model.path):
+        yield ConfigIssue(
+            "reference.path",
+            f"is {'not set' if config.reference.path is None else 'model.path'}; {name} compares the actor with a "
+            "teacher, and this one would teach it to stay as it is. Name the teacher's folder; to stay near where "
+            "training starts, use algorithm.kl.",
+            involves=("algorithm.name", f"{key}.divergence"),
+        )
+    for grid in ("tp", "pp", "cp", "vpp"):
+        mine, teachers = getattr(config.actor, grid), getattr(config.reference, grid)
+        if mine != teachers:
+            yield ConfigIssue(
+                f"reference.{grid}",
+                f"found {teachers}, and actor.{grid} is {mine}: {name} compares them rank by rank, vocabulary part by "
+                "vocabulary part. Leave it out.",
+                involves=(f"actor.{grid}", f"{key}.divergence"),
+            )
