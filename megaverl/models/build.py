@@ -8,12 +8,9 @@ import torch
 
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid
-from megaverl.models.attention import CausalAttention, is_plain
-from megaverl.models.heads import ValueHead, ValuesBesideLogits
-from megaverl.models.latent import LatentAttention, LocalLatentAttention
-from megaverl.models.norm import RMSNorm
+from megaverl.models.attention import CausalAttention, LatentAttention, LocalLatentAttention, is_plain
+from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesideLogits
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
-from megaverl.models.router import BiasedRouter
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 

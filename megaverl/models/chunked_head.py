@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.models.drawn import Drawn
-from megaverl.models.regions import sum_gradients
-from megaverl.models.vocab_parallel import LOWEST, Shard, logit_gradient, logit_sums, with_floor
+from megaverl.models.layers import sum_gradients
+from megaverl.models.vocab_parallel import LOWEST, Drawn, Shard, logit_gradient, logit_sums, with_floor
 from megaverl.platform import platform
 
 platform.adapt_megatron()

@@ -28,7 +28,7 @@ from torch import nn
 
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
-from megaverl.models.regions import sum_gradients
+from megaverl.models.layers import sum_gradients
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.low_rank import (

@@ -11,7 +11,7 @@ Rules (megatron-core 0.16, `models/gpt/gpt_model.py`, `transformer/attention.py`
 - expert-parallel ranks hold neighbouring experts, numbered from zero on each, cut by the expert-tensor size;
   router and shared experts are as the rest of the layer;
 - the down-projections of latent attention are whole on every rank, as Transformer Engine's layer spec has them and
-  so does our local one (`models/latent.py`; megatron-core's own would cut them).
+  so does our local one (`models/attention.py`; megatron-core's own would cut them).
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from megaverl.distributed.groups import Grid
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, can_pack, layers_per_stage, named_parameters, uses_transformer_engine
 from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
-from megaverl.models.heads import ValuesBesideLogits
+from megaverl.models.layers import ValuesBesideLogits
 from megaverl.models.lora import Adapters
 from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
 from megaverl.models.packing import AtPositions, Packing, as_one_row

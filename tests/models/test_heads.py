@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.models.heads import ValueHead
+from megaverl.models.layers import ValueHead
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs
 from tests.worlds import run_world
 

@@ -1,28 +1,20 @@
 """Each architecture's table of weights, and the registry that finds it by its Hugging Face name."""
 
 from megaverl.errors import ModelError
-from megaverl.models.architectures import (
-    deepseek_v3,
-    gemma,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
-from megaverl.models.architectures.table import build
+from megaverl.models.architectures import deepseek_v3, llama
+from megaverl.models.architectures.llama import ATTENTION, MLP, QK_NORMS, QKV_BIAS, experts
+from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 
 LAYERS = {
     "LlamaForCausalLM": llama.LAYERS,
-    "Qwen2ForCausalLM": qwen2.LAYERS,
-    "Qwen3ForCausalLM": qwen3.LAYERS,
-    "MistralForCausalLM": mistral.LAYERS,
-    "GemmaForCausalLM": gemma.LAYERS,
-    "MixtralForCausalLM": mixtral.LAYERS,
-    "Qwen3MoeForCausalLM": qwen3_moe.LAYERS,
+    "Qwen2ForCausalLM": Layers(dense=ATTENTION + QKV_BIAS + MLP),
+    "Qwen3ForCausalLM": Layers(dense=ATTENTION + QK_NORMS + MLP),
+    "MistralForCausalLM": llama.LAYERS,
+    "GemmaForCausalLM": llama.LAYERS,
+    "MixtralForCausalLM": Layers(routed=ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2")),
+    "Qwen3MoeForCausalLM": Layers(routed=ATTENTION + QK_NORMS + experts()),
     "DeepseekV3ForCausalLM": deepseek_v3.LAYERS,
 }
 

@@ -1,16 +1,18 @@
 """DeepSeek-V3: latent attention, a plain MLP in the first layers, then routed and shared experts with a router bias.
 
 Megatron's names: `transformer/multi_latent_attention.py`, `transformer/moe/router.py` (where the bias is a buffer; in
-our `models/router.py` a parameter) and `shared_experts.py`. vLLM's: `models/deepseek_v2.py`, which makes the bias only
+our `models/layers.py` a parameter) and `shared_experts.py`. vLLM's: `models/deepseek_v2.py`, which makes the bias only
 where config.json says `"topk_method": "noaux_tc"` (folders that transformers 5 wrote do not say so).
 """
 
-from megaverl.models.architectures import experts, llama
+from megaverl.models.architectures import llama
 from megaverl.models.architectures.table import Layers, Rule
 from megaverl.sharding.weight import Split
 
 WHOLE, ROWS, COLUMNS = Split.REPLICATED, Split.COLUMN, Split.ROW
 FUSED, Q_UP, KV_UP = "fused_qkv_a_proj", "linear_q_up_proj", "linear_kv_up_proj"
+BIAS = "mlp.gate.e_score_correction_bias"
+SHARED_FC1 = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.gate_up_proj")
 
 
 def attention(
@@ -28,7 +30,7 @@ def attention(
 
 
 ATTENTION = (
-    Rule("input_layernorm.weight", ("hidden",), WHOLE, "input_layernorm.weight", "input_layernorm.weight"),
+    llama.norm("input_layernorm", "input_layernorm"),
     # without q_lora_rank queries come straight from the hidden state, and vLLM fuses nothing
     attention("q_proj", ("q_direct", "hidden"), ROWS, "linear_q_proj"),
     attention("q_a_proj", ("q_latent", "hidden"), WHOLE, "linear_q_down_proj", vllm=FUSED),
@@ -40,14 +42,15 @@ ATTENTION = (
     attention("kv_b_proj", ("kv_up", "kv_latent"), ROWS, KV_UP),
     attention("o_proj", ("hidden", "values"), COLUMNS, "linear_proj"),
 )
-ROUTER_BIAS = Rule(
-    "mlp.gate.e_score_correction_bias",
-    ("expert_bias",),
-    WHOLE,
-    "mlp.router.expert_bias",
-    "mlp.gate.e_score_correction_bias",
+SHARED_EXPERTS = (
+    llama.linear("mlp.shared_experts.gate_proj", ("shared_ffn", "hidden"), Split.GATE, SHARED_FC1),
+    llama.linear("mlp.shared_experts.up_proj", ("shared_ffn", "hidden"), Split.UP, SHARED_FC1),
+    llama.linear(
+        "mlp.shared_experts.down_proj",
+        ("hidden", "shared_ffn"),
+        Split.ROW,
+        ("mlp.shared_experts.linear_fc2", "mlp.shared_experts.down_proj"),
+    ),
 )
-LAYERS = Layers(
-    dense=ATTENTION + llama.MLP,
-    routed=ATTENTION + experts.routed() + (ROUTER_BIAS,) + experts.shared("mlp.shared_experts"),
-)
+ROUTER_BIAS = Rule(BIAS, ("expert_bias",), WHOLE, "mlp.router.expert_bias", BIAS)
+LAYERS = Layers(dense=ATTENTION + llama.MLP, routed=(*ATTENTION, *llama.experts(), ROUTER_BIAS, *SHARED_EXPERTS))

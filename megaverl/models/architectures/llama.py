@@ -1,75 +1,73 @@
-"""Llama: the base decoder; the other architectures add their lines to this table."""
+"""Llama, the base decoder, and what the architectures made of it have besides: biases, norms, routed experts.
+
+Gemma's norms hold weight - 1, as Megatron's zero-centered ones and vLLM's do. Mistral has Llama's weights, and Mixtral
+has routed experts in the place of every MLP.
+"""
 
 from megaverl.models.architectures.table import Layers, Rule
 from megaverl.sharding.weight import Split
 
+HIDDEN, QKV = ("hidden",), ("self_attention.linear_qkv", "self_attn.qkv_proj")
+FC1, FC2 = ("mlp.linear_fc1", "mlp.gate_up_proj"), ("mlp.linear_fc2", "mlp.down_proj")
+
+
+def norm(name: str, megatron: str, transformer_engine: str | None = None) -> Rule:
+    """One over the hidden state; `transformer_engine` is the linear layer in which Transformer Engine keeps it."""
+    inside = transformer_engine and f"{transformer_engine}.layer_norm_weight"
+    return Rule(f"{name}.weight", HIDDEN, Split.REPLICATED, f"{megatron}.weight", f"{name}.weight", "layer", inside)
+
+
+def linear(name: str, axes: tuple[str, ...], split: Split, engines: tuple[str, str], kind: str = "weight") -> Rule:
+    """`engines` are the modules of Megatron and of vLLM."""
+    return Rule(f"{name}.{kind}", axes, split, f"{engines[0]}.{kind}", f"{engines[1]}.{kind}")
+
+
+PARTS = (("q", "q", Split.Q), ("k", "kv", Split.K), ("v", "kv", Split.V))
 ATTENTION = (
-    Rule(
-        "input_layernorm.weight",
-        ("hidden",),
-        Split.REPLICATED,
-        "input_layernorm.weight",
-        "input_layernorm.weight",
-        transformer_engine="self_attention.linear_qkv.layer_norm_weight",
-    ),
-    Rule(
-        "self_attn.q_proj.weight",
-        ("q", "hidden"),
-        Split.Q,
-        "self_attention.linear_qkv.weight",
-        "self_attn.qkv_proj.weight",
-    ),
-    Rule(
-        "self_attn.k_proj.weight",
-        ("kv", "hidden"),
-        Split.K,
-        "self_attention.linear_qkv.weight",
-        "self_attn.qkv_proj.weight",
-    ),
-    Rule(
-        "self_attn.v_proj.weight",
-        ("kv", "hidden"),
-        Split.V,
-        "self_attention.linear_qkv.weight",
-        "self_attn.qkv_proj.weight",
-    ),
-    Rule(
-        "self_attn.o_proj.weight",
-        ("hidden", "q"),
-        Split.ROW,
-        "self_attention.linear_proj.weight",
-        "self_attn.o_proj.weight",
-    ),
+    norm("input_layernorm", "input_layernorm", "self_attention.linear_qkv"),
+    *(linear(f"self_attn.{part}_proj", (axis, "hidden"), split, QKV) for part, axis, split in PARTS),
+    linear("self_attn.o_proj", ("hidden", "q"), Split.ROW, ("self_attention.linear_proj", "self_attn.o_proj")),
 )
 MLP = (
-    Rule(
-        "post_attention_layernorm.weight",
-        ("hidden",),
-        Split.REPLICATED,
-        "pre_mlp_layernorm.weight",
-        "post_attention_layernorm.weight",
-        transformer_engine="mlp.linear_fc1.layer_norm_weight",
-    ),
-    Rule(
-        "mlp.gate_proj.weight",
-        ("ffn", "hidden"),
-        Split.GATE,
-        "mlp.linear_fc1.weight",
-        "mlp.gate_up_proj.weight",
-    ),
-    Rule(
-        "mlp.up_proj.weight",
-        ("ffn", "hidden"),
-        Split.UP,
-        "mlp.linear_fc1.weight",
-        "mlp.gate_up_proj.weight",
-    ),
-    Rule(
-        "mlp.down_proj.weight",
-        ("hidden", "ffn"),
-        Split.ROW,
-        "mlp.linear_fc2.weight",
-        "mlp.down_proj.weight",
-    ),
+    norm("post_attention_layernorm", "pre_mlp_layernorm", "mlp.linear_fc1"),
+    linear("mlp.gate_proj", ("ffn", "hidden"), Split.GATE, FC1),
+    linear("mlp.up_proj", ("ffn", "hidden"), Split.UP, FC1),
+    linear("mlp.down_proj", ("hidden", "ffn"), Split.ROW, FC2),
 )
+# Qwen2 has biases on the projections of queries, keys and values; Qwen3 a norm over each query and key head.
+QKV_BIAS = tuple(linear(f"self_attn.{part}_proj", (axis,), split, QKV, "bias") for part, axis, split in PARTS)
+QK_NORMS = tuple(
+    linear(
+        f"self_attn.{part}_norm",
+        ("head",),
+        Split.REPLICATED,
+        (f"self_attention.{part}_layernorm", f"self_attn.{part}_norm"),
+    )
+    for part in ("q", "k")
+)
+
+
+def experts(
+    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, ...]:
+    """The norm, the router and the routed experts of a layer whose Hugging Face module is called `block`."""
+    router = linear(f"{block}.gate", ("experts", "hidden"), Split.REPLICATED, ("mlp.router", f"{block}.gate"))
+    parts = ((gate, Split.GATE, 1, "w13"), (up, Split.UP, 1, "w13"), (down, Split.ROW, 2, "w2"))
+    return (
+        norm("post_attention_layernorm", "pre_mlp_layernorm"),  # no part of a linear layer where experts follow it
+        router,
+        *(
+            Rule(
+                f"{block}.experts.{{}}.{name}.weight",
+                ("hidden", "expert_ffn") if split is Split.ROW else ("expert_ffn", "hidden"),
+                split,
+                f"mlp.experts.local_experts.{{}}.linear_fc{number}.weight",
+                f"{block}.experts.routed_experts.{fused}_weight",
+                transformer_engine=f"mlp.experts.linear_fc{number}.weight{{}}",
+            )
+            for name, split, number, fused in parts
+        ),
+    )
+
+
 LAYERS = Layers(dense=ATTENTION + MLP)

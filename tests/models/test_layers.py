@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megaverl.models.norm import RMSNorm
+from megaverl.models.layers import RMSNorm
 
 
 def make_norm(dtype: torch.dtype, *, zero_centred: bool) -> RMSNorm:
