@@ -6,8 +6,8 @@
 `run` trains what is not done yet, one after the other in one process (Megatron-core, generation by transformers), and
 begins nothing that would last longer than `--seconds`; told to leave by SIGTERM, it goes on from there the next time.
 Nothing is tuned for an algorithm: the same learning rate, batch and number of steps for all, its published constants
-for the rest. `report` draws one picture and writes one table, into docs/learning_curves.md and between two marks of the
-README; a run that failed or did not learn stands there like the others.
+for the rest. `report` draws one picture and writes one table, into docs/learning_curves.md; a run that failed or did
+not learn stands there like the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
-from tools.learning_curves_page import Result, draw, page, table, with_table  # noqa: E402
+from tools.learning_curves_page import Result, draw, page, table  # noqa: E402
 from tools.learning_curves_settings import ALGORITHMS, COMMON, GROUP, OF_GROUPS, TAUGHT, TEACHER  # noqa: E402
 
 ACCURACY, PASS = "validation/accuracy", f"validation/pass@{GROUP}"
@@ -39,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", nargs="*", type=int, default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would last longer")
     parser.add_argument("--docs", type=Path, default=Path("docs"), help="where the picture and the table go")
-    parser.add_argument("--readme", type=Path, default=Path("README.md"), help="which shows the table as well")
     options = parser.parse_args(arguments)
     wanted = [(name, seed) for seed in options.seeds for name in options.algorithms]
     if options.what == "run":
@@ -49,7 +48,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{options.out} holds no results: run them first")
     draw(results, options.docs / "learning_curves.png")
     (options.docs / "learning_curves.md").write_text(page(results), encoding="utf-8")
-    options.readme.write_text(with_table(options.readme.read_text(encoding="utf-8"), results), encoding="utf-8")
     print(table(results))
     return 0
 

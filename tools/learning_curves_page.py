@@ -1,4 +1,4 @@
-"""The page, the picture and the README's table of learning curves: every run, also one that failed or did not learn."""
+"""The page and the picture of learning curves: every run, also one that failed or did not learn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import NamedTuple
 from tools.learning_curves_settings import ALGORITHMS, GROUP, IN_TURNS, STEPS, TAUGHT, TEACHER
 
 WANTED_GAIN, WANTED_SEEDS = 0.30, 3
-MARKS = ("<!-- learning curves -->", "<!-- end of learning curves -->")  # the table's place in the README
 # What is known of those that gained less than was wanted, shown where they did.
 BELOW = {
     "remax": "its baseline is the reward of the greedy response, and after the warm-up the greedy response is far "
@@ -91,15 +90,6 @@ def label(name: str) -> str:
     """An algorithm in the table, with what it was given beyond the others."""
     given = f" (teacher: {TEACHER})" if name in TAUGHT else " (in turns)" if name in IN_TURNS else ""
     return f"{name}{given}"
-
-
-def with_table(readme: str, results: list[Result]) -> str:
-    """The README with the table of these results between its marks."""
-    before, _, rest = readme.partition(MARKS[0])
-    _, mark, after = rest.partition(MARKS[1])
-    if not mark:
-        raise SystemExit(f"the README has no place for the table: the lines {MARKS[0]} and {MARKS[1]}")
-    return f"{before}{MARKS[0]}\n{table(results)}\n{MARKS[1]}{after}"
 
 
 def summary(results: list[Result]) -> str:

@@ -103,7 +103,7 @@ class Picture:
 
 def step_picture() -> str:
     """One training step: operators on roles."""
-    picture = Picture(900, 250, "one training step, from prompts to new weights")
+    picture = Picture(900, 270, "one training step, from prompts to new weights")
     picture.box(15, 95, 90, 50, "prompts")
     picture.box(140, 95, 110, 50, "rollout", "vLLM", "o")
     for row, (name, role, kind) in enumerate(
@@ -123,9 +123,9 @@ def step_picture() -> str:
     picture.arrow((600, 120), (625, 120), (625, 175), (648, 175))
     picture.box(800, 150, 85, 50, "reshard", "", "o")
     picture.arrow((760, 175), (798, 175))
-    picture.arrow((842, 200), (842, 235), (195, 235), (195, 147))
+    picture.arrow((842, 200), (842, 252), (195, 252), (195, 147))
     picture.arrow((105, 120), (138, 120))
-    picture.text(520, 229, "new weights, straight into the engine's parameters", small=True)
+    picture.text(520, 246, "new weights, straight into the engine's parameters", small=True)
     return str(picture)
 
 
@@ -168,7 +168,7 @@ def worlds_picture() -> str:
         160,
         840,
         50,
-        "the fabric: one group over all ranks",
+        "one group over all ranks",
         "batches as rows, weights as boxes; the coordinator decides",
     )
     return str(picture)
