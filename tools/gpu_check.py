@@ -130,7 +130,7 @@ def check_saving_memory(folder: Path) -> Check:
 
 def train(folder: Path, offload: Any = None, **options: Any) -> tuple[list[float], int]:
     """The losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
-    from megaverl.workers.megatron_model import MicroBatch
+    from megaverl.models.packing import MicroBatch
     from megaverl.workers.trainable import TrainableModel
 
     before = torch.cuda.memory_allocated()

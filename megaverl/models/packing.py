@@ -1,10 +1,11 @@
-"""Sequences of a micro-batch end to end in one row, without padding, and what several begin with only once."""
+"""Micro-batches: samples that go through a model together, in rows of their own or packed end to end into one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -226,3 +227,84 @@ def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tens
     then multiplies token by token.
     """
     return output.squeeze(1).unsqueeze(1) if output.shape[1] == 1 else output
+
+
+class Predicting(NamedTuple):
+    """Of each response token [n]: whose it is, and where in the model's output [b, s] it is predicted."""
+
+    sample: torch.Tensor
+    row: torch.Tensor
+    position: torch.Tensor
+
+
+@dataclass
+class MicroBatch:
+    """Samples that go through the model together, prompt and response joined: a row each, or packed into one row.
+
+    Attributes:
+        samples: [n] int64, the samples' places in the whole batch.
+        tokens: [n, s] int64, right-padded: padding on the right needs no mask, as causal attention never sees it; or
+            [1, t], see `packing`.
+        prompt_lengths, response_lengths: [n] int64.
+        fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
+        packing: where the samples are in a packed row; None: they have rows of their own.
+        taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
+    """
+
+    samples: torch.Tensor
+    tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    response_lengths: torch.Tensor
+    fields: dict[str, torch.Tensor] = field(default_factory=dict)
+    packing: Packing | None = None
+    taught: torch.Tensor | None = None
+
+    @property
+    def num_response_columns(self) -> int:
+        """r: the longest response here."""
+        return int(self.response_lengths.max()) if self.samples.numel() else 0
+
+    @property
+    def response_mask(self) -> torch.Tensor:
+        """[n, r] bool: where a response token is."""
+        return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
+
+    def predicting(self) -> Predicting:
+        """Where each response token's predecessor is, whose output predicts that token."""
+        sample, column = self.response_mask.nonzero(as_tuple=True)
+        if self.packing is not None:
+            return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
+        return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
+
+    def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
+        """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none."""
+        if self.packing is not None:
+            return output[0, self.packing.starts + self.response_lengths]
+        sample = torch.arange(len(self.samples), device=output.device)
+        return output[sample, (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)]
+
+    def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
+        """How tokens of these samples [n] were drawn: as the samples say, or at `temperature` where they do not."""
+        if "temperatures" not in self.fields or not self.fields["temperatures"].shape[1]:
+            return {"temperature": temperature}
+        return {"temperature": self.fields["temperatures"][sample, 0], "top_k": self.fields["top_ks"][sample, 0]}
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device."""
+        if self.tokens.device == device:
+            return self
+        return MicroBatch(
+            self.samples.to(device),
+            self.tokens.to(device),
+            self.prompt_lengths.to(device),
+            self.response_lengths.to(device),
+            {name: tensor.to(device) for name, tensor in self.fields.items()},
+            None if self.packing is None else self.packing.to(device),
+            None if self.taught is None else self.taught.to(device),
+        )
+
+
+def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    """[n response tokens] -> [b, r], zero in the padding."""
+    mask = batch.response_mask
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
+from megaverl.models.lora.low_rank import ADAPTER, LowRank, adapter_names, factor_layout
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.low_rank import ADAPTER, LowRank, adapter_names, factor_layout
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "fp32": 4, "bf16": 2, "fp16": 2, "uint8": 1}
 PARAM_ALIGNMENT = 64  # elements, so that parameters start at 128 bytes

@@ -16,10 +16,10 @@ from megaverl.distributed.placement import Node, ResolvedPlacement
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model
+from megaverl.models.lora.low_rank import LowRank, low_ranks
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.stages import layer_split, padded_vocab_size
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.low_rank import LowRank, low_ranks
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layouts

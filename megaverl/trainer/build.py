@@ -35,7 +35,6 @@ from megaverl.rollout import engine_layouts
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.job import patience
-from megaverl.workers.adapters import load_adapter_folder
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.offload import place_for
@@ -152,7 +151,7 @@ class Builder:
         elif from_files:
             model.load(files.folder, files.arriving())
         if model.adapters is not None and model.adapters.config.path is not None:
-            load_adapter_folder(model, model.adapters.config.path)
+            model.load_adapters(model.adapters.config.path)
         return model
 
     def trainable(

@@ -23,8 +23,8 @@ from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.p2p import receive_json, send_json
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import CheckpointError
+from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
-from megaverl.workers.megatron_model import MicroBatch
 from megaverl.workers.trainable import TrainableModel
 
 _SUMS = "sums of the islands' losses"

@@ -18,8 +18,8 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import DataError
+from megaverl.models.packing import MicroBatch
 from megaverl.trainer.roles import Roles
-from megaverl.workers.megatron_model import MicroBatch
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
 from megaverl.workers.policy import Actor

@@ -17,8 +17,6 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer
 from megaverl.trainer.saving import export_model
-from megaverl.weights.export import save_folder
-from megaverl.workers.adapters import merged_model
 from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, of_single_responses
 from megaverl.workers.trainable import TrainableModel
 
@@ -178,8 +176,7 @@ def export_classifier(trainable: TrainableModel, builder: Builder, folder: Path,
         return own
 
     described = Path(on_first_rank(describe, model.grid.world))
-    with model.resident:
-        save_folder(folder, source_folder=described, overwrite=True, **merged_model(model))
+    model.export(folder, source_folder=described, overwrite=True)
     on_first_rank(lambda: _remove(described), model.grid.world)
 
 

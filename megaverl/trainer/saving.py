@@ -17,8 +17,6 @@ from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import CheckpointError
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.weights.export import save_folder
-from megaverl.workers.adapters import merged_model, save_adapter_folder
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.trainable import TrainableModel
 
@@ -165,13 +163,6 @@ def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
         builder.tokenizer.save(tokenizer)
 
     on_first_rank(save_tokenizer, model.grid.world)
-    with model.resident:
-        save_folder(
-            folder,
-            source_folder=builder.folder,
-            tokenizer_folder=tokenizer,
-            overwrite=True,
-            **merged_model(model),
-        )
+    model.export(folder, source_folder=builder.folder, tokenizer_folder=tokenizer, overwrite=True)
     if model.adapters is not None:
-        save_adapter_folder(model, folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path)
+        model.save_adapters(folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path)

@@ -15,6 +15,7 @@ from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.prompts import PromptEncoder
 from megaverl.distributed.collectives import together
 from megaverl.errors import DataError
+from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
@@ -22,7 +23,7 @@ from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer
 from megaverl.trainer.samples import rollout_batch
 from megaverl.trainer.saving import export_model
-from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.updates import Weighting, run_updates, share
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,9 @@ from megaverl.errors import CheckpointError, ModelError
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, split, whole
 from megaverl.sharding.layout import EMPTY, Layout, Piece
-from megaverl.sharding.low_rank import LowRank
 from megaverl.sharding.plan import Plan, Transfer, make_plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import Weight
-from megaverl.weights.adapters import add_product
 from megaverl.weights.safetensors_writer import FolderWriter, cannot_write
 from megaverl.weights.tensors import agree_on_dtypes, check_tensors
 from megaverl.weights.transports import BUCKET_BYTES, TransferJob, TransportOptions, copy_local
@@ -30,6 +29,20 @@ from megaverl.weights.transports.point_to_point import PointToPoint
 SHARD_BYTES = 5 * 10**9
 # What belongs to a model besides its weights: configuration, tokenizer, chat template, remote code.
 COPIED_SUFFIXES = (".json", ".model", ".txt", ".jinja", ".tiktoken", ".py")
+
+
+class Factors(Protocol):
+    """An adapter's: names and shapes of A [rank, columns] and B [rows, rank], whose product is added to a weight."""
+
+    @property
+    def a(self) -> str: ...
+    @property
+    def b(self) -> str: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+
+AddFactors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (rows of a weight, A, rows of B), in place
 
 
 @dataclass(frozen=True)
@@ -54,8 +67,8 @@ def save_folder(
     shard_bytes: int = SHARD_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     overwrite: bool = False,
-    adapters: Mapping[str, LowRank] | None = None,
-    scaling: float = 1.0,
+    adapters: Mapping[str, Factors] | None = None,
+    add: AddFactors | None = None,
 ) -> None:
     """Write the model as Hugging Face does: safetensors (with an index if several), config.json, tokenizer.
 
@@ -71,8 +84,7 @@ def save_folder(
         tokenizer_folder: where the tokenizer's files are, when not in `source_folder`.
         shard_bytes: the largest file, unless one tensor is larger.
         overwrite: replace a folder that exists; else that is an error.
-        adapters: by the weight that each is merged into, in the bucket; their factors are in `layouts` and `tensors`.
-        scaling: of their products.
+        adapters: by the weight that `add` merges each into, in its bucket; `layouts` and `tensors` have their factors.
 
     Raises:
         CheckpointError: the folder exists, or cannot be written.
@@ -90,8 +102,8 @@ def save_folder(
     adapters = adapters or {}
     factors = [_factors(number, window, adapters) for number, window in enumerate(windows)]
     shapes: dict[str, tuple[int, ...]] = {weight.name: weight.shape for weight in weights}
-    for adapter in adapters.values():
-        shapes |= adapter.shapes
+    for factors_of in adapters.values():
+        shapes |= factors_of.shapes
     arriving = [[*window, *more] for window, more in zip(windows, factors, strict=True)]
     with together(group):
         plans = _plans_by_window(arriving, layouts, shapes, world, rank)
@@ -119,11 +131,14 @@ def save_folder(
                 transport.start(0)
                 transport.finish()
             for chunk in window if rank == 0 else ():
-                _merge(landed, chunk, adapters.get(chunk.tensor), number, scaling)
+                if (adapter := adapters.get(chunk.tensor)) is not None and add is not None:
+                    rows, columns = chunk.box.slices
+                    a, b = landed[f"{adapter.a}#{number}"][:, columns], landed[f"{adapter.b}#{number}"][rows]
+                    add(landed[chunk.name], a, b)
             writer.write(landed[chunk.name] for chunk in window if rank == 0)
         error = writer.finish()
     raise_together(error, group)
-    on_first_rank(lambda: _commit(temporary, folder), group)
+    on_first_rank(lambda: commit(temporary, folder), group)
 
 
 def _windows(weights: Sequence[Weight], max_numel: int) -> list[list[_Chunk]]:
@@ -140,21 +155,12 @@ def _windows(weights: Sequence[Weight], max_numel: int) -> list[list[_Chunk]]:
     return windows
 
 
-def _factors(number: int, window: Sequence[_Chunk], adapters: Mapping[str, LowRank]) -> list[_Chunk]:
+def _factors(number: int, window: Sequence[_Chunk], adapters: Mapping[str, Factors]) -> list[_Chunk]:
     """The factors of all adapters of a window's tensors, which come with it."""
     found = [adapters[tensor] for tensor in dict.fromkeys(chunk.tensor for chunk in window) if tensor in adapters]
     return [
         _Chunk(f"{name}#{number}", name, whole(shape)) for adapter in found for name, shape in adapter.shapes.items()
     ]
-
-
-def _merge(
-    landed: Mapping[str, torch.Tensor], chunk: _Chunk, adapter: LowRank | None, number: int, scaling: float
-) -> None:
-    if adapter is not None:
-        rows, columns = chunk.box.slices
-        a, b = landed[f"{adapter.a}#{number}"][:, columns], landed[f"{adapter.b}#{number}"][rows]
-        add_product(landed[chunk.name], a, b, scaling)
 
 
 def _plans_by_window(
@@ -225,7 +231,7 @@ def _prepare(
         raise cannot_write(temporary, error) from error
 
 
-def _commit(temporary: Path, folder: Path) -> None:
+def commit(temporary: Path, folder: Path) -> None:
     """Give the finished folder its name; an older one of that name goes only then."""
     old = folder.with_name(folder.name + ".old")
     try:

@@ -12,7 +12,8 @@ from megaverl.algorithms import LossOutput, value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths
-from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+from megaverl.models.packing import MicroBatch
+from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel

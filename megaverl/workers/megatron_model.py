@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,11 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, can_pack, layers_per_stage, named_parameters, uses_transformer_engine
 from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
 from megaverl.models.layers import ValuesBesideLogits
-from megaverl.models.lora import Adapters
+from megaverl.models.lora.adapters import Adapters, add_product
+from megaverl.models.lora.low_rank import adapter_names, with_factors
+from megaverl.models.lora.peft import load_adapters, save_adapters
 from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
-from megaverl.models.packing import AtPositions, Packing, as_one_row
+from megaverl.models.packing import AtPositions, MicroBatch, as_one_row, spread
 from megaverl.models.vocab_divergence import Distributions
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.platform import platform
@@ -28,6 +30,7 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
+from megaverl.weights.export import BUCKET_BYTES, save_folder
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
 
@@ -38,81 +41,6 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  #
 
 # TransformerConfig's coefficients of losses that routers of experts add to the policy's.
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
-
-
-class Predicting(NamedTuple):
-    """Of each response token [n]: whose it is, and where in the model's output [b, s] it is predicted."""
-
-    sample: torch.Tensor
-    row: torch.Tensor
-    position: torch.Tensor
-
-
-@dataclass
-class MicroBatch:
-    """Samples that go through the model together, prompt and response joined: a row each, or packed into one row.
-
-    Attributes:
-        samples: [n] int64, the samples' places in the whole batch.
-        tokens: [n, s] int64, right-padded: padding on the right needs no mask, as causal attention never sees it; or
-            [1, t], see `packing`.
-        prompt_lengths, response_lengths: [n] int64.
-        fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
-        packing: where the samples are in a packed row; None: they have rows of their own.
-        taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
-    """
-
-    samples: torch.Tensor
-    tokens: torch.Tensor
-    prompt_lengths: torch.Tensor
-    response_lengths: torch.Tensor
-    fields: dict[str, torch.Tensor] = field(default_factory=dict)
-    packing: Packing | None = None
-    taught: torch.Tensor | None = None
-
-    @property
-    def num_response_columns(self) -> int:
-        """r: the longest response here."""
-        return int(self.response_lengths.max()) if self.samples.numel() else 0
-
-    @property
-    def response_mask(self) -> torch.Tensor:
-        """[n, r] bool: where a response token is."""
-        return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
-
-    def predicting(self) -> Predicting:
-        """Where each response token's predecessor is, whose output predicts that token."""
-        sample, column = self.response_mask.nonzero(as_tuple=True)
-        if self.packing is not None:
-            return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
-        return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
-
-    def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
-        """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none."""
-        if self.packing is not None:
-            return output[0, self.packing.starts + self.response_lengths]
-        sample = torch.arange(len(self.samples), device=output.device)
-        return output[sample, (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)]
-
-    def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
-        """How tokens of these samples [n] were drawn: as the samples say, or at `temperature` where they do not."""
-        if "temperatures" not in self.fields or not self.fields["temperatures"].shape[1]:
-            return {"temperature": temperature}
-        return {"temperature": self.fields["temperatures"][sample, 0], "top_k": self.fields["top_ks"][sample, 0]}
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device."""
-        if self.tokens.device == device:
-            return self
-        return MicroBatch(
-            self.samples.to(device),
-            self.tokens.to(device),
-            self.prompt_lengths.to(device),
-            self.response_lengths.to(device),
-            {name: tensor.to(device) for name, tensor in self.fields.items()},
-            None if self.packing is None else self.packing.to(device),
-            None if self.taught is None else self.taught.to(device),
-        )
 
 
 # (model output on the last stage, micro-batch) -> per-response-token values [b, r]
@@ -251,6 +179,46 @@ class MegatronModel:
         with together(self.grid.world):
             absent = reader.finish()
         return absent
+
+    def load_adapters(self, folder: str | Path) -> None:
+        """Fill the adapters from a peft folder; see there."""
+        assert self.adapters is not None, "the model was made without lora"
+        load_adapters(self.adapters, folder)
+
+    def save_adapters(self, folder: str | Path, *, base: str) -> None:
+        """Write what `lora` trains as a peft adapter of the model `base`. Every rank of the grid takes part."""
+        assert self.adapters is not None, "the model was made without lora"
+        with self.resident:
+            save_adapters(self.adapters, folder, base=base)
+
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        source_folder: str | Path,
+        tokenizer_folder: str | Path | None = None,
+        overwrite: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`save_folder` of all weights, adapters merged into them on the way. Every rank of the grid takes part."""
+        layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
+        if self.adapters is not None:
+            adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
+            layouts, tensors = with_factors(layouts, adapters, adapter_names), tensors | self.adapters.parameters
+        with self.resident:
+            save_folder(
+                folder,
+                source_folder=source_folder,
+                weights=self.weights,
+                layouts=layouts,
+                tensors=tensors,
+                group=self.grid.world,
+                tokenizer_folder=tokenizer_folder,
+                bucket_bytes=bucket_bytes,
+                overwrite=overwrite,
+                adapters=adapters,
+                add=add,
+            )
 
     def clear_padding(self) -> None:
         """Zero the vocabulary's padding, before a checkpoint of this model, which may have had less, is read."""
@@ -442,9 +410,3 @@ class MegatronModel:
         head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
         after = batch.at_the_end(output).float().gather(1, head.unsqueeze(1))[:, 0]
         return spread(output[row, position, head[sample]].float(), batch), after
-
-
-def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """[n response tokens] -> [b, r], zero in the padding."""
-    mask = batch.response_mask
-    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

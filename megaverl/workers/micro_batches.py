@@ -10,8 +10,8 @@ import torch
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import plan_micro_batches
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
-from megaverl.models.packing import pack
-from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+from megaverl.models.packing import MicroBatch, pack
+from megaverl.workers.megatron_model import MegatronModel
 
 READ = ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
 DRAWING = ("temperatures", "top_ks")

@@ -25,7 +25,8 @@ from megaverl.algorithms import (
 )
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths
-from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
+from megaverl.models.packing import MicroBatch
+from megaverl.workers.megatron_model import Loss, MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.workers.policy import Policy
 from megaverl.workers.trainable import TrainableModel, UpdateReport

@@ -36,10 +36,11 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.models.packing import MicroBatch, spread
 from megaverl.models.vocab_divergence import Distributions, vocab_parallel_divergence
 from megaverl.platform import platform
 from megaverl.rollout.seeds import sample_seed
-from megaverl.workers.megatron_model import MegatronModel, MicroBatch, spread
+from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.updates import Selection, Weighting, run_updates, share

@@ -16,9 +16,10 @@ from megaverl.config.passthrough import coerce
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
 from megaverl.weights.fingerprint import model_identity
-from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
+from megaverl.workers.megatron_model import Loss, MegatronModel
 from megaverl.workers.offload import Nowhere, Offload, Storages, place_for, storages_of
 
 platform.adapt_megatron()

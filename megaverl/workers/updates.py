@@ -12,7 +12,8 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.workers.megatron_model import Loss, MicroBatch
+from megaverl.models.packing import MicroBatch
+from megaverl.workers.megatron_model import Loss
 from megaverl.workers.micro_batches import MicroBatchPlan, micro_batches_of, of_each_rank, plan_for
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 

@@ -19,15 +19,15 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layers_per_stage, uses_transformer_engine
+from megaverl.models.lora.adapters import Merge
+from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
 from megaverl.models.options import padded_vocab_size, transformer_config
 from megaverl.platform import platform
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.layout import EMPTY, Layout
-from megaverl.sharding.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
-from megaverl.weights.adapters import Merge
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import Resharder, ReshardStats
 from megaverl.weights.transports.local import adopt

@@ -20,8 +20,9 @@ from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import MegaverlError
+from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.workers.megatron_model import Loss, MegatronModel, MicroBatch
+from megaverl.workers.megatron_model import Loss, MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.updates import share

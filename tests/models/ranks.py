@@ -11,8 +11,9 @@ import torch.distributed as dist
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid, ProcessGroupManager
+from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for
 
 

@@ -13,11 +13,11 @@ from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import MegaverlError
+from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.trainer.rl import Trainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
-from megaverl.workers.megatron_model import MicroBatch
 from tests.models.ranks import whole_rows
 
 Heard = dict[str, str]

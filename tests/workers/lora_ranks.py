@@ -12,8 +12,6 @@ from megaverl.config.roles import LoraConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.export import save_folder
-from megaverl.workers.adapters import load_adapter_folder, merged_model, save_adapter_folder
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.policy import Actor, Policy
@@ -36,7 +34,7 @@ def model_with_adapters(
     )
     model.load(folder)
     if adapter is not None:
-        load_adapter_folder(model, adapter)
+        model.load_adapters(adapter)
     return model
 
 
@@ -54,7 +52,7 @@ def random_adapter(
     generator = torch.Generator().manual_seed(1)
     for parameter in model.adapters.parameters.values():
         parameter.data.normal_(0.0, 0.1, generator=generator)
-    save_adapter_folder(model, output, base=folder)
+    model.save_adapters(output, base=folder)
 
 
 def update(
@@ -83,7 +81,7 @@ def update(
             found[name] = actor.update(experience(), step=0, kl_coef=0.1)
         assert all(torch.equal(base[local], parameter) for local, parameter in frozen(model).items())
         assert all(parameter.grad is None for parameter in frozen(model).values())
-        save_adapter_folder(model, Path(output) / name, base=folder)
+        model.save_adapters(Path(output) / name, base=folder)
     return found
 
 
@@ -96,8 +94,8 @@ def through_megaverl(
 ) -> list[list[float]]:
     """Load an adapter, save it again to `saved`, export the merged model; the log-probs of all tokens but the first."""
     model = model_with_adapters(folder, shape, lora, adapter)
-    save_adapter_folder(model, saved, base=folder)
-    save_folder(merged, source_folder=folder, bucket_bytes=4096, **merged_model(model))
+    model.save_adapters(saved, base=folder)
+    model.export(merged, source_folder=folder, bucket_bytes=4096)
     batch = whole_rows(tokens)
     return Policy(model, temperature=1.0, micro_batch_tokens=64).log_probs(batch).tolist()
 

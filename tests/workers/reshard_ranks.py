@@ -13,8 +13,6 @@ from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.export import save_folder
-from megaverl.workers.adapters import load_adapter_folder, merged_model
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.policy import Policy
 from megaverl.workers.rollout import Rollout
@@ -67,7 +65,7 @@ def reshard_and_generate(
                 model.load(folder)
             else:
                 before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
-                load_adapter_folder(model, str(adapter))
+                model.load_adapters(str(adapter))
             first = sync.reshard()
             if lora is not None and folder == new_folder:
                 again = sync.reshard()  # merged anew into what arrives, not into what was there
@@ -82,7 +80,7 @@ def reshard_and_generate(
                 "difference": largest_difference(model, prompts, responses[1]),
             }
         )
-        save_folder(export, source_folder=old_folder, **merged_model(model))
+        model.export(export, source_folder=old_folder)
     made.close()
     return found
 

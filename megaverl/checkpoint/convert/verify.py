@@ -145,7 +145,8 @@ def _by_transformers(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
 def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     from megaverl.distributed.grid import GridShape
     from megaverl.distributed.groups import ProcessGroupManager
-    from megaverl.workers.megatron_model import MegatronModel, MicroBatch
+    from megaverl.models.packing import MicroBatch
+    from megaverl.workers.megatron_model import MegatronModel
 
     grid = ProcessGroupManager().grid(GridShape())
     model = MegatronModel(source.spec, grid, dtype=torch.float32, seed=0, value_head=source.value_head)

@@ -29,9 +29,7 @@ from torch import nn
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
 from megaverl.models.layers import sum_gradients
-from megaverl.platform import platform
-from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.low_rank import (
+from megaverl.models.lora.low_rank import (
     ADAPTER,
     LowRank,
     adapter_names,
@@ -40,8 +38,14 @@ from megaverl.sharding.low_rank import (
     follow,
     held_span,
     low_ranks,
+    names_of_factors,
+    written_to,
 )
+from megaverl.platform import platform
+from megaverl.sharding.boxes import Box, split, whole
+from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.weight import Split, Weight
+from megaverl.weights.tensors import view
 
 platform.adapt_megatron()
 
@@ -52,6 +56,8 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+CHUNK = 1 << 22  # elements that are merged in float32 at a time, into weights of 16 bits
 
 
 class AdaptedProjection(NamedTuple):
@@ -186,6 +192,7 @@ class Adapters:
     """All adapters of a model on this rank.
 
     Attributes:
+        trained: weights of the model itself that are trained beside them: a critic's head.
         low_ranks: adapter by the name of its weight, of the whole model.
         weights: the factors and what else is trained (a critic's head), as global arrays.
         parameters: the same on this rank, by local name.
@@ -206,7 +213,7 @@ class Adapters:
         role: str,
         seed: int,
     ) -> None:
-        self.config = lora
+        self.config, self.grid, self.role = lora, grid, role
         self.low_ranks = low_ranks(model_weights, lora.targets, lora.rank, f"{role}.lora")
         self.trained = tuple(trained)
         self.weights = [*factor_weights(self.low_ranks), *(w for w in model_weights if w.name in self.trained)]
@@ -292,3 +299,74 @@ def _keep_graph(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         if getattr(chunk, "pre_process", False):
             chunk.get_submodule("embedding").register_forward_hook(hook)
+
+
+class Merge:
+    """Adds adapters to weights that arrive in another layout, in place, as often as they have arrived anew.
+
+    The base weights and the factors travel by one plan; a rank that holds a box of a weight gets the rows of B and the
+    columns of A that belong to it. The product is added after all has landed, some rows at a time: no second copy of
+    anything, and the source's weights stay as they are to the last bit.
+
+    Args:
+        layout: of the weights there.
+        scaling: alpha / rank.
+        dtype: of the factors.
+
+    Attributes:
+        factors: the tensors in which the factors arrive, by their global names.
+        brought: weights and factors, by their global names, that must come anew before each `apply`.
+        written: local tensors that are written to: no other tensor may share their storage.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        adapters: Mapping[str, LowRank],
+        scaling: float,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._adapters, self.scaling = adapters, scaling
+        self.written = written_to(layout, adapters)
+        self.brought = frozenset(name for key, adapter in adapters.items() for name in (key, adapter.a, adapter.b))
+        held = factor_layout(layout, adapters, names_of_factors)
+        self.factors = {
+            name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in held.local_shapes.items()
+        }
+        self._boxes = {piece.tensor: piece.box for piece in held.pieces}
+        self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]
+
+    @torch.no_grad()
+    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Add alpha / rank * B A to every weight that has an adapter; each must hold its base value."""
+        for piece in self._pieces:
+            adapter = self._adapters[piece.tensor]
+            target = view(tensors[piece.local], piece.local_box)
+            add_product(target, *self._factors_of(adapter, piece.box), self.scaling)
+
+    def _factors_of(self, adapter: LowRank, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
+        """(A, B) of a box of the weight."""
+        left = box.start[1] - self._boxes[adapter.a].start[1]
+        top = box.start[0] - self._boxes[adapter.b].start[0]
+        rows, columns = box.shape
+        return self.factors[adapter.a][:, left : left + columns], self.factors[adapter.b][top : top + rows]
+
+
+def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+    """target += scaling * b a, computed in float32 at least and rounded once.
+
+    Args:
+        target: [rows, columns], up to axes of size one.
+        a: [rank, columns].
+        b: [rows, rank].
+    """
+    matrix = target.view(b.shape[0], a.shape[1])
+    if target.dtype in (torch.float32, torch.float64):
+        matrix.addmm_(b.to(target.dtype), a.to(target.dtype), alpha=scaling)
+        return
+    a, b = a.float(), b.float()
+    for part in split(whole(tuple(matrix.shape)), CHUNK):
+        rows, columns = part.slices
+        place = matrix[rows, columns]
+        place.copy_(torch.addmm(place.float(), b[rows], a[:, columns], alpha=scaling))
