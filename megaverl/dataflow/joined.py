@@ -14,7 +14,8 @@ from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Places
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
 from megaverl.distributed.rendezvous import NodeInfo, introduce
-from megaverl.distributed.worlds import Fabric, job_store, join
+from megaverl.distributed.store import job_store
+from megaverl.distributed.worlds import Fabric, join
 from megaverl.errors import ConfigError
 from megaverl.platform import platform
 

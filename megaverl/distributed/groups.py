@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaverl.distributed.grid import DIMS, EXPERT_DIMS, Coords, GridShape
+from megaverl.distributed.worlds import default_group
 from megaverl.errors import GridError
 from megaverl.platform import platform
 
@@ -135,10 +136,3 @@ class ProcessGroupManager:
         groups["pos_embd"] = self.group([stages[0]] for stages in pipelines)
         groups["inter_dist_opt"] = self.group([one] for one in range(world))
         return Grid(shape, rank, shape.coords(rank), ProcessGroupCollection(**groups), default_group())
-
-
-def default_group() -> dist.ProcessGroup:
-    """The default process group: all ranks of this role's world."""
-    group = dist.group.WORLD
-    assert group is not None, "torch.distributed is not initialised"
-    return group

@@ -255,10 +255,10 @@ class ResolvedPlacement:
         return f"on {shown}"
 
 
-def ranks_named(ranks: Iterable[int], one: str = "", several: str = "") -> str:
+def ranks_named(ranks: Iterable[int], one: str = "", several: str = "", what: str = "rank") -> str:
     """ "rank 3", "ranks 0-3,8"; with what follows of one, or of several."""
     text = ranks_text(ranks)
-    return f"rank {text}{one}" if text.isdigit() else f"ranks {text}{several}"
+    return f"{what} {text}{one}" if text.isdigit() else f"{what}s {text}{several}"
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -1,4 +1,8 @@
-"""Before any group is made: every rank says who it is, and all hear whether they fit together."""
+"""Before any group is made: the agents of all nodes meet, then every rank says who it is; all hear whether they fit.
+
+torch's own rendezvous waits for ten minutes in a call that no signal ends, says nothing meanwhile, and then shows a
+traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,138 @@ import hashlib
 import json
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from megaverl.distributed.failures import cause_of
 from megaverl.distributed.placement import Node, ranks_named
+from megaverl.distributed.store import keep_store, patiently, reach_store
 from megaverl.errors import ConfigError, TrainingStopped
 
-# How much longer the others wait for the first rank's verdict than it waits for them.
-GRACE = timedelta(seconds=10)
+# Seconds that the others wait for the verdict of the first node, or the first rank, longer than it waits for them.
+NODE_GRACE, RANK_GRACE = 5.0, 10.0
+STRANGER = 10.0  # seconds within which a store's keeper says whose it is
+_CALL = timedelta(seconds=10)
+_WRONG, _VERDICT, _HEARD, _JOB = "agents/wrong", "agents/verdict", "agents/heard", "agents/job"
+
+
+def meet(host: str, port: int, node: int, count: int, patience: float) -> dist.Store:
+    """Before torchrun's agents start any rank: returns when those of all nodes are here, or each says who is missing.
+
+    Args:
+        host, port: of the first node. node: number of this one. patience: seconds.
+
+    Returns: the store that the first node keeps: hold on to it.
+
+    Raises:
+        TrainingStopped: nodes that did not come, a number that two nodes have, a port that is taken; the same words on
+            all that have come to the first node's store, and within seconds on those that find something else there.
+    """
+    end, me = time.monotonic() + patience, f"process {os.getpid()} on {socket.gethostname()}"
+    if node == 0:
+        store: dist.Store = keep_store(host, port, _CALL)
+    else:
+        try:
+            store = reach_store(host, port, _CALL, end, lambda seen: _tell(f"node 0 at {host}:{port} ({seen})", end))
+        except TimeoutError as error:
+            raise TrainingStopped(
+                f"node 0 did not come within {patience:g} s (JOIN_MINUTES) at {host}:{port} (MASTER_ADDR, "
+                f"MASTER_PORT), where node {node}, {me}, has looked for it: {error}."
+            ) from error
+    try:
+        if node == 0:
+            store.set(_JOB, f"{count} {me}")
+        _find_others(store, f"{host}:{port}", node, count, me, end)
+        store.set(_who(node), me)
+        if node == 0:
+            verdict = _verdict_on_nodes(store, count, end, patience)
+            store.set(_VERDICT, verdict)
+        else:
+            _until(lambda: store.check([_VERDICT]), end + NODE_GRACE, lambda: _tell(_waiting(store, count), end))
+            verdict = store.get(_VERDICT).decode()
+        store.add(_HEARD, 1)
+        if node == 0 and verdict:
+            here = count - len(_missing(store, count))
+            _until(lambda: store.add(_HEARD, 0) >= here, time.monotonic() + NODE_GRACE)
+    except dist.DistError as error:
+        raise TrainingStopped(
+            f"node 0 at {host}:{port} has ended, or cannot be reached any more ({cause_of(error)})"
+        ) from error
+    if verdict:
+        raise TrainingStopped(verdict)
+    return store
+
+
+def _find_others(store: dist.Store, address: str, node: int, count: int, me: str, end: float) -> None:
+    """Raise a TrainingStopped, for all who wait here, if the store is another job's or another has this number."""
+    if not _until(lambda: store.check([_JOB]), min(end, time.monotonic() + STRANGER)):
+        raise TrainingStopped(
+            f"{address} (MASTER_ADDR, MASTER_PORT) is the store of another program of torch, such as a job that "
+            f"torchrun started, and of no node 0 of this one. Give all nodes another MASTER_PORT. Here: {me}."
+        )
+    number, _, keeper = store.get(_JOB).decode().partition(" ")
+    wrong = ""
+    if int(number) != count:
+        wrong = (
+            f"node 0 at {address} ({keeper}) is that of a job of {number} nodes, and node {node} ({me}) of one of "
+            f"{count} (NNODES). Give all nodes one NNODES, or, if these are two jobs, one of them another MASTER_PORT."
+        )
+    elif (times := store.add(f"agents/here/{node}", 1)) > 1:
+        wrong = (
+            f"{_twice(f'node {node}', times, store.get(_who(node)).decode(), me)} Two jobs, or two nodes with one "
+            f"NODE_RANK, use {address}: end one of them, or give this one another MASTER_PORT."
+        )
+    if wrong:
+        store.compare_set(_WRONG, "", wrong)
+        _until(lambda: store.check([_VERDICT]), min(end, time.monotonic() + NODE_GRACE))
+        raise TrainingStopped(wrong)
+
+
+def _verdict_on_nodes(store: dist.Store, count: int, end: float, patience: float) -> str:
+    """What is wrong, as the first node sees it; empty: all are here."""
+    everyone = [_who(node) for node in range(count)]
+    _until(lambda: store.check(everyone) or store.check([_WRONG]), end, lambda: _tell(_waiting(store, count), end))
+    if store.check([_WRONG]):
+        return store.get(_WRONG).decode()
+    if not (absent := _missing(store, count)):
+        return ""
+    here = [store.get(_who(node)).decode() for node in range(count) if node not in absent]
+    return (
+        f"{ranks_named(absent, what='node')} of {count} did not come within {patience:g} s (JOIN_MINUTES). Here: "
+        f"{', '.join(here)}. Look at what is missing (NODE_RANK counts from 0), or start the job with fewer (NNODES)."
+    )
+
+
+def _who(node: int) -> str:
+    return f"agents/who/{node}"
+
+
+def _missing(store: dist.Store, count: int) -> list[int]:
+    return [node for node in range(count) if not store.check([_who(node)])]
+
+
+def _waiting(store: dist.Store, count: int) -> str:
+    absent = _missing(store, count)
+    return f"{ranks_named(absent, what='node')} of {count}" if absent else "node 0"
+
+
+def _tell(what: str, end: float) -> None:
+    left = max(0.0, end - time.monotonic())
+    print(f"waiting for {what}, for {left:.0f} s more at most (JOIN_MINUTES)", file=sys.stderr, flush=True)
+
+
+def _until(holds: Callable[[], bool], end: float, tell: Callable[[], None] = lambda: None) -> bool:
+    return any(holds() for _ in patiently(end, tell))
+
+
+def _twice(who: str, times: int, first: str, second: str) -> str:
+    return f"{who} is there {times} times: {first} came first, then {second}."
 
 
 @dataclass(frozen=True)
@@ -68,85 +191,80 @@ def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout:
         ConfigError: nodes that differ in what must be the same, or whose ranks are not neighbours; every difference.
         TrainingStopped: ranks that did not come in time, or a rank that is there twice; by number, on every rank.
     """
-    if (times := store.add(f"introductions/here/{rank}", 1)) > 1:
-        raise TrainingStopped(_tell_of_two_jobs(store, rank, times, facts, timeout))
-    told = {f"introductions/sections/{facts.agreed[_SECTION + name]}": each for name, each in facts.sections.items()}
-    if told and not store.check(list(told)):  # one asks; who comes first, or differs, tells
-        for key, section in told.items():
+    store = dist.PrefixStore("introductions", store)
+    if (times := store.add(f"here/{rank}", 1)) > 1:
+        raise TrainingStopped(_stop_two_jobs(store, rank, times, facts, timeout))
+    sections = {f"sections/{facts.agreed[_SECTION + name]}": each for name, each in facts.sections.items()}
+    if sections and not store.check(list(sections)):  # one asks; who comes first, or differs, gives them
+        for key, section in sections.items():
             store.set(key, json.dumps(section))
-    store.set(f"introductions/facts/{rank}", json.dumps(asdict(replace(facts, sections={}))))
-    if store.add("introductions/count", 1) == size:
-        store.set("introductions/complete", "")
+    store.set(f"facts/{rank}", json.dumps(asdict(replace(facts, sections={}))))
+    if store.add("count", 1) == size:
+        store.set("complete", "")
     if rank == 0:
-        store.set("introductions/verdict", json.dumps(_verdict(store, size, timeout)))
+        store.set("verdict", json.dumps(_verdict_on_ranks(store, size, timeout)))
     try:
-        store.wait(["introductions/verdict"], timeout + GRACE)
+        verdict = _hear(store, timeout)
     except dist.DistError as error:
         raise TrainingStopped(
             f"rank 0 did not come within {timeout.total_seconds():g} s (run.timeout_minutes); rank {rank} on "
             f"{facts.node} has waited. Look at the node with rank 0."
         ) from error
-    verdict = json.loads(store.get("introductions/verdict"))
-    store.add("introductions/heard", 1)
-    if rank == 0:
-        _until_heard(store, verdict["here"])
-    if verdict["missing"]:
-        raise TrainingStopped(verdict["missing"])
+    if rank == 0 and (verdict["stop"] or verdict["mistakes"]):  # the store may end with this rank
+        _until(lambda: store.add("heard", 0) >= verdict["here"], time.monotonic() + RANK_GRACE)
+    if verdict["stop"]:
+        raise TrainingStopped(verdict["stop"])
     if verdict["mistakes"]:
         raise ConfigError("\n  - ".join(["the nodes do not fit together:", *verdict["mistakes"]]))
     return tuple(Node(name, count, tuple(claims), memory) for name, count, claims, memory in verdict["nodes"])
 
 
-def _tell_of_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, timeout: timedelta) -> str:
-    """What all ranks of both jobs are told; a job that has begun hears nothing of it, and goes on."""
-    first = json.loads(store.get(f"introductions/facts/{rank}"))
+def _hear(store: dist.Store, timeout: timedelta) -> dict[str, Any]:
+    store.wait(["verdict"], timeout + timedelta(seconds=RANK_GRACE))
+    verdict: dict[str, Any] = json.loads(store.get("verdict"))
+    store.add("heard", 1)
+    return verdict
+
+
+def _stop_two_jobs(store: dist.Store, rank: int, times: int, facts: NodeInfo, timeout: timedelta) -> str:
+    """The same for all ranks of both jobs; a job that has begun hears nothing of it, and goes on."""
+    first = json.loads(store.get(f"facts/{rank}"))
+    earlier, later = (f"process {one['process']} on {one['node']}" for one in (first, asdict(facts)))
     text = (
-        f"rank {rank} is there {times} times: process {first['process']} on {first['node']} came first, then process "
-        f"{facts.process} on {facts.node}. Two jobs use this rendezvous: end the other one, or give this one an "
-        "address, a port and an id of its own."
+        f"{_twice(f'rank {rank}', times, earlier, later)} Two jobs use this rendezvous: end the other one, or "
+        "give this one an address, a port and an id of its own."
     )
-    store.compare_set("introductions/twice", "", text)
-    store.add("introductions/count", 1)
-    store.set("introductions/complete", "")
+    store.compare_set("twice", "", text)
+    store.add("count", 1)
+    store.set("complete", "")
     try:
-        store.wait(["introductions/verdict"], timeout + GRACE)
-        verdict = json.loads(store.get("introductions/verdict"))
-        store.add("introductions/heard", 1)
+        return str(_hear(store, timeout)["stop"] or text)
     except dist.DistError:
         return text
-    return str(verdict["missing"] or text)
 
 
-def _until_heard(store: dist.Store, count: int) -> None:
-    """The store may end with this rank, if it raises what it has found: the others are to have heard it before."""
-    end = time.monotonic() + GRACE.total_seconds()
-    while store.add("introductions/heard", 0) < count and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def _verdict(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
-    """What the first rank finds: nodes, or what is wrong."""
+def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> dict[str, Any]:
+    """What the first rank finds: nodes, or what is wrong; and how many ranks are here to hear it."""
     try:
-        store.wait(["introductions/complete"], timeout)
+        store.wait(["complete"], timeout)
     except dist.DistError:
-        here = [rank for rank in range(size) if store.check([f"introductions/facts/{rank}"])]
+        here = [rank for rank in range(size) if store.check([f"facts/{rank}"])]
         missing = sorted(set(range(size)) - set(here))
-        nodes = sorted({json.loads(store.get(f"introductions/facts/{rank}"))["node"] for rank in here})
+        nodes = sorted({json.loads(store.get(f"facts/{rank}"))["node"] for rank in here})
         text = (
             f"{ranks_named(missing)} of {size} did not come within {timeout.total_seconds():g} s "
             f"(run.timeout_minutes); here: {ranks_named(here)} on {', '.join(nodes)}. Look at the node that "
             "is missing, or start the job with fewer."
         )
-        return {"missing": text, "mistakes": [], "nodes": [], "here": len(here)}
-    if store.check(["introductions/twice"]):
-        count = int(store.add("introductions/count", 0))
-        return {"missing": store.get("introductions/twice").decode(), "mistakes": [], "nodes": [], "here": count}
-    found = [json.loads(data) for data in store.multi_get([f"introductions/facts/{rank}" for rank in range(size)])]
-    nodes, mistakes = _nodes(found)
-    return {"missing": "", "mistakes": [*mistakes, *_differences(found, store)], "nodes": nodes, "here": size}
+        return {"stop": text, "here": len(here)}
+    if store.check(["twice"]):
+        return {"stop": store.get("twice").decode(), "here": int(store.add("count", 0))}
+    found = [json.loads(data) for data in store.multi_get([f"facts/{rank}" for rank in range(size)])]
+    nodes_found, mistakes = _nodes_of(found)
+    return {"stop": "", "mistakes": [*mistakes, *_differences(found, store)], "nodes": nodes_found, "here": size}
 
 
-def _nodes(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
+def _nodes_of(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
     """(name, ranks, claims, memory) of every node; and what is wrong. Nodes of one name are told apart by agent."""
     nodes: list[tuple[tuple[str, int], int, list[str], float]] = []
     mistakes = []
@@ -191,7 +309,7 @@ def _differences(found: Sequence[Mapping[str, Any]], store: dist.Store) -> list[
 
 def _inside(store: dist.Store, name: str, value: str | None, first: str | None) -> list[tuple[str, Any, Any]]:
     """(what, theirs, the first's): the keys that differ of a section of the configuration, where both are known."""
-    keys = [f"introductions/sections/{digest}" for digest in (value, first)]
+    keys = [f"sections/{digest}" for digest in (value, first)]
     if not name.startswith(_SECTION) or not all(store.check([key]) for key in keys):
         return [(name, value, first)]
     theirs, firsts = (dict(_leaves(name.removeprefix(_SECTION), json.loads(store.get(key)))) for key in keys)

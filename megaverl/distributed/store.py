@@ -1,4 +1,5 @@
-"""The store that the first node keeps: opened there, and reached from the others, which say what they find instead.
+"""The job's store, which the first node keeps: opened there, and reached from the others, which say what they find
+instead.
 
 torch's own client waits without end, in a call that no signal ends, for a program that takes connections and says
 nothing, and until its deadline for one that says something else.
@@ -20,6 +21,7 @@ from ipaddress import ip_address
 import psutil
 import torch.distributed as dist
 
+from megaverl.distributed.failures import cause_of
 from megaverl.errors import TrainingStopped
 from megaverl.processes import raise_open_files
 
@@ -52,7 +54,7 @@ def keep_store(host: str, port: int, timeout: timedelta) -> dist.TCPStore:
         )
     except (OSError, dist.DistError) as error:
         taken = getattr(error, "errno", None) == errno.EADDRINUSE
-        cause = f"cannot be opened for {host} ({str(error).splitlines()[0][:160]})"
+        cause = f"cannot be opened for {host} ({cause_of(error)})"
         cause = "is taken: another job or program uses it. Choose another MASTER_PORT." if taken else cause
         raise TrainingStopped(f"port {port} of this node {cause}") from error
 
@@ -86,19 +88,20 @@ def _listening(host: str, port: int) -> socket.socket:
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
-def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]) -> dist.Store | str:
-    """The first node's store, as soon as it is there; what was seen last instead, where it did not come until `end`.
+def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Callable[[str], None]) -> dist.Store:
+    """The first node's store, as soon as it is there.
 
     Args:
         timeout: of calls to the store.
         end: on the monotonic clock. tell: hears what is seen, each time that the wait is long.
 
     Raises:
+        TimeoutError: it did not come until `end`; says what was seen last.
         TrainingStopped: what answers there is no store. A first node that is late is nobody who answers.
     """
     seen = "no answer"
-    turns = patiently(end, lambda: tell(seen))
-    for _ in turns:
+    rounds = patiently(end, lambda: tell(seen))
+    for _ in rounds:
         try:
             store = store_at(host, port)
         except OSError as error:
@@ -106,7 +109,30 @@ def reach_store(host: str, port: int, timeout: timedelta, end: float, tell: Call
         else:
             store.set_timeout(timeout)
             return store
-    return seen
+    raise TimeoutError(seen)
+
+
+def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The store of the torchrun job that this process belongs to, its rank and the number of ranks.
+
+    Raises:
+        TrainingStopped: the store cannot be reached, or its port is taken, by whom others then find there.
+    """
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        elif rank == 0:  # torch's own would wait for all ranks, and not say which are missing
+            store = keep_store(host, port, timeout)
+        else:
+            store = reach_store(host, port, timeout, time.monotonic() + timeout.total_seconds(), lambda seen: None)
+    except (dist.DistError, OSError, ValueError, KeyError) as error:
+        cause = f"is the first node up, and reachable? ({cause_of(error)})"
+        raise TrainingStopped(f"no store at {address}: {cause}") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"megaverl/job/{attempt}", store), rank, size
 
 
 def store_at(host: str, port: int) -> dist.Store:
@@ -127,13 +153,13 @@ def store_at(host: str, port: int) -> dist.Store:
 
 
 def patiently(end: float, tell: Callable[[], None]) -> Iterator[None]:
-    """Turns of a wait until `end` (monotonic seconds), of which `tell` says now and then that it goes on."""
-    word = time.monotonic() + _FIRST_WORD
+    """Rounds of a wait until `end` (monotonic seconds), of which `tell` says now and then that it goes on."""
+    next_word = time.monotonic() + _FIRST_WORD
     yield
     while (now := time.monotonic()) < end:
-        if now >= word:
+        if now >= next_word:
             tell()
-            word = now + _NEXT_WORD
+            next_word = now + _NEXT_WORD
         time.sleep(EVERY)
         yield
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megaverl.distributed.failures import cause_of
 from megaverl.distributed.placement import ResolvedPlacement, World
-from megaverl.distributed.store import keep_store, reach_store
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
 
@@ -85,36 +84,6 @@ class Fabric:
         return f"rank {rank} ({'+'.join(placement.roles_of(rank))}, {placement.nodes[placement.node_of(rank)].name})"
 
 
-def job_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store of the torchrun job that this process belongs to, its rank and the number of ranks.
-
-    Raises:
-        TrainingStopped: the store cannot be reached, or its port is taken, by whom others then find there.
-    """
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-    try:
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        else:  # torch's own would wait for all ranks, and not say which are missing
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            store = _first_ranks_store(host, port, rank, timeout)
-    except (dist.DistError, OSError, ValueError, KeyError) as error:
-        cause = f"is the first node up, and reachable? ({str(error).splitlines()[0][:200]})"
-        raise TrainingStopped(f"no store at {address}: {cause}") from error
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"megaverl/job/{attempt}", store), rank, size
-
-
-def _first_ranks_store(host: str, port: int, rank: int, timeout: timedelta) -> dist.Store:
-    if rank == 0:
-        return keep_store(host, port, timeout)
-    found = reach_store(host, port, timeout, time.monotonic() + timeout.total_seconds(), lambda seen: None)
-    if isinstance(found, str):
-        raise TimeoutError(found)
-    return found
-
-
 def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: timedelta) -> Fabric:
     """Make this rank's world torch's default group, and the groups that join all; every rank of the job takes part.
 
@@ -178,7 +147,7 @@ def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.Process
 def default_group() -> dist.ProcessGroup:
     """The default process group: this rank's world."""
     group = dist.group.WORLD
-    assert group is not None
+    assert group is not None, "torch.distributed is not initialised"
     return group
 
 
@@ -189,7 +158,7 @@ def with_deadline(what: str, timeout: timedelta, make: Callable[[], Any]) -> Any
     except (dist.DistError, RuntimeError) as error:
         raise TrainingStopped(
             f"{what} did not come together within {timeout.total_seconds():g} s (run.timeout_minutes): "
-            f"{str(error).splitlines()[0][:200]}"
+            f"{cause_of(error)}"
         ) from error
 
 

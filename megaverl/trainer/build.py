@@ -23,8 +23,8 @@ from megaverl.data.streaming import Prompts, PromptStream, StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.distributed.collectives import together
 from megaverl.distributed.grid import GridShape
-from megaverl.distributed.groups import Grid, ProcessGroupManager, default_group
-from megaverl.distributed.worlds import Fabric, join_some
+from megaverl.distributed.groups import Grid, ProcessGroupManager
+from megaverl.distributed.worlds import Fabric, default_group, join_some
 from megaverl.errors import ConfigError
 from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model

@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, TrainingStopped
 from megaverl.processes import ending_with_parent
@@ -32,8 +31,13 @@ JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run an agent of a job on this machine; the exit code of its first rank that failed."""
+def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
+    """Run an agent of a job on this machine; the exit code of its first rank that failed.
+
+    Args:
+        argv: torchrun's.
+        log_hint: the folder of the ranks' logs.
+    """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -42,8 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
-    silence_torchs_agent()
-    with passing_on_signals():
+    _silence_torchs_agent()
+    with _passing_on_signals():
         try:
             met = _meet(arguments)  # the job's store lives as long as this does
             launch_config, program, given = config_from_args(arguments)
@@ -56,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
             os._exit(FAILED)  # no rank has begun; a thread of torch may still wait for an answer
         except ChildFailedError as error:
-            return explain({rank: failure.exitcode for rank, failure in error.failures.items()})
+            return _explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
         except (KeyboardInterrupt, SignalException) as error:
-            return interrupted(error)
+            return _interrupted(error)
     return 0
 
 
-def _meet(arguments: argparse.Namespace) -> Any:
+def _meet(arguments: argparse.Namespace) -> object:
     """Of several nodes with a fixed address: see that all are here, within `--rdzv-conf timeout=SECONDS`; of a
     rendezvous by torch's c10d, which finds that out by itself, that no other program answers there. One node alone
     meets nobody: its store is on the loopback. Returns the store, for torch's agent of the first node to use."""
-    from megaverl.distributed.node_rendezvous import meet
+    from megaverl.distributed.rendezvous import meet
     from megaverl.distributed.store import LOOPBACK, keep_store, store_at
 
     if arguments.standalone or arguments.nnodes in ("1", "1:1"):
@@ -87,8 +91,8 @@ def _meet(arguments: argparse.Namespace) -> Any:
     return meet(host, int(port), arguments.node_rank, int(arguments.nnodes), patience)
 
 
-def silence_torchs_agent() -> None:
-    """A rank tells by itself why it fails, and `explain` what it could not: torch's agent would tell it once more."""
+def _silence_torchs_agent() -> None:
+    """A rank tells by itself why it fails, and `_explain` what it could not: torch's agent would tell it once more."""
     for name in ("elastic", "launcher"):
         logger = logging.getLogger(f"torch.distributed.{name}")
         logger.addHandler(logging.NullHandler())
@@ -96,7 +100,7 @@ def silence_torchs_agent() -> None:
 
 
 @contextmanager
-def passing_on_signals() -> Iterator[None]:
+def _passing_on_signals() -> Iterator[None]:
     """SIGTERM and SIGUSR1 that this process gets go to its ranks; without any, they end this process."""
     before = {number: signal.signal(number, _pass_on) for number in PASSED_ON}
     try:
@@ -106,7 +110,7 @@ def passing_on_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
+def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
     """Say what the ranks could not; returns the exit code of the job.
 
     Args:
@@ -129,7 +133,7 @@ def explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
     return FAILED
 
 
-def interrupted(error: BaseException) -> int:
+def _interrupted(error: BaseException) -> int:
     """Say so, after a signal that ends the ranks; returns the exit code of the job."""
     name = signal.Signals(getattr(error, "sigval", signal.SIGINT)).name
     print(

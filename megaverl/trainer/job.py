@@ -25,7 +25,8 @@ from megaverl.distributed.collectives import device_of
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
-from megaverl.distributed.worlds import Fabric, job_store, join
+from megaverl.distributed.store import job_store
+from megaverl.distributed.worlds import Fabric, join
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline

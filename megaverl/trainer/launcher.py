@@ -1,4 +1,4 @@
-"""Starting the ranks on this machine, where torchrun did not: the same agent, without its pages of output."""
+"""Starting the ranks on this machine, where torchrun did not: how many, and the agent that runs them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from datetime import timedelta
 
 from megaverl.config import Config, smallest_world
 from megaverl.errors import GridError
-from megaverl.processes import ending_with_parent
-from megaverl.trainer.elastic_agent import ENDS_RANKS, explain, interrupted, passing_on_signals, silence_torchs_agent
+from megaverl.trainer import elastic_agent
 
 
 def launch(config: Config, command: str, argv: Sequence[str], nproc: int | None = None) -> int:
@@ -61,42 +59,15 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
 
     Returns: 0, or the exit code of the first rank that failed (1 where a signal ended it).
     """
-    _set_environment(nproc)
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from megaverl.distributed.store import LOOPBACK, keep_store
-
-    silence_torchs_agent()
-    store = keep_store(LOOPBACK, 0, timedelta(minutes=1))  # torch's agent takes what is there, and would listen widely
-    with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir:
-        launch_config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=nproc,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="static",
-            rdzv_endpoint=f"{LOOPBACK}:{store.port}",
-            rdzv_configs={"rank": 0},
-            local_addr=LOOPBACK,
-            max_restarts=0,
-            monitor_interval=0.1,
-            signals_to_handle=ENDS_RANKS,
-            logs_specs=DefaultLogsSpecs(log_dir=log_dir),
-        )
-        try:
-            with passing_on_signals():
-                program, *rest = ending_with_parent([sys.executable, *arguments])
-                elastic_launch(launch_config, program)(*rest)
-        except ChildFailedError as error:
-            return explain({rank: failure.exitcode for rank, failure in error.failures.items()}, log_hint)
-        except (KeyboardInterrupt, SignalException) as error:
-            return interrupted(error)
-    return 0
-
-
-def _set_environment(nproc: int) -> None:
-    cores = len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // nproc)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir:
+        agent = {
+            "--nproc-per-node": str(nproc),
+            "--rdzv-id": uuid.uuid4().hex,
+            "--local-addr": "127.0.0.1",
+            "--log-dir": log_dir,
+            "--monitor-interval": "0.1",
+        }
+        options = ["--standalone", *(word for option in agent.items() for word in option), "--no-python"]
+        return elastic_agent.main([*options, sys.executable, *arguments], log_hint)

@@ -19,7 +19,8 @@ from megaverl.coordinator import Coordinator, GradientReport, Liveness, Particip
 from megaverl.coordinator.islands import IslandMember, serve_join
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
-from megaverl.distributed.worlds import Fabric, job_store, join
+from megaverl.distributed.store import job_store
+from megaverl.distributed.worlds import Fabric, join
 from megaverl.errors import CheckpointError, TrainingStopped
 from tests.distributed.ranks import start
 

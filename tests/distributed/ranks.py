@@ -21,7 +21,8 @@ from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, introduce
-from megaverl.distributed.worlds import Fabric, job_store, join
+from megaverl.distributed.store import job_store
+from megaverl.distributed.worlds import Fabric, join
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Rows
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from megaverl.distributed import rendezvous as introductions
+from megaverl.distributed import rendezvous
 from megaverl.distributed.placement import Node
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.errors import ConfigError, TrainingStopped
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_come_is_named_on_all() -> None:
 
 
 def test_a_first_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(introductions, "GRACE", timedelta(seconds=0.1))
+    monkeypatch.setattr(rendezvous, "RANK_GRACE", 0.1)
     (error,) = meet({1: NodeInfo("b")}, 2)
     assert "rank 0 did not come within 0.3 s" in str(error)
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.config.rollout import RolloutConfig
-from megaverl.distributed.groups import default_group
+from megaverl.distributed.worlds import default_group
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform

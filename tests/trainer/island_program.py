@@ -15,7 +15,8 @@ from megaverl.config.roles import CoordinatorConfig, LoraConfig, OffloadConfig
 from megaverl.coordinator.islands import serve_join
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
-from megaverl.distributed.worlds import Fabric, job_store, join
+from megaverl.distributed.store import job_store
+from megaverl.distributed.worlds import Fabric, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island
 from megaverl.workers.megatron_model import MegatronModel

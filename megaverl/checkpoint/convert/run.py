@@ -34,7 +34,7 @@ from megaverl.checkpoint.convert.target import (
 from megaverl.checkpoint.convert.verify import compare_bytes, compare_twins
 from megaverl.distributed.collectives import on_first_rank, raise_together, together
 from megaverl.distributed.grid import GridShape
-from megaverl.distributed.worlds import job_store
+from megaverl.distributed.store import job_store
 from megaverl.errors import CheckpointError, ConfigError
 from megaverl.models.options import padded_vocab_size
 from megaverl.weights.export import SHARD_BYTES

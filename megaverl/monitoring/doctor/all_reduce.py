@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.worlds import job_store
+from megaverl.distributed.store import job_store
 from megaverl.monitoring.doctor.trials import RANKS, answer
 
 NUMEL = 4 * 2**20

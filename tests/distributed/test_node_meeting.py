@@ -11,16 +11,16 @@ from datetime import timedelta
 
 import pytest
 
-from megaverl.distributed import node_rendezvous as meeting
+from megaverl.distributed import rendezvous
 from megaverl.distributed import store as first_store
-from megaverl.distributed.node_rendezvous import meet
+from megaverl.distributed.rendezvous import meet
 from megaverl.errors import TrainingStopped
 from tests.worlds import free_port
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "GRACE", 1.0)
+    monkeypatch.setattr(rendezvous, "NODE_GRACE", 1.0)
     monkeypatch.setattr(first_store, "EVERY", 0.01)
 
 
@@ -127,7 +127,7 @@ def test_the_other_nodes_end_at_once_where_another_program_answers(
 
 
 def test_the_other_nodes_end_at_once_where_a_store_of_another_kind_of_job_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "STRANGER", 0.3)
+    monkeypatch.setattr(rendezvous, "STRANGER", 0.3)
     port = free_port()
     kept = first_store.keep_store("127.0.0.1", port, timedelta(seconds=5))
     with pytest.raises(TrainingStopped, match=f"127.0.0.1:{port} .* is the store of another program of torch"):
@@ -156,7 +156,7 @@ def test_a_late_first_node_is_waited_for_and_named(monkeypatch: pytest.MonkeyPat
     port, told = free_port(), threading.Event()
     words: list[str] = []
     monkeypatch.setattr(first_store, "_FIRST_WORD", 0.0)
-    monkeypatch.setattr(meeting, "_tell", lambda what, end: (words.append(what), told.set()))
+    monkeypatch.setattr(rendezvous, "_tell", lambda what, end: (words.append(what), told.set()))
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(meet, "127.0.0.1", port, 1, 2, 600.0)
         assert told.wait(20.0)
