@@ -132,7 +132,7 @@ def send_rows(fabric: Fabric, moving: Moving, table: Table | None) -> Sent:
     _check_held(moving, table)
     sent, out = _announce(fabric, moving, table)
     for dest, payload in out.items():
-        sent.add(Call(fabric, moving.name).send(fabric.road(fabric.rank, dest), {dest: payload}))
+        sent.add(Call(fabric, moving.name).send(fabric.group_between(fabric.rank, dest), {dest: payload}))
     return sent
 
 
@@ -140,7 +140,7 @@ def receive_rows(fabric: Fabric, moving: Moving) -> Table | None:
     """The half of a move that a rank has which sends nothing: its rows, when they are here."""
     headers, into = _hear(fabric, moving)
     for source, payload in into.items():
-        Call(fabric, moving.name).receive(fabric.road(source, fabric.rank), {source: payload})
+        Call(fabric, moving.name).receive(fabric.group_between(source, fabric.rank), {source: payload})
     return _merged(fabric, moving, None, headers, into)
 
 

@@ -150,13 +150,13 @@ class TensorChannel:
 
     def _bytes_to(self, name: str, dest: int, tensor: Tensor) -> Sent:
         data = tensor.detach().to(platform.device).contiguous().flatten().view(torch.uint8)
-        return Call(self.fabric, name).send(self.fabric.road(self.fabric.rank, dest), {dest: data})
+        return Call(self.fabric, name).send(self.fabric.group_between(self.fabric.rank, dest), {dest: data})
 
     def _bytes_from(self, name: str, source: int, dtype: str, shape: Sequence[int]) -> Tensor:
         if dtype not in DTYPES:
             raise DataError(f"{name}: a tensor of {dtype} came, which does not travel")
         data = torch.empty(math.prod(shape) * DTYPES[dtype].itemsize, dtype=torch.uint8, device=platform.device)
-        Call(self.fabric, name).receive(self.fabric.road(source, self.fabric.rank), {source: data})
+        Call(self.fabric, name).receive(self.fabric.group_between(source, self.fabric.rank), {source: data})
         self.fabric.traffic.received += data.numel()
         return data.view(DTYPES[dtype]).reshape(list(shape)).cpu()
 

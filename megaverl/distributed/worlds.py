@@ -1,9 +1,10 @@
-"""Every world its own default process group, and a fabric that joins them all."""
+"""Process groups of a job with several worlds: each world's own default group, and a fabric that joins them all."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megaverl.distributed.collectives import device_of
 from megaverl.distributed.failures import cause_of
 from megaverl.distributed.placement import ResolvedPlacement, World
 from megaverl.errors import TrainingStopped
@@ -74,7 +76,7 @@ class Fabric:
         """Whether `group` reaches a rank."""
         return rank < self.placement.num_with_device
 
-    def road(self, source: int, dest: int) -> dist.ProcessGroup:
+    def group_between(self, source: int, dest: int) -> dist.ProcessGroup:
         """The group through which bytes go from one rank to another."""
         return self.group if source < dest else self.back
 
@@ -102,31 +104,27 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
     here = placement.node_of(rank)
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(own), str(world.size)
     os.environ["LOCAL_WORLD_SIZE"] = str(sum(placement.node_of(other) == here for other in world.ranks))
-    with_deadline(
-        f"the world {world.name}",
-        timeout,
-        lambda: dist.init_process_group(
+    with _deadline(f"the world {world.name}", timeout):
+        dist.init_process_group(
             platform.backend,
             store=dist.PrefixStore(f"world/{world.name}", store),
             rank=own,
             world_size=world.size,
             timeout=timeout,
-        ),
-    )
-    ranks, backend = (rank, placement.size, own), platform.backend
+        )
+
+    def joined(backend: str, name: str, size: int) -> dist.ProcessGroup:
+        return _joined(backend, name, store, (rank, size, own), timeout)
+
     group = back = control = default_group()
-    if not placement.is_colocated or backend != "gloo":  # one world that speaks gloo needs no second group
-        control = with_deadline("the control group", timeout, lambda: _joined("gloo", "control", store, ranks, timeout))
+    if not placement.is_colocated or platform.backend != "gloo":  # one world that speaks gloo needs no second group
+        control = joined("gloo", "control", placement.size)
     if not placement.is_colocated:
         group = back = control
-        count = placement.num_with_device
-        if rank < count:
-            some = (rank, count, own)
-            group = back = with_deadline(
-                "the fabric", timeout, lambda: _joined(backend, "fabric", store, some, timeout)
-            )
-            if backend != "gloo":
-                back = with_deadline("the way back", timeout, lambda: _joined(backend, "back", store, some, timeout))
+        if rank < (count := placement.num_with_device):
+            group = back = joined(platform.backend, "fabric", count)
+            if platform.backend != "gloo":
+                back = joined(platform.backend, "back", count)
     return Fabric(placement, rank, world, group, back, control, store, timeout)
 
 
@@ -139,9 +137,7 @@ def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.Process
     if tuple(members) == fabric.world.ranks:
         return default_group()
     ranks = (list(members).index(fabric.rank), len(members), fabric.world_rank)
-    return with_deadline(
-        name, fabric.timeout, lambda: _joined(platform.backend, name, fabric.store, ranks, fabric.timeout)
-    )
+    return _joined(platform.backend, name, fabric.store, ranks, fabric.timeout)
 
 
 def default_group() -> dist.ProcessGroup:
@@ -151,10 +147,11 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-def with_deadline(what: str, timeout: timedelta, make: Callable[[], Any]) -> Any:
-    """`make()`; what torch says of a rank that did not come becomes one of this project's errors."""
+@contextmanager
+def _deadline(what: str, timeout: timedelta) -> Iterator[None]:
+    """What torch says of a rank that did not come becomes one of this project's errors."""
     try:
-        return make()
+        yield
     except (dist.DistError, RuntimeError) as error:
         raise TrainingStopped(
             f"{what} did not come together within {timeout.total_seconds():g} s (run.timeout_minutes): "
@@ -176,17 +173,17 @@ def _joined(
     """
     rank, size, own = ranks
     name_of_group: Any = f"megaverl_{name}"  # a type of its own in newer versions of torch
-    group, _ = distributed_c10d._new_process_group_helper(
-        size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
-    )
-    names = list(range(size))
-    if own < size:
-        names[own] = rank
-    names[rank] = own
-    distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
-    # The first use needs all ranks (NCCL), and shows that they reach each other.
-    device = platform.device if backend == platform.backend else torch.device("cpu")
-    total = torch.ones(1, device=device)
-    dist.all_reduce(total, group=group)
-    assert int(total) == size
+    with _deadline(f"the group '{name}'", timeout):
+        group, _ = distributed_c10d._new_process_group_helper(
+            size, rank, [], backend, dist.PrefixStore(name, store), group_name=name_of_group, timeout=timeout
+        )
+        names = list(range(size))
+        if own < size:
+            names[own] = rank
+        names[rank] = own
+        distributed_c10d._world.pg_group_ranks[group] = {called: number for number, called in enumerate(names)}
+        # The first use needs all ranks (NCCL), and shows that they reach each other.
+        total = torch.ones(1, device=device_of(group))
+        dist.all_reduce(total, group=group)
+        assert int(total) == size
     return group
