@@ -210,7 +210,7 @@ def introduce(store: dist.Store, rank: int, size: int, facts: NodeInfo, timeout:
             f"rank 0 did not come within {timeout.total_seconds():g} s (run.timeout_minutes); rank {rank} on "
             f"{facts.node} has waited. Look at the node with rank 0."
         ) from error
-    if rank == 0 and (verdict["stop"] or verdict["mistakes"]):  # the store may end with this rank
+    if rank == 0:  # the store may end with this rank, which may raise what it finds next
         _until(lambda: store.add("heard", 0) >= verdict["here"], time.monotonic() + RANK_GRACE)
     if verdict["stop"]:
         raise TrainingStopped(verdict["stop"])
