@@ -1,11 +1,11 @@
-"""Fixtures for every test: `world` runs a function on real processes (see tests/worlds.py)."""
+"""For every test: `launch` starts real ranks (see tests/launcher.py)."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from megaverl.processes import end_with_parent
-from tests.faults.server import Server
-from tests.worlds import close_worlds, run_world
+from tests.launcher import Launcher
 
 gc.set_threshold(100_000)  # thousands of modules are imported, and stay
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -44,24 +43,11 @@ def skipped_lines(places: Iterable[Any]) -> list[str]:
 
 
 def _starts_ranks(item: pytest.Item) -> bool:
-    fixtures = getattr(item, "fixturenames", ())
-    return "world" in fixtures or "server" in fixtures or hasattr(getattr(item, "module", None), "run_world")
-
-
-@pytest.fixture
-def world() -> Callable[..., list[Any]]:
-    """`world(num_ranks, "tests.module:function", **kwargs)`: one result per rank."""
-    return run_world
+    return "launch" in getattr(item, "fixturenames", ())
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[Server]:
-    """Forks the ranks of whole commands, one run after the other (see tests/faults/server.py)."""
-    with Server() as running:
-        yield running
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _worlds_end_with_the_session() -> Iterator[None]:
-    yield
-    close_worlds()
+def launch() -> Iterator[Launcher]:
+    """Real ranks: `launch.world(4, "tests.module:function", **kwargs)`, `launch.ranks`, `launch.command`."""
+    with Launcher() as launcher:
+        yield launcher

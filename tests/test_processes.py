@@ -14,7 +14,7 @@ import pytest
 
 from megaverl.processes import ending_with_parent
 from megaverl.rewards.line_process import LineProcess
-from tests.worlds import ROOT
+from tests.launcher import ROOT
 
 PATIENCE = 60.0  # seconds; more than a busy machine needs to start an interpreter with torch
 GONE_WITHIN = 5.0  # seconds; what the kernel ends is gone in milliseconds, what ends by itself may need minutes
@@ -36,21 +36,13 @@ STARTERS = {
         "Trial('ranks', 'tests.pausing', 2, '', {}).finish(time.monotonic() + 600)",
         2,
     ),
-    "a world of the tests": (
-        "import os, signal, tests.zygote; zygote = tests.zygote.Zygote('--empty')\n"
-        "zygote.ask({'start': 'tests.pausing', 'environment': dict(os.environ)}, [0, 1, 2]); signal.pause()",
-        2,
+    "ranks of the tests": (
+        "from tests.launcher import Launcher; Launcher().ranks(2, 'signal:pause', deadline=600)",
+        4,  # multiprocessing's server and tracker
     ),
-    "a world of new interpreters": (
-        "import os, signal; from tests.zygote import start\n"
-        "start('tests.pausing', os.environ, stdin=0, output=1, bare=True); signal.pause()",
-        1,
-    ),
-    "a server of ranks": (
-        "import io, json, signal, sys, tempfile; from tests.forked import serve\n"
-        "job = {'ranks': 2, 'folder': tempfile.gettempdir(), 'deadline': 600}\n"
-        "sys.stdin = io.StringIO(json.dumps(job)); serve((), lambda job, rank: signal.pause())",
-        2,
+    "ranks of the tests in new interpreters": (
+        "from tests.launcher import Launcher; Launcher().world(2, 'signal:pause', bare=True)",
+        3,
     ),
     "a benchmark's sides": (
         "import dataclasses, json, pathlib; from tools.bench_step import Job, measure\n"
@@ -72,6 +64,7 @@ CASES = [(kind, signal.SIGKILL) for kind in STARTERS] + [(kind, signal.SIGTERM) 
 def test_nothing_stays_behind(kind: str, number: int, tmp_path: Path) -> None:
     program, count = STARTERS[kind]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
+    environment["MEGAVERL_TEST_PRELOADS_NOTHING"] = "1"
     starter = subprocess.Popen(ending_with_parent([sys.executable, "-c", program]), cwd=tmp_path, env=environment)
     started: set[tuple[int, str]] = set()
     deadline = time.monotonic() + PATIENCE

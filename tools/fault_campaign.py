@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs
 from tests.faults.injector import Kind
 from tests.faults.points import POINTS, SHORT_WAIT, finish, hit, of_kind, resumed_from
 from tests.faults.runs import Remains, arguments, remains
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tests.trainer.conftest import make_inputs
 
 KINDS = ("kill", "stop", "term", "usr1", "exception", "stall")
@@ -63,8 +63,10 @@ def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path) -> in
     inputs = make_inputs(folder / "inputs")
     more = [f"rollout.engine={engine}"] + ([SHORT_WAIT] if kind == "stall" else [])
     start, bad = time.monotonic(), []
-    with Server() as server:
-        ended = server.run(arguments(inputs, folder / "untouched", *more), logs=folder / "output", deadline=DEADLINE)
+    with Launcher() as launch:
+        ended = launch.command(
+            arguments(inputs, folder / "untouched", *more), logs=folder / "output", deadline=DEADLINE
+        )
         if any(ended.codes):
             print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
             return 1
@@ -72,19 +74,19 @@ def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path) -> in
         print(f"{len(chosen)} points, {kind}, engine {engine}; an untouched run takes {max(ended.seconds):.1f} s")
         print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
         for number, name in enumerate(chosen):
-            if not _try(server, inputs, folder / f"{number:02}", name, kind, expected, more):
+            if not _try(launch, inputs, folder / f"{number:02}", name, kind, expected, more):
                 bad.append(name)
     print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
     return 1 if bad else 0
 
 
 def _try(
-    server: Server, inputs: Path, runs: Path, name: str, kind: Kind, expected: Remains, more: Sequence[str]
+    launch: Launcher, inputs: Path, runs: Path, name: str, kind: Kind, expected: Remains, more: Sequence[str]
 ) -> bool:
     """Hit the run at one point, finish it, and print the line."""
     fault = of_kind(POINTS[name], kind)
-    found = hit(server, inputs, runs, fault, *more)
-    again, wrong = finish(server, inputs, runs, expected, *more)
+    found = hit(launch, inputs, runs, fault, *more)
+    again, wrong = finish(launch, inputs, runs, expected, *more)
     wrong = found.wrong + wrong
     codes = " ".join(map(str, found.ended.codes))
     source = resumed_from(again) or "the start"

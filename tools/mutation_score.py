@@ -211,7 +211,7 @@ class _NearestFirst:
         settings.load_profile("mutants")
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items.sort(key=lambda item: hasattr(item.module, "run_world") or "world" in item.fixturenames)
+        items.sort(key=lambda item: "launch" in item.fixturenames)
 
     pytest_collection_modifyitems.pytest_impl = {"trylast": True}  # type: ignore[attr-defined]
 

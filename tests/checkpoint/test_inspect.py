@@ -13,17 +13,17 @@ from torch.distributed.checkpoint import FileSystemReader
 from megaverl.errors import CheckpointError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.weights.torch_dist_index import read_index
-from tests.worlds import ROOT, run_world
+from tests.launcher import ROOT, Launcher
 
 GRIDS = {"actor": {"tp": 2}, "critic": {"pp": 2}}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with checkpoints of steps 1 and 2, the first the best."""
     run = tmp_path_factory.mktemp("run")
     model = make_tiny_folder(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
-    run_world(
+    launch.world(
         2,
         "tests.checkpoint.ranks:save_run",
         folder=model,

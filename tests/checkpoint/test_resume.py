@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaverl.models.tiny import make_tiny_folder
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 RANKS = "tests.checkpoint.ranks:"
 Grids = dict[str, dict[str, int]]
@@ -39,8 +39,8 @@ def check_exact(results: list[dict[str, Any]]) -> None:
     ],
     ids=["tp2pp2+dp4", "pp2dp2+tp2dp2"],
 )
-def test_a_resumed_run_ends_with_the_same_bits(folder: Path, tmp_path: Path, grids: Grids) -> None:
-    results = run_world(4, RANKS + "interrupted_run", folder=folder, root=tmp_path, grids=grids)
+def test_a_resumed_run_ends_with_the_same_bits(launch: Launcher, folder: Path, tmp_path: Path, grids: Grids) -> None:
+    results = launch.world(4, RANKS + "interrupted_run", folder=folder, root=tmp_path, grids=grids)
     assert [found["state"] for found in results] == [{"next_step": 2}] * 4
     check_exact(results)
 
@@ -71,30 +71,32 @@ PLAIN = {"ddp": {"use_distributed_optimizer": False}}
         "plain-bfloat16-before",
     ],
 )
-def test_two_ranks_resume_exactly(tied: Path, tmp_path: Path, sizes: dict[str, int], options: dict[str, Any]) -> None:
+def test_two_ranks_resume_exactly(
+    launch: Launcher, tied: Path, tmp_path: Path, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
     grids = {"actor": sizes, "critic": {"pp": 2}}
-    check_exact(run_world(2, RANKS + "interrupted_run", folder=tied, root=tmp_path, grids=grids, **options))
+    check_exact(launch.world(2, RANKS + "interrupted_run", folder=tied, root=tmp_path, grids=grids, **options))
 
 
-def test_another_grid_continues_with_the_same_losses(folder: Path, tmp_path: Path) -> None:
+def test_another_grid_continues_with_the_same_losses(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     saved_on = {"actor": {"tp": 2, "pp": 1}, "critic": {"tp": 1, "pp": 2}}
-    expected = run_world(4, RANKS + "save_run", folder=folder, root=tmp_path, grids=saved_on, steps=[2])[0]
+    expected = launch.world(4, RANKS + "save_run", folder=folder, root=tmp_path, grids=saved_on, steps=[2])[0]
     others: list[Grids] = [
         {"actor": {"tp": 1, "pp": 2}, "critic": {"tp": 2, "pp": 2}},
         {"actor": {"tp": 1, "pp": 1}, "critic": {"tp": 1, "pp": 1}},
     ]
     for grids in others:
-        for found in run_world(4, RANKS + "resume_run", folder=folder, root=tmp_path, grids=grids):
+        for found in launch.world(4, RANKS + "resume_run", folder=folder, root=tmp_path, grids=grids):
             assert found["losses"] == pytest.approx(expected, abs=1e-5)
     moved = tmp_path / "moved"
     virtual = {"actor": {"tp": 2, "pp": 2, "vpp": 2}, "critic": {"tp": 1, "pp": 2, "vpp": 2}}
-    run_world(4, RANKS + "move", folder=folder, root=tmp_path, to=moved, grids=virtual)
-    for found in run_world(4, RANKS + "resume_run", folder=folder, root=moved, grids=saved_on):
+    launch.world(4, RANKS + "move", folder=folder, root=tmp_path, to=moved, grids=virtual)
+    for found in launch.world(4, RANKS + "resume_run", folder=folder, root=moved, grids=saved_on):
         assert found["losses"] == expected  # to virtual stages and back: not a bit has changed
-    for found in run_world(2, RANKS + "resume_run", folder=folder, root=tmp_path, grids={"actor": {"pp": 2}}):
+    for found in launch.world(2, RANKS + "resume_run", folder=folder, root=tmp_path, grids={"actor": {"pp": 2}}):
         assert found["losses"] == pytest.approx(expected[0::2], abs=1e-5)
 
 
-def test_random_generators_go_on_where_they_were(tied: Path, tmp_path: Path) -> None:
-    for after_save, after_load in run_world(2, RANKS + "random_draws", folder=tied, root=tmp_path):
+def test_random_generators_go_on_where_they_were(launch: Launcher, tied: Path, tmp_path: Path) -> None:
+    for after_save, after_load in launch.world(2, RANKS + "random_draws", folder=tied, root=tmp_path):
         assert after_save == after_load

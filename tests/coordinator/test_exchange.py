@@ -8,12 +8,12 @@ from torch.distributed import TCPStore
 from megaverl.coordinator import Liveness, Timeouts
 from megaverl.coordinator.exchange import complete_set, tree_children, tree_parent
 from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
-from tests.distributed.forks import Server
 from tests.distributed.test_heartbeat import beat
+from tests.launcher import Launcher
 
 
-def test_decisions_reach_every_rank_of_every_role(forks: Server) -> None:
-    ended = forks.run("tests.coordinator.ranks:rounds", ranks=4, num=20)
+def test_decisions_reach_every_rank_of_every_role(launch: Launcher) -> None:
+    ended = launch.ranks(4, "tests.coordinator.ranks:rounds", num=20)
     actor, same, critic, alone = ended.check()
     assert actor["seen"] == same["seen"], "the second rank hears what the first does"
     clip = 1.0 / (4.0 + 1e-6)
@@ -41,8 +41,8 @@ def test_decisions_reach_every_rank_of_every_role(forks: Server) -> None:
         (3, "killed", "rank 3 (coordinator, here) is gone: it was in start"),
     ],
 )
-def test_a_lost_rank_is_named_on_every_rank(forks: Server, rank: int, how: str, words: str) -> None:
-    ended = forks.run("tests.coordinator.ranks:lost", ranks=4, deadline=12.0, rank=rank, how=how)
+def test_a_lost_rank_is_named_on_every_rank(launch: Launcher, rank: int, how: str, words: str) -> None:
+    ended = launch.ranks(4, "tests.coordinator.ranks:lost", deadline=12.0, rank=rank, how=how)
     for other in range(4):
         if other == rank and how == "killed":
             continue
@@ -52,17 +52,17 @@ def test_a_lost_rank_is_named_on_every_rank(forks: Server, rank: int, how: str, 
 
 
 @pytest.mark.parametrize("stage", ["values", "actor_update"])
-def test_a_rank_that_waits_on_its_device_is_not_accused(forks: Server, stage: str) -> None:
+def test_a_rank_that_waits_on_its_device_is_not_accused(launch: Launcher, stage: str) -> None:
     """Under NCCL a rank that waits for others is in no frame of torch.distributed, be it further or in that stage."""
-    ended = forks.run("tests.coordinator.ranks:waits_on_the_device", ranks=4, deadline=12.0, stage=stage)
+    ended = launch.ranks(4, "tests.coordinator.ranks:waits_on_the_device", deadline=12.0, stage=stage)
     for result, output in zip(ended.results, ended.output, strict=True):
         told = str(result) + output
         assert "rank 1 (actor+reward+rollout, here) stalls: it was in step 2: values" in told
         assert "rank 0 (actor+reward+rollout, here) stalls" not in told
 
 
-def test_a_role_that_does_not_report_with_its_partner(forks: Server) -> None:
-    first, second, critic, alone = forks.run("tests.coordinator.ranks:unheard", ranks=4, deadline=20.0).check()
+def test_a_role_that_does_not_report_with_its_partner(launch: Launcher) -> None:
+    first, second, critic, alone = launch.ranks(4, "tests.coordinator.ranks:unheard", deadline=20.0).check()
     assert first == second == alone == "rank 2 (critic, here) died or stalled: no report of critic came"
     assert critic == ""
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megaverl.coordinator.islands import Compressor, OuterOptimizer
-from tests.distributed.forks import Server
+from tests.launcher import Launcher
 
 SPLITS = [(0, 5), (5, 6), (6, 16)]  # rows of each island
 
@@ -108,8 +108,8 @@ def test_every_eight_steps_the_islands_learn_together() -> None:
     assert float(loss(weights[0].detach(), rows, targets)) < 0.1 * before
 
 
-def test_gradients_go_through_the_coordinator(forks: Server) -> None:
-    ended = forks.run("tests.coordinator.ranks:islands_join", ranks=4)
+def test_gradients_go_through_the_coordinator(launch: Launcher) -> None:
+    ended = launch.ranks(4, "tests.coordinator.ranks:islands_join")
     *members, coordinator = ended.check()
     for member in members:
         assert member["error"] < 1e-6 and member["tokens"] == 12.0

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-Run = Callable[..., list[Any]]
+from tests.launcher import Launcher
+
 RANKS = "tests.distributed.group_ranks:"
 
 
 @pytest.mark.parametrize("value", [None, "grün – 数", {"a": [1, 2.5, None]}, "long " * 5000], ids=lambda v: str(v)[:9])
-def test_every_rank_gets_every_value_in_rank_order(world: Run, value: Any) -> None:
-    assert world(4, RANKS + "gather", value=value) == [[[rank, value] for rank in range(4)]] * 4
+def test_every_rank_gets_every_value_in_rank_order(launch: Launcher, value: Any) -> None:
+    assert launch.world(4, RANKS + "gather", value=value) == [[[rank, value] for rank in range(4)]] * 4
 
 
-def test_a_group_talks_among_itself(world: Run) -> None:
-    assert world(4, RANKS + "gather_in_pairs") == [[0, 1], [0, 1], [2, 3], [2, 3]]
+def test_a_group_talks_among_itself(launch: Launcher) -> None:
+    assert launch.world(4, RANKS + "gather_in_pairs") == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
 @pytest.mark.parametrize("rows_of", [[1, 1, 1, 1], [0, 3, 1, 2], [0, 0, 2, 0], [0, 0, 0, 0]])
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
-def test_uneven_rows_are_joined_in_rank_order(world: Run, rows_of: list[int], dtype: str) -> None:
+def test_uneven_rows_are_joined_in_rank_order(launch: Launcher, rows_of: list[int], dtype: str) -> None:
     expected = [[rank, number] for rank in range(4) for number in range(rows_of[rank])]
-    for found in world(4, RANKS + "gather_uneven", rows_of=rows_of, dtype=dtype):
+    for found in launch.world(4, RANKS + "gather_uneven", rows_of=rows_of, dtype=dtype):
         assert found == {"rows": expected, "dtype": f"torch.{dtype}"}
 
 
@@ -46,22 +46,22 @@ def test_uneven_rows_are_joined_in_rank_order(world: Run, rows_of: list[int], dt
     ],
 )
 def test_an_error_on_any_rank_is_raised_on_all_with_the_same_text(
-    world: Run, on: dict[str, list[str]], expected: tuple[str, str], how: str
+    launch: Launcher, on: dict[str, list[str]], expected: tuple[str, str], how: str
 ) -> None:
-    for rank, heard in enumerate(world(4, RANKS + "fail", on=on, how=how)):
+    for rank, heard in enumerate(launch.world(4, RANKS + "fail", on=on, how=how)):
         assert (heard["class"], heard["text"]) == expected
         assert heard["cause"] == (str(rank) in on), "the rank's own error is chained, for its log"
         assert heard["after"] == [0, 1, 2, 3]
 
 
-def test_the_first_rank_speaks_for_its_group(world: Run) -> None:
-    found = world(4, RANKS + "first_rank_only", fails=False)
+def test_the_first_rank_speaks_for_its_group(launch: Launcher) -> None:
+    found = launch.world(4, RANKS + "first_rank_only", fails=False)
     assert [each["called"] for each in found] == [[0], [], [2], []]
     assert [each["result"]["from"] for each in found] == [0, 0, 2, 2]
 
 
-def test_the_first_ranks_error_is_everybodys(world: Run) -> None:
-    found = world(4, RANKS + "first_rank_only", fails=True)
+def test_the_first_ranks_error_is_everybodys(launch: Launcher) -> None:
+    found = launch.world(4, RANKS + "first_rank_only", fails=True)
     # a rank is named by its place in the group
     assert [each["result"] for each in found] == [
         "DataError: rank 0: nothing on rank 0",

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 
 from megaverl.distributed.grid import GridShape
 from megaverl.platform import platform
+from tests.launcher import Launcher
 
 platform.adapt_megatron()
 
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
-Run = Callable[..., list[Any]]
 RANKS = "tests.distributed.group_ranks:"
 ORDER = "tp-cp-ep-dp-pp"  # megatron-core's default
 
@@ -75,8 +72,10 @@ def expected_groups(sizes: dict[str, int]) -> list[dict[str, list[int] | None]]:
 
 
 @pytest.mark.parametrize("sizes", SHAPES, ids=lambda sizes: " ".join(f"{k}{v}" for k, v in sizes.items()))
-def test_every_field_holds_the_ranks_that_megatron_core_would_put_there(world: Run, sizes: dict[str, int]) -> None:
-    assert world(4, RANKS + "group_ranks", sizes=sizes) == expected_groups(sizes)
+def test_every_field_holds_the_ranks_that_megatron_core_would_put_there(
+    launch: Launcher, sizes: dict[str, int]
+) -> None:
+    assert launch.world(4, RANKS + "group_ranks", sizes=sizes) == expected_groups(sizes)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,9 @@ def test_every_field_holds_the_ranks_that_megatron_core_would_put_there(world: R
     ],
 )
 def test_two_grids_share_every_group_over_the_same_ranks(
-    world: Run, first: dict[str, int], second: dict[str, int], num_new: int
+    launch: Launcher, first: dict[str, int], second: dict[str, int], num_new: int
 ) -> None:
-    for found in world(4, RANKS + "two_grids", first=first, second=second):
+    for found in launch.world(4, RANKS + "two_grids", first=first, second=second):
         assert found["every_group_is_one_object"]
         assert found["world_is_the_default_group"]
         assert found["after_both"] == len(found["distinct"])
@@ -99,15 +98,15 @@ def test_two_grids_share_every_group_over_the_same_ranks(
         assert found["sum_over_tp"] == second.get("tp", 1)
 
 
-def test_a_grid_after_a_deep_pipeline(world: Run) -> None:
+def test_a_grid_after_a_deep_pipeline(launch: Launcher) -> None:
     """Its ranks have made different numbers of groups, by which torch names the next ones."""
-    found = world(4, RANKS + "deep_pipeline_then", second={"tp": 2, "pp": 2})
+    found = launch.world(4, RANKS + "deep_pipeline_then", second={"tp": 2, "pp": 2})
     pairs = {0: [0, 1], 1: [0, 1], 2: [2, 3], 3: [2, 3]}
     stages = {0: [0, 2], 1: [1, 3], 2: [0, 2], 3: [1, 3]}
     for rank, sums in enumerate(found):
         assert sums == [sum(2**r for r in ranks) for ranks in (pairs[rank], stages[rank], [rank])]
 
 
-def test_a_grid_that_does_not_fill_the_world(world: Run) -> None:
-    for text in world(4, RANKS + "too_small_a_grid"):
+def test_a_grid_that_does_not_fill_the_world(launch: Launcher) -> None:
+    for text in launch.world(4, RANKS + "too_small_a_grid"):
         assert text.startswith("grid tp2 pp1 dp1 has 2 ranks, and the world 4.")

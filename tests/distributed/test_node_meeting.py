@@ -15,7 +15,7 @@ from megaverl.distributed import rendezvous
 from megaverl.distributed import store as first_store
 from megaverl.distributed.rendezvous import meet
 from megaverl.errors import TrainingStopped
-from tests.worlds import free_port
+from tests.launcher import free_port
 
 
 @pytest.fixture(autouse=True)

@@ -8,11 +8,11 @@ import torch
 from megaverl.distributed.ragged import Table, merge, pack, unpack
 from megaverl.errors import DataError
 from tests.device_tensors import DeviceTensor
-from tests.distributed.forks import Server
+from tests.launcher import Launcher
 
 
-def test_batches_move_between_two_worlds(forks: Server) -> None:
-    ended = forks.run("tests.distributed.ranks:batches_move", ranks=4, seeds=list(range(20)))
+def test_batches_move_between_two_worlds(launch: Launcher) -> None:
+    ended = launch.ranks(4, "tests.distributed.ranks:batches_move", seeds=list(range(20)))
     found = ended.check()
     assert [answer["wrong"] for answer in found] == [[], [], [], []]
     assert sum(answer["moved"] for answer in found) > 50
@@ -23,8 +23,8 @@ def test_batches_move_between_two_worlds(forks: Server) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "stalled"])
-def test_a_sender_that_is_lost_is_named_within_the_deadline(forks: Server, how: str) -> None:
-    ended = forks.run("tests.distributed.ranks:sender_dies", ranks=3, how=how, deadline=4.0)
+def test_a_sender_that_is_lost_is_named_within_the_deadline(launch: Launcher, how: str) -> None:
+    ended = launch.ranks(3, "tests.distributed.ranks:sender_dies", how=how, deadline=4.0)
     for rank in (1, 2):
         assert ended.codes[rank] == 0, ended.output[rank]
         assert "TrainingStopped: rollouts: rank 0 (reward+rollout, here) died or stalled" in ended.results[rank]
@@ -83,13 +83,13 @@ def test_messages_that_are_damaged_are_refused() -> None:
         merge(1, [([0], Table({"a": torch.arange(1)}), [0]), ([], Table({"b": torch.arange(1)}), [])])
 
 
-def test_weights_go_to_separate_engines_over_the_fabric(forks: Server) -> None:
-    found = forks.run("tests.distributed.ranks:weights_move", ranks=4).check()
+def test_weights_go_to_separate_engines_over_the_fabric(launch: Launcher) -> None:
+    found = launch.ranks(4, "tests.distributed.ranks:weights_move").check()
     assert [answer["wrong"] for answer in found] == [[], [], [], []]
     assert [bool(answer["tensors"]) for answer in found] == [False, False, True, True]
     assert sum(answer["sent"] for answer in found[:2]) == sum(answer["received"] for answer in found[2:]) > 0
 
 
-def test_whatever_a_flow_gives_travels(forks: Server) -> None:
-    for found in forks.run("tests.distributed.ranks:values_travel", ranks=4).check():
+def test_whatever_a_flow_gives_travels(launch: Launcher) -> None:
+    for found in launch.ranks(4, "tests.distributed.ranks:values_travel").check():
         assert [name for name, right in found.items() if not right] == [] and "refused" in found

@@ -16,8 +16,8 @@ from megaverl.dataflow.streaming import StreamingCarrier, outline_from
 from megaverl.distributed.p2p import receive_json, send_json
 from megaverl.errors import DataError
 from megaverl.monitoring.timeline import Timeline
-from tests.distributed.forks import Server
 from tests.distributed.ranks import full_batch, same, start
+from tests.launcher import Launcher
 
 NUM = 8
 # the ranks that score read what lands on them; one of those that train reads a few more than land there, one nothing
@@ -75,10 +75,10 @@ def samples_stream(seed: int, ahead: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("ahead", "trained"), [(False, [[0], [1], [2], [3]]), (True, [[0, 2], [1, 3]])])
 def test_samples_are_worked_on_before_the_last_is_finished(
-    forks: Server, ahead: bool, trained: list[list[int]]
+    launch: Launcher, ahead: bool, trained: list[list[int]]
 ) -> None:
     """An engine here waits for its first sample to have been scored: sent with the others, it would wait for good."""
-    found = forks.run("tests.distributed.test_streaming:samples_stream", ranks=6, seed=3, ahead=ahead).check()
+    found = launch.ranks(6, "tests.distributed.test_streaming:samples_stream", seed=3, ahead=ahead).check()
     assert [each["same"] for each in found] == [[], [], *([[True] * 4] * 4)]
     assert sorted(found[2]["parts"]) == [[row] for row in LANDS[2]]
     assert sorted(map(sorted, found[3]["parts"])) == trained

@@ -12,7 +12,7 @@ from pathlib import Path
 from megaverl.errors import SAVED_AND_LEFT
 from tests.faults.injector import Fault, Kind
 from tests.faults.runs import Remains, arguments, differences, remains
-from tests.faults.server import Ended, Server
+from tests.launcher import Ended, Launcher
 
 ALL_END_WITHIN = 60.0  # seconds after one rank is lost
 SHORT_WAIT = "run.timeout_minutes=0.1"  # a wait that lasts longer is a stall
@@ -70,13 +70,13 @@ class Hit:
     resumed_from: str
 
 
-def hit(server: Server, inputs: Path, runs: Path, fault: Fault, *more: str, mark: Path | None = None) -> Hit:
+def hit(launch: Launcher, inputs: Path, runs: Path, fault: Fault, *more: str, mark: Path | None = None) -> Hit:
     """Start (or go on with) the run in `runs`, and let the fault happen to it."""
     mark = mark or runs / "struck"
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
     environment = replace(fault, mark=str(mark)).environment()
-    ended = server.run(arguments(inputs, runs, *more), logs=runs / "output", environment=environment)
+    ended = launch.command(arguments(inputs, runs, *more), logs=runs / "output", environment=environment)
     happened = mark.exists()
     wrong = _wrong_end(fault, ended) if happened else ["it did not happen"]
     return Hit(ended, happened, wrong, resumed_from(ended))
@@ -88,9 +88,9 @@ def resumed_from(ended: Ended) -> str:
     return Path(found[1]).name if found else ""
 
 
-def finish(server: Server, inputs: Path, runs: Path, expected: Remains, *more: str) -> tuple[Ended, list[str]]:
+def finish(launch: Launcher, inputs: Path, runs: Path, expected: Remains, *more: str) -> tuple[Ended, list[str]]:
     """Start the run again, without a fault; what differs at its end from what is expected."""
-    ended = server.run(arguments(inputs, runs, *more), logs=runs / "output")
+    ended = launch.command(arguments(inputs, runs, *more), logs=runs / "output")
     if any(ended.codes):
         return ended, [f"exit codes {ended.codes}: {ended.text[-500:]}"]
     return ended, differences(remains(runs / "run"), expected)

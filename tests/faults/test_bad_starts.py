@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
-from tests.faults.server import Ended, Server
+from tests.launcher import Ended, Launcher
 from tests.trainer.conftest import command_arguments
 
 SHORT = ["run={name: run, timeout_minutes: 0.05}", "rollout.engine=hf", "actor={tp: 1, optimizer: {lr: 1.0e-3}}"]
 
 
 def start(
-    server: Server,
+    launch: Launcher,
     inputs: Path,
     tmp_path: Path,
     roles: list[str],
@@ -27,7 +27,7 @@ def start(
     nodes = {
         rank: {"GROUP_RANK": str(rank), **({"MEGAVERL_ROLE": role} if role else {})} for rank, role in enumerate(roles)
     }
-    ended = server.run(
+    ended = launch.command(
         ["train", *command_arguments(inputs, tmp_path), *SHORT, *more],
         logs=tmp_path / "output",
         ranks=len(roles),
@@ -62,22 +62,22 @@ def unlike(ended: Ended, tmp_path: Path, code: int, *words: str) -> list[str]:
     ids=["two-coordinators", "nobody", "no-role", "against-the-configuration", "no-such-role"],
 )
 def test_roles_that_do_not_fit(
-    server: Server, inputs: Path, tmp_path: Path, roles: list[str], more: list[str], words: list[str]
+    launch: Launcher, inputs: Path, tmp_path: Path, roles: list[str], more: list[str], words: list[str]
 ) -> None:
-    ended = start(server, inputs, tmp_path, roles, *more, "algorithm={name: grpo, group_size: 2}")
+    ended = start(launch, inputs, tmp_path, roles, *more, "algorithm={name: grpo, group_size: 2}")
     assert unlike(ended, tmp_path, 2, *words) == []
 
 
-def test_a_late_node(server: Server, inputs: Path, tmp_path: Path) -> None:
-    ended = start(server, inputs, tmp_path, ["train", "rollout"], WORLD_SIZE="3")
+def test_a_late_node(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+    ended = start(launch, inputs, tmp_path, ["train", "rollout"], WORLD_SIZE="3")
     assert unlike(ended, tmp_path, 1, "rank 2 of 3 did not come within 3 s (run.timeout_minutes)") == []
 
 
-def test_two_jobs_at_one_rendezvous(server: Server, inputs: Path, tmp_path: Path) -> None:
+def test_two_jobs_at_one_rendezvous(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Ranks 0 and 1 of three, twice, at a store as torchrun's agent has it: both jobs end, and all say the same."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     given = {"MASTER_PORT": str(store.port), "WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ended = server.run(
+    ended = launch.command(
         ["train", *command_arguments(inputs, tmp_path), *SHORT, "run.timeout_minutes=2"],
         logs=tmp_path / "output",
         ranks=4,
@@ -91,8 +91,8 @@ def test_two_jobs_at_one_rendezvous(server: Server, inputs: Path, tmp_path: Path
     assert len(logs) == 2 and all("Two jobs use this rendezvous" in log.read_text() for log in logs)
 
 
-def test_another_configuration(server: Server, inputs: Path, tmp_path: Path) -> None:
-    ended = start(server, inputs, tmp_path, ["train", "rollout"], also={1: ["algorithm.gamma=0.9"]})
+def test_another_configuration(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+    ended = start(launch, inputs, tmp_path, ["train", "rollout"], also={1: ["algorithm.gamma=0.9"]})
     assert (
         unlike(
             ended, tmp_path, 2, "algorithm.gamma differs: 0.9 on rank 1 (", ", 1.0 on rank 0", "All nodes need the same"
@@ -101,12 +101,12 @@ def test_another_configuration(server: Server, inputs: Path, tmp_path: Path) -> 
     )
 
 
-def test_a_port_in_use(server: Server, inputs: Path, tmp_path: Path) -> None:
+def test_a_port_in_use(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        ended = start(server, inputs, tmp_path, ["train"], MASTER_PORT=port, WORLD_SIZE="1")
+        ended = start(launch, inputs, tmp_path, ["train"], MASTER_PORT=port, WORLD_SIZE="1")
     assert (
         unlike(ended, tmp_path, 1, f"port {port} of this node is taken: another job or program uses it. Choose another")
         == []

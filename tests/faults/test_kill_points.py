@@ -12,12 +12,12 @@ import pytest
 
 from tests.faults.points import POINTS, finish, hit
 from tests.faults.runs import Remains, arguments, differences, remains
-from tests.faults.server import Server
+from tests.launcher import Launcher
 
 
-def test_two_runs_are_the_same(server: Server, inputs: Path, expected: Remains, tmp_path: Path) -> None:
+def test_two_runs_are_the_same(launch: Launcher, inputs: Path, expected: Remains, tmp_path: Path) -> None:
     """Blocking saves change nothing either."""
-    ended = server.run(arguments(inputs, tmp_path, "checkpoint.async_save=false"), logs=tmp_path / "output")
+    ended = launch.command(arguments(inputs, tmp_path, "checkpoint.async_save=false"), logs=tmp_path / "output")
     assert ended.codes == [0, 0], ended.output
     assert differences(remains(tmp_path / "run"), expected) == []
 
@@ -31,10 +31,10 @@ def test_two_runs_are_the_same(server: Server, inputs: Path, expected: Remains, 
     ids=["one", "other"],
 )
 def test_killed_again_and_again(
-    server: Server, inputs: Path, expected: Remains, tmp_path: Path, names: list[str]
+    launch: Launcher, inputs: Path, expected: Remains, tmp_path: Path, names: list[str]
 ) -> None:
     for name in names:
-        found = hit(server, inputs, tmp_path, POINTS[name])
+        found = hit(launch, inputs, tmp_path, POINTS[name])
         assert found.happened and found.wrong == [], (name, found)
-    ended, wrong = finish(server, inputs, tmp_path, expected)
+    ended, wrong = finish(launch, inputs, tmp_path, expected)
     assert wrong == [], ended

@@ -10,7 +10,7 @@ from typing import Any
 from tests.faults.injector import Fault
 from tests.faults.points import hit
 from tests.faults.runs import STEPS, Remains, arguments, metrics, remains
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tools.same_numbers import is_cost, read_records
 
 GENERATION = ("rollout/", "validation/", "reshard/")
@@ -37,10 +37,10 @@ def bytes_of(run: Path) -> dict[str, bytes]:
 
 
 def test_a_replayed_run_takes_the_same_updates(
-    server: Server, inputs: Path, undisturbed: Path, expected: Remains, tmp_path: Path
+    launch: Launcher, inputs: Path, undisturbed: Path, expected: Remains, tmp_path: Path
 ) -> None:
     stored = undisturbed / "run" / "rollouts"
-    ended = server.run(arguments(inputs, tmp_path, "--replay-rollouts", str(stored)), logs=tmp_path / "output")
+    ended = launch.command(arguments(inputs, tmp_path, "--replay-rollouts", str(stored)), logs=tmp_path / "output")
     assert ended.codes == [0, 0], ended.output
     found = remains(tmp_path / "run")
     for name in ("weights", "state", "common"):
@@ -50,32 +50,32 @@ def test_a_replayed_run_takes_the_same_updates(
 
 
 def test_a_replay_that_was_killed_goes_on(
-    server: Server, inputs: Path, undisturbed: Path, expected: Remains, tmp_path: Path
+    launch: Launcher, inputs: Path, undisturbed: Path, expected: Remains, tmp_path: Path
 ) -> None:
     more = ("--replay-rollouts", str(undisturbed / "run" / "rollouts"))
-    killed = hit(server, inputs, tmp_path, Fault("kill", 1, "critic_update", 3), *more)
+    killed = hit(launch, inputs, tmp_path, Fault("kill", 1, "critic_update", 3), *more)
     assert killed.wrong == []
-    ended = server.run(arguments(inputs, tmp_path, *more), logs=tmp_path / "output")
+    ended = launch.command(arguments(inputs, tmp_path, *more), logs=tmp_path / "output")
     assert ended.codes == [0, 0] and "resumed from" in ended.text, ended.output
     found = remains(tmp_path / "run")
     assert (found["weights"], found["state"]) == (expected["weights"], expected["state"])
 
 
-def test_generation_alone(server: Server, inputs: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_generation_alone(launch: Launcher, inputs: Path, undisturbed: Path, tmp_path: Path) -> None:
     """The first step's rollouts are those of a training run, with the same weights; then a cut-off one goes on."""
     alone, cut_off = tmp_path / "alone", tmp_path / "cut_off"
-    ended = server.run(arguments(inputs, alone, "--rollout-only"), logs=alone / "output")
+    ended = launch.command(arguments(inputs, alone, "--rollout-only"), logs=alone / "output")
     assert ended.codes == [0, 0], ended.output
     generated = bytes_of(alone / "run")
     assert sorted(generated) == NAMES and not (alone / "run" / "checkpoints").exists()
     trained = bytes_of(undisturbed / "run")
     assert generated[NAMES[0]] == trained[NAMES[0]] and generated[NAMES[1]] != trained[NAMES[1]]
-    killed = hit(server, inputs, cut_off, Fault("kill", 0, "reward", 3), "--rollout-only")
+    killed = hit(launch, inputs, cut_off, Fault("kill", 0, "reward", 3), "--rollout-only")
     assert killed.wrong == [] and len(bytes_of(cut_off / "run")) == 2
-    ended = server.run(arguments(inputs, cut_off, "--rollout-only"), logs=cut_off / "output")
+    ended = launch.command(arguments(inputs, cut_off, "--rollout-only"), logs=cut_off / "output")
     assert ended.codes == [0, 0] and "step 3/4" in ended.text and "step 2/4" not in ended.text
     assert bytes_of(cut_off / "run") == generated
-    replayed = server.run(
+    replayed = launch.command(
         arguments(inputs, tmp_path, "--replay-rollouts", str(alone / "run" / "rollouts")), logs=tmp_path / "output"
     )
     assert replayed.codes == [0, 0], replayed.output
@@ -84,7 +84,7 @@ def test_generation_alone(server: Server, inputs: Path, undisturbed: Path, tmp_p
 
 
 def test_what_cannot_be_replayed_is_said_before_training(
-    server: Server, inputs: Path, undisturbed: Path, tmp_path: Path
+    launch: Launcher, inputs: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     stored = Path(shutil.copytree(undisturbed / "run" / "rollouts", tmp_path / "stored"))
     data = bytearray((stored / NAMES[1]).read_bytes())
@@ -92,7 +92,7 @@ def test_what_cannot_be_replayed_is_said_before_training(
     (stored / NAMES[1]).write_bytes(data)
     (stored / NAMES[2]).unlink()
     more = ("--replay-rollouts", str(stored), f"trainer.steps={STEPS + 1}")
-    ended = server.run(arguments(inputs, tmp_path, *more), logs=tmp_path / "output")
+    ended = launch.command(arguments(inputs, tmp_path, *more), logs=tmp_path / "output")
     assert ended.codes == [1, 1]
     for said in (f"{NAMES[1]} has the checksum", f"{NAMES[2]} is missing", "step 5 is not in it", "trainer.steps"):
         assert said in ended.text

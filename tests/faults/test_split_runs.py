@@ -21,7 +21,7 @@ from megaverl.trainer.placed_roles import island_file
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not
 from tests.faults.runs import differences, metrics, remains
-from tests.faults.server import Ended, Server
+from tests.launcher import Ended, Launcher
 from tests.trainer.conftest import ROOT, command_arguments, environment
 
 STEPS = 5
@@ -43,10 +43,10 @@ ASYNC = ["rollout={async_rollout: true, max_staleness: 2}", "trainer.validate_ev
 OWN = ("busy/", "reshard/bytes", "rollout/staleness", "queue/", "coordinator/", "dataflow/")
 
 
-def run(server: Server, inputs: Path, runs: Path, ranks: int, *more: str, fault: Fault | None = None) -> Ended:
+def run(launch: Launcher, inputs: Path, runs: Path, ranks: int, *more: str, fault: Fault | None = None) -> Ended:
     arguments = [*command_arguments(inputs, runs), *data(inputs), *PPO, *more]
     given = fault.environment() if fault else {}
-    return server.run(["train", *arguments], logs=runs / "output", ranks=ranks, environment=given)
+    return launch.command(["train", *arguments], logs=runs / "output", ranks=ranks, environment=given)
 
 
 def data(inputs: Path) -> list[str]:
@@ -62,28 +62,28 @@ def measured(runs: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def shared(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `runs` folder of a run with all roles on one rank."""
     runs = tmp_path_factory.mktemp("shared")
-    ended = run(server, inputs, runs, 1)
+    ended = run(launch, inputs, runs, 1)
     assert ended.codes == [0], ended.text
     return runs
 
 
 @pytest.fixture(scope="module")
-def five(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def five(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """... and of one with each on its own, and a rank that only coordinates."""
     runs = tmp_path_factory.mktemp("five")
-    ended = run(server, inputs, runs, 5, FIVE)
+    ended = run(launch, inputs, runs, 5, FIVE)
     assert ended.codes == [0] * 5, ended.text
     return runs
 
 
 @pytest.fixture(scope="module")
-def ahead(server: Server, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ahead(launch: Launcher, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """... and of one whose engines work ahead of the actor."""
     runs = tmp_path_factory.mktemp("ahead")
-    ended = run(server, inputs, runs, 5, FIVE, *ASYNC)
+    ended = run(launch, inputs, runs, 5, FIVE, *ASYNC)
     assert ended.codes == [0] * 5, ended.text
     return runs
 
@@ -111,10 +111,10 @@ def test_every_world_says_what_it_costs(five: Path) -> None:
     assert record["coordinator/bytes"] == 2 * 8 * (35 + 11) and record["coordinator/exchange_ms"] > 0
 
 
-def test_nodes_that_say_what_they_are(server: Server, inputs: Path, shared: Path, tmp_path: Path) -> None:
+def test_nodes_that_say_what_they_are(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:
     """Nobody trains by name: the actor is on the engines' nodes, and the run says who is where."""
     roles = ("rollout", "rollout", "reward", "critic", "coordinator")
-    ended = server.run(
+    ended = launch.command(
         ["train", *command_arguments(inputs, tmp_path), *data(inputs), *PPO, "trainer.steps=1"],
         logs=tmp_path / "output",
         ranks=5,
@@ -129,17 +129,17 @@ def test_nodes_that_say_what_they_are(server: Server, inputs: Path, shared: Path
     assert first == pytest.approx(expected, abs=1e-6)
 
 
-def test_grids_of_their_own(server: Server, inputs: Path, tmp_path: Path) -> None:
+def test_grids_of_their_own(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Two engines on two ranks, an actor over two tensor-parallel ranks, a critic over two stages on the same."""
     grids = ["actor={tp: 2, optimizer: {lr: 1.0e-3}}", "critic={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}"]
-    together = run(server, inputs, tmp_path / "together", 2, *grids)
-    apart = run(server, inputs, tmp_path / "apart", 4, *grids, "placement={rollout: 0-1, actor: rest}")
+    together = run(launch, inputs, tmp_path / "together", 2, *grids)
+    apart = run(launch, inputs, tmp_path / "apart", 4, *grids, "placement={rollout: 0-1, actor: rest}")
     assert together.codes == [0, 0] and apart.codes == [0] * 4, apart.text
     for before, after in zip(measured(tmp_path / "together"), measured(tmp_path / "apart"), strict=True):
         assert after == pytest.approx(before, abs=1e-4, rel=1e-4)
 
 
-def test_ranks_get_their_own_samples(server: Server, inputs: Path, shared: Path, tmp_path: Path) -> None:
+def test_ranks_get_their_own_samples(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:
     """Two data-parallel ranks of each role: the numbers of one; and fewer bytes come than where an operator reads all.
 
     The actor's first rank reads those that are written down as well: none here.
@@ -152,8 +152,8 @@ def test_ranks_get_their_own_samples(server: Server, inputs: Path, shared: Path,
         "    for role in ('actor', 'critic'):\n"
         "        flow.add_operator(Operator(role + '_looks', lambda rollouts: {}, ('rollouts',), (), role=role))\n"
     )
-    own = run(server, inputs, tmp_path / "own", 5, *placed)
-    every = run(server, inputs, tmp_path / "every", 5, *placed, f"trainer.operators=['{reads_all}:add']")
+    own = run(launch, inputs, tmp_path / "own", 5, *placed)
+    every = run(launch, inputs, tmp_path / "every", 5, *placed, f"trainer.operators=['{reads_all}:add']")
     assert own.codes == every.codes == [0] * 5, own.text + every.text
     for before, after in zip(measured(shared), measured(tmp_path / "own"), strict=True):
         assert after == pytest.approx(before, abs=1e-5, rel=1e-5)
@@ -163,10 +163,10 @@ def test_ranks_get_their_own_samples(server: Server, inputs: Path, shared: Path,
         assert 0 < few[key] < many[key]
 
 
-def test_rollouts_ahead(server: Server, inputs: Path, five: Path, ahead: Path, tmp_path: Path) -> None:
+def test_rollouts_ahead(launch: Launcher, inputs: Path, five: Path, ahead: Path, tmp_path: Path) -> None:
     """No staleness allowed: to the bit the run that takes turns. Two steps: otherwise, and each sample says how old."""
     none = "rollout={engine: hf, async_rollout: true, max_staleness: 0}"
-    assert run(server, inputs, tmp_path, 5, FIVE, none).codes == [0] * 5
+    assert run(launch, inputs, tmp_path, 5, FIVE, none).codes == [0] * 5
     expected, found = remains(five / "run"), remains(tmp_path / "run")
     assert measured(tmp_path) == measured(five)
     assert [part for part in ("weights", "state", "samples") if found[part] != expected[part]] == []
@@ -185,23 +185,23 @@ def test_rollouts_ahead(server: Server, inputs: Path, five: Path, ahead: Path, t
     assert late["trainer"]["coordinator"]["versions"] == late["trainer"]["coordinator"]["steps"] != {}
 
 
-def test_a_lost_rank_is_named_and_the_run_goes_on(server: Server, inputs: Path, ahead: Path, tmp_path: Path) -> None:
+def test_a_lost_rank_is_named_and_the_run_goes_on(launch: Launcher, inputs: Path, ahead: Path, tmp_path: Path) -> None:
     """... to the bit what an undisturbed run ends with, though samples were under way."""
     fault = Fault("kill", 3, "actor_update", 4)
-    ended = run(server, inputs, tmp_path, 5, FIVE, *ASYNC, fault=fault)
+    ended = run(launch, inputs, tmp_path, 5, FIVE, *ASYNC, fault=fault)
     survivors = [code for rank, code in enumerate(ended.codes) if rank != fault.rank]
     assert survivors == [1] * 4, ended.text
     assert "rank 3 (actor+reference, " in ended.text and "it was in step 4: actor_update" in ended.text
-    assert run(server, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
+    assert run(launch, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == []
 
 
 ISLANDS = "placement={rollout: 0, actor: 1-2, coordinator: 3, actor_islands: 2}"
 
 
-def test_islands_of_the_actor(server: Server, inputs: Path, shared: Path, tmp_path: Path) -> None:
+def test_islands_of_the_actor(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:
     """Two islands on halves of every mini-batch, joined at every update: the single island's run."""
-    ended = run(server, inputs, tmp_path, 4, ISLANDS)
+    ended = run(launch, inputs, tmp_path, 4, ISLANDS)
     assert ended.codes == [0] * 4, ended.text
     for before, after in zip(measured(shared), measured(tmp_path), strict=True):
         assert after == pytest.approx(before, abs=1e-5, rel=1e-5)
@@ -209,18 +209,18 @@ def test_islands_of_the_actor(server: Server, inputs: Path, shared: Path, tmp_pa
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
 
 
-def test_islands_on_ways_of_their_own(server: Server, inputs: Path, tmp_path: Path) -> None:
+def test_islands_on_ways_of_their_own(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Three updates between meetings, rounded on the way: cut off and taken up again, to the same bits.
 
     The actor has adapters, and the critic trains every weight, both in bfloat16.
     """
     diloco = ["coordinator={islands_every: 3, islands_compress: bfloat16}", "model.dtype=bfloat16", "actor.lora.rank=4"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    ended = run(server, inputs, whole, 4, ISLANDS, *diloco)
+    ended = run(launch, inputs, whole, 4, ISLANDS, *diloco)
     assert ended.codes == [0] * 4, ended.text
     fault = Fault("kill", 2, "actor_update", 4)
-    assert run(server, inputs, cut, 4, ISLANDS, *diloco, fault=fault).codes == [1, 1, -9, 1]
-    assert run(server, inputs, cut, 4, ISLANDS, *diloco).codes == [0] * 4
+    assert run(launch, inputs, cut, 4, ISLANDS, *diloco, fault=fault).codes == [1, 1, -9, 1]
+    assert run(launch, inputs, cut, 4, ISLANDS, *diloco).codes == [0] * 4
     assert differences(remains(cut / "run"), remains(whole / "run")) == []
     [newest] = newest_first(whole / "run" / "checkpoints")[0][:1]
     for role in ("actor", "critic"):
@@ -229,7 +229,7 @@ def test_islands_on_ways_of_their_own(server: Server, inputs: Path, tmp_path: Pa
         assert starts and all(torch.equal(one[name], other[name]) for name in starts), "where they met last"
         assert any((one[name].bfloat16() != one[name]).any() for name in starts), "in float32"
     moved = "placement={rollout: 0, actor: 2-3, coordinator: 1, actor_islands: 2}"
-    ended = run(server, inputs, whole, 4, moved, *diloco, "trainer.steps=6")
+    ended = run(launch, inputs, whole, 4, moved, *diloco, "trainer.steps=6")
     assert ended.codes == [1] * 4 and f"{island_file('actor', 2)}: it is not there" in ended.text, ended.text
 
 
@@ -238,14 +238,14 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted((folder / "hf").glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-def test_asked_to_leave(server: Server, inputs: Path, ahead: Path, tmp_path: Path) -> None:
+def test_asked_to_leave(launch: Launcher, inputs: Path, ahead: Path, tmp_path: Path) -> None:
     """One rank hears SIGTERM: all leave with the same code, and save what waits for training: it ends the same."""
-    ended = run(server, inputs, tmp_path, 5, FIVE, *ASYNC, fault=Fault("term", 1, "reward", 2))
+    ended = run(launch, inputs, tmp_path, 5, FIVE, *ASYNC, fault=Fault("term", 1, "reward", 2))
     assert ended.codes == [75] * 5, ended.text
     assert "SIGTERM: saved after 1 of 5 steps" in ended.text
     [saved] = (tmp_path / "run" / "checkpoints").glob("step_*")
     assert [path.name for path in sorted(saved.glob("ahead_*"))] == [file_of(1), file_of(2)]
-    assert run(server, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
+    assert run(launch, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == ["kept"]
 
 
@@ -257,7 +257,7 @@ def five_networks() -> Iterator[None]:
 
 
 def test_a_cable_that_is_cut(
-    five_networks: None, server: Server, inputs: Path, shared: Path, five: Path, tmp_path: Path
+    five_networks: None, launch: Launcher, inputs: Path, shared: Path, five: Path, tmp_path: Path
 ) -> None:
     """Five nodes with networks of their own. One loses its link: all end, and name it and its role; then they go on."""
     arguments = [*command_arguments(inputs, tmp_path), *data(inputs), *PPO, FIVE]
@@ -274,12 +274,12 @@ def test_a_cable_that_is_cut(
         thread.start()
         slow = Fault("stall", 2, "values", 3)  # it must not be over before the cable is off
         faulty = nodes.environment | slow.environment()
-        ended = server.run(["train", *arguments], logs=tmp_path / "output", ranks=5, environment=faulty)
+        ended = launch.command(["train", *arguments], logs=tmp_path / "output", ranks=5, environment=faulty)
         thread.join()
         assert ended.codes == [1] * 5, ended.text
         assert "rank 2 (critic, node-2) has not been heard of for" in ended.text
     with networks(5) as nodes:
-        again = server.run(["train", *arguments], logs=tmp_path / "output", ranks=5, environment=nodes.environment)
+        again = launch.command(["train", *arguments], logs=tmp_path / "output", ranks=5, environment=nodes.environment)
         assert again.codes == [0] * 5, again.text
     assert remains(tmp_path / "run")["weights"] == remains(five / "run")["weights"]
     for before, after in zip(measured(shared), measured(tmp_path), strict=True):
@@ -287,11 +287,11 @@ def test_a_cable_that_is_cut(
 
 
 def test_ten_steps_over_torchrun_and_five_networks(
-    five_networks: None, server: Server, inputs: Path, tmp_path: Path
+    five_networks: None, launch: Launcher, inputs: Path, tmp_path: Path
 ) -> None:
     """`tools/netns_cluster.sh`: an agent on each node that says what it is. The curve is that of shared ranks."""
     more = ["trainer={steps: 10, validate_every: 0}", "run.timeout_minutes=2"]
-    alone = run(server, inputs, tmp_path / "alone", 1, *more)
+    alone = run(launch, inputs, tmp_path / "alone", 1, *more)
     assert alone.codes == [0], alone.text
     arguments = [*command_arguments(inputs, tmp_path / "cluster"), *data(inputs), *PPO, *more]
     arguments.append("checkpoint.export_hf=false")

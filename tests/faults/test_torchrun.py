@@ -9,8 +9,8 @@ from pathlib import Path
 from megaverl.processes import ending_with_parent
 from tests.faults.injector import Fault
 from tests.faults.runs import Remains, arguments, differences, remains
+from tests.launcher import free_port
 from tests.trainer.conftest import ROOT, environment
-from tests.worlds import free_port
 
 
 def test_a_restart_by_torchrun(inputs: Path, expected: Remains, tmp_path: Path) -> None:

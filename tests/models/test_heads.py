@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megaverl.models.layers import ValueHead
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 PADDED = 24
 
@@ -131,7 +131,7 @@ def test_no_rows_at_all(with_entropy: bool) -> None:
     assert logits.grad is not None and logits.grad.shape == (0, PADDED)
 
 
-def test_two_shards_give_what_one_gives() -> None:
+def test_two_shards_give_what_one_gives(launch: Launcher) -> None:
     """Each row drawn in its own way; targets are among those that could be drawn, or were so once."""
     temperature, top_k = torch.tensor([0.7, 1.0, 0.3, 2.0, 1.0, 0.7]), [0, 3, 2, 1, 50, 8]
     cases, wanted = [], []
@@ -142,7 +142,7 @@ def test_two_shards_give_what_one_gives() -> None:
         case = {"logits": logits.tolist(), "targets": targets.tolist(), "weights": weights.tolist()}
         cases.append({**case, "vocab_size": vocab_size})
     options = {"temperature": temperature.tolist(), "top_k": top_k, "with_entropy": True}
-    results = run_world(2, "tests.models.head_ranks:log_probs_of_all", cases=cases, **options)
+    results = launch.world(2, "tests.models.head_ranks:log_probs_of_all", cases=cases, **options)
     for found, expected in zip(zip(*results, strict=True), wanted, strict=True):
         for rank in found:
             assert_close(torch.tensor(rank["values"][0]), expected[0])

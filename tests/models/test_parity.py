@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+from tests.launcher import Launcher
 from tests.sharding.specs import make_spec
-from tests.worlds import run_world
 
 TOKENS = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(5)).tolist()
 GRIDS: list[dict[str, int]] = [{}, {"tp": 2}, {"pp": 2}, {"tp": 2, "pp": 2}]
@@ -44,8 +44,8 @@ def reference_logits(folder: Path) -> torch.Tensor:
         return model(torch.tensor(TOKENS)).logits
 
 
-def assert_parity(folder: Path, expected: torch.Tensor, grid: dict[str, int], **options: Any) -> None:
-    results = run_world(4, "tests.models.ranks:logits", folder=folder, tokens=TOKENS, **grid, **options)
+def assert_parity(launch: Launcher, folder: Path, expected: torch.Tensor, grid: dict[str, int], **options: Any) -> None:
+    results = launch.world(4, "tests.models.ranks:logits", folder=folder, tokens=TOKENS, **grid, **options)
     found = [torch.tensor(result) for result in results if result]
     assert len(found) == 4 // grid.get("pp", 1)
     width = expected.shape[1]  # sequence parallelism pads the sequence to a multiple of tp
@@ -53,26 +53,26 @@ def assert_parity(folder: Path, expected: torch.Tensor, grid: dict[str, int], **
         assert (each[:, :width] - expected).abs().max() < 1e-4, grid
 
 
-def test_logits_equal_hugging_faces(folder: Path) -> None:
+def test_logits_equal_hugging_faces(launch: Launcher, folder: Path) -> None:
     expected = reference_logits(folder)
     for grid in GRIDS:
-        assert_parity(folder, expected, grid)
+        assert_parity(launch, folder, expected, grid)
 
 
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
-def test_logits_with_experts_on_ranks_of_their_own(architecture: str, tmp_path: Path) -> None:
+def test_logits_with_experts_on_ranks_of_their_own(launch: Launcher, architecture: str, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, architecture, num_hidden_layers=2)
     expected = reference_logits(folder)
     for grid in EXPERT_GRIDS:
-        assert_parity(folder, expected, grid)
+        assert_parity(launch, folder, expected, grid)
 
 
-def test_weights_of_chosen_experts_that_are_not_divided_by_their_sum(tmp_path: Path) -> None:
+def test_weights_of_chosen_experts_that_are_not_divided_by_their_sum(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3MoeForCausalLM", norm_topk_prob=False)
-    assert_parity(folder, reference_logits(folder), {"tp": 2, "ep": 2})
+    assert_parity(launch, folder, reference_logits(folder), {"tp": 2, "ep": 2})
 
 
-def test_latent_attention_without_a_query_latent_and_with_yarn(tmp_path: Path) -> None:
+def test_latent_attention_without_a_query_latent_and_with_yarn(launch: Launcher, tmp_path: Path) -> None:
     yarn = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -85,17 +85,17 @@ def test_latent_attention_without_a_query_latent_and_with_yarn(tmp_path: Path) -
     }
     folder = make_tiny_folder(tmp_path, "DeepseekV3ForCausalLM", q_lora_rank=None, rope_parameters=yarn)
     assert ModelSpec.from_folder(folder).rope_scaling is not None
-    assert_parity(folder, reference_logits(folder), {"tp": 2, "pp": 2})
+    assert_parity(launch, folder, reference_logits(folder), {"tp": 2, "pp": 2})
 
 
-def test_virtual_stages_and_sequence_parallel(tmp_path: Path) -> None:
+def test_virtual_stages_and_sequence_parallel(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM", tie_embeddings=True)
     expected = reference_logits(folder)
     for options in ({"vpp": 2}, {"sequence_parallel": True}):
-        assert_parity(folder, expected, {"tp": 2, "pp": 2}, **options)
+        assert_parity(launch, folder, expected, {"tp": 2, "pp": 2}, **options)
 
 
-def test_critic_is_the_backbone_with_a_value_head(tmp_path: Path) -> None:
+def test_critic_is_the_backbone_with_a_value_head(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen2ForCausalLM", tie_embeddings=True)
     file = folder / "model.safetensors"
     head = torch.randn(1, 32, generator=torch.Generator().manual_seed(1))
@@ -107,11 +107,11 @@ def test_critic_is_the_backbone_with_a_value_head(tmp_path: Path) -> None:
         hidden = model.model(torch.tensor(TOKENS)).last_hidden_state
     expected = (hidden @ head.T)[:, :-1, 0]
     for grid in GRIDS:
-        for result in run_world(4, "tests.models.ranks:values", folder=folder, tokens=TOKENS, **grid):
+        for result in launch.world(4, "tests.models.ranks:values", folder=folder, tokens=TOKENS, **grid):
             assert (torch.tensor(result) - expected).abs().max() < 1e-4
 
 
-def test_critic_from_a_language_model_starts_at_zero(tmp_path: Path) -> None:
+def test_critic_from_a_language_model_starts_at_zero(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "LlamaForCausalLM", tie_embeddings=False)
-    for result in run_world(4, "tests.models.ranks:values", folder=folder, tp=2, pp=2, tokens=TOKENS):
+    for result in launch.world(4, "tests.models.ranks:values", folder=folder, tp=2, pp=2, tokens=TOKENS):
         assert torch.tensor(result).abs().max() == 0

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from megaverl.models.tiny import make_tiny_folder
+from tests.launcher import Launcher
 from tests.sharding.specs import CONFIGS
-from tests.worlds import run_world
 
 ARCHITECTURE = "DeepseekV3ForCausalLM"
 
 
-def test_latent_attention_fits_its_layout_and_can_be_saved(tmp_path: Path) -> None:
+def test_latent_attention_fits_its_layout_and_can_be_saved(launch: Launcher, tmp_path: Path) -> None:
     sizes = {"with a query latent": 20, "without": None}
     folders = {
         name: make_tiny_folder(tmp_path / name, ARCHITECTURE, **CONFIGS[ARCHITECTURE] | {"q_lora_rank": rank})
         for name, rank in sizes.items()
     }
-    results = run_world(2, "tests.models.engine_ranks:latent_attention", bare=True, folders=folders)
+    results = launch.world(2, "tests.models.engine_ranks:latent_attention", bare=True, folders=folders)
     for rank, found in enumerate(results):
         for name in sizes:
             assert found[name]["differs"] == [], name

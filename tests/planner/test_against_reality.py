@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from megaverl.planner.memory import MemoryModel, kv_bytes_per_token
 from megaverl.planner.stages import layer_split, padded_vocab_size
 from megaverl.planner.traffic import make_traffic
 from megaverl.sharding.model_spec import MLASpec, ModelSpec
+from tests.launcher import Launcher
 from tests.planner.jobs import make
 from tests.sharding.specs import make_spec
 
@@ -44,10 +43,12 @@ CASES = [
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case[0][:6]}-{'-'.join(f'{k}{v}' for k, v in case[2].items())}"
 )
-def test_trained_bytes_are_exact(case: tuple, world: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_trained_bytes_are_exact(case: tuple, launch: Launcher, tmp_path: Path) -> None:
     architecture, tied, shape, dtype, critic, ddp = case
     folder = make_tiny_folder(tmp_path, architecture, tie_embeddings=tied)
-    measured = world(4, "tests.planner.ranks:trained", folder=folder, shape=shape, dtype=dtype, critic=critic, ddp=ddp)
+    measured = launch.world(
+        4, "tests.planner.ranks:trained", folder=folder, shape=shape, dtype=dtype, critic=critic, ddp=ddp
+    )
     grid = [f"actor.{name}={size}" for name, size in shape.items() if name != "dp"]
     fields = ", ".join(f"{name}: {value}".lower() for name, value in ddp.items())
     spec = ModelSpec.from_folder(folder)
@@ -60,11 +61,11 @@ def test_trained_bytes_are_exact(case: tuple, world: Callable[..., list[Any]], t
 
 
 @pytest.mark.parametrize("critic", [False, True], ids=["actor", "critic"])
-def test_bytes_with_adapters_are_exact(critic: bool, world: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_bytes_with_adapters_are_exact(critic: bool, launch: Launcher, tmp_path: Path) -> None:
     """Frozen weights have no buffers, gradients or moments; a critic's head is trained whole."""
     folder = make_tiny_folder(tmp_path, "Qwen2ForCausalLM", tie_embeddings=True)
     shape, lora = {"tp": 2, "pp": 2}, {"rank": 3, "alpha": 6.0}
-    measured = world(
+    measured = launch.world(
         4, "tests.planner.ranks:trained", folder=folder, shape=shape, dtype="bfloat16", critic=critic, lora=lora
     )
     role = "critic" if critic else "actor"
@@ -76,10 +77,10 @@ def test_bytes_with_adapters_are_exact(critic: bool, world: Callable[..., list[A
 
 
 @pytest.mark.parametrize("num_kv_heads", [2, 4], ids=["aliased", "copied"])
-def test_bytes_of_a_reshard_are_exact(num_kv_heads: int, world: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_bytes_of_a_reshard_are_exact(num_kv_heads: int, launch: Launcher, tmp_path: Path) -> None:
     """With one key-value head a rank both sides hold queries, keys and values in one order; with two they do not."""
     folder = make_tiny_folder(tmp_path, "Qwen2ForCausalLM", num_key_value_heads=num_kv_heads)
-    measured = world(
+    measured = launch.world(
         4, "tests.planner.ranks:resharded", folder=folder, shape={"tp": 2, "pp": 2, "dp": 1}, tp=2, gpus_per_node=2
     )
     overrides = ("actor.tp=2", "actor.pp=2", "rollout.tp=2", "model.dtype=bfloat16")

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.platform import platform
 from megaverl.platform.megatron_cpu import GatedSilu, _gates_plainly
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 
 def example(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def test_what_else_a_configuration_asks_for_is_left_to_megatron_core(changes: di
     assert _gates_plainly(SimpleNamespace(**(plain | changes))) == plainly
 
 
-def test_mlps_of_megatron_core_take_it_where_there_is_no_gpu(tmp_path: Path) -> None:
+def test_mlps_of_megatron_core_take_it_where_there_is_no_gpu(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
-    [operators] = run_world(1, "tests.models.ranks:operators_of_a_gated_mlp", folder=folder)
+    [operators] = launch.world(1, "tests.models.ranks:operators_of_a_gated_mlp", folder=folder)
     assert any(name.startswith("GatedSilu") for name in operators) != platform.is_cuda

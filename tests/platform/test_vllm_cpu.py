@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 
 from megaverl.errors import RolloutError
 from megaverl.platform.vllm_cpu import ADAPTATIONS, BLOCK_TOKENS, MAX_CACHE_BYTES, check_runs_here, engine_defaults
+from tests.launcher import Launcher
 
-Run = Callable[..., list[Any]]
 RANKS = "tests.platform.vllm_ranks"
 ONE_TOKEN = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, heads, dimensions, float32
 
@@ -31,8 +30,8 @@ def test_the_list_is_whole_and_says_why() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
-def test_each_changes_what_it_says_and_twice_is_once(world: Run) -> None:
-    before, once, twice = world(1, f"{RANKS}:apply_twice", bare=True)[0]
+def test_each_changes_what_it_says_and_twice_is_once(launch: Launcher) -> None:
+    before, once, twice = launch.world(1, f"{RANKS}:apply_twice", bare=True)[0]
     assert before == {"weight_kept": False, "wrapped": [0, 0], "own_norm": False, "opaque": True, "ranks": [2]}
     assert (
         once
@@ -45,19 +44,19 @@ def test_each_changes_what_it_says_and_twice_is_once(world: Run) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
-def test_norms_in_one_kernel_are_those_of_pytorch(world: Run) -> None:
-    errors = world(1, f"{RANKS}:norm_errors")[0]
+def test_norms_in_one_kernel_are_those_of_pytorch(launch: Launcher) -> None:
+    errors = launch.world(1, f"{RANKS}:norm_errors")[0]
     assert len(errors) == 16
     assert all(error < 2.0 for error in errors.values()), errors
 
 
-def test_nothing_happens_on_cuda(world: Run) -> None:
-    assert world(1, f"{RANKS}:adapt_cuda", bare=True) == [[]]
+def test_nothing_happens_on_cuda(launch: Launcher) -> None:
+    assert launch.world(1, f"{RANKS}:adapt_cuda", bare=True) == [[]]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
-def test_shared_memory_has_one_name_in_an_engine_and_another_in_the_next(world: Run) -> None:
-    first, second = world(2, f"{RANKS}:shared_memory_names")
+def test_shared_memory_has_one_name_in_an_engine_and_another_in_the_next(launch: Launcher) -> None:
+    first, second = launch.world(2, f"{RANKS}:shared_memory_names")
     assert first == second
     assert len(set(first)) == 2
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Engine, InFlight, SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, draw, sampled_distribution
 from megaverl.sharding.model_spec import ModelSpec
+from tests.launcher import Launcher
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7]]
 SEEDS = [1, 2, 3, 4]
@@ -88,8 +87,8 @@ def test_the_budget_is_half_of_what_is_free_and_stays_while_it_is_free() -> None
     assert (resumed.budget, given.budget) == (64, 300)
 
 
-def test_all_ranks_take_the_least_of_their_free_memory(world: Callable[..., list[Any]], tmp_path: Path) -> None:
-    found = world(2, "tests.rollout.ranks:budgets", folder=make_tiny_folder(tmp_path))
+def test_all_ranks_take_the_least_of_their_free_memory(launch: Launcher, tmp_path: Path) -> None:
+    found = launch.world(2, "tests.rollout.ranks:budgets", folder=make_tiny_folder(tmp_path))
     assert found[0]["budget"] == found[1]["budget"], "or else a checkpoint could not say it for all"
     assert found[1]["free"] < found[0]["free"] / 3
     assert found[1]["free"] / 8 < found[0]["budget"] <= found[1]["free"]

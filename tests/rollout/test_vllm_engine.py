@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, sampled_distribution
+from tests.launcher import Launcher
 
-Run = Callable[..., list[Any]]
 RANKS = "tests.rollout.ranks"
 # vLLM's CPU attention has no kernel for heads below 32 dimensions
 SIZES = {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 150, "num_hidden_layers": 2}
@@ -56,7 +55,7 @@ def tp(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
 
-def test_what_is_drawn_depends_on_seed_and_not_on_company(world: Run, folder: str) -> None:
+def test_what_is_drawn_depends_on_seed_and_not_on_company(launch: Launcher, folder: str) -> None:
     count = len(PROMPTS)
     orders = [list(range(count)), list(reversed(range(count))), [4], [7, 0, 10]]
     requests = [
@@ -64,7 +63,7 @@ def test_what_is_drawn_depends_on_seed_and_not_on_company(world: Run, folder: st
         for order in orders
     ]
     others = REQUEST | {"seeds": [seed + 5000 for seed in SEEDS]}
-    found = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[*requests, others])[0]
+    found = launch.world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[*requests, others])[0]
     by_prompt = [answer["token_ids"] for answer in found[0]]
     for order, answers in zip(orders, found, strict=False):
         assert [answer["token_ids"] for answer in answers] == [by_prompt[i] for i in order]
@@ -73,19 +72,19 @@ def test_what_is_drawn_depends_on_seed_and_not_on_company(world: Run, folder: st
     assert by_prompt[-1] != by_prompt[-2]  # one prompt, two seeds
 
 
-def test_a_limit_of_sequences_at_once(world: Run, folder: str) -> None:
-    for found in world(2, f"{RANKS}:generate_few_at_once", folder=folder, tp=1, request=REQUEST, most=3):
+def test_a_limit_of_sequences_at_once(launch: Launcher, folder: str) -> None:
+    for found in launch.world(2, f"{RANKS}:generate_few_at_once", folder=folder, tp=1, request=REQUEST, most=3):
         assert found["most"] == found["number"] == 3
         assert found["same"]
 
 
-def test_stop_tokens_end_a_response_and_belong_to_it(world: Run, folder: str) -> None:
+def test_stop_tokens_end_a_response_and_belong_to_it(launch: Launcher, folder: str) -> None:
     free = REQUEST | {"sampling": SAMPLING | {"ignore_eos": True}}
-    [unstopped] = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[free])[0]
+    [unstopped] = launch.world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[free])[0]
     assert {(len(answer["token_ids"]), answer["finish_reason"]) for answer in unstopped} == {(24, "length")}
     stop = unstopped[0]["token_ids"][5]
     stopping = REQUEST | {"sampling": SAMPLING | {"stop_token_ids": [stop]}}
-    [stopped] = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[stopping])[0]
+    [stopped] = launch.world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[stopping])[0]
     for whole, answer in zip(unstopped, stopped, strict=True):
         ends = [place for place, token in enumerate(whole["token_ids"]) if token in (1, stop)]  # 1: the engine's own
         length = ends[0] + 1 if ends else 24
@@ -95,9 +94,11 @@ def test_stop_tokens_end_a_response_and_belong_to_it(world: Run, folder: str) ->
     assert stopped[0]["token_ids"][-1] == stop
 
 
-def test_greedy(world: Run, folder: str) -> None:
+def test_greedy(launch: Launcher, folder: str) -> None:
     sampling = {"max_tokens": 12, "temperature": 0.0}
-    [answers] = world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[REQUEST | {"sampling": sampling}])[0]
+    [answers] = launch.world(2, f"{RANKS}:generate", folder=folder, tp=1, requests=[REQUEST | {"sampling": sampling}])[
+        0
+    ]
     plain = HFEngine(folder, dtype=torch.float32, max_model_len=128, stop_token_ids=[1])
     expected = plain.generate(PROMPTS, SamplingOptions(**sampling), SEEDS)
     assert [answer["token_ids"] for answer in answers] == [found.token_ids for found in expected]
@@ -107,8 +108,8 @@ def test_greedy(world: Run, folder: str) -> None:
     assert max(abs(a - e) for a, e in pairs) < 1e-4
 
 
-def test_prefix_cache_is_not_reset_under_a_running_request(world: Run, folder: str) -> None:
-    messages = world(2, f"{RANKS}:reset_while_running", folder=folder)
+def test_prefix_cache_is_not_reset_under_a_running_request(launch: Launcher, folder: str) -> None:
+    messages = launch.world(2, f"{RANKS}:reset_while_running", folder=folder)
     assert all("did not reset its prefix cache" in message for message in messages)
 
 
@@ -123,16 +124,16 @@ def test_prefix_cache_is_not_reset_under_a_running_request(world: Run, folder: s
         (REQUEST | {"sampling": {"max_tokens": 4, "heat": 1}}, "Unexpected keyword argument 'heat'"),
     ],
 )
-def test_refused_requests(world: Run, folder: str, request_: dict[str, Any], message: str) -> None:
-    for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, request=request_):
+def test_refused_requests(launch: Launcher, folder: str, request_: dict[str, Any], message: str) -> None:
+    for found in launch.world(2, f"{RANKS}:refusal", folder=folder, tp=1, request=request_):
         assert message in found
 
 
-def test_log_probs_are_those_of_transformers(world: Run, folder: str, tp: int) -> None:
+def test_log_probs_are_those_of_transformers(launch: Launcher, folder: str, tp: int) -> None:
     narrow, greedy = SAMPLING | {"top_k": 20, "top_p": 0.9}, SAMPLING | {"temperature": 0.0}
     mixed = [narrow if number % 3 == 0 else greedy if number % 3 == 1 else SAMPLING for number in range(len(PROMPTS))]
     requests = [REQUEST | {"sampling": sampling} for sampling in (SAMPLING, narrow, mixed)]
-    ranks = world(2, f"{RANKS}:generate", folder=folder, tp=tp, requests=requests)
+    ranks = launch.world(2, f"{RANKS}:generate", folder=folder, tp=tp, requests=requests)
     assert ranks[0] == ranks[1]  # TP2: every rank has the replica's answer; TP1: same request, same answer
     plain, filtered, each = ranks[0]
     assert log_prob_error(folder, each, mixed) < 1e-4
@@ -144,42 +145,44 @@ def test_log_probs_are_those_of_transformers(world: Run, folder: str, tp: int) -
     assert plain != filtered
 
 
-def test_weights_written_in_place_take_effect(world: Run, folder: str, other_folder: str, tp: int) -> None:
-    found = world(2, f"{RANKS}:change_weights", folder=folder, other_folder=other_folder, tp=tp, request=REQUEST)[0]
+def test_weights_written_in_place_take_effect(launch: Launcher, folder: str, other_folder: str, tp: int) -> None:
+    found = launch.world(
+        2, f"{RANKS}:change_weights", folder=folder, other_folder=other_folder, tp=tp, request=REQUEST
+    )[0]
     assert log_prob_error(folder, found["before"], SAMPLING) < 1e-4
     assert log_prob_error(other_folder, found["after"], SAMPLING) < 1e-4
     assert found["again"] == found["before"]
     assert found["in_place"]
 
 
-def test_ranks_of_a_replica_must_agree(world: Run, folder: str) -> None:
-    for message in world(2, f"{RANKS}:ranks_that_disagree", folder=folder):
+def test_ranks_of_a_replica_must_agree(launch: Launcher, folder: str) -> None:
+    for message in launch.world(2, f"{RANKS}:ranks_that_disagree", folder=folder):
         assert "replica 0: ranks [1] were given other prompts" in message
 
 
-def test_closed_engine_frees_groups_and_says_so(world: Run, folder: str) -> None:
+def test_closed_engine_frees_groups_and_says_so(launch: Launcher, folder: str) -> None:
     expected = {"message": "the engine is closed.", "world": 2, "shared_memory": []}
-    assert world(2, f"{RANKS}:after_close", folder=folder) == [expected] * 2
+    assert launch.world(2, f"{RANKS}:after_close", folder=folder) == [expected] * 2
 
 
-def test_process_is_left_as_it_was(world: Run, folder: str) -> None:
-    assert world(2, f"{RANKS}:state_around", folder=folder) == [{"start": [], "generate": []}] * 2
+def test_process_is_left_as_it_was(launch: Launcher, folder: str) -> None:
+    assert launch.world(2, f"{RANKS}:state_around", folder=folder) == [{"start": [], "generate": []}] * 2
 
 
-def test_engine_without_weights_is_filled(world: Run, folder: str) -> None:
-    found = world(2, f"{RANKS}:unset_then_filled", folder=folder, tp=1, request=REQUEST)[0]
+def test_engine_without_weights_is_filled(launch: Launcher, folder: str) -> None:
+    found = launch.world(2, f"{RANKS}:unset_then_filled", folder=folder, tp=1, request=REQUEST)[0]
     assert found["refusal"] == "the engine has no weights yet: reshard before the first generate()."
     assert log_prob_error(folder, found["filled"], SAMPLING) < 1e-4
 
 
-def test_no_process_is_started_to_look_at_a_model(world: Run, folder: str) -> None:
-    assert world(2, f"{RANKS}:looked_at_elsewhere", folder=folder) == [0, 0]
+def test_no_process_is_started_to_look_at_a_model(launch: Launcher, folder: str) -> None:
+    assert launch.world(2, f"{RANKS}:looked_at_elsewhere", folder=folder) == [0, 0]
 
 
-def test_refused_engine_arguments(world: Run, folder: str) -> None:
-    for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"block_size": -1}):
+def test_refused_engine_arguments(launch: Launcher, folder: str) -> None:
+    for found in launch.world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"block_size": -1}):
         assert "vLLM refuses to start" in found
-    for found in world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"enforce_eager": False}):
+    for found in launch.world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"enforce_eager": False}):
         assert "rollout.vllm.enforce_eager=false" in found
 
 
@@ -200,7 +203,9 @@ def test_refused_engine_arguments(world: Run, folder: str) -> None:
         ),
     ],
 )
-def test_models_that_cannot_run(world: Run, tmp_path: Path, tp: int, changes: dict[str, Any], message: str) -> None:
+def test_models_that_cannot_run(
+    launch: Launcher, tmp_path: Path, tp: int, changes: dict[str, Any], message: str
+) -> None:
     model = make_tiny_folder(tmp_path, **(SIZES | changes))
-    for found in world(2, f"{RANKS}:refusal", folder=model, tp=tp):
+    for found in launch.world(2, f"{RANKS}:refusal", folder=model, tp=tp):
         assert message in found

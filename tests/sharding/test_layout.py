@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
 from hypothesis import given
@@ -12,6 +9,7 @@ from hypothesis import strategies as st
 
 from megaverl.sharding.layout import even_layout, even_layouts
 from megaverl.sharding.weight import Split, Weight
+from tests.launcher import Launcher
 from tests.sharding.specs import element_ids, fill
 
 SHAPES = {"long.weight": (7, 3), "square.weight": (4, 4), "short.weight": (2, 5), "norm.weight": (5,), "one.bias": (1,)}
@@ -38,7 +36,9 @@ def test_a_rank_that_holds_nothing_has_no_pieces() -> None:
     assert (layout.pieces, layout.local_shapes, layout.numel) == ((), {"w": (0, 3)}, 0)
 
 
-def test_fsdp2_itself_holds_these_elements(world: Callable[..., list[Any]]) -> None:
+def test_fsdp2_itself_holds_these_elements(launch: Launcher) -> None:
     """4 ranks and tensors of 1 to 7 rows: whole chunks, short ones and none."""
-    results = world(4, "tests.sharding.ranks:compare_with_fsdp2", shapes={name: list(s) for name, s in SHAPES.items()})
+    results = launch.world(
+        4, "tests.sharding.ranks:compare_with_fsdp2", shapes={name: list(s) for name, s in SHAPES.items()}
+    )
     assert results == [[]] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.sharding.megatron import megatron_layout, megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.weight import Split
+from tests.launcher import Launcher
 from tests.sharding.specs import DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
 
 
@@ -296,9 +296,7 @@ def test_a_wrong_layer_split_is_named() -> None:
         (4, {"dp": 4, "ep": 2, "etp": 2}),
     ],
 )
-def test_the_real_model_has_these_parameters(
-    world: Callable[..., list[Any]], num_ranks: int, grid: dict[str, int]
-) -> None:
+def test_the_real_model_has_these_parameters(launch: Launcher, num_ranks: int, grid: dict[str, int]) -> None:
     """Names and shapes of GPTModel's own parameters, on every rank of a real grid."""
     variants = [
         {"architecture": architecture, "tie_embeddings": tied, "value_head": head}
@@ -307,7 +305,7 @@ def test_the_real_model_has_these_parameters(
         # embeddings and heads are alike in all architectures
         if not tied or architecture in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM")
     ]
-    results = world(num_ranks, "tests.sharding.ranks:compare_with_gpt_model", grid=grid, variants=variants)
+    results = launch.world(num_ranks, "tests.sharding.ranks:compare_with_gpt_model", grid=grid, variants=variants)
     for rank, differences in enumerate(results):
         found = [(variant, wrong) for variant, wrong in zip(variants, differences, strict=True) if wrong]
         assert found == [], f"rank {rank}"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.sharding.vllm import VOCAB_PADDING, vllm_layout
+from tests.launcher import Launcher
 from tests.sharding.specs import CONFIGS, DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
 
 # vLLM's Gemma is always tied, its DeepSeek never.
@@ -100,7 +99,7 @@ def test_a_critics_head_is_nothing_to_vllm() -> None:
     assert "score.weight" not in layout.by_tensor
 
 
-def test_vllm_itself_places_the_elements_there(world: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_vllm_itself_places_the_elements_there(launch: Launcher, tmp_path: Path) -> None:
     """Every architecture, tied and untied, at TP 1, 2 and 4 (more ranks than key-value heads), with a vocabulary
     of 130 that needs padding; experts (6, so that 4 ranks hold unequal numbers) with and without expert parallelism."""
     folders = [
@@ -128,7 +127,7 @@ def test_vllm_itself_places_the_elements_there(world: Callable[..., list[Any]], 
         for parallel, placement in ((False, "linear"), (True, "linear"), (True, "round_robin"))
         if not parallel or (tp > 1 and folder.name.startswith(ROUTED))
     ]
-    results = world(
+    results = launch.world(
         4,
         "tests.sharding.ranks:compare_with_vllm",
         cases=cases,

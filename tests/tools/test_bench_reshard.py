@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import make_plans
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tools import bench_reshard
 from tools.bench_reshard import parse, summarise, table
 from tools.reshard_measure import MB, PAIRS, End, Job, ends, fill, least_elements, peak_memory, share_in_place
@@ -147,12 +147,12 @@ def test_the_table_shows_medians_of_the_slowest_ranks_and_both_sides_of_a_ratio(
 
 
 def test_the_whole_benchmark_runs(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, launch: Launcher, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two processes, vLLM's real model, megatron.core.resharding; every way's weights are compared on the way."""
 
     def start_copies(arguments: list[str], nproc: int) -> int:
-        ended = server.run(arguments, ranks=nproc, logs=tmp_path / "output")
+        ended = launch.command(arguments, ranks=nproc, logs=tmp_path / "output")
         assert ended.codes == [0] * nproc, ended.text
         return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megaverl.processes import ending_with_parent
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tests.trainer.conftest import ROOT, command_arguments, environment, inputs  # noqa: F401  (a fixture)
 from tools.check_reshard import add_up, kind_of
 
@@ -37,8 +37,8 @@ def test_every_weight_of_a_configuration_arrives(tiny: list[str]) -> None:
     assert "DIFFERS" not in done.stdout and "tensors compared" in done.stdout
 
 
-def test_a_flipped_bit_is_named_and_fails(tiny: list[str], server: Server, tmp_path: Path) -> None:
-    ended = server.run(["tools/check_reshard.py", *tiny, "--flip-a-bit"], logs=tmp_path / "logs")
+def test_a_flipped_bit_is_named_and_fails(tiny: list[str], launch: Launcher, tmp_path: Path) -> None:
+    ended = launch.command(["tools/check_reshard.py", *tiny, "--flip-a-bit"], logs=tmp_path / "logs")
     assert ended.codes == [1, 1], ended.text
     assert ended.text.count("DIFFERS") == 1
     assert "of the destination on rank 1 is not what the source holds on rank" in ended.text

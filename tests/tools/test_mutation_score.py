@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.worlds import ROOT
+from tests.launcher import ROOT
 
 MODULE = """
 def limit(value: int | None, most: int) -> int:

@@ -14,9 +14,8 @@ import pytest
 import torch
 import yaml
 
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
-from tests.worlds import run_world
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Metrics = dict[int, dict[str, float]]
@@ -80,9 +79,9 @@ class Run:
         self.done, self.arguments, self.folder = done, arguments, folder
 
 
-def train(server: Server, arguments: list[str], logs: Path, ranks: int = 2) -> str:
+def train(launch: Launcher, arguments: list[str], logs: Path, ranks: int = 2) -> str:
     """What the ranks of `megaverl train` say, which all end well; they start in a moment, as copies."""
-    ended = server.run(["train", *arguments], logs=logs, ranks=ranks)
+    ended = launch.command(["train", *arguments], logs=logs, ranks=ranks)
     assert ended.codes == [0] * ranks, ended.text
     return ended.text
 
@@ -150,7 +149,7 @@ def test_the_run_folder_tells_the_whole_story(ppo: Run) -> None:
 TOKENS = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def test_the_export_is_what_was_trained(ppo: Run, inputs: Path) -> None:
+def test_the_export_is_what_was_trained(launch: Launcher, ppo: Run, inputs: Path) -> None:
     """Hugging Face's logits of the exported folder, and Megatron's of the last checkpoint, on another grid."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -162,7 +161,7 @@ def test_the_export_is_what_was_trained(ppo: Run, inputs: Path) -> None:
     exported = logits(ppo.folder / "hf")
     assert (exported - logits(inputs / "model")).abs().max() > 1e-2, "training changed it"
     checkpoint = ppo.folder / "checkpoints" / "step_00000003"
-    for found in run_world(
+    for found in launch.world(
         2, "tests.trainer.ranks:checkpoint_logits", arguments=ppo.arguments, checkpoint=checkpoint, tokens=TOKENS
     ):
         assert (torch.tensor(found) - exported).abs().max() < 1e-4
@@ -170,7 +169,7 @@ def test_the_export_is_what_was_trained(ppo: Run, inputs: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("reverse 123 =")).strip() == "reverse 123 ="
 
 
-def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: Path, server: Server) -> None:
+def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: Path, launch: Launcher) -> None:
     """Killed after step 3, before its checkpoint: step 3 is taken again, to the same numbers, and then step 4."""
     killed = tmp_path / "runs" / "run"
     shutil.copytree(ppo.folder, killed)
@@ -178,7 +177,7 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     shutil.rmtree(killed / "hf")
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rewa')
-    said = train(server, [*ppo.arguments, f"run.dir={tmp_path / 'runs'}", "trainer.steps=4"], tmp_path / "logs")
+    said = train(launch, [*ppo.arguments, f"run.dir={tmp_path / 'runs'}", "trainer.steps=4"], tmp_path / "logs")
     assert "checkpoints/step_00000002: 2 of 4 steps are done" in said
     assert [line.split()[1] for line in said.splitlines() if line.startswith("step ")] == ["3/4", "4/4"]
     before, after = metrics_of(ppo.folder), metrics_of(killed)
@@ -194,10 +193,10 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     assert (killed / "hf" / "config.json").exists()
 
 
-def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, server: Server) -> None:
+def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, launch: Launcher) -> None:
     """Actor and critic on two ranks, vLLM and the rewards on a third: the same numbers as with all on two."""
     placement = ["run.nproc=3", "placement={actor: 0-1, rollout: 2}", f"run.dir={tmp_path}"]
-    said = train(server, [*ppo.arguments, *placement], tmp_path / "logs", ranks=3)
+    said = train(launch, [*ppo.arguments, *placement], tmp_path / "logs", ranks=3)
     before, after = metrics_of(ppo.folder), metrics_of(tmp_path / "run")
     assert sorted(after) == sorted(before)
     # what depends on the clock, the memory or the way
@@ -214,8 +213,10 @@ def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, server: Server
     assert (ranks["rollout"], ranks["reward"], ranks["actor_update"]) == (2, 2, 0)
 
 
-def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(arguments: list[str], tmp_path: Path, server: Server) -> None:
-    train(server, [*arguments, *GRPO], tmp_path / "logs")
+def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
+    arguments: list[str], tmp_path: Path, launch: Launcher
+) -> None:
+    train(launch, [*arguments, *GRPO], tmp_path / "logs")
     metrics = metrics_of(tmp_path / "runs" / "run")
     assert sorted(metrics) == [1, 2]
     for found in metrics.values():
@@ -227,27 +228,27 @@ def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(arguments: list[str], 
     assert metrics[2]["train/kl"] > 1e-5, "and the actor leaves it"
 
 
-def test_fine_tune_then_evaluate_then_generate(inputs: Path, tmp_path: Path) -> None:
+def test_fine_tune_then_evaluate_then_generate(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Each command on what the one before has left."""
     target = "tests.trainer.ranks:attempt"
     (tmp_path / "one.jsonl").write_text('{"prompt": "reverse 123 =", "answer": "321"}\n' * 4)
     common = [*command_arguments(inputs, tmp_path), "actor={tp: 1, pp: 2}"]
     data = [f"data.train={tmp_path / 'one.jsonl'}", f"data.validation={tmp_path / 'one.jsonl'}"]
     options = [*common, *data, "run.name=sft", "sft={steps: 30, batch_size: 4, lr: 1.0e-2}"]
-    assert run_world(2, target, command="sft", arguments=options) == [{}, {}]
+    assert launch.world(2, target, command="sft", arguments=options) == [{}, {}]
     losses = [found["sft/loss"] for found in metrics_of(tmp_path / "sft").values()]
     assert len(losses) == 30 and losses[-1] < 0.05 < losses[0]
 
     tuned = [f"model.path={tmp_path / 'sft' / 'hf'}", "rollout.sampling.temperature=0"]
     options = [*common, *data, *tuned, "run.name=eval", "rollout.tp=2", "reward=exact_match"]
-    assert run_world(2, target, command="eval", arguments=options) == [{}, {}]
+    assert launch.world(2, target, command="eval", arguments=options) == [{}, {}]
     result = json.loads((tmp_path / "eval" / "eval.json").read_text())
     assert result["validation/accuracy"] == 1.0
 
     output = tmp_path / "out.jsonl"
     given = {"prompt": ["reverse 123 ="], "output": str(output)}
     options = [*common, *tuned, "run.name=gen", "rollout.engine=hf"]
-    assert run_world(2, target, command="generate", arguments=options, options=given) == [{}, {}]
+    assert launch.world(2, target, command="generate", arguments=options, options=given) == [{}, {}]
     assert json.loads(output.read_text()) == {
         "prompt": "reverse 123 =",
         "response": "321",
@@ -256,11 +257,13 @@ def test_fine_tune_then_evaluate_then_generate(inputs: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
-def test_a_wrong_first_reshard_stops_the_run(arguments: list[str], tmp_path: Path, wrong_rank: int) -> None:
+def test_a_wrong_first_reshard_stops_the_run(
+    launch: Launcher, arguments: list[str], tmp_path: Path, wrong_rank: int
+) -> None:
     """One rank's engine gets one wrong row; every rank stops before the first update."""
     given = [*arguments, "rollout.engine=hf"]
     target = "tests.trainer.ranks:train_with_a_wrong_engine"
-    heard: list[dict[str, Any]] = run_world(2, target, arguments=given, wrong_rank=wrong_rank)
+    heard: list[dict[str, Any]] = launch.world(2, target, arguments=given, wrong_rank=wrong_rank)
     assert heard[0] == heard[1]
     assert heard[0]["class"] == "TrainingStopped"
     for text in ("the same tokens differ by", "allowed are 0.001", "rollout.logprob_tolerance", "top_p"):
@@ -269,19 +272,19 @@ def test_a_wrong_first_reshard_stops_the_run(arguments: list[str], tmp_path: Pat
     assert not (tmp_path / "runs" / "run" / "checkpoints").exists()
 
 
-def test_the_tolerance_of_the_first_reshard_is_the_users(arguments: list[str]) -> None:
+def test_the_tolerance_of_the_first_reshard_is_the_users(launch: Launcher, arguments: list[str]) -> None:
     given = [*arguments, "rollout.engine=hf", "rollout.logprob_tolerance=50", "trainer.steps=1"]
     target = "tests.trainer.ranks:train_with_a_wrong_engine"
-    heard = run_world(2, target, arguments=given, wrong_rank=1)
+    heard = launch.world(2, target, arguments=given, wrong_rank=1)
     assert ["warning" in each["said"] for each in heard] == [False, False]
 
 
-def test_in_sixteen_bits_a_difference_is_warned_of_or_absurd(arguments: list[str]) -> None:
+def test_in_sixteen_bits_a_difference_is_warned_of_or_absurd(launch: Launcher, arguments: list[str]) -> None:
     given = [*arguments, "rollout.engine=hf", "model.dtype=bfloat16", "trainer.steps=1"]
     target = "tests.trainer.ranks:train_with_a_wrong_engine"
     faults: list[dict[str, Any]] = [{"by": 0.0}, {"by": 2.0}, {"by": 10.0, "layer": "embed_tokens"}]
     right, wrong, absurd = (
-        run_world(2, target, arguments=[*given, f"run.name=run{n}"], wrong_rank=0, **fault)
+        launch.world(2, target, arguments=[*given, f"run.name=run{n}"], wrong_rank=0, **fault)
         for n, fault in enumerate(faults)
     )
     assert "warning" not in right[0]["said"] and "step 1/1" in right[0]["said"]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaverl.models.tiny import make_tiny_folder
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tests.trainer.island_program import VARIANTS
 
 PROGRAM = str(Path(__file__).with_name("island_program.py"))
@@ -18,10 +18,10 @@ OUTER = 0.7 * (1 + 0.9)  # DiLoCo's first step on the mean of the islands' ways,
 
 
 @pytest.fixture(scope="module")
-def ended(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def ended(launch: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("islands")
     make_tiny_folder(folder / "model", "Qwen3ForCausalLM", dtype="bfloat16")
-    done = server.run([PROGRAM, str(folder)], logs=folder / "output", ranks=5)
+    done = launch.command([PROGRAM, str(folder)], logs=folder / "output", ranks=5)
     assert done.codes == [0] * 5, done.text
     return folder
 

@@ -19,7 +19,7 @@ from megaverl.workers.reward import Scores
 from tests.faults.injector import Fault
 from tests.faults.points import finish, hit
 from tests.faults.runs import arguments, metrics, remains
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tests.trainer.conftest import make_inputs
 
 SIZE = 2
@@ -102,27 +102,27 @@ GRPO = [
 ]
 
 
-def test_a_run_that_is_killed_and_told_to_leave_takes_the_same_prompts(server: Server, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_told_to_leave_takes_the_same_prompts(launch: Launcher, tmp_path: Path) -> None:
     """Refills move the place in the data, which a checkpoint keeps; also one that was made inside a step."""
     inputs = make_inputs(tmp_path / "inputs")
     (inputs / "reward.py").write_text(
         "def letters(prompt, response, reference, extra):\n    return len(response) % 2\n"
     )
-    ended = server.run(arguments(inputs, tmp_path / "whole", *GRPO), logs=tmp_path / "logs")
+    ended = launch.command(arguments(inputs, tmp_path / "whole", *GRPO), logs=tmp_path / "logs")
     assert ended.codes == [0, 0], ended.output
     expected = remains(tmp_path / "whole" / "run")
     rounds = [record["rollout/rounds"] for record in metrics(tmp_path / "whole" / "run")]
     assert max(rounds) > 1 and expected["trainer"]["sampler"]["position"] > 3 * 4
     for fault in (Fault("kill", 1, "actor_update", 2), Fault("term", 0, "rollout", 3)):
-        found = hit(server, inputs, tmp_path / "hit", fault, *GRPO)
+        found = hit(launch, inputs, tmp_path / "hit", fault, *GRPO)
         assert found.happened and found.wrong == [], found
     assert "inside step 3" in found.ended.text
-    ended, wrong = finish(server, inputs, tmp_path / "hit", expected, *GRPO)
+    ended, wrong = finish(launch, inputs, tmp_path / "hit", expected, *GRPO)
     assert wrong == [], ended
-    on_split_ranks(server, inputs, tmp_path)
+    on_split_ranks(launch, inputs, tmp_path)
 
 
-def on_split_ranks(server: Server, inputs: Path, tmp_path: Path) -> None:
+def on_split_ranks(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Engines, rewards and actor apart: the rounds are those of shared ranks; and so is a replay of what they gave."""
     apart = ["run.nproc=4", "placement={rollout: 0, reward: 1, actor: 2-3}"]
     numbers = metrics(tmp_path / "whole" / "run")
@@ -132,7 +132,7 @@ def on_split_ranks(server: Server, inputs: Path, tmp_path: Path) -> None:
         ("split", [*GRPO, *apart, "trainer.store_rollouts=true"]),
         ("replay", [*replay, "--replay-rollouts", str(stored)]),
     ):
-        ended = server.run(arguments(inputs, tmp_path / name, *more), logs=tmp_path / "logs", ranks=4)
+        ended = launch.command(arguments(inputs, tmp_path / name, *more), logs=tmp_path / "logs", ranks=4)
         assert ended.codes == [0] * 4, ended.output
         for before, after in zip(numbers, metrics(tmp_path / name / "run"), strict=True):
             others = ("reshard/", "train/epoch")  # a replay takes no prompts for rounds

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megaverl.checkpoint.convert.run import ConversionRequest, convert, process_group
 from tests.faults.injector import Fault
 from tests.faults.runs import metrics
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
 
 PPO = [
@@ -26,16 +26,16 @@ PPO = [
 APART = ["actor={tp: 2, optimizer: {lr: 1.0e-3}}", "placement={rollout: 0, actor: 1-2}"]
 
 
-def test_a_run_on_shared_and_on_split_ranks(server: Server, inputs: Path, tmp_path: Path) -> None:
+def test_a_run_on_shared_and_on_split_ranks(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """The second with tensor parallelism, engines elsewhere, and a rank that is killed: the same numbers."""
     common = ["train", *command_arguments(inputs, tmp_path / "alone"), *PPO, "actor.tp=1"]
-    ended = server.run(common, logs=tmp_path / "logs", ranks=1)
+    ended = launch.command(common, logs=tmp_path / "logs", ranks=1)
     assert ended.codes == [0], ended.text
     split = ["train", *command_arguments(inputs, tmp_path / "split"), *PPO, *APART]
     fault = Fault("kill", 1, "actor_update", 3)
-    cut = server.run(split, logs=tmp_path / "cut", ranks=3, environment=fault.environment())
+    cut = launch.command(split, logs=tmp_path / "cut", ranks=3, environment=fault.environment())
     assert cut.codes == [1, -9, 1], cut.text
-    again = server.run(split, logs=tmp_path / "again", ranks=3)
+    again = launch.command(split, logs=tmp_path / "again", ranks=3)
     assert again.codes == [0] * 3 and "2 of 3 steps are done" in again.text, again.text
     expected, found = metrics(tmp_path / "alone" / "run"), metrics(tmp_path / "split" / "run")
     assert len(found) == 3

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megaverl.models.tiny import make_tiny_folder
 from tests.faults.injector import Fault
 from tests.faults.runs import arguments, metrics
-from tests.faults.server import Ended, Server
+from tests.launcher import Ended, Launcher
 from tests.trainer.conftest import MODEL, make_inputs
 
 RANKS = 2
@@ -64,9 +64,9 @@ def rewarded(inputs: Path, runs: Path, *more: str) -> list[str]:
     return [each for each in arguments(inputs, runs, *more) if each in more or not each.startswith("reward=")]
 
 
-def run(server: Server, command: list[str], logs: Path, fault: Fault | None = None) -> Ended:
+def run(launch: Launcher, command: list[str], logs: Path, fault: Fault | None = None) -> Ended:
     environment = fault.environment() if fault else None
-    return server.run(command, ranks=RANKS, logs=logs, environment=environment)
+    return launch.command(command, ranks=RANKS, logs=logs, environment=environment)
 
 
 def exported(runs: Path) -> dict[str, torch.Tensor]:
@@ -74,18 +74,18 @@ def exported(runs: Path) -> dict[str, torch.Tensor]:
 
 
 def test_preferences_are_learned_and_a_killed_run_ends_with_the_same_bits(
-    server: Server, inputs: Path, tmp_path: Path
+    launch: Launcher, inputs: Path, tmp_path: Path
 ) -> None:
     whole, hit = tmp_path / "whole", tmp_path / "hit"
-    ended = run(server, on_pairs(inputs, whole, "dpo"), tmp_path / "logs")
+    ended = run(launch, on_pairs(inputs, whole, "dpo"), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     assert ended.text.count("data.max_prompt_tokens=56, not given, chosen to fit the model's context of 64") == 1
     found = metrics(whole / "run")
     assert found[-1]["dpo/loss"] < found[0]["dpo/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert found[-1]["validation/accuracy"] == 1.0
     fault = Fault("kill", RANKS - 1, "dpo", 4, mark=str(tmp_path / "mark"))
-    run(server, on_pairs(inputs, hit, "dpo"), tmp_path / "logs", fault)
-    ended = run(server, on_pairs(inputs, hit, "dpo"), tmp_path / "logs")
+    run(launch, on_pairs(inputs, hit, "dpo"), tmp_path / "logs", fault)
+    ended = run(launch, on_pairs(inputs, hit, "dpo"), tmp_path / "logs")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS and "2 of 6 steps are done" in ended.text
     assert metrics(hit / "run") == found
     assert [(runs / "run" / "dpo.yaml").read_text().count("max_prompt_tokens: 56") for runs in (whole, hit)] == [1, 1]
@@ -93,7 +93,7 @@ def test_preferences_are_learned_and_a_killed_run_ends_with_the_same_bits(
     assert all(torch.equal(expected[name], tensor) for name, tensor in exported(hit).items())
 
 
-def test_fine_tuning_goes_on_like_any_run(server: Server, inputs: Path, tmp_path: Path) -> None:
+def test_fine_tuning_goes_on_like_any_run(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Killed after its first checkpoint and started again."""
 
     def sft(runs: Path, *more: str) -> list[str]:
@@ -101,7 +101,7 @@ def test_fine_tuning_goes_on_like_any_run(server: Server, inputs: Path, tmp_path
         return ["sft", *paths, *PAIRS, "sft={steps: 5, batch_size: 8, lr: 1.0e-2, max_answer_tokens: 8}", *more]
 
     whole, hit = tmp_path / "whole", tmp_path / "hit"
-    ended = run(server, sft(whole), tmp_path / "logs")
+    ended = run(launch, sft(whole), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     found = metrics(whole / "run")
     assert [record["step"] for record in found] == [1, 2, 3, 4, 5] and found[-1]["sft/loss"] < found[0]["sft/loss"]
@@ -109,15 +109,15 @@ def test_fine_tuning_goes_on_like_any_run(server: Server, inputs: Path, tmp_path
     assert sum(span["name"] == "sft" for span in spans) == 5
     last = json.loads((whole / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["memory/actor_gpu_mem_mb"] > 1
-    run(server, sft(hit), tmp_path / "logs", Fault("kill", RANKS - 1, "sft", 4, mark=str(tmp_path / "mark")))
-    ended = run(server, sft(hit, "--resume=latest"), tmp_path / "logs")
+    run(launch, sft(hit), tmp_path / "logs", Fault("kill", RANKS - 1, "sft", 4, mark=str(tmp_path / "mark")))
+    ended = run(launch, sft(hit, "--resume=latest"), tmp_path / "logs")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS and "2 of 5 steps are done" in ended.text
     assert metrics(hit / "run") == found
     expected = exported(whole)
     assert all(torch.equal(expected[name], tensor) for name, tensor in exported(hit).items())
 
 
-def test_single_responses_beside_pairs(server: Server, inputs: Path, tmp_path: Path) -> None:
+def test_single_responses_beside_pairs(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """KTO on rows of both kinds."""
     rows = [json.loads(line) for line in (inputs / "train_pairs.jsonl").read_text().splitlines()]
     for number, row in enumerate(rows):
@@ -126,7 +126,7 @@ def test_single_responses_beside_pairs(server: Server, inputs: Path, tmp_path: P
             row |= {"completion": response[number % 2], "label": number % 2 == 0}
     (tmp_path / "judged.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [f"preference.{part}={tmp_path / 'judged.jsonl'}" for part in ("train", "validation")]
-    ended = run(server, on_pairs(inputs, tmp_path, "dpo", *files, "preference.loss=kto"), tmp_path / "logs")
+    ended = run(launch, on_pairs(inputs, tmp_path, "dpo", *files, "preference.loss=kto"), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     found = metrics(tmp_path / "run")
     assert found[-1]["dpo/loss"] < found[0]["dpo/loss"] == pytest.approx(0.5, abs=1e-3)
@@ -135,14 +135,14 @@ def test_single_responses_beside_pairs(server: Server, inputs: Path, tmp_path: P
 
 
 def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
-    server: Server, inputs: Path, tmp_path: Path
+    launch: Launcher, inputs: Path, tmp_path: Path
 ) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     command = on_pairs(
         inputs, tmp_path, "reward", "preference.margin_key=margin", "reward_model.options={center_coef: 0.01}"
     )
-    ended = run(server, command, tmp_path / "logs")
+    ended = run(launch, command, tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     assert metrics(tmp_path / "run")[-1]["validation/accuracy"] == 1.0
     folder = tmp_path / "run" / "hf"
@@ -159,7 +159,7 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
     apart = ["run.nproc=4", "placement={rollout: 0, reward: 1-2, actor: 3}", "critic.pp=1", "trainer.save_samples=16"]
     apart += ["trainer.validate_every=1", f"data.validation={inputs / 'held_out.jsonl'}"]
     command = rewarded(inputs, tmp_path / "rl", *SHORT, *apart, f"reward=[{both}, {{name: exact_match}}]")
-    ended = server.run(command, logs=tmp_path / "logs", ranks=4)
+    ended = launch.command(command, logs=tmp_path / "logs", ranks=4)
     assert ended.codes == [0] * 4, ended.text
     lines = (tmp_path / "rl" / "run" / "samples.jsonl").read_text().splitlines()
     records = [record for record in map(json.loads, lines) if record["finish_reason"] == "stop"]
@@ -183,14 +183,14 @@ def test_a_reward_model_scores_as_hugging_face_does_and_as_the_reward_role(
 
 
 @pytest.mark.parametrize("name", ["prime", "raft", "gkd"])
-def test_estimators_with_a_loop_of_their_own(server: Server, inputs: Path, tmp_path: Path, name: str) -> None:
+def test_estimators_with_a_loop_of_their_own(launch: Launcher, inputs: Path, tmp_path: Path, name: str) -> None:
     letters = f"reward={{function: '{inputs / 'reward.py'}:letters', accuracy: true}}"
     algorithm = f"algorithm={{name: {name}, group_size: 4, num_mini_batches: 1}}"
     more = []
     if name == "gkd":
         teacher = make_teacher(inputs, tmp_path / "teacher")
         more = [f"reference.path={teacher}", "trainer.steps=8"]
-    ended = run(server, arguments(inputs, tmp_path, *SHORT, algorithm, NO_KL, letters, *more), tmp_path / "logs")
+    ended = run(launch, arguments(inputs, tmp_path, *SHORT, algorithm, NO_KL, letters, *more), tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     first, *_, last = metrics(tmp_path / "run")
     assert last["actor/grad_norm"] > 0
@@ -200,7 +200,7 @@ def test_estimators_with_a_loop_of_their_own(server: Server, inputs: Path, tmp_p
     if name in ("prime", "gkd"):  # the reward model, or the teacher, is beside the actor, wherever the others are
         apart = arguments(inputs, tmp_path / "apart", *SHORT, algorithm, NO_KL, letters, *more)
         placed = [*apart, f"run.nproc={RANKS + 1}", "placement={rollout: 0, actor: rest}"]
-        ended = server.run(placed, logs=tmp_path / "logs", ranks=RANKS + 1)
+        ended = launch.command(placed, logs=tmp_path / "logs", ranks=RANKS + 1)
         assert ended.codes == [0] * (RANKS + 1), ended.text
         for before, after in zip(metrics(tmp_path / "run"), metrics(tmp_path / "apart" / "run"), strict=True):
             own = {key: value for key, value in before.items() if not key.startswith(("reshard", "busy", "memory"))}
@@ -217,10 +217,10 @@ def make_teacher(inputs: Path, folder: Path) -> Path:
 
 
 def test_one_flow_with_ppo_a_reward_model_rejection_sampling_pairs_and_answers(
-    server: Server, inputs: Path, tmp_path: Path
+    launch: Launcher, inputs: Path, tmp_path: Path
 ) -> None:
     """And killed inside and started again, it ends with the same bits; engines of their own give the same numbers."""
-    run(server, on_pairs(inputs, tmp_path / "rm", "reward", "preference.steps=1"), tmp_path / "logs")
+    run(launch, on_pairs(inputs, tmp_path / "rm", "reward", "preference.steps=1"), tmp_path / "logs")
     mixed = [
         f"reward=[{{function: '{inputs / 'reward.py'}:letters'}}, {{name: learned, path: '{tmp_path / 'rm/run/hf'}'}}]",
         "mix=[{update: rejection, judge: letters}, {update: preference, judge: letters, weight: 0.5}, "
@@ -231,22 +231,22 @@ def test_one_flow_with_ppo_a_reward_model_rejection_sampling_pairs_and_answers(
         "preference.loss=dpo",
     ]
     command = rewarded(inputs, tmp_path / "whole", *SHORT, *mixed)
-    ended = run(server, command, tmp_path / "logs")
+    ended = run(launch, command, tmp_path / "logs")
     assert ended.codes == [0] * RANKS, ended.text
     first, last = metrics(tmp_path / "whole" / "run")
     for name in ("rejection", "preference", "reward_model"):
         assert last[f"mix_{name}/grad_norm"] > 0 and last[f"mix_{name}/samples"] > 0
     assert "mix_sft/loss" in last and "mix_sft/loss" not in first
     command = rewarded(inputs, tmp_path / "hit", *SHORT, *mixed)
-    run(server, command, tmp_path / "logs", Fault("kill", 0, "mix_1_preference", 2, mark=str(tmp_path / "mark")))
-    ended = run(server, command, tmp_path / "logs")
+    run(launch, command, tmp_path / "logs", Fault("kill", 0, "mix_1_preference", 2, mark=str(tmp_path / "mark")))
+    ended = run(launch, command, tmp_path / "logs")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS, ended.text
     assert metrics(tmp_path / "hit" / "run") == [first, last]
     expected = exported(tmp_path / "whole")
     assert all(torch.equal(expected[name], tensor) for name, tensor in exported(tmp_path / "hit").items())
     placed = [f"run.nproc={RANKS + 1}", "placement={rollout: 0, reward: actor, actor: rest}"]
     command = rewarded(inputs, tmp_path / "apart", *SHORT, *mixed, *placed, "checkpoint={save_interval: 0}")
-    ended = server.run(command, logs=tmp_path / "logs", ranks=RANKS + 1)
+    ended = launch.command(command, logs=tmp_path / "logs", ranks=RANKS + 1)
     assert ended.codes == [0] * (RANKS + 1), ended.text
     for before, after in zip([first, last], metrics(tmp_path / "apart" / "run"), strict=True):
         own = {name: value for name, value in before.items() if not name.startswith(("reshard", "memory"))}

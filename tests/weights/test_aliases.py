@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-Run = Callable[..., list[Any]]
+from tests.launcher import Launcher
+
 RANKS = "tests.weights.transport_ranks"
 
 
-def test_tensors_that_agree_share_their_storage(world: Run) -> None:
+def test_tensors_that_agree_share_their_storage(launch: Launcher) -> None:
     """Same TP on both sides: all but qkv, whose rows Megatron interleaves by group, where a rank has several."""
-    for found in world(4, f"{RANKS}:alias", grid={"tp": 2, "dp": 2}, vllm_tp=2, may_rebind=True):
+    for found in launch.world(4, f"{RANKS}:alias", grid={"tp": 2, "dp": 2}, vllm_tp=2, may_rebind=True):
         assert found["wrong"] == []
         assert found["copied"] == 0, "one group of heads a rank: nothing is left to copy"
         assert found["shared"] == found["aliased"] == found["shared_again"] > 0
@@ -24,14 +24,14 @@ def test_tensors_that_agree_share_their_storage(world: Run) -> None:
         assert "model.embed_tokens.weight" in found["freed"] and "reshard.alias=never" in found["freed"]
 
 
-def test_only_what_is_held_whole_is_shared(world: Run) -> None:
-    for found in world(4, f"{RANKS}:alias", grid={"tp": 2, "pp": 2}, vllm_tp=2, may_rebind=True):
+def test_only_what_is_held_whole_is_shared(launch: Launcher) -> None:
+    for found in launch.world(4, f"{RANKS}:alias", grid={"tp": 2, "pp": 2}, vllm_tp=2, may_rebind=True):
         assert found["wrong"] == []
         assert found["shared"] == found["aliased"] == found["shared_again"] > 0
 
 
-def test_captured_addresses_are_copied_to(world: Run) -> None:
-    for found in world(4, f"{RANKS}:alias", grid={"tp": 2, "dp": 2}, vllm_tp=2, may_rebind=False):
+def test_captured_addresses_are_copied_to(launch: Launcher) -> None:
+    for found in launch.world(4, f"{RANKS}:alias", grid={"tp": 2, "dp": 2}, vllm_tp=2, may_rebind=False):
         assert found["wrong"] == []
         assert (found["aliased"], found["shared"]) == (0, 0)
         assert found["copied"] > 0
@@ -39,14 +39,14 @@ def test_captured_addresses_are_copied_to(world: Run) -> None:
 
 
 @pytest.mark.parametrize("may_rebind", [True, False])
-def test_a_version_in_the_background_shows_at_the_boundary(world: Run, may_rebind: bool) -> None:
-    for found in world(4, f"{RANKS}:overlap", may_rebind=may_rebind):
+def test_a_version_in_the_background_shows_at_the_boundary(launch: Launcher, may_rebind: bool) -> None:
+    for found in launch.world(4, f"{RANKS}:overlap", may_rebind=may_rebind):
         assert (found["before"], found["usable"], found["total"]) == ([], "", 4)
         assert (found["after"], found["version"]) == ([], 2)
         assert found["in_place"] != may_rebind
 
 
-def test_weights_go_through_files(world: Run, tmp_path: Any) -> None:
-    for found in world(4, f"{RANKS}:through_files", folder=tmp_path):
+def test_weights_go_through_files(launch: Launcher, tmp_path: Any) -> None:
+    for found in launch.world(4, f"{RANKS}:through_files", folder=tmp_path):
         assert (found["wrong"], found["left"]) == ([], [])
         assert found["received"] == 4 * found["elements"]

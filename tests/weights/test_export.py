@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES
+from tests.launcher import Launcher
 
 GRID = {"tp": 2, "pp": 2}
 
@@ -29,7 +28,7 @@ def logits(folder: Path) -> torch.Tensor:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_loads_it_with_equal_logits(
-    world: Callable[..., list[Any]], tmp_path: Path, architecture: str, tied: bool
+    launch: Launcher, tmp_path: Path, architecture: str, tied: bool
 ) -> None:
     """From TP2 x PP2 with a padded vocabulary; a bucket of 4 KiB, so that tensors come in parts."""
     source = make_tiny_folder(tmp_path / "source", architecture, tie_embeddings=tied)
@@ -37,7 +36,7 @@ def test_transformers_loads_it_with_equal_logits(
     (source / "chat_template.jinja").write_text("x")
     target = tmp_path / "export"
     options = {"bucket_bytes": 4096, "shard_bytes": 50_000 if tied else 10**9}
-    results = world(4, "tests.weights.ranks:load_and_export", source=source, folder=target, grid=GRID, **options)
+    results = launch.world(4, "tests.weights.ranks:load_and_export", source=source, folder=target, grid=GRID, **options)
     assert results == [""] * 4
     assert torch.equal(logits(target), logits(source))
     names = {path.name for path in target.iterdir()}
@@ -49,14 +48,14 @@ def test_transformers_loads_it_with_equal_logits(
     assert not (tmp_path / "export.tmp").exists()
 
 
-def test_another_dtype_and_an_older_export(world: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_another_dtype_and_an_older_export(launch: Launcher, tmp_path: Path) -> None:
     source = make_tiny_folder(tmp_path / "source")
     target = tmp_path / "export"
     job = {"source": source, "folder": target, "grid": GRID}
-    assert world(4, "tests.weights.ranks:load_and_export", **job) == [""] * 4
-    results = world(4, "tests.weights.ranks:load_and_export", **job)
+    assert launch.world(4, "tests.weights.ranks:load_and_export", **job) == [""] * 4
+    results = launch.world(4, "tests.weights.ranks:load_and_export", **job)
     assert all(f"CheckpointError: {target}: exists already" in r.replace("rank 0: ", "") for r in results)
-    results = world(4, "tests.weights.ranks:load_and_export", dtype="bfloat16", overwrite=True, **job)
+    results = launch.world(4, "tests.weights.ranks:load_and_export", dtype="bfloat16", overwrite=True, **job)
     assert results == [""] * 4
     original, exported = (load_file(folder / "model.safetensors") for folder in (source, target))
     assert original.keys() == exported.keys()
@@ -65,10 +64,10 @@ def test_another_dtype_and_an_older_export(world: Callable[..., list[Any]], tmp_
     assert {path.name for path in tmp_path.iterdir()} == {"source", "export"}
 
 
-def test_a_disk_that_fails_stops_all_ranks_and_leaves_nothing(world: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_a_disk_that_fails_stops_all_ranks_and_leaves_nothing(launch: Launcher, tmp_path: Path) -> None:
     source = make_tiny_folder(tmp_path / "source")
     target = tmp_path / "export"
-    results = world(
+    results = launch.world(
         4,
         "tests.weights.ranks:load_and_export",
         source=source,
@@ -81,9 +80,9 @@ def test_a_disk_that_fails_stops_all_ranks_and_leaves_nothing(world: Callable[..
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
 
 
-def test_a_folder_without_a_configuration_is_refused(world: Callable[..., list[Any]], tmp_path: Path) -> None:
+def test_a_folder_without_a_configuration_is_refused(launch: Launcher, tmp_path: Path) -> None:
     source = make_tiny_folder(tmp_path / "source")
-    results = world(
+    results = launch.world(
         4,
         "tests.weights.ranks:load_and_export",
         source=source,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from megaverl.sharding.boxes import Box, subtract, whole
 from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.weights import fingerprint
 from megaverl.weights.fingerprint import box_fingerprint, fingerprints
+from tests.launcher import Launcher
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -128,7 +128,7 @@ def fault(side: str, rank: int, local: str, kind: str) -> dict[str, Any]:
     return {"side": side, "rank": rank, "local": local, "kind": kind}
 
 
-def test_a_comparison_names_tensor_box_and_rank(world: Callable[..., list[Any]]) -> None:
+def test_a_comparison_names_tensor_box_and_rank(launch: Launcher) -> None:
     faults = [
         CLEAN,
         fault("dest", 3, "model.layers.2.self_attn.qkv_proj.weight", "flipped bit"),
@@ -150,7 +150,7 @@ def test_a_comparison_names_tensor_box_and_rank(world: Callable[..., list[Any]])
         r"model.layers.3.input_layernorm.weight \[0:8\]: \S+ of the destination on rank 0 .* on rank 2",
         "",
     ]
-    for results in world(
+    for results in launch.world(
         4,
         "tests.weights.fingerprint_ranks:compare_after_faults",
         grid=TP2_PP2,
@@ -166,10 +166,10 @@ def test_a_comparison_names_tensor_box_and_rank(world: Callable[..., list[Any]])
         assert results[1].count("is not what") == 1
 
 
-def test_a_single_bad_source_replica_is_found(world: Callable[..., list[Any]]) -> None:
+def test_a_single_bad_source_replica_is_found(launch: Launcher) -> None:
     """Even the one whose value all others are compared with, when two others outvote it."""
     bad = [fault("source", rank, "decoder.layers.1.mlp.linear_fc1.weight", "swapped rows") for rank in (0, 2)]
-    for results in world(
+    for results in launch.world(
         4,
         "tests.weights.fingerprint_ranks:compare_after_faults",
         grid={"dp": 4},

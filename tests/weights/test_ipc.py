@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from megaverl.sharding.boxes import Box
 from megaverl.weights.tensors import view
 from megaverl.weights.transports import ipc
 from megaverl.weights.transports.ipc import TensorAddress, calls_for, joined, parts
-from tests.worlds import WorldError, run_world
+from tests.launcher import Launcher, WorldError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="process_vm_readv is Linux's")
 
@@ -81,7 +80,7 @@ def test_every_element_comes_to_its_place_and_nothing_else_changes(
     ],
 )
 def test_weights_arrive_in_place(
-    world: Callable[..., list[Any]],
+    launch: Launcher,
     grid: dict[str, int],
     vllm_tp: int,
     dtypes: tuple[str, str],
@@ -89,7 +88,7 @@ def test_weights_arrive_in_place(
     move_source: bool,
 ) -> None:
     options = {"grid": grid, "vllm_tp": vllm_tp, "dtypes": dtypes, "spec": spec, "bucket_bytes": 2**20}
-    results = world(4, "tests.weights.ranks:reshard_ids", ipc=True, move_source=move_source, **options)
+    results = launch.world(4, "tests.weights.ranks:reshard_ids", ipc=True, move_source=move_source, **options)
     assert [result["wrong"] for result in results] == [[]] * 4
     assert sum(result["received"] for result in results) == sum(result["sent"] for result in results)
     for result in results:
@@ -98,10 +97,10 @@ def test_weights_arrive_in_place(
         assert dtypes == ("float32", "bfloat16") or result["messages"] <= 3
 
 
-def test_a_rank_that_dies_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_dies_is_named(launch: Launcher, tmp_path: Path) -> None:
     with pytest.raises(WorldError, match="rank 2 ended with exit code -9"):
         options = {"how": "kill", "lost": 2, "seconds": 3.0, "folder": tmp_path, "ipc": True}
-        run_world(4, "tests.weights.transport_ranks:lose_a_rank", fresh=True, **options)
+        launch.world(4, "tests.weights.transport_ranks:lose_a_rank", fresh=True, **options)
     for rank in (0, 1, 3):
         message, refusal, version, _ = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert re.match("rank 2 died or stalled while the weights of version 2 moved", message), message

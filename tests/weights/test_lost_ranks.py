@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.worlds import WorldError, run_world
+from tests.launcher import Launcher, WorldError
 
 RANKS = "tests.weights.transport_ranks"
 
 
 @pytest.mark.parametrize(("how", "lost", "through_files"), [("kill", 1, False), ("stop", 2, False), ("kill", 3, True)])
-def test_the_others_end_and_name_it(tmp_path: Path, how: str, lost: int, through_files: bool) -> None:
+def test_the_others_end_and_name_it(launch: Launcher, tmp_path: Path, how: str, lost: int, through_files: bool) -> None:
     options = {"files": tmp_path / "files"} if through_files else {}
     with pytest.raises(WorldError, match=f"rank {lost} ended with exit code -9"):
-        run_world(4, f"{RANKS}:lose_a_rank", fresh=True, how=how, lost=lost, seconds=3.0, folder=tmp_path, **options)
+        launch.world(4, f"{RANKS}:lose_a_rank", fresh=True, how=how, lost=lost, seconds=3.0, folder=tmp_path, **options)
     for rank in {0, 1, 2, 3} - {lost}:
         message, refusal, version, _ = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert re.match(f"rank {lost} died or stalled while the weights of version 2 moved", message), message

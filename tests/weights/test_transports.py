@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transports.registry import ALONE, messages
+from tests.launcher import Launcher
 
 QWEN2 = {"architecture": "Qwen2ForCausalLM"}
 
@@ -69,14 +69,14 @@ def test_the_number_of_messages_grows_with_the_bytes_not_with_the_boxes() -> Non
     ],
 )
 def test_weights_arrive_in_place(
-    world: Callable[..., list[Any]],
+    launch: Launcher,
     grid: dict[str, int],
     vllm_tp: int,
     dtypes: tuple[str, str],
     bucket_bytes: int,
     spec: dict[str, Any],
 ) -> None:
-    results = world(
+    results = launch.world(
         4,
         "tests.weights.ranks:reshard_ids",
         grid=grid,
@@ -93,8 +93,8 @@ def test_weights_arrive_in_place(
         assert result["received"] == result["elements"] * itemsize
 
 
-def test_equal_layouts_in_one_process_send_nothing(world: Callable[..., list[Any]]) -> None:
-    results = world(
+def test_equal_layouts_in_one_process_send_nothing(launch: Launcher) -> None:
+    results = launch.world(
         4,
         "tests.weights.ranks:reshard_ids",
         grid={"tp": 2, "dp": 2},
@@ -116,7 +116,7 @@ def test_equal_layouts_in_one_process_send_nothing(world: Callable[..., list[Any
         ("quantised", "torch.int8 on rank 1: model.norm.weight"),
     ],
 )
-def test_one_rank_with_wrong_parameters_stops_all(world: Callable[..., list[Any]], fault: str, message: str) -> None:
-    for found in world(4, "tests.weights.ranks:reshard_with_a_fault", fault=fault):
+def test_one_rank_with_wrong_parameters_stops_all(launch: Launcher, fault: str, message: str) -> None:
+    for found in launch.world(4, "tests.weights.ranks:reshard_with_a_fault", fault=fault):
         assert found.startswith("ReshardError")
         assert re.search(message, found), found

@@ -14,7 +14,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ConfigError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.workers.policy import Teacher
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 # The second mini-batch starts from what the first has learned: a wrong gradient shows in its loss.
 COMMON = {"num_mini_batches": 2, "entropy_coef": 0.01, "loss_aggregation": "seq_mean_token_mean"}
@@ -50,22 +50,24 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def updates(folder: Path, shape: dict[str, int], tokens: int, what: str = "updates") -> dict[str, Any]:
+def updates(
+    launch: Launcher, folder: Path, shape: dict[str, int], tokens: int, what: str = "updates"
+) -> dict[str, Any]:
     size = GridShape(**shape).world_size
     given: dict[str, Any] = {"losses": LOSSES}
     if what == "updates":
         given = {"algorithms": ALGORITHMS, "teacher": folder.parent / "teacher"}
     options = {"folder": folder, "shape": shape, "micro_batch_tokens": tokens, **given}
-    results = run_world(size, f"tests.workers.algorithm_ranks:{what}", **options)
+    results = launch.world(size, f"tests.workers.algorithm_ranks:{what}", **options)
     assert all(result == results[0] for result in results[1:]), "every rank says the same"
     return results[0]
 
 
-def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path) -> None:
+def test_same_loss_and_gradient_on_every_grid_and_for_every_split(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path / "model", "Qwen3ForCausalLM")
     make_tiny_folder(tmp_path / "teacher", "LlamaForCausalLM", seed=1)
-    expected = updates(folder, {}, 1000)
-    found = updates(folder, {"tp": 2, "pp": 2}, 14)
+    expected = updates(launch, folder, {}, 1000)
+    found = updates(launch, folder, {"tp": 2, "pp": 2}, 14)
     norms = torch.tensor(expected.pop("score_norms"))
     torch.testing.assert_close(torch.tensor(found.pop("score_norms")), norms, atol=1e-5, rtol=0)
     for name, metrics in found.items():
@@ -78,11 +80,11 @@ def test_same_loss_and_gradient_on_every_grid_and_for_every_split(tmp_path: Path
     assert expected["gkd"]["distillation_divergence"] > 0 and expected["gkd"]["grad_norm"] > 0
 
 
-def test_pairs_too(tmp_path: Path) -> None:
+def test_pairs_too(launch: Launcher, tmp_path: Path) -> None:
     """Pairs stay together however they are split, and a reward model's score is that of the last token."""
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
-    expected = updates(folder, {}, 1000, "pair_updates")
-    found = updates(folder, {"tp": 2, "pp": 2}, 28, "pair_updates")
+    expected = updates(launch, folder, {}, 1000, "pair_updates")
+    found = updates(launch, folder, {"tp": 2, "pp": 2}, 28, "pair_updates")
     for name in ("scores", "values"):
         torch.testing.assert_close(torch.tensor(found.pop(name)), torch.tensor(expected.pop(name)), atol=3e-5, rtol=0)
     for name, reports in found.items():

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.tiny import make_tiny_folder
+from tests.launcher import Launcher
 from tests.workers.test_parallel_invariance import ACTOR, CRITIC
-from tests.worlds import run_world
 
 LORA = {"rank": 4, "alpha": 8.0}
 SHAPES: dict[str, dict[str, int]] = {
@@ -30,11 +30,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def updated(
-    folder: Path, output: Path, shapes: dict[str, dict[str, int]], **options: Any
+    launch: Launcher, folder: Path, output: Path, shapes: dict[str, dict[str, int]], **options: Any
 ) -> dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Grid -> (metrics, adapter) after an update."""
     size = GridShape(**next(iter(shapes.values()))).world_size
-    metrics = run_world(size, f"{RANKS}update", folder=folder, shapes=shapes, output=output, **options)[0]
+    metrics = launch.world(size, f"{RANKS}update", folder=folder, shapes=shapes, output=output, **options)[0]
     return {name: (metrics[name], load_file(output / name / "adapter_model.safetensors")) for name in shapes}
 
 
@@ -44,19 +44,19 @@ def updated(
     ids=["actor", "some targets", "critic"],
 )
 def test_same_update_on_every_grid(
-    folder: Path, tmp_path: Path, targets: str | list[str], options: dict[str, Any]
+    launch: Launcher, folder: Path, tmp_path: Path, targets: str | list[str], options: dict[str, Any]
 ) -> None:
     lora = {**LORA, "targets": targets}
     role = {"value_head": True, "role": "critic"} if options.get("critic") else {}
     start = {"output": tmp_path / "start", "shape": SHAPES["dp4"]}
-    run_world(4, f"{RANKS}random_adapter", folder=folder, lora=lora, **start, **role)
+    launch.world(4, f"{RANKS}random_adapter", folder=folder, lora=lora, **start, **role)
     given = {"adapter": tmp_path / "start", "lora": lora, **options}
-    found = updated(folder, tmp_path, SHAPES, **given)
+    found = updated(launch, folder, tmp_path, SHAPES, **given)
     expected_metrics, expected = found.pop("dp4")
     before = load_file(tmp_path / "start" / "adapter_model.safetensors")
     assert all(not torch.equal(before[name], expected[name]) for name in before), "every factor takes part"
     parallel = {**given, "megatron": {"sequence_parallel": True}}
-    found |= updated(folder, tmp_path, {"sequence parallel": SHAPES["tp2 pp2"]}, **parallel)
+    found |= updated(launch, folder, tmp_path, {"sequence parallel": SHAPES["tp2 pp2"]}, **parallel)
     for grid, (metrics, adapter) in found.items():
         for name, value in expected_metrics.items():
             assert metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), (grid, name)
@@ -66,7 +66,7 @@ def test_same_update_on_every_grid(
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_an_adapter_of_peft_there_and_back(architecture: str, tmp_path: Path) -> None:
+def test_an_adapter_of_peft_there_and_back(launch: Launcher, architecture: str, tmp_path: Path) -> None:
     """Made by peft, loaded on TP2, saved and merged: peft's numbers each time."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
@@ -85,7 +85,7 @@ def test_an_adapter_of_peft_there_and_back(architecture: str, tmp_path: Path) ->
     tokens = torch.randint(0, 100, (3, 17), generator=torch.Generator().manual_seed(5))
     paths = {"adapter": tmp_path / "made", "saved": tmp_path / "saved", "merged": tmp_path / "merged"}
     lora = {**LORA, "targets": targets}
-    found = run_world(
+    found = launch.world(
         2, f"{RANKS}through_megaverl", folder=folder, shape={"tp": 2}, lora=lora, tokens=tokens.tolist(), **paths
     )
     with torch.no_grad():
@@ -103,10 +103,12 @@ def test_an_adapter_of_peft_there_and_back(architecture: str, tmp_path: Path) ->
         assert (ours(tokens).logits - logits).abs().max() < 1e-4
 
 
-def test_an_adapter_of_other_layers_is_refused(folder: Path, tmp_path: Path) -> None:
-    run_world(2, f"{RANKS}random_adapter", folder=folder, lora=LORA, output=tmp_path / "all", shape={"tp": 2})
+def test_an_adapter_of_other_layers_is_refused(launch: Launcher, folder: Path, tmp_path: Path) -> None:
+    launch.world(2, f"{RANKS}random_adapter", folder=folder, lora=LORA, output=tmp_path / "all", shape={"tp": 2})
     changes = [{"rank": 2}, {"alpha": 1.0}, {"targets": ["q_proj"]}, {}]
-    for found in run_world(2, f"{RANKS}refusals", folder=folder, lora=LORA, changes=changes, adapter=tmp_path / "all"):
+    for found in launch.world(
+        2, f"{RANKS}refusals", folder=folder, lora=LORA, changes=changes, adapter=tmp_path / "all"
+    ):
         assert "r is 4" in found[0] and "actor.lora.rank=2" in found[0]
         assert "lora_alpha 8" in found[1] and "actor.lora.alpha=1" in found[1]
         assert "k_proj.lora_A.weight" in found[2] and "actor.lora.targets" in found[2]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megaverl.models.tiny import make_tiny_folder
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 RANKS = "tests.workers.memory_ranks:"
 LORA = {"rank": 4, "alpha": 8.0}
@@ -20,7 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
-def test_bit_for_bit_the_same(folder: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
+def test_bit_for_bit_the_same(launch: Launcher, folder: Path, tmp_path: Path, lora: dict[str, Any] | None) -> None:
     offload = {"parameters": True, "optimizer": True, "gradients": True, "folder": str(tmp_path)}
     variants: list[dict[str, Any]] = [
         {},
@@ -32,29 +32,29 @@ def test_bit_for_bit_the_same(folder: Path, tmp_path: Path, lora: dict[str, Any]
     ]
     given = [{"lora": lora, **variant} for variant in variants]
     shape = {"tp": 2} if lora else {"pp": 2}
-    for found in run_world(2, f"{RANKS}two_steps", folder=folder, shape=shape, variants=given):
+    for found in launch.world(2, f"{RANKS}two_steps", folder=folder, shape=shape, variants=given):
         assert found == [[True, True, True]] * len(variants)
 
 
-def test_every_kind_of_update_with_offload(folder: Path, tmp_path: Path) -> None:
+def test_every_kind_of_update_with_offload(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """Preferences, a reward model, PRIME's and supervised answers train what comes back, as policies do."""
     offload = {"parameters": True, "optimizer": True, "gradients": True, "folder": str(tmp_path)}
-    for found in run_world(2, f"{RANKS}every_kind_of_update", folder=folder, shape={"dp": 2}, offload=offload):
+    for found in launch.world(2, f"{RANKS}every_kind_of_update", folder=folder, shape={"dp": 2}, offload=offload):
         assert found == dict.fromkeys(("preference", "reward_model", "implicit", "answers"), True)
 
 
-def test_sixteen_bits_with_offload(folder: Path, tmp_path: Path) -> None:
+def test_sixteen_bits_with_offload(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """There the optimizer has master weights of its own, and float32 copies of the gradients."""
     offload = {"optimizer": True, "gradients": True, "folder": str(tmp_path)}
     variants = [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "offload": offload}]
-    for found in run_world(2, f"{RANKS}two_steps", folder=folder, shape={"dp": 2}, variants=variants):
+    for found in launch.world(2, f"{RANKS}two_steps", folder=folder, shape={"dp": 2}, variants=variants):
         assert found == [[True, True, True]] * 2
 
 
-def test_what_is_away_takes_no_memory(folder: Path, tmp_path: Path) -> None:
+def test_what_is_away_takes_no_memory(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     kinds = ("weights", "gradients", "optimizer")
     held, away, adapters = (
-        run_world(2, f"{RANKS}bytes_here", folder=folder, shape={"tp": 2}, dtype="bfloat16", **variant)[0]
+        launch.world(2, f"{RANKS}bytes_here", folder=folder, shape={"tp": 2}, dtype="bfloat16", **variant)[0]
         for variant in (
             {},
             {"offload": {"parameters": True, "optimizer": True, "gradients": True, "folder": str(tmp_path)}},
@@ -67,16 +67,16 @@ def test_what_is_away_takes_no_memory(folder: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "files without a name"
 
 
-def test_more_micro_batches(folder: Path) -> None:
+def test_more_micro_batches(launch: Launcher, folder: Path) -> None:
     """The order of additions changes, and nothing else."""
-    counts = run_world(2, f"{RANKS}micro_batch_counts", folder=folder, least=[1, 2, 5, 100])[0]
+    counts = launch.world(2, f"{RANKS}micro_batch_counts", folder=folder, least=[1, 2, 5, 100])[0]
     assert counts == [1, 2, 5, 6]
 
 
-def test_reference_and_resume_of_adapters(folder: Path, tmp_path: Path) -> None:
+def test_reference_and_resume_of_adapters(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """On the same grid bit for bit, dropout's draws included; on another one the adapters are all there."""
     other = make_tiny_folder(tmp_path / "other", "Qwen3ForCausalLM", tie_embeddings=True, seed=1)
-    for found in run_world(
+    for found in launch.world(
         2,
         f"{RANKS}reference_and_resume",
         folder=folder,

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.tiny import make_tiny_folder
+from tests.launcher import Launcher
 from tests.workers.test_parallel_invariance import ACTOR, CRITIC, assert_same, updated
-from tests.worlds import run_world
 
 SHAPES: dict[str, dict[str, int]] = {
     "dp2": {"dp": 2},
@@ -32,20 +32,20 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("options", [ACTOR, CRITIC], ids=["actor", "critic"])
-def test_same_update_on_every_grid(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    expected = updated(folder, tmp_path / "one", {}, **options)
+def test_same_update_on_every_grid(launch: Launcher, folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = updated(launch, folder, tmp_path / "one", {}, **options)
     before = load_file(folder / "model.safetensors")
     still = [name for name in before if name in expected[1] and torch.equal(before[name], expected[1][name])]
     assert all(name.endswith("e_score_correction_bias") for name in still), "every other weight takes part"
     for name, shape in SHAPES.items():
-        assert_same(updated(folder, tmp_path / name, shape, **options), expected)
+        assert_same(updated(launch, folder, tmp_path / name, shape, **options), expected)
 
 
-def test_the_routers_losses_are_means_over_the_mini_batch(tmp_path: Path) -> None:
+def test_the_routers_losses_are_means_over_the_mini_batch(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path / "model", "Qwen3MoeForCausalLM", num_hidden_layers=2)
 
     def update(name: str, shape: dict[str, int], **megatron: Any) -> tuple[dict[str, float], dict[str, Any]]:
-        results = run_world(
+        results = launch.world(
             GridShape(**shape).world_size,
             "tests.workers.moe_ranks:update_equal_lengths",
             folder=folder,

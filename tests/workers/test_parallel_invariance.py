@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.tiny import make_tiny_folder
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 SHAPES = {
     "tp2": {"tp": 2},
@@ -40,10 +40,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return make_tiny_folder(tmp_path_factory.mktemp("model"), "Qwen3ForCausalLM", tie_embeddings=request.param)
 
 
-def updated(folder: Path, output: Path, shape: dict[str, int], **options: Any) -> tuple[dict[str, float], dict]:
+def updated(
+    launch: Launcher, folder: Path, output: Path, shape: dict[str, int], **options: Any
+) -> tuple[dict[str, float], dict]:
     """(metrics, weights) after an update on `shape`."""
     num_ranks = GridShape(**shape).world_size
-    results = run_world(num_ranks, "tests.workers.ranks:update", folder=folder, shape=shape, output=output, **options)
+    results = launch.world(
+        num_ranks, "tests.workers.ranks:update", folder=folder, shape=shape, output=output, **options
+    )
     return results[0], load_file(output / "model.safetensors")
 
 
@@ -56,76 +60,82 @@ def assert_same(found: tuple[dict[str, float], dict], expected: tuple[dict[str, 
 
 
 @pytest.mark.parametrize("options", [SHARED, CRITIC], ids=["shared", "critic"])
-def test_same_update_on_every_grid(folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    expected = updated(folder, tmp_path / "one", {}, **options)
+def test_same_update_on_every_grid(launch: Launcher, folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = updated(launch, folder, tmp_path / "one", {}, **options)
     before = load_file(folder / "model.safetensors")
     moved = [name for name in before if name in expected[1] and not torch.equal(before[name], expected[1][name])]
     assert len(moved) == len([name for name in before if name in expected[1]]), "every weight takes part"
     for name, shape in SHAPES.items():
-        assert_same(updated(folder, tmp_path / name, shape, **options), expected)
+        assert_same(updated(launch, folder, tmp_path / name, shape, **options), expected)
 
 
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "seq_mean_token_sum"])
-def test_same_update_for_every_micro_batch_size(folder: Path, tmp_path: Path, aggregation: str) -> None:
+def test_same_update_for_every_micro_batch_size(
+    launch: Launcher, folder: Path, tmp_path: Path, aggregation: str
+) -> None:
     options = {**ACTOR, "loss_aggregation": aggregation}
-    expected = updated(folder, tmp_path / "one", {}, micro_batch_tokens=1000, **options)
+    expected = updated(launch, folder, tmp_path / "one", {}, micro_batch_tokens=1000, **options)
     for tokens in (14, 30):
-        assert_same(updated(folder, tmp_path / str(tokens), {"dp": 2}, micro_batch_tokens=tokens, **options), expected)
+        assert_same(
+            updated(launch, folder, tmp_path / str(tokens), {"dp": 2}, micro_batch_tokens=tokens, **options), expected
+        )
 
 
-def test_samples_packed_with_their_prompt_once_give_what_padded_rows_do(folder: Path, tmp_path: Path) -> None:
+def test_samples_packed_with_their_prompt_once_give_what_padded_rows_do(
+    launch: Launcher, folder: Path, tmp_path: Path
+) -> None:
     for number, options in enumerate((SHARED, CRITIC)):
         given = {**options, "same_prompts": 3}
-        padded = updated(folder, tmp_path / f"padded{number}", {}, pack_samples=False, **given)
+        padded = updated(launch, folder, tmp_path / f"padded{number}", {}, pack_samples=False, **given)
         for name, shape in {"one": {}, "dp2": {"dp": 2}}.items():
-            assert_same(updated(folder, tmp_path / f"{name}{number}", shape, **given), padded)
+            assert_same(updated(launch, folder, tmp_path / f"{name}{number}", shape, **given), padded)
 
 
 @pytest.mark.parametrize("pack_samples", [True, False], ids=["packed", "padded"])
-def test_the_value_after_a_response_that_was_cut_off(folder: Path, pack_samples: bool) -> None:
+def test_the_value_after_a_response_that_was_cut_off(launch: Launcher, folder: Path, pack_samples: bool) -> None:
     """It is what the critic says before the token that would have come next; 0 after a response that has ended."""
     for shape in ({}, {"pp": 2}, {"dp": 2}):
         size = GridShape(**shape).world_size
         given = {"folder": folder, "shape": shape, "pack_samples": pack_samples}
-        for found in run_world(size, "tests.workers.ranks:last_values", **given):
+        for found in launch.world(size, "tests.workers.ranks:last_values", **given):
             expected = [*found["left out"][:4], 0.0, found["left out"][5]]
             assert found["last True"] == pytest.approx(expected, abs=1e-5) and all(found["left out"])
             assert found["last False"] == [0.0] * 6
 
 
-def test_mini_batches_share_prompts(folder: Path) -> None:
+def test_mini_batches_share_prompts(launch: Launcher, folder: Path) -> None:
     """A prompt of 3 to 5 tokens, all but the last of which two of its three samples find computed."""
-    (found,) = run_world(1, "tests.workers.ranks:tokens_of_updates", folder=folder)
+    (found,) = launch.world(1, "tests.workers.ranks:tokens_of_updates", folder=folder)
     saved = [each - packed for packed, each, _ in found]
     assert [num_samples for *_, num_samples in found] == [6] * 4
     assert saved[0] + saved[1] == saved[2] + saved[3], "whole groups, in either epoch"
     assert all(2 * 2 * 2 <= few <= 2 * 2 * 4 for few in saved), "two groups in each"
 
 
-def test_log_probs_from_hidden_states_give_the_same(folder: Path, tmp_path: Path) -> None:
-    expected = updated(folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **SHARED)
+def test_log_probs_from_hidden_states_give_the_same(launch: Launcher, folder: Path, tmp_path: Path) -> None:
+    expected = updated(launch, folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **SHARED)
     for name, options in {"chunks": {}, "sequence parallel": {"megatron": {"sequence_parallel": True}}}.items():
         chunked = {**SHARED, "chunked_logits": True, **options}
-        assert_same(updated(folder, tmp_path / name, {"tp": 2, "pp": 2}, **chunked), expected)
+        assert_same(updated(launch, folder, tmp_path / name, {"tp": 2, "pp": 2}, **chunked), expected)
 
 
-def test_sequence_parallel_gives_the_same(folder: Path, tmp_path: Path) -> None:
+def test_sequence_parallel_gives_the_same(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     for options in ({**SHARED, **OWN_LOSS}, {**CRITIC, **OWN_LOSS}):
-        expected = updated(folder, tmp_path / f"one{len(options)}", {}, **options)
+        expected = updated(launch, folder, tmp_path / f"one{len(options)}", {}, **options)
         assert any(name.endswith("own_error") for name in expected[0])
         parallel = {"megatron": {"sequence_parallel": True}, **options}
-        assert_same(updated(folder, tmp_path / f"sp{len(options)}", {"tp": 2, "pp": 2}, **parallel), expected)
+        assert_same(updated(launch, folder, tmp_path / f"sp{len(options)}", {"tp": 2, "pp": 2}, **parallel), expected)
 
 
-def test_an_update_that_is_not_finite_changes_nothing(folder: Path) -> None:
-    for unchanged in run_world(4, "tests.workers.ranks:update_that_is_not_finite", folder=folder):
+def test_an_update_that_is_not_finite_changes_nothing(launch: Launcher, folder: Path) -> None:
+    for unchanged in launch.world(4, "tests.workers.ranks:update_that_is_not_finite", folder=folder):
         assert unchanged
         assert all(unchanged)
 
 
-def test_a_gradient_is_multiplied_as_the_coordinator_says(folder: Path) -> None:
+def test_a_gradient_is_multiplied_as_the_coordinator_says(launch: Launcher, folder: Path) -> None:
     """Its scale and its clip are what is done to the gradient, and its count is where the schedule stands."""
-    found = run_world(1, "tests.workers.ranks:as_it_is_ruled", folder=folder)[0]
+    found = launch.world(1, "tests.workers.ranks:as_it_is_ruled", folder=folder)[0]
     assert found["same"] and found["far"]["own"] == pytest.approx(0.1 * 1e-3, rel=1e-3), "clipped as megatron-core does"
     assert found["far"]["less"] == pytest.approx(0.1 * 1e-3 / 4, rel=1e-2)
     assert found["found"]["own"] == [0.1, 1, None] and found["found"]["the same"] == [0.1, 1, 1e-3]
@@ -135,11 +145,11 @@ def test_a_gradient_is_multiplied_as_the_coordinator_says(folder: Path) -> None:
     assert found["found"]["skipped"] == [lr, 4, 1e-3] and found["far"]["skipped"] == 0.0, "the schedule stays there"
 
 
-def test_a_shared_backbone_takes_the_step_of_both_losses(folder: Path, tmp_path: Path) -> None:
+def test_a_shared_backbone_takes_the_step_of_both_losses(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """As long as the value head is zero, the backbone's gradient is the policy's, and the head's that of a critic."""
     losses = {"loss_aggregation": "token_mean", "value_loss_coef": 0.5}
-    metrics, weights = updated(folder, tmp_path / "shared", {}, shared=True, **losses)
-    alone = [updated(folder, tmp_path / str(critic), {}, critic=critic, **losses) for critic in (False, True)]
+    metrics, weights = updated(launch, folder, tmp_path / "shared", {}, shared=True, **losses)
+    alone = [updated(launch, folder, tmp_path / str(critic), {}, critic=critic, **losses) for critic in (False, True)]
     head = weights.pop("score.weight")
     norms = [found["grad_norm"] for found, _ in alone]
     assert metrics["grad_norm"] == pytest.approx((norms[0] ** 2 + norms[1] ** 2) ** 0.5, rel=1e-5)
@@ -152,6 +162,6 @@ def test_a_shared_backbone_takes_the_step_of_both_losses(folder: Path, tmp_path:
         ours, theirs = (after - before[name] for after in (weight, alone[0][1][name]))
         torch.testing.assert_close(ours / clipped[0], theirs / clipped[1], atol=1e-3, rtol=0.05)
     torch.testing.assert_close(head / clipped[0], alone[1][1]["score.weight"] / clipped[2], atol=1e-3, rtol=0.05)
-    for found in run_world(2, "tests.workers.ranks:one_pass", folder=folder):
+    for found in launch.world(2, "tests.workers.ranks:one_pass", folder=folder):
         assert found["passes"][0] == found["passes"][1] and found["same"] == [True, True] and found["heads"]
         assert found["last"], "the values after them too"

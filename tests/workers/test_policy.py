@@ -14,7 +14,7 @@ from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
 from megaverl.workers.policy import DifferenceStats, LogProbDifference, check_first_comparison
 from tests.algorithms.strategies import PROPERTY
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 
 def of_parts(parts: list[list[float]]) -> DifferenceStats:
@@ -43,9 +43,9 @@ def test_no_tokens_and_no_numbers() -> None:
     assert of_parts([[0.0, math.nan]]).mean == math.inf and of_parts([[-math.inf, 0.0]]).largest == math.inf
 
 
-def test_of_all_ranks() -> None:
+def test_of_all_ranks(launch: Launcher) -> None:
     own = [[0.5, 0.25], [2.0, 0.125, 0.0, 0.125]]
-    for found in run_world(2, "tests.workers.algorithm_ranks:log_prob_difference", own=own):
+    for found in launch.world(2, "tests.workers.algorithm_ranks:log_prob_difference", own=own):
         assert found == [0.5, 2.0, 2.0]
 
 

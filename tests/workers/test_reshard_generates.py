@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaverl.models.tiny import make_tiny_folder
+from tests.launcher import Launcher
 from tests.sharding.specs import CONFIGS
-from tests.worlds import run_world
 
 # vLLM's CPU attention has no kernel for heads below 32 dimensions
 SIZES = {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 150, "num_hidden_layers": 2, "head_dim": 32}
@@ -64,6 +64,7 @@ def write_adapter(folder: Path, old: Path, new: Path) -> Path:
 
 
 def check(
+    launch: Launcher,
     path: Path,
     architecture: str,
     grids: list[dict[str, int]],
@@ -77,7 +78,7 @@ def check(
     old, new = two_folders(path, architecture)
     adapter = write_adapter(path / "adapter", old, new) if with_adapter else None
     exports = [path / f"exported{number}" for number in range(len(grids))]
-    ranks = run_world(
+    ranks = launch.world(
         num_ranks,
         "tests.workers.reshard_ranks:reshard_and_generate",
         old_folder=old,
@@ -96,7 +97,7 @@ def check(
         tolerance = 1e-6 if with_adapter and export == exports[-1] else 0.0
         for name, weight in weights.items():
             torch.testing.assert_close(exported[name], weight, atol=tolerance, rtol=0, msg=f"{export} {name}")
-    expected = run_world(
+    expected = launch.world(
         num_ranks,
         "tests.workers.reshard_ranks:generate_afresh",
         folder=exports[-1],
@@ -118,33 +119,33 @@ def check(
     [(name, 2) for name in DENSE]
     + [(name, 1) for name in ("LlamaForCausalLM", "Qwen2ForCausalLM", "GemmaForCausalLM")],
 )
-def test_dense(architecture: str, tp: int, tmp_path: Path) -> None:
+def test_dense(launch: Launcher, architecture: str, tp: int, tmp_path: Path) -> None:
     with_adapter = architecture == "Qwen2ForCausalLM"
-    check(tmp_path, architecture, GRIDS + [{"tp": 2}] * with_adapter, tp, with_adapter=with_adapter)
+    check(launch, tmp_path, architecture, GRIDS + [{"tp": 2}] * with_adapter, tp, with_adapter=with_adapter)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
-def test_with_experts(architecture: str, tp: int, tmp_path: Path) -> None:
-    check(tmp_path, architecture, EXPERT_GRIDS, tp)
+def test_with_experts(launch: Launcher, architecture: str, tp: int, tmp_path: Path) -> None:
+    check(launch, tmp_path, architecture, EXPERT_GRIDS, tp)
 
 
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
-def test_an_engine_whose_ranks_hold_whole_experts(architecture: str, tmp_path: Path) -> None:
-    check(tmp_path, architecture, EXPERT_GRIDS, 2, enable_expert_parallel=True)
+def test_an_engine_whose_ranks_hold_whole_experts(launch: Launcher, architecture: str, tmp_path: Path) -> None:
+    check(launch, tmp_path, architecture, EXPERT_GRIDS, 2, enable_expert_parallel=True)
 
 
-def test_four_ranks(tmp_path: Path) -> None:
+def test_four_ranks(launch: Launcher, tmp_path: Path) -> None:
     grids = [{"tp": 2, "pp": 2}, {"pp": 2, "dp": 2, "ep": 2}, {"tp": 2, "dp": 2, "ep": 2}]
-    check(tmp_path, "Qwen3MoeForCausalLM", grids, 2, num_ranks=4)
+    check(launch, tmp_path, "Qwen3MoeForCausalLM", grids, 2, num_ranks=4)
 
 
-def test_latent_attention_has_its_absorbed_projections_made_anew(tmp_path: Path) -> None:
+def test_latent_attention_has_its_absorbed_projections_made_anew(launch: Launcher, tmp_path: Path) -> None:
     """vLLM's CPU build answers otherwise than transformers here even by itself, so weights are compared."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     sizes["vocab_size"] = 192  # which vLLM does not pad
     config = CONFIGS["DeepseekV3ForCausalLM"] | SIZES | sizes
     config.pop("head_dim")
     folder = make_tiny_folder(tmp_path, "DeepseekV3ForCausalLM", **config)
-    ranks = run_world(2, "tests.workers.reshard_ranks:parameters_that_differ", folder=folder, shape={"tp": 2}, tp=2)
+    ranks = launch.world(2, "tests.workers.reshard_ranks:parameters_that_differ", folder=folder, shape={"tp": 2}, tp=2)
     assert ranks == [[], []]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ import torch
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine
+from tests.launcher import Launcher
 
 SIZES = {"hidden_size": 128, "intermediate_size": 160, "vocab_size": 256, "num_hidden_layers": 2}
 PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(6)]
@@ -26,14 +25,14 @@ def expected(folder: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(("grid", "tp", "dtype"), [({"tp": 2}, 2, "float32"), ({"tp": 1, "pp": 2}, 1, "float32")])
 def test_generations_have_one_version_whole(
-    world: Callable[..., list[Any]], tmp_path: Path, grid: dict[str, int], tp: int, dtype: str
+    launch: Launcher, tmp_path: Path, grid: dict[str, int], tp: int, dtype: str
 ) -> None:
     first = str(make_tiny_folder(tmp_path / "first", **SIZES))
     second = str(make_tiny_folder(tmp_path / "second", seed=1, **SIZES))
     by_version = {"first": expected(first), "second": expected(second)}
     assert by_version["first"] != by_version["second"]
     options = {"folder": first, "other_folder": second, "grid": grid, "tp": tp, "prompts": PROMPTS, "dtype": dtype}
-    for found in world(2, "tests.workers.rollout_ranks:versions", **options):
+    for found in launch.world(2, "tests.workers.rollout_ranks:versions", **options):
         assert "no version has been moved yet" in found["unset"]
         assert "shares storage with the source, which has changed since version 1" in found["between"]
         for key, version in {

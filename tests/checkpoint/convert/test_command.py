@@ -24,8 +24,8 @@ from megaverl.processes import ending_with_parent
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import assert_same_files, converted, make_model
+from tests.launcher import ROOT
 from tests.terminals import read_to_the_end
-from tests.worlds import ROOT
 
 MB = 2**20
 

@@ -20,7 +20,7 @@ from megaverl.models.hub import ModelFiles, find_model
 from megaverl.processes import ending_with_parent
 from tests.checkpoint.convert.folders import assert_same_files, make_model, make_tokenizer
 from tests.checkpoint.convert.hub_server import FakeHub, serving
-from tests.worlds import ROOT, run_world
+from tests.launcher import ROOT, Launcher
 
 NAME = "org/model"
 NOWHERE = "http://127.0.0.1:9"  # nobody listens there
@@ -87,9 +87,11 @@ def test_each_file_is_given_while_the_next_one_is_still_coming(hub: FakeHub, fol
 
 
 @pytest.mark.parametrize("grid", [{"tp": 2, "pp": 2}, {"tp": 1}], ids=str)
-def test_ranks_load_while_it_comes(grid: dict[str, int], hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+def test_ranks_load_while_it_comes(
+    launch: Launcher, grid: dict[str, int], hub: FakeHub, folder: Path, tmp_path: Path
+) -> None:
     kept = tmp_path / "kept"
-    results = run_world(
+    results = launch.world(
         4,
         "tests.checkpoint.convert.ranks:load_from_hub",
         name=NAME,
@@ -257,14 +259,14 @@ def test_errors_say_what_to_do(hub: FakeHub, folder: Path, tmp_path: Path, monke
         load()
 
 
-def test_an_error_reaches_every_rank(folder: Path, tmp_path: Path) -> None:
+def test_an_error_reaches_every_rank(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """A file that is shorter than it says, found when it is read; and one that never comes whole."""
     shard = shards_of(folder)[1]
     os_error = {"short": {shard: 999}}
     cut = {"models": changed(folder, tmp_path / "cut", lambda each: os.truncate(each / shard, 999))}
     for state, expected in ((os_error, "the download broke off"), (cut, "truncated: 999 bytes found")):
         with serving(FakeHub(**({"models": {NAME: folder}} | state))) as hub:
-            results = run_world(
+            results = launch.world(
                 4,
                 "tests.checkpoint.convert.ranks:load_from_hub",
                 name=NAME,

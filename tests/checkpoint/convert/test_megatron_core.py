@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from megaverl.checkpoint.convert.source import open_source
 from megaverl.errors import CheckpointError
 from tests.checkpoint.convert.folders import as_reward_model, assert_same_files, converted, make_model
-from tests.worlds import run_world
+from tests.launcher import Launcher
 
 DENSE, EXPERTS = {"tp": 2, "pp": 2}, {"ep": 2, "pp": 2}
 CASES = [
@@ -27,39 +27,41 @@ RANKS = "tests.checkpoint.convert.ranks"
 
 
 @pytest.mark.parametrize(("architecture", "tied", "grid"), CASES, ids=[case[0] for case in CASES])
-def test_megatron_core_loads_and_saves(architecture: str, tied: bool, grid: dict[str, int], tmp_path: Path) -> None:
+def test_megatron_core_loads_and_saves(
+    launch: Launcher, architecture: str, tied: bool, grid: dict[str, int], tmp_path: Path
+) -> None:
     folder = make_model(tmp_path / "hf", architecture, tie_embeddings=tied, vocab_size=101)
     there = converted(folder, tmp_path / "there", "megatron", grid={"tp": 2}, transformer_engine=False)
     # strict: a key too many or too few would raise
-    assert run_world(4, f"{RANKS}:mcore_loads", folder=folder, checkpoint=there, grid=grid) == [[]] * 4
-    assert run_world(4, f"{RANKS}:start_from_checkpoint", folder=folder, checkpoint=there, grid=grid) == [[]] * 4
+    assert launch.world(4, f"{RANKS}:mcore_loads", folder=folder, checkpoint=there, grid=grid) == [[]] * 4
+    assert launch.world(4, f"{RANKS}:start_from_checkpoint", folder=folder, checkpoint=there, grid=grid) == [[]] * 4
     saved = tmp_path / "saved"
-    assert run_world(4, f"{RANKS}:mcore_saves", folder=folder, checkpoint=saved, grid=grid) == [[]] * 4
+    assert launch.world(4, f"{RANKS}:mcore_saves", folder=folder, checkpoint=saved, grid=grid) == [[]] * 4
     back = converted(saved, tmp_path / "back", "hugging_face", model_folder=folder, verify=True)
     expected, found = (load_file(each / "model.safetensors") for each in (folder, back))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_value_head_in_megatron_core(tmp_path: Path) -> None:
+def test_a_value_head_in_megatron_core(launch: Launcher, tmp_path: Path) -> None:
     causal = make_model(tmp_path / "causal", "LlamaForCausalLM")
     reward = as_reward_model(causal, tmp_path / "reward")
     there = converted(reward, tmp_path / "there", "megatron", grid={"pp": 2}, transformer_engine=False)
     # the spec is the backbone's; the weights are the reward model's
     (reward / "config.json").write_bytes((causal / "config.json").read_bytes())
     options = {"folder": reward, "grid": DENSE, "value_head": True}
-    assert run_world(4, f"{RANKS}:mcore_loads", checkpoint=there, **options) == [[]] * 4
-    assert run_world(4, f"{RANKS}:mcore_saves", checkpoint=tmp_path / "saved", **options) == [[]] * 4
+    assert launch.world(4, f"{RANKS}:mcore_loads", checkpoint=there, **options) == [[]] * 4
+    assert launch.world(4, f"{RANKS}:mcore_saves", checkpoint=tmp_path / "saved", **options) == [[]] * 4
     back = converted(tmp_path / "saved", tmp_path / "back", "hugging_face", model_folder=causal, verify=True)
     expected, found = (load_file(each / "model.safetensors") for each in (reward, back))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-def test_ranks_share_a_conversion(tmp_path: Path) -> None:
+def test_ranks_share_a_conversion(launch: Launcher, tmp_path: Path) -> None:
     """As under torchrun: four ranks, each writes its part."""
     folder = make_model(tmp_path / "hf", tie_embeddings=True, dtype="bfloat16", shard_bytes=40_000)
-    run_world(
+    launch.world(
         4,
         f"{RANKS}:convert_there_and_back",
         source=folder,
@@ -72,11 +74,11 @@ def test_ranks_share_a_conversion(tmp_path: Path) -> None:
     assert_same_files(alone, tmp_path / "there", but=())
 
 
-def test_a_run_is_converted_by_role(tmp_path: Path) -> None:
+def test_a_run_is_converted_by_role(launch: Launcher, tmp_path: Path) -> None:
     """The newest checkpoint of a run, optimizer states left out; the configuration and the model beside it."""
     causal = make_model(tmp_path / "causal", tie_embeddings=True)
     root = tmp_path / "run"
-    run_world(
+    launch.world(
         4,
         f"{RANKS}:save_run",
         folder=causal,

@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -24,6 +24,7 @@ from megaverl.monitoring.doctor.network import is_free, network, storage
 from megaverl.monitoring.doctor.stack import versions
 from megaverl.monitoring.doctor.trials import Trial
 from megaverl.platform.device import Platform
+from tests.launcher import Launcher
 
 ROOT = Path(__file__).parents[3]
 
@@ -60,9 +61,9 @@ def test_the_whole_report_of_this_machine() -> None:
         assert all(finding["mend"] for finding in findings if finding["status"] in ("warn", "fail"))
 
 
-def test_a_token_is_generated(world: Callable[..., list[Any]]) -> None:
+def test_a_token_is_generated(launch: Launcher) -> None:
     """On the plain engine, which starts at once; tests/rollout has vLLM."""
-    (found,) = world(1, "tests.monitoring.doctor.ranks:one_token")
+    (found,) = launch.world(1, "tests.monitoring.doctor.ranks:one_token")
     assert found.startswith("token ") and " from hf on cpu: engine ready after " in found
 
 

@@ -15,7 +15,7 @@ from megaverl.config import load_config
 from megaverl.trainer.quickstart import prepare
 from tests.faults.injector import Fault
 from tests.faults.runs import metrics
-from tests.faults.server import Server
+from tests.launcher import Launcher
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "games"
 RANKS = 2
@@ -27,12 +27,12 @@ SHORT = [
 ]
 
 
-def train(server: Server, recipe: str, folder: Path, *more: str, ranks: int = RANKS) -> Path:
+def train(launch: Launcher, recipe: str, folder: Path, *more: str, ranks: int = RANKS) -> Path:
     """Make the inputs of a recipe and train for two steps; the run folder."""
     config = f"--config={CONFIGS / recipe}.yaml"
     overrides = [*SHORT, f"run.dir={folder}", f"run.nproc={ranks}", *more]
     prepare(load_config(CONFIGS / f"{recipe}.yaml", overrides, command="quickstart", check_paths=False))
-    ended = server.run(["train", config, *overrides], ranks=ranks, logs=folder / "output")
+    ended = launch.command(["train", config, *overrides], ranks=ranks, logs=folder / "output")
     assert ended.codes == [0] * ranks, ended.text
     return folder / "run"
 
@@ -42,10 +42,10 @@ def samples(run: Path, split: str = "train") -> list[dict[str, Any]]:
     return [record for record in records if record["split"] == split]
 
 
-def test_a_game_of_several_turns(server: Server, tmp_path: Path) -> None:
+def test_a_game_of_several_turns(launch: Launcher, tmp_path: Path) -> None:
     """The same episodes on one rank and on two, though they are spread over the ranks; engine and actor agree."""
-    two = train(server, "guessing_game", tmp_path / "two", "checkpoint.export_hf=false")
-    one = train(server, "guessing_game", tmp_path / "one", "actor.tp=1", "checkpoint.export_hf=false", ranks=1)
+    two = train(launch, "guessing_game", tmp_path / "two", "checkpoint.export_hf=false")
+    one = train(launch, "guessing_game", tmp_path / "one", "actor.tp=1", "checkpoint.export_hf=false", ranks=1)
     first = [record for record in samples(two) if record["step"] == 1]
     assert len(first) == 32 and first == [record for record in samples(one) if record["step"] == 1]
     assert samples(two, "validation")
@@ -57,8 +57,8 @@ def test_a_game_of_several_turns(server: Server, tmp_path: Path) -> None:
         assert found["critic/grad_norm"] > 0 and found["actor/grad_norm"] > 0
 
 
-def test_tools_and_rewards_of_the_last_turn(server: Server, tmp_path: Path) -> None:
-    run = train(server, "calculator_tool", tmp_path, "environment.options.call='(.)'", "algorithm.name=turn_grpo")
+def test_tools_and_rewards_of_the_last_turn(launch: Launcher, tmp_path: Path) -> None:
+    run = train(launch, "calculator_tool", tmp_path, "environment.options.call='(.)'", "algorithm.name=turn_grpo")
     found = metrics(run)[-1]
     assert {"validation/accuracy", "validation/reward"} <= metrics(run)[0].keys() | found.keys()
     told = [record["response"] for record in samples(run)]
@@ -74,7 +74,7 @@ def paid(folder: Path) -> str:
     return f"reward={{function: '{folder / 'reward.py'}:letters'}}"
 
 
-def test_two_players(server: Server, tmp_path: Path) -> None:
+def test_two_players(launch: Launcher, tmp_path: Path) -> None:
     """Each with an actor and a critic of its own, on prompts that tell at least one of them something; and the same
     after it was killed and started again."""
     more = [
@@ -83,7 +83,7 @@ def test_two_players(server: Server, tmp_path: Path) -> None:
         "actor.tp=1",
         paid(tmp_path),
     ]
-    whole = train(server, "signalling_game", tmp_path / "whole", *more)
+    whole = train(launch, "signalling_game", tmp_path / "whole", *more)
     for record in (record for record in metrics(whole) if "rollout/rounds" in record):
         assert 4 <= record["rollout/generated_groups"] <= 4 * record["rollout/rounds"], "of prompts, not of agents"
     for agent in ("speaker", "listener"):
@@ -98,31 +98,33 @@ def test_two_players(server: Server, tmp_path: Path) -> None:
     arguments = [*SHORT, f"run.dir={tmp_path / 'hit'}", f"run.nproc={RANKS}", *more]
     command = ["train", f"--config={CONFIGS / 'signalling_game'}.yaml", *arguments]
     environment = Fault("kill", 1, "agent_listener", 2, mark=str(tmp_path / "mark")).environment()
-    server.run(command, ranks=RANKS, logs=tmp_path / "output", environment=environment)
-    ended = server.run(command, ranks=RANKS, logs=tmp_path / "output")
+    launch.command(command, ranks=RANKS, logs=tmp_path / "output", environment=environment)
+    ended = launch.command(command, ranks=RANKS, logs=tmp_path / "output")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS and "1 of 2 steps are done" in ended.text
     for agent, expected in weights.items():
         found = load_file(tmp_path / "hit" / "run" / "hf" / agent / "model.safetensors")
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), agent
 
 
-def test_two_players_on_one_backbone_with_a_value_head_each(server: Server, tmp_path: Path) -> None:
+def test_two_players_on_one_backbone_with_a_value_head_each(launch: Launcher, tmp_path: Path) -> None:
     more = ["environment.agents=shared", "critic={tp: 1, pp: 2}", "actor.tp=1", paid(tmp_path)]
-    run = train(server, "signalling_game", tmp_path, *more)
+    run = train(launch, "signalling_game", tmp_path, *more)
     found = metrics(run)[-2]
     assert found["critic/grad_norm"] > 0 and found["actor/grad_norm"] > 0
     assert {record["agent"] for record in samples(run)} == {"speaker", "listener"}
 
 
-def test_environments_of_ones_own(server: Server, tmp_path: Path) -> None:
+def test_environments_of_ones_own(launch: Launcher, tmp_path: Path) -> None:
     """Named module:object; where one fails, every rank says which and why."""
     more = ["environment={options: {}, max_turns: 5}", "checkpoint.export_hf=false"]
     name = "environment.name=tests.rollout.environments.own:Countdown"
-    run = train(server, "guessing_game", tmp_path / "well", *more, name)
+    run = train(launch, "guessing_game", tmp_path / "well", *more, name)
     assert metrics(run)[-2]["rollout/turns_mean"] == 3.0
     overrides = [*SHORT, *more, f"run.dir={tmp_path / 'well'}", "run.name=run", "checkpoint.resume=never"]
     command = ["train", f"--config={CONFIGS / 'guessing_game'}.yaml", *overrides]
-    ended = server.run([*command, "environment.name=tests.rollout.environments.own:Failing"], logs=tmp_path / "output")
+    ended = launch.command(
+        [*command, "environment.name=tests.rollout.environments.own:Failing"], logs=tmp_path / "output"
+    )
     assert ended.codes == [1, 1]
     assert "environment 'tests.rollout.environments.own:Failing', episode" in ended.text
     assert "step() raised KeyError: 'forgotten'. Mend the environment" in ended.text

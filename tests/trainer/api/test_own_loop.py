@@ -16,7 +16,7 @@ from megaverl.trainer import init_distributed
 from megaverl.trainer.api.settings import resolve
 from megaverl.utils.config import get_ppo_config
 from tests.faults.runs import metrics
-from tests.faults.server import Server
+from tests.launcher import Launcher
 from tests.trainer.conftest import ROOT, environment, make_inputs
 
 PROGRAM = str(Path(__file__).with_name("own_loop.py"))
@@ -38,8 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_inputs(tmp_path_factory.mktemp("own_loop"))
 
 
-def test_rollout_and_update_are_the_steps_of_train(server: Server, folder: Path, tmp_path: Path) -> None:
-    ended = server.run([PROGRAM, str(folder)], ranks=1, logs=tmp_path)
+def test_rollout_and_update_are_the_steps_of_train(launch: Launcher, folder: Path, tmp_path: Path) -> None:
+    ended = launch.command([PROGRAM, str(folder)], ranks=1, logs=tmp_path)
     assert ended.codes == [0], ended.text
     said = json.loads(ended.text.splitlines()[-1])
     assert [step["version"] for step in said["steps"]] == [1.0, 2.0]
@@ -87,27 +87,27 @@ def test_the_first_program_as_it_stands(tmp_path: Path) -> None:
     ],
 )
 def test_a_rank_that_is_lost(
-    server: Server, folder: Path, tmp_path: Path, end: str, codes: list[int], told: str
+    launch: Launcher, folder: Path, tmp_path: Path, end: str, codes: list[int], told: str
 ) -> None:
     """The others end with its name, and not with what gloo says; each process by itself, as on nodes of their own."""
-    ended = server.run([PROGRAM, str(folder), end], logs=tmp_path)
+    ended = launch.command([PROGRAM, str(folder), end], logs=tmp_path)
     assert ended.codes == codes, ended.text
     assert told in ended.output[0], ended.text
     assert "gloo/transport" not in ended.output[0].splitlines()[-1]
 
 
-def test_a_flow_on_ranks_of_its_own(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_a_flow_on_ranks_of_its_own(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """Batches move by themselves; a rank has what it made and what it was sent."""
-    ended = server.run([PROGRAM, str(folder), "flow"], logs=tmp_path)
+    ended = launch.command([PROGRAM, str(folder), "flow"], logs=tmp_path)
     assert ended.codes == [0, 0], ended.text
     first, second = (json.loads(text.splitlines()[-1]) for text in ended.output)
     assert first == [[1 * 2 + 2 * 3, ["rollout", "update"]], [3 * 4 + 2 * 3, ["rollout", "update"]]]
     assert second == [[None, ["rewards"]]] * 2
 
 
-def test_roles_on_ranks_of_their_own(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_roles_on_ranks_of_their_own(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """One rank trains, the other generates and scores; both have the samples, and both hear what was measured."""
-    ended = server.run([PROGRAM, str(folder), "placed"], logs=tmp_path)
+    ended = launch.command([PROGRAM, str(folder), "placed"], logs=tmp_path)
     assert ended.codes == [0, 0], ended.text
     said = [json.loads(text.splitlines()[-1]) for text in ended.output]
     assert said[0] == said[1]
@@ -123,14 +123,14 @@ def test_roles_on_ranks_of_their_own(server: Server, folder: Path, tmp_path: Pat
     assert {"rollout", "reward", "actor_update"} <= names
 
 
-def test_told_to_leave_it_saves_and_goes_on(server: Server, folder: Path, tmp_path: Path) -> None:
+def test_told_to_leave_it_saves_and_goes_on(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """The call under way ends with the documented exit code; started again, the program does only what was left."""
     found = []
     for where, saved in (("in_rollout", "1 of 3 steps, inside step 2"), ("between", "2 of 3 steps")):
-        left = server.run([PROGRAM, str(folder), where], ranks=1, logs=tmp_path)
+        left = launch.command([PROGRAM, str(folder), where], ranks=1, logs=tmp_path)
         assert left.codes == [SAVED_AND_LEFT], left.text
         assert f"SIGTERM: saved after {saved}; start the run again to go on." in left.text
-        again = server.run([PROGRAM, str(folder), where], ranks=1, logs=tmp_path)
+        again = launch.command([PROGRAM, str(folder), where], ranks=1, logs=tmp_path)
         assert again.codes == [0], again.text
         for line in ("step 3/3 ", "resumed from "):  # the program configures logging: there, and only there
             assert again.text.count(f"INFO:megaverl:{line}") == again.text.count(line) == 1, again.text

@@ -1,11 +1,15 @@
-"""What the ranks do in tests/test_worlds.py."""
+"""What the ranks do in tests/test_launcher.py."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 
-import torch
-import torch.distributed as dist
+_imported = [name in sys.modules for name in ("torch", "vllm")]
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 _calls = 0
 
@@ -50,3 +54,25 @@ def die_on(rank: int) -> None:
 
 def return_a_tensor() -> torch.Tensor:
     return torch.zeros(1)
+
+
+def imported_before() -> list[bool]:
+    return _imported
+
+
+def end_each_in_its_way(path: str) -> object:
+    rank = int(os.environ["RANK"])
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']}")
+    if rank == 1:
+        sys.exit(7)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 3:
+        wait_forever()
+    return [rank, path]
+
+
+def stop_or_raise() -> None:
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    raise ValueError("no process group") if not dist.is_initialized() else SystemExit(3)
