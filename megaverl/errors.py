@@ -1,4 +1,4 @@
-"""Errors meant for the person who has to mend them: each names the key, file, row or rank, and what to do."""
+"""Errors meant for the person who has to fix them: each names the key, file, row or rank, and what to do."""
 
 # Exit code of a run that was asked to leave (SIGTERM, SIGUSR1) and has saved what it had: start it again
 # (EX_TEMPFAIL of sysexits.h).

@@ -19,17 +19,17 @@ class Finding:
         name: what was looked at.
         status: ok; note: good to know; warn: works, at a cost or a risk; fail: training cannot work so.
         found: what is there, and what follows from it.
-        mend: what to do; never empty where the status is warn or fail.
+        fix: what to do; never empty where the status is warn or fail.
     """
 
     section: str
     name: str
     status: Status
     found: str
-    mend: str = ""
+    fix: str = ""
 
     def __post_init__(self) -> None:
-        if self.status in ("warn", "fail") and not self.mend:
+        if self.status in ("warn", "fail") and not self.fix:
             raise ValueError(f"{self.section}, {self.name}: says what is wrong and not what to do")
 
 
@@ -37,7 +37,7 @@ MARKS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
 
 
 def as_text(findings: Sequence[Finding]) -> str:
-    """One line each, by section; under what is wrong, the mend."""
+    """One line each, by section; under what is wrong, the fix."""
     width = max(len(finding.name) for finding in findings)
     lines: list[str] = []
     section = None
@@ -49,8 +49,8 @@ def as_text(findings: Sequence[Finding]) -> str:
         lines.append(f"  {MARKS[finding.status]}  {finding.name:<{width}}  {first}")
         indent = " " * (width + 10)
         lines += [indent + line for line in rest]
-        if finding.mend:
-            lines.append(f"{indent}-> {finding.mend}")
+        if finding.fix:
+            lines.append(f"{indent}-> {finding.fix}")
     return "\n".join([*lines[1:], "", summary(findings)])
 
 
@@ -67,5 +67,5 @@ def as_dict(findings: Sequence[Finding]) -> dict[str, Any]:
     sections: dict[str, list[dict[str, str]]] = {}
     for finding in findings:
         entry = {"name": finding.name, "status": finding.status, "found": finding.found}
-        sections.setdefault(finding.section, []).append(entry | ({"mend": finding.mend} if finding.mend else {}))
+        sections.setdefault(finding.section, []).append(entry | ({"fix": finding.fix} if finding.fix else {}))
     return {"healthy": all(finding.status != "fail" for finding in findings), "sections": sections}

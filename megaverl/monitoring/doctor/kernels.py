@@ -20,7 +20,7 @@ class Kernel:
         fast: what is used then.
         fallback: what is used otherwise.
         costs: what the fallback costs on a GPU.
-        mend: how to get the fast one.
+        fix: how to get the fast one.
     """
 
     what: str
@@ -28,7 +28,7 @@ class Kernel:
     fast: str
     fallback: str
     costs: str
-    mend: str
+    fix: str
 
 
 TE = "pip install 'transformer-engine[pytorch]' (a CUDA toolkit must be there), or use NVIDIA's PyTorch container"
@@ -98,7 +98,7 @@ def kernels() -> Iterator[Finding]:
             yield Finding("kernels", kernel.what, "ok", kernel.fast)
         else:
             found = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"
-            yield Finding("kernels", kernel.what, "warn", found, kernel.mend)
+            yield Finding("kernels", kernel.what, "warn", found, kernel.fix)
     yield _flash_attention()
     yield Finding("kernels", "attention of vLLM", "note", "chosen by vLLM for the GPU and model; its log says which")
 

@@ -68,8 +68,8 @@ def _settings(interfaces: set[str]) -> Iterator[Finding]:
             for other in interfaces
         )
         if not fits:
-            mend = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"
-            yield Finding("network", name, "fail", f"{value}: no such interface here", mend)
+            fix = f"set {name} to one of {', '.join(sorted(interfaces))}, or unset it"
+            yield Finding("network", name, "fail", f"{value}: no such interface here", fix)
     if given.get("NCCL_IB_DISABLE") == "1" and INFINIBAND.is_dir() and any(INFINIBAND.iterdir()):
         found = "1, although there is an InfiniBand device: nodes talk over TCP, many times slower"
         yield Finding("network", "NCCL_IB_DISABLE", "warn", found, "unset NCCL_IB_DISABLE")
@@ -94,12 +94,12 @@ def _names() -> Iterator[Finding]:
         try:
             address = socket.gethostbyname(name)
         except OSError as error:
-            mend = "add the name to /etc/hosts, or set MASTER_ADDR to the first node's address"
+            fix = "add the name to /etc/hosts, or set MASTER_ADDR to the first node's address"
             if what == "host name":
-                mend = (
+                fix = (
                     "add the name to /etc/hosts, or name an interface with GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
                 )
-            yield Finding("network", what, "fail" if what == "MASTER_ADDR" else "warn", f"{name}: {error}", mend)
+            yield Finding("network", what, "fail" if what == "MASTER_ADDR" else "warn", f"{name}: {error}", fix)
         else:
             yield Finding("network", what, "ok", f"{name} is {address}")
 
@@ -110,13 +110,13 @@ def _ports() -> Iterator[Finding]:
     if is_free(port):
         yield Finding("network", name, "ok", "free")
     else:
-        mend = "another job may use it: give torchrun another --master-port (or end that job)"
-        yield Finding("network", name, "warn", "in use", mend)
+        fix = "another job may use it: give torchrun another --master-port (or end that job)"
+        yield Finding("network", name, "warn", "in use", fix)
     low, high = _ephemeral()
     if high - low < 4096:
         found = f"{low} to {high}: ranks and engines open many"
-        mend = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-        yield Finding("network", "ports for connections", "warn", found, mend)
+        fix = "sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
+        yield Finding("network", "ports for connections", "warn", found, fix)
     else:
         yield Finding("network", "ports for connections", "ok", f"{low} to {high}")
 
@@ -167,8 +167,8 @@ def _disk(name: str, path: Path) -> Finding:
     if free < 0.1 * GB:
         return Finding("storage", name, "fail", text, f"free some space there. {_another(name)}")
     if free < 5 * GB:
-        mend = f"a checkpoint takes 14 to 18 bytes a parameter (7B: about 120 GB). {_another(name)}"
-        return Finding("storage", name, "warn", text, mend)
+        fix = f"a checkpoint takes 14 to 18 bytes a parameter (7B: about 120 GB). {_another(name)}"
+        return Finding("storage", name, "warn", text, fix)
     return Finding("storage", name, "ok", text)
 
 
@@ -183,8 +183,8 @@ def _shared_memory() -> Finding:
     total, _, free = shutil.disk_usage(SHARED_MEMORY)
     text = f"{SHARED_MEMORY}: {free / GB:.1f} of {total / GB:.1f} GiB free"
     if free < GB:
-        mend = "docker run --ipc=host, or --shm-size=16g; or remove what a killed job left there"
-        return Finding("storage", "shared memory", "warn", f"{text}: NCCL and vLLM need about 1 GiB a rank", mend)
+        fix = "docker run --ipc=host, or --shm-size=16g; or remove what a killed job left there"
+        return Finding("storage", "shared memory", "warn", f"{text}: NCCL and vLLM need about 1 GiB a rank", fix)
     return Finding("storage", "shared memory", "ok", text)
 
 
@@ -192,8 +192,8 @@ def _open_files() -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks raise the soft limit to it
     if hard == resource.RLIM_INFINITY or hard >= OPEN_FILES:
         return Finding("storage", "open files", "ok", f"hard limit {hard if hard >= 0 else 'none'}")
-    mend = "many ranks hold many sockets: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
-    return Finding("storage", "open files", "warn" if hard < 1024 else "note", f"hard limit {hard}", mend)
+    fix = "many ranks hold many sockets: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
+    return Finding("storage", "open files", "warn" if hard < 1024 else "note", f"hard limit {hard}", fix)
 
 
 def _locked_memory() -> Finding:

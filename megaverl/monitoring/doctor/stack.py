@@ -39,8 +39,8 @@ def _version(name: str, version: str) -> Finding:
     if version == "absent" and name in NEEDED:
         return Finding("versions", name, "fail", "absent", f"pip install {name}, or ./launch/bootstrap.sh")
     if version == "absent" and name == "vllm":
-        mend = "pip install 'megaverl[vllm]' (GPU) or 'megaverl[cpu]'; without it only rollout.engine=hf works"
-        return Finding("versions", name, "warn", "absent", mend)
+        fix = "pip install 'megaverl[vllm]' (GPU) or 'megaverl[cpu]'; without it only rollout.engine=hf works"
+        return Finding("versions", name, "warn", "absent", fix)
     if name == "python" and number not in PYTHONS:
         return Finding("versions", name, "fail", number, f"use a Python {PYTHONS}")
     if name == "megatron-core" and not MEGATRON_CORE.contains(number, prereleases=True):
@@ -106,12 +106,12 @@ def _no_gpu() -> Iterator[Finding]:
     if shutil.which("nvidia-smi") is None:
         yield Finding("devices", "GPU", "note", "none: gloo and float32 on the CPU")
     elif torch.version.cuda is None:
-        mend = "pip install 'megaverl[megatron,vllm]', whose torch has CUDA"
-        yield Finding("devices", "GPU", "fail", f"torch {torch.__version__} is built without CUDA", mend)
+        fix = "pip install 'megaverl[megatron,vllm]', whose torch has CUDA"
+        yield Finding("devices", "GPU", "fail", f"torch {torch.__version__} is built without CUDA", fix)
     else:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-        mend = "unset CUDA_VISIBLE_DEVICES" if hidden == "" else "look at what nvidia-smi says; update the driver"
-        yield Finding("devices", "GPU", "warn", f"torch sees none (CUDA {torch.version.cuda})", mend)
+        fix = "unset CUDA_VISIBLE_DEVICES" if hidden == "" else "look at what nvidia-smi says; update the driver"
+        yield Finding("devices", "GPU", "warn", f"torch sees none (CUDA {torch.version.cuda})", fix)
 
 
 def _gpus() -> Iterator[Finding]:
@@ -121,18 +121,18 @@ def _gpus() -> Iterator[Finding]:
         free, total = torch.cuda.mem_get_info(index)
         text = f"{facts.name}, sm_{facts.major}{facts.minor}, {free / GB:.1f} of {total / GB:.1f} GiB free"
         if free < 0.5 * total:
-            mend = "end what uses it (nvidia-smi), or leave it out with CUDA_VISIBLE_DEVICES"
-            yield Finding("devices", f"GPU {index}", "warn", text, mend)
+            fix = "end what uses it (nvidia-smi), or leave it out with CUDA_VISIBLE_DEVICES"
+            yield Finding("devices", f"GPU {index}", "warn", text, fix)
         elif facts.major < 8:
-            mend = "set model.dtype=float16 or float32: this GPU has no bfloat16"
-            yield Finding("devices", f"GPU {index}", "warn", text, mend)
+            fix = "set model.dtype=float16 or float32: this GPU has no bfloat16"
+            yield Finding("devices", f"GPU {index}", "warn", text, fix)
         else:
             yield Finding("devices", f"GPU {index}", "ok", text)
     far = [f"{a}-{b}" for a in range(count) for b in range(a + 1, count) if not _peers(a, b)]
     if far:
         found = f"GPUs {', '.join(far)} cannot read each other: weights go through the host between them"
-        mend = "look at nvidia-smi topo -m; in a container, give it all GPUs; switch ACS off in the BIOS"
-        yield Finding("devices", "peer access", "warn", found, mend)
+        fix = "look at nvidia-smi topo -m; in a container, give it all GPUs; switch ACS off in the BIOS"
+        yield Finding("devices", "peer access", "warn", found, fix)
     elif count > 1:
         yield Finding("devices", "peer access", "ok", "all pairs of GPUs")
     yield Finding("devices", "CUDA", "ok", f"{torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}")

@@ -33,11 +33,11 @@ class Trial:
         name: of the finding.
         module: run as `python -m module`; its last line on stdout is JSON with `found`.
         ranks: how many processes.
-        mend: what to do where it fails.
+        fix: what to do where it fails.
     """
 
-    def __init__(self, name: str, module: str, ranks: int, mend: str, environment: dict[str, str]) -> None:
-        self.name, self.mend = name, mend
+    def __init__(self, name: str, module: str, ranks: int, fix: str, environment: dict[str, str]) -> None:
+        self.name, self.fix = name, fix
         self._start = time.monotonic()
         self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - read by finish()
         port = str(_free_port())
@@ -72,9 +72,9 @@ class Trial:
         failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
         if failed:
             found = f"rank {failed[0]} ended with {self._processes[failed[0]].returncode}:\n{self._tail(failed[0])}"
-            return Finding("trials", self.name, "fail", found, self.mend)
+            return Finding("trials", self.name, "fail", found, self.fix)
         answer: dict[str, Any] = json.loads(self._lines(0)[-1])
-        return Finding("trials", self.name, answer.get("status", "ok"), answer["found"], answer.get("mend", ""))
+        return Finding("trials", self.name, answer.get("status", "ok"), answer["found"], answer.get("fix", ""))
 
     def _cut_off(self) -> Finding:
         for process in self._processes:
@@ -84,7 +84,7 @@ class Trial:
             process.wait()
         seconds = time.monotonic() - self._start
         found = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(0)}"
-        return Finding("trials", self.name, "fail", found, f"give it longer with --timeout 120; then: {self.mend}")
+        return Finding("trials", self.name, "fail", found, f"give it longer with --timeout 120; then: {self.fix}")
 
     def _lines(self, rank: int) -> list[str]:
         self._logs[rank].seek(0)

@@ -1,4 +1,4 @@
-"""The doctor: what it says of a machine, and that everything wrong comes with its mend."""
+"""The doctor: what it says of a machine, and that everything wrong comes with its fix."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_whole_report_of_this_machine() -> None:
     assert trials["all-reduce of two ranks"]["status"] == "ok", trials
     assert trials["all-reduce of two ranks"]["found"].startswith("right, over gloo: 16 MiB")
     for findings in report["sections"].values():
-        assert all(finding["mend"] for finding in findings if finding["status"] in ("warn", "fail"))
+        assert all(finding["fix"] for finding in findings if finding["status"] in ("warn", "fail"))
 
 
 def test_a_token_is_generated(launch: Launcher) -> None:
@@ -83,23 +83,23 @@ def test_text_and_json_say_the_same() -> None:
     shown = as_dict(findings)
     assert shown["healthy"] is False
     assert shown["sections"]["storage"] == [
-        {"name": "runs", "status": "fail", "found": "full\nreally", "mend": "free some space"}
+        {"name": "runs", "status": "fail", "found": "full\nreally", "fix": "free some space"}
     ]
     assert as_text(findings[:1]).endswith("Nothing is wrong.")
 
 
 def test_a_trial_that_fails_shows_its_last_words() -> None:
-    trial = Trial("sum", "megaverl.monitoring.doctor.nothing_of_that_name", 1, "mend it", {})
+    trial = Trial("sum", "megaverl.monitoring.doctor.nothing_of_that_name", 1, "fix it", {})
     finding = trial.finish(time.monotonic() + 60)
-    assert finding.status == "fail" and finding.mend == "mend it"
+    assert finding.status == "fail" and finding.fix == "fix it"
     assert "rank 0 ended with 1" in finding.found and "nothing_of_that_name" in finding.found
 
 
 def test_a_trial_that_hangs_is_ended() -> None:
-    trial = Trial("sum", "http.server", 1, "mend it", {"PYTHONUNBUFFERED": "1"})
+    trial = Trial("sum", "http.server", 1, "fix it", {"PYTHONUNBUFFERED": "1"})
     finding = trial.finish(time.monotonic())
     assert finding.status == "fail" and "and ended" in finding.found
-    assert "--timeout 120" in finding.mend
+    assert "--timeout 120" in finding.fix
     assert all(process.poll() is not None for process in trial._processes)
 
 
@@ -108,9 +108,9 @@ def test_what_is_absent_is_named_with_its_mend(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stack_module, "collect_versions", lambda: found)
     findings = list(versions())
     assert named(findings, "python").status == "fail"
-    assert "pip install torch" in named(findings, "torch").mend
-    assert "rollout.engine=hf" in named(findings, "vllm").mend
-    assert "megatron-core>=0.16" in named(findings, "megatron-core").mend.replace("<0.20,", "")
+    assert "pip install torch" in named(findings, "torch").fix
+    assert "rollout.engine=hf" in named(findings, "vllm").fix
+    assert "megatron-core>=0.16" in named(findings, "megatron-core").fix.replace("<0.20,", "")
     assert named(findings, "transformers").status == "ok"
 
 
@@ -121,17 +121,17 @@ def test_a_cuda_build_beside_a_cpu_torch(monkeypatch: pytest.MonkeyPatch) -> Non
         stack_module.metadata, "version", lambda name: "0.28.0" if name == "torchvision" else real(name)
     )
     finding = named(versions(), "torchvision")
-    assert finding.status == "fail" and "pip uninstall -y torchvision" in finding.mend
+    assert finding.status == "fail" and "pip uninstall -y torchvision" in finding.fix
 
 
 def test_kernels_on_a_gpu_without_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each fallback, what it costs and how to get the fast one; with all modules, nothing to mend."""
+    """Each fallback, what it costs and how to get the fast one; with all modules, nothing to fix."""
     monkeypatch.setattr(kernels_module, "platform", Platform(is_cuda=True))
     monkeypatch.setattr(kernels_module.importlib.util, "find_spec", lambda name: None)
     poor = {finding.name: finding for finding in kernels()}
     for kernel in KERNELS:
         finding = poor[kernel.what]
-        assert (finding.status, finding.mend) == ("warn", kernel.mend)
+        assert (finding.status, finding.fix) == ("warn", kernel.fix)
         assert kernel.fallback in finding.found and kernel.costs in finding.found
     monkeypatch.setattr(kernels_module.importlib.util, "find_spec", lambda name: object())
     rich = {finding.name: finding for finding in kernels()}
@@ -144,7 +144,7 @@ def test_network_settings_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
     findings = list(network())
     assert named(findings, "GLOO_SOCKET_IFNAME").status == "fail"
-    assert "lo" in named(findings, "GLOO_SOCKET_IFNAME").mend
+    assert "lo" in named(findings, "GLOO_SOCKET_IFNAME").fix
     assert not [finding for finding in findings if finding.name == "NCCL_SOCKET_IFNAME"]
     assert named(findings, "MASTER_ADDR").status == "fail"
     assert "GLOO_SOCKET_IFNAME=nosuch0" in named(findings, "settings").found
@@ -158,14 +158,14 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not is_free(port)
         monkeypatch.setenv("MASTER_PORT", str(port))
         finding = named(network(), f"port {port}")
-    assert finding.status == "warn" and "--master-port" in finding.mend
+    assert finding.status == "warn" and "--master-port" in finding.fix
 
 
 def test_a_full_disk_and_small_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(64 * 2**20, 0, 2**20))
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1000))
     findings = list(storage(tmp_path / "not" / "there" / "yet"))
-    assert named(findings, "runs").status == "fail" and "run.dir" in named(findings, "runs").mend
-    assert "--shm-size" in named(findings, "shared memory").mend
+    assert named(findings, "runs").status == "fail" and "run.dir" in named(findings, "runs").fix
+    assert "--shm-size" in named(findings, "shared memory").fix
     files = named(findings, "open files")
-    assert (files.status, files.found) == ("warn", "hard limit 1000") and "--ulimit nofile" in files.mend
+    assert (files.status, files.found) == ("warn", "hard limit 1000") and "--ulimit nofile" in files.fix
