@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megaverl.rollout.engine import Engine, InFlight, OnLoad
 
@@ -48,75 +48,34 @@ def make_engine(
     Raises:
         RolloutError: a world, model or machine that the engine cannot work with.
     """
-    engine = _engine_of(
-        config,
-        model_folder,
-        seed=seed,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        stop_token_ids=stop_token_ids,
-        load_weights=load_weights,
-        trust_remote_code=trust_remote_code,
-        num_sequences=num_sequences,
-        on_load=on_load,
-    )
+    asked: dict[str, Any] = {
+        "seed": seed,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "stop_token_ids": stop_token_ids,
+        "load_weights": load_weights,
+    }
+    engine: Engine
+    if config.engine == "hf":
+        from megaverl.rollout.hf_engine import HFEngine
+
+        unused = ("seed", "load_weights")  # it has no state of its own, and reads its weights from the folder
+        wanted = {name: value for name, value in asked.items() if name not in unused}
+        engine = HFEngine(model_folder, **wanted, trust_remote_code=trust_remote_code)
+    elif ":" in config.engine:
+        from megaverl.plugins import load_object
+
+        engine = load_object(config.engine, "rollout.engine")(model_folder, config, **asked)
+    else:
+        from megaverl.rollout.vllm_engine import VLLMEngine
+
+        asked |= {"trust_remote_code": trust_remote_code, "num_sequences": num_sequences, "on_load": on_load}
+        engine = VLLMEngine(model_folder, config, **asked)
     if config.use_dynamic_batching:
         budget = None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20
         measures = budget is None and config.engine != "vllm"  # which knows what is free of its own cache
         engine.in_flight = InFlight(config.min_sequences, config.max_sequences, budget, measures)
     return engine
-
-
-def _engine_of(
-    config: RolloutConfig,
-    model_folder: str | Path,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    max_model_len: int,
-    stop_token_ids: Sequence[int],
-    load_weights: bool,
-    trust_remote_code: bool,
-    num_sequences: int | None,
-    on_load: OnLoad | None,
-) -> Engine:
-    if config.engine == "hf":
-        from megaverl.rollout.hf_engine import HFEngine
-
-        return HFEngine(
-            model_folder,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            stop_token_ids=stop_token_ids,
-            trust_remote_code=trust_remote_code,
-        )
-    if ":" in config.engine:
-        from megaverl.plugins import load_object
-
-        own: Engine = load_object(config.engine, "rollout.engine")(
-            model_folder,
-            config,
-            seed=seed,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            stop_token_ids=stop_token_ids,
-            load_weights=load_weights,
-        )
-        return own
-    from megaverl.rollout.vllm_engine import VLLMEngine
-
-    return VLLMEngine(
-        model_folder,
-        config,
-        seed=seed,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        stop_token_ids=stop_token_ids,
-        load_weights=load_weights,
-        trust_remote_code=trust_remote_code,
-        num_sequences=num_sequences,
-        on_load=on_load,
-    )
 
 
 def engine_layouts(config: RolloutConfig, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
