@@ -116,7 +116,7 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.config import load_config
     from megaverl.monitoring.console import Console
-    from megaverl.trainer.rl import Trainer
+    from megaverl.trainer.loop import Trainer
 
     warm = warm_start(out, 0)
     seed_generators(0)
@@ -130,11 +130,10 @@ def measure(out: Path, name: str, steps: int) -> tuple[float, float]:
     found: list[tuple[float, float]] = []
     one_step = trainer.one_step
 
-    def watched(*args: Any, **options: Any) -> dict[str, float]:
+    def watched(*args: Any, **options: Any) -> None:
         clock.seconds = 0.0
-        metrics = one_step(*args, **options)
-        found.append((metrics["train/step_time_ms"] / 1e3, clock.seconds))
-        return metrics
+        one_step(*args, **options)
+        found.append((trainer.timeline.step_metrics()["time/step_ms"] / 1e3, clock.seconds))
 
     trainer.one_step = watched  # type: ignore[method-assign]
     trainer.train()

@@ -107,7 +107,7 @@ def _save_rank(given: argparse.Namespace) -> int:
     from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.rl import kept_objects
+    from megaverl.trainer.loop import kept_objects
     from megaverl.trainer.sft import SFTTrainer
 
     rank = int(os.environ["RANK"])

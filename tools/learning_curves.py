@@ -96,7 +96,7 @@ def attempt(config: Any) -> str | None:
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.errors import MegaverlError
     from megaverl.monitoring.console import Console
-    from megaverl.trainer.rl import Trainer
+    from megaverl.trainer.loop import Trainer
 
     seed_generators(config.run.seed)
     try:

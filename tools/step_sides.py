@@ -207,7 +207,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     from megaverl.config import load_config
     from megaverl.monitoring.console import redirect_output
     from megaverl.platform import platform
-    from megaverl.trainer.rl import Trainer
+    from megaverl.trainer.loop import Trainer
 
     rank = int(os.environ["RANK"])
     config = load_config(None, megaverl_settings(job, folder), command="train")
@@ -217,7 +217,7 @@ def run_megaverl(job: Job, folder: Path) -> None:
     dist.init_process_group(platform.backend, timeout=datetime.timedelta(minutes=10))
 
     class Bench(Trainer):
-        def one_step(self, step: int, rollouts: Any = None) -> dict[str, float]:
+        def one_step(self, step: int, given: Any = None) -> None:
             if step == 0:
                 self.watch = watch_roles(self)
             turns.wait(step)
@@ -225,10 +225,10 @@ def run_megaverl(job: Job, folder: Path) -> None:
             dist.barrier()
             self.watch.seconds.clear()
             with self.watch.measure("step"):
-                metrics = super().one_step(step, rollouts)
+                super().one_step(step, given)
+            metrics = self.step.metrics
             assert metrics["rollout/response_length_mean"] == job.response_tokens
             turns.report(step, self.watch.seconds | {"reward": metrics["reward/latency_ms"] / 1e3, "gflops": rate})
-            return metrics
 
     Bench(config, console).train()
     dist.destroy_process_group()

@@ -55,8 +55,7 @@ def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
     Args:
         world_size: ranks of the job, where roles have ranks of their own; None: `run.nproc`, or as many as needed.
     """
-    from megaverl.rollout.environments import agents_of
-    from megaverl.trainer.agents import agents_flow
+    from megaverl.trainer.agents import AgentsStep
     from megaverl.trainer.roles import Roles
     from megaverl.trainer.step import RLStep
     from megaverl.trainer.stored_rollouts import RolloutFolder
@@ -68,10 +67,8 @@ def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
         places = resolve_placement(config.placement, grids, size).ranks
     replay = config.trainer.replay_rollouts
     nobody = cast(Roles, None)  # the roles are only needed when the flow runs
-    step = RLStep(config, nobody, RolloutFolder(replay) if replay else None)
-    if config.environment.name is not None and config.environment.agents == "own":
-        return agents_flow(step, agents_of(config.environment.name), lambda agent: None).plan
-    return step.flow(places).plan
+    make_step = AgentsStep if config.environment.agents == "own" else RLStep
+    return make_step(config, nobody, RolloutFolder(replay) if replay else None).flow(places).plan
 
 
 def as_dict(plan: CompiledFlow) -> dict[str, Any]:

@@ -1,62 +1,28 @@
 """Several agents, each with an actor and a critic of its own, trained on the same episodes: independent PPO.
 
 IPPO, arXiv 2011.09533: every agent treats the others as part of its environment, and runs PPO on what it saw, wrote and
-was paid. `environment.agents: own`; with `shared` the agents are `Trainer`'s one actor, see `Credit.assign_each`.
+was paid. `environment.agents: own`; with `shared` the agents are one actor, see `AdvantageComputer.assign_each`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from megaverl.algorithms import KLController
-from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow, Operator
+from megaverl.dataflow.plan import Places
 from megaverl.errors import ConfigError
 from megaverl.rollout.engine import Engine
+from megaverl.rollout.environments import agents_of
 from megaverl.trainer.build import Builder
-from megaverl.trainer.rl import Trainer
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.step import RLStep
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout
-
-
-def trainer_of(config: Config) -> type[Trainer]:
-    """The loop that a configuration wants, where all roles share all ranks."""
-    return AgentsTrainer if config.environment.agents == "own" else Trainer
-
-
-class AgentsTrainer(Trainer):
-    """As `Trainer`, with roles of its own for every agent of the game; one engine, which they use in turn."""
-
-    def make_roles(self, builder: Builder, *, generates: bool) -> Roles:
-        roles = agents_roles(builder, generates=generates)
-        self.agents = {agent: RLStep(self.config, own, warn=self.console.warn) for agent, own in roles.agents.items()}
-        return roles
-
-    def make_flow(self) -> DataFlow:
-        return agents_flow(self.step, tuple(self.agents), self._train_agent)
-
-    def _train_agent(self, agent: str, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
-        """The agent's own advantages, critic and actor, on its own samples."""
-        own = self.agents[agent]
-        rows = (rollouts.agent_ids == list(self.agents).index(agent)).nonzero()[:, 0].tolist()
-        own.metrics = {}
-        done = {"rollouts": own_samples(rollouts, rows), "scores": scores.select(rows)}
-        own.flow().run(self.stages, done, prompts=[], step=step)
-        engines = self.roles.rollout
-        assert isinstance(engines, AgentRollouts)
-        engines.current = None
-        if agent == list(self.agents)[-1]:
-            engines.weight_version += 1
-        own.metrics["reward/mean"] = float(scores.total[rows].mean())
-        for name, value in own.metrics.items():
-            self.step.metrics[f"{agent}/{name}"] = value
-            if not name.startswith("reward/"):  # what a person watches: the mean over the agents
-                self.step.metrics[name] = self.step.metrics.get(name, 0.0) + value / len(self.agents)
 
 
 def agents_roles(builder: Builder, *, generates: bool) -> Roles:
@@ -102,19 +68,41 @@ def agents_roles(builder: Builder, *, generates: bool) -> Roles:
     )
 
 
-def agents_flow(step: RLStep, agents: Sequence[str], train: Callable[..., None]) -> DataFlow:
-    """One rollout, then every agent's own step on its part of it.
+@dataclass
+class AgentsStep(RLStep):
+    """One rollout, then every agent's own step on its part of it."""
 
-    Args:
-        train: called with an agent's name, rollouts, scores and step.
-    """
-    flow = DataFlow()
-    flow.add_operator(Operator("rollout", step.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
-    flow.add_operator(Operator("reward", step.score, ("rollouts",), ("scores",), role="reward"))
-    for agent in agents:
-        inputs = ("rollouts", "scores", "step")
-        flow.add_operator(Operator(f"agent_{agent}", partial(train, agent), inputs, (), role="actor"))
-    return step.compiled(flow)
+    agents: dict[str, RLStep] = field(default_factory=dict)
+
+    def flow(self, places: Places | None = None) -> DataFlow:
+        flow = DataFlow()
+        flow.add_operator(Operator("rollout", self.generate, ("prompts", "step"), ("rollouts",), role="rollout"))
+        flow.add_operator(Operator("reward", self.score, ("rollouts",), ("scores",), role="reward"))
+        for number, agent in enumerate(agents_of(str(self.config.environment.name))):
+            inputs = ("rollouts", "scores", "step")
+            update = partial(self.train_agent, agent, number)
+            flow.add_operator(Operator(f"agent_{agent}", update, inputs, (), role="actor"))
+        return self.compiled(flow, places)
+
+    def train_agent(self, agent: str, number: int, rollouts: RolloutBatch, scores: Scores, step: int) -> None:
+        """The agent's own advantages, critic and actor, on its own samples."""
+        if agent not in self.agents:
+            self.agents[agent] = RLStep(self.config, self.roles.agents[agent], warn=self.warn)
+        own, count = self.agents[agent], len(self.roles.agents)
+        rows = (rollouts.agent_ids == number).nonzero()[:, 0].tolist()
+        own.metrics = {}
+        done = {"rollouts": own_samples(rollouts, rows), "scores": scores.select(rows)}
+        own.flow().run(self.span, done, prompts=[], step=step)
+        engines = self.roles.rollout
+        assert isinstance(engines, AgentRollouts)
+        engines.current = None
+        if number == count - 1:
+            engines.weight_version += 1
+        own.metrics["reward/mean"] = float(scores.total[rows].mean())
+        for name, value in own.metrics.items():
+            self.metrics[f"{agent}/{name}"] = value
+            if not name.startswith("reward/"):  # what a person watches: the mean over the agents
+                self.metrics[name] = self.metrics.get(name, 0.0) + value / count
 
 
 def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:

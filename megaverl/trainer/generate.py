@@ -21,9 +21,8 @@ from megaverl.rollout.engine import (
     sampling_of,
     sampling_options,
 )
-from megaverl.rollout.environments import ALONE, Request, Start, Views
+from megaverl.rollout.environments import ALONE, Request, Start, View, Views
 from megaverl.rollout.seeds import sample_seed, turn_seed
-from megaverl.trainer.samples import episodes_batch, rollout_batch
 from megaverl.workers.player import Player
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by
@@ -151,6 +150,69 @@ def episodes(
 
     with rollout.awake():
         return player.play(starts, write)
+
+
+def rollout_batch(
+    prompts: Sequence[PromptRecord], generations: Sequence[Generation], group_ids: Sequence[int]
+) -> RolloutBatch:
+    """Prompts and their responses, with the columns that rewards and samples read."""
+    return RolloutBatch.from_generations(
+        [prompt.token_ids for prompt in prompts],
+        generations,
+        group_ids=group_ids,
+        columns={
+            "messages": [prompt.messages for prompt in prompts],
+            "prompt": [prompt.text for prompt in prompts],
+            "reference": [prompt.reference for prompt in prompts],
+            "extra": [prompt.extra for prompt in prompts],
+        },
+    )
+
+
+def episode_batch(prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int]) -> RolloutBatch:
+    """One agent's views of episodes: its own tokens train, what it was told does not."""
+    batch = RolloutBatch.from_generations(
+        [view.prompt for view in views],
+        [Generation(view.tokens, view.log_probs, view.finish_reason) for view in views],
+        group_ids=group_ids,
+        columns={
+            "prompt": [prompt.text for prompt in prompts],
+            "reference": [prompt.reference for prompt in prompts],
+            "extra": [prompt.extra for prompt in prompts],
+            "turns": [view.spans for view in views],
+        },
+    )
+    own, turns = torch.zeros_like(batch.response_mask), torch.zeros_like(batch.generated_ids)
+    rewards = torch.zeros_like(batch.rollout_log_probs)
+    for row, view in enumerate(views):
+        length = len(view.tokens)
+        own[row, :length] = torch.tensor(view.own, dtype=torch.bool)
+        turns[row, :length] = torch.tensor(view.turns, dtype=torch.int64)
+        for (_, end), reward in zip(view.spans, view.rewards, strict=True):
+            rewards[row, end - 1] = reward
+    return batch.with_(response_mask=own, turn_ids=turns, turn_rewards=rewards)
+
+
+def episodes_batch(
+    prompts: Sequence[PromptRecord], episodes: Sequence[Views], agents: Sequence[str], group_ids: Sequence[int]
+) -> RolloutBatch:
+    """The views of all agents, one agent's after the other's; each agent's groups are its own."""
+    parts = [
+        episode_batch(
+            prompts,
+            [views[agent] for views in episodes],
+            [group * len(agents) + number for group in group_ids],
+        )
+        for number, agent in enumerate(agents)
+    ]
+    if len(agents) == 1:
+        return parts[0]
+    return RolloutBatch.concat(
+        [
+            part.with_(agent_ids=torch.full((len(part),), number)).with_columns(agent=[agent] * len(part))
+            for number, (agent, part) in enumerate(zip(agents, parts, strict=True))
+        ]
+    )
 
 
 def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int) -> Metrics:

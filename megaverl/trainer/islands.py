@@ -17,14 +17,18 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics
+from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
+from megaverl.coordinator import Participant, Progress
 from megaverl.coordinator.islands import IslandMember, OuterOptimizer, serve_join
 from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.p2p import receive_json, send_json
+from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import CheckpointError
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
+from megaverl.trainer.roles import REWARD_MODEL
 from megaverl.workers.trainable import TrainableModel
 
 _SUMS = "sums of the islands' losses"
@@ -116,6 +120,34 @@ class Island:
         return _as_sums(gather_json(whole)[0])
 
 
+class IslandUpdates:
+    """The coordinator's part of updates in which islands meet.
+
+    Args:
+        progress: where the run stands.
+    """
+
+    def __init__(self, config: Config, fabric: Fabric, progress: Progress) -> None:
+        self._config, self._fabric, self._joined = config, fabric, dict(progress.steps)
+
+    def serve(self, step: int) -> None:
+        """Everything in which the islands meet in this step, in the order of their updates; elsewhere nothing."""
+        config, placement = self._config, self._fabric.placement
+        if self._fabric.rank != placement.coordinator or len(placement.islands) == 1:
+            return
+        updates = config.algorithm.num_epochs * config.algorithm.num_mini_batches
+        roles = ["critic"] if config.uses_critic and placement.colocated("critic", "actor") else []
+        roles += ["actor"] if step >= config.algorithm.critic_warmup_steps else []
+        for role in roles:
+            done = self._joined.get(role, 0)
+            self._joined[role] = done + updates
+            for in_update in meetings(updates, config.coordinator, done):
+                if in_update:
+                    serve_update(self._fabric)
+                else:
+                    serve_join(self._fabric)
+
+
 def serve_update(fabric: Fabric) -> None:
     """The coordinator's part of an update in which the islands meet: gradients, then the sums of their losses."""
     serve_join(fabric)
@@ -135,6 +167,36 @@ def meetings(updates: int, config: CoordinatorConfig, done: int) -> Iterator[boo
             yield True
         elif number % config.islands_every == 0:
             yield False
+
+
+def participants(config: Config, placement: ResolvedPlacement) -> tuple[list[str], list[Participant]]:
+    """The roles that are trained, and who reports their updates: the first rank of each, and of each island."""
+    alone = config.coordinator.islands_every > 1  # islands that take steps of their own decide by themselves
+    roles = [
+        "actor",
+        *(["critic"] if config.uses_critic else []),
+        *([REWARD_MODEL] if config.trains_reward_model else []),
+    ]
+    found = [
+        Participant(island_name(role, number) if alone else role, world.ranks[0], number)
+        for role in roles
+        for number, world in enumerate(world for world in placement.worlds if place_of(role) in world.roles)
+    ]
+    return roles, found
+
+
+def place_of(role: str) -> str:
+    """The role whose ranks a trained one has: a reward model that the run trains is beside the actor."""
+    return "actor" if role == REWARD_MODEL else role
+
+
+def island_name(role: str, number: int) -> str:
+    """What an island's part of a role is called, where it is not that of all."""
+    return f"{role}.{number}" if number else role
+
+
+def island_file(role: str, rank: int) -> str:
+    return f"island_{role}_{rank}.safetensors"
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:

@@ -19,8 +19,8 @@ from megaverl.monitoring.memory import memory_metrics
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, unheard
+from megaverl.trainer.loop import kept_objects
 from megaverl.trainer.records import Records
-from megaverl.trainer.rl import kept_objects
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
 from megaverl.workers.trainable import TrainableModel
 

@@ -21,10 +21,9 @@ from megaverl.data.tokenizers import load_tokenizer
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.curves import plot_curves, text_curve
 from megaverl.rollout.environments.examples import EXAMPLES, example
-from megaverl.trainer.agents import trainer_of
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
-from megaverl.trainer.rl import Trainer
+from megaverl.trainer.loop import Trainer
 from megaverl.trainer.saving import export_model
 from megaverl.trainer.sft import warm_up
 from megaverl.version import __version__
@@ -99,7 +98,7 @@ def quickstart(config: Config, console: Console, job: Job | None = None) -> None
     warm = builder.run_dir / "inputs" / "warm"
     export_model(warm_up(config, builder, console), builder, warm)
     config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(warm)})})
-    trainer = trainer_of(config)(config, console, Builder(config, builder.groups), job)
+    trainer = Trainer(config, console, Builder(config, builder.groups), job)
     trainer.train()
     if dist.get_rank() == 0:
         _report(trainer, console)

@@ -23,7 +23,6 @@ from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
 
 if TYPE_CHECKING:
     from megaverl.trainer.build import Builder
-    from megaverl.trainer.rl import Trainer
 
 
 def main(
@@ -88,18 +87,9 @@ def _train(config: Config, console: Console, job: Job | None, options: dict[str,
 
         generate_only(config, console, job)
         return
-    make_trainer(config, console, job).train()
+    from megaverl.trainer.loop import Trainer
 
-
-def make_trainer(config: Config, console: Console, job: Job | None) -> Trainer:
-    """The loop that a configuration and its placement want."""
-    if job is not None and not job.fabric.placement.is_colocated:
-        from megaverl.trainer.split import SplitTrainer
-
-        return SplitTrainer(config, console, job)
-    from megaverl.trainer.agents import trainer_of
-
-    return trainer_of(config)(config, console, job=job)
+    Trainer(config, console, job=job).train()
 
 
 def _sft(config: Config, console: Console, job: Job | None, options: dict[str, Any]) -> None:

@@ -1,20 +1,34 @@
-"""How far each world of a split run may be ahead of training: settled before the run, so that two runs are the same."""
+"""Asynchronous rollouts: how far each world may be ahead of training, and the samples that wait for it meanwhile."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from megaverl.config import Config
+from megaverl.distributed.p2p import Sent, receive_json, send_json
 from megaverl.distributed.placement import ResolvedPlacement
+from megaverl.distributed.worlds import Fabric
+from megaverl.trainer.stored_rollouts import StoredRollouts
 
 # What may run ahead of training, and how many hands its work goes through from the rollout on. The critic may value the
 # samples of a step while the actor is still at the one before; for its own update it waits.
 AHEAD = {"rollout": 0, "reward": 1, "reference": 1}
 
+# What is measured of samples when they are made: it goes with them over an interruption.
+KEPT = ("rollout/", "reward/", "queue/depth")
+
 
 @dataclass(frozen=True)
 class Schedule:
     """After how many steps of training a world begins its part of a step; steps count from 0.
+
+    Settled before the run, so that two runs are the same.
 
     Attributes:
         placement: who has which roles.
@@ -63,3 +77,99 @@ class Schedule:
 
     def _is_barrier(self, done: int) -> bool:
         return any(every and done % every == 0 for every in (self.save_interval, self.validate_every))
+
+
+class WaitingSamples:
+    """The samples of a split run that wait for training, as its engines' ranks see them.
+
+    Attributes:
+        is_here: whether this rank keeps them: the engines' first does.
+    """
+
+    def __init__(self, config: Config, fabric: Fabric) -> None:
+        self._fabric, self._samples_per_step = fabric, config.samples_per_step
+        placement = fabric.placement
+        self.is_here = fabric.rank == placement.ranks["rollout"][0]
+        self._is_async = config.rollout.async_rollout
+        self._source = placement.islands[0][0]
+        self._engines = [rank for rank in placement.ranks["rollout"] if rank not in placement.islands[0]]
+        self._sent, self._paused = Sent(), 0.0
+        self._kept: dict[int, StoredRollouts] = {}
+        self._samplers: dict[int, dict[str, Any]] = {}
+
+    def begin(self, step: int, sampler: dict[str, Any]) -> None:
+        """The engines begin a step, whose prompts are taken from here."""
+        self._samplers[step] = sampler
+
+    def sampler(self, done: int) -> dict[str, Any] | None:
+        """Where the prompts of the step after `done` begin; None: the engines have not begun it."""
+        return self._samplers.get(done)
+
+    def keep(self, step: int, version: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """What was generated for a step, and scored if it was, waits for training."""
+        own = {name: value for name, value in metrics.items() if name.startswith(KEPT)}
+        self._kept[step] = StoredRollouts(step, version, values["rollouts"], values.get("scores"), own)
+
+    def wait_for_weights(self, done: int, span: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """As far ahead as they may be, the engines pause until the actor is done with a step.
+
+        Args:
+            span: opened with "pause" around that.
+        """
+        if self._fabric.rank == self._source:
+            self._sent.forget_done()
+            for rank in self._engines:
+                self._sent.add(send_json(self._fabric, "weights", rank, done))
+        elif self._fabric.rank in self._engines:
+            start = time.perf_counter()
+            with span("pause"):
+                receive_json(self._fabric, "weights", self._source)
+            self._paused += time.perf_counter() - start
+
+    def metrics(self, ahead: int, measured: Mapping[str, float]) -> dict[str, float]:
+        """Of a step that was generated so many steps ahead of training, and of the pause before it.
+
+        Args:
+            measured: so far; what it says of samples from before an interruption stays.
+        """
+        paused, self._paused = self._paused, 0.0
+        found = {"rollout/staleness": float(ahead)}
+        if self._is_async:
+            found["queue/depth"] = float((ahead + 1) * self._samples_per_step)
+        found |= {name: measured[name] for name in found if name in measured}
+        return found | ({"queue/wait_ms": paused * 1e3} if self._is_async else {})
+
+    def forget(self, done: int) -> None:
+        """So many steps are trained: what they were trained on is needed no more."""
+        self._kept = {step: rollouts for step, rollouts in self._kept.items() if step >= done}
+        self._samplers = {step: sampler for step, sampler in self._samplers.items() if step >= done}
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """All but the batches, as JSON."""
+        return [rollouts.facts() for rollouts in self._kept.values()]
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        """The batches, by the name of their file in a checkpoint."""
+        found = {}
+        with TemporaryDirectory() as folder:
+            for step, rollouts in self._kept.items():
+                path = Path(folder) / file_of(step)
+                rollouts.write(path)
+                found[path.name] = path.read_bytes()
+        return found
+
+
+def read_waiting(folder: Path, facts: Iterable[Mapping[str, Any]]) -> dict[int, StoredRollouts]:
+    """By step, what a checkpoint has kept.
+
+    Raises:
+        DataError: a file is missing or damaged.
+    """
+    found = (StoredRollouts.read(folder / file_of(int(one["step"])), dict(one)) for one in facts)
+    return {rollouts.step: rollouts for rollouts in found}
+
+
+def file_of(step: int) -> str:
+    return f"ahead_{step + 1:08d}.safetensors"

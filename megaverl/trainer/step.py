@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -52,6 +52,7 @@ class RLStep:
         outlet: takes samples as they are finished; None: they are wanted all at once.
         waiting: by step, samples that were generated before an interruption.
         warn: tells the person who watches the run.
+        span: opened around operators, with their names.
         is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
     """
 
@@ -64,6 +65,7 @@ class RLStep:
     outlet: Outlet | None = None
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     warn: Callable[[str], None] = print
+    span: Callable[[str], AbstractContextManager[Any]] = field(default=lambda name: nullcontext())
     is_given: bool = False
     credit: AdvantageComputer = field(init=False)
     _has_compared: bool = False
@@ -133,7 +135,6 @@ class RLStep:
 
     def gathered(
         self,
-        span: Callable[[str], AbstractContextManager[Any]],
         stream: Prompts,
         step: int,
         places: Places | None = None,
@@ -163,7 +164,7 @@ class RLStep:
         rounds.compile(given, places=places)
 
         def one_round(prompts: Sequence[PromptRecord], first_group: int) -> tuple[RolloutBatch, Scores, Metrics]:
-            values = rounds.run(span, prompts=prompts, step=step, first_group=first_group, **moving)
+            values = rounds.run(self.span, prompts=prompts, step=step, first_group=first_group, **moving)
             return values["rollouts"], values["scores"], dict(self.metrics)
 
         batch, scores, metrics = refill(self.config, stream, one_round, step)

@@ -14,9 +14,8 @@ from megaverl.distributed.collectives import together
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import sampling_options
 from megaverl.trainer.generate import Draws, responses
-from megaverl.trainer.records import Records
+from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.roles import Roles
-from megaverl.trainer.samples import sample_records
 from megaverl.workers.player import Player
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from megaverl.checkpoint.manifest import newest_first
 from megaverl.processes import ending_with_parent
-from megaverl.trainer.async_schedule import file_of
-from megaverl.trainer.placed_roles import island_file
+from megaverl.trainer.islands import island_file
+from megaverl.trainer.schedule import file_of
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not
 from tests.faults.runs import differences, metrics, remains

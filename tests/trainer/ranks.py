@@ -16,7 +16,7 @@ from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.trainer.rl import Trainer
+from megaverl.trainer.loop import Trainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
 from tests.models.ranks import whole_rows
 

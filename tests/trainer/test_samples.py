@@ -11,7 +11,8 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.rewards import Reward
 from megaverl.rollout.engine import Generation
 from megaverl.rollout.environments import View
-from megaverl.trainer.samples import append_samples, episodes_batch, forget_samples
+from megaverl.trainer.generate import episodes_batch
+from megaverl.trainer.records import append_samples, forget_samples
 from megaverl.workers.reward import RewardRole
 
 

@@ -11,7 +11,7 @@ import torch
 from megaverl.config import load_config
 from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress
 from megaverl.data.batch import RolloutBatch
-from megaverl.trainer.rl import rules_of
+from megaverl.trainer.executor import rules_of
 from megaverl.trainer.step import RLStep, oldest_version
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,9 +26,7 @@ from megaverl.trainer.api.world import explained, init_distributed, under_torchr
 
 if TYPE_CHECKING:
     from megaverl.data.batch import RolloutBatch
-    from megaverl.monitoring.console import Console
-    from megaverl.trainer.job import Job
-    from megaverl.trainer.rl import Trainer
+    from megaverl.trainer.loop import Trainer
     from megaverl.trainer.stored_rollouts import StoredRollouts
 
 
@@ -77,6 +75,8 @@ class RLTrainer:
         self.config: Config = resolve({} if config is None else config, [*more, *overrides])
         self._loop: Trainer | None = None
 
+    _is_given = False  # a program gives the loop each step's responses
+
     def train(self) -> dict[str, float]:
         """Train to the last step, or go on where an earlier run of this folder stopped.
 
@@ -98,17 +98,16 @@ class RLTrainer:
     def loop(self) -> Trainer:
         """The trainer itself, on this rank; made when it is first asked for."""
         if self._loop is None:
-            from megaverl.trainer.run import make_trainer
-
-            self._loop = self._made(make_trainer)
+            self._loop = self._make_loop()
         return self._loop
 
-    def _made(self, make: Callable[[Config, Console, Job], Trainer]) -> Trainer:
-        """A loop, in this run's folder."""
+    def _make_loop(self) -> Trainer:
+        """In this run's folder."""
         job = init_distributed(self.config)
         from megaverl.distributed.collectives import on_first_rank
         from megaverl.monitoring.console import Console
         from megaverl.trainer.job import reporter
+        from megaverl.trainer.loop import Trainer
         from megaverl.trainer.run import prepare_folder
 
         console = Console(job.fabric.rank)
@@ -118,7 +117,7 @@ class RLTrainer:
             console.warn(warning)
         for choice in self.config.choices:
             console.print(choice)
-        return make(self.config, console, job)
+        return Trainer(self.config, console, job=job, is_given=self._is_given)
 
 
 class PPOTrainer(RLTrainer):
@@ -135,6 +134,7 @@ class PPOTrainer(RLTrainer):
     algorithm; its own default is PPO.
     """
 
+    _is_given = True
     _measured: Mapping[str, float] = {}
     _records: ExitStack | None = None
     _has_begun = False
@@ -150,8 +150,7 @@ class PPOTrainer(RLTrainer):
         """Responses to the next `data.prompts_per_step` prompts; nothing is scored or trained yet."""
         with explained():
             self._begin()
-            self.loop.stages.step = self.loop.next_step + 1
-            drawn = self.loop.rollouts(self.loop.next_step)
+            drawn = self.loop.rollouts()
         self._measured = drawn.metrics
         return drawn.batch
 
@@ -168,13 +167,7 @@ class PPOTrainer(RLTrainer):
         """
         with explained():
             self._begin()
-            loop, trainer = self.loop, self.config.trainer
-            metrics = loop.one_step(loop.next_step, self._given(rollouts))
-            loop.next_step += 1
-            metrics |= loop.after_step(loop.next_step) or {}
-            loop.safe_point()
-            if loop.next_step == trainer.steps and self.config.checkpoint.export_hf:
-                loop.export()
+            metrics = self.loop.update(self._given(rollouts))
         short = {name: metrics[key] for name, keys in SHORT_NAMES.items() for key in reversed(keys) if key in metrics}
         return {**metrics, **short}
 
@@ -205,14 +198,8 @@ class PPOTrainer(RLTrainer):
         if self._has_begun:
             return
         self._has_begun = True
-        if not init_distributed(self.config).fabric.placement.is_colocated:
-            from megaverl.trainer.stepwise import StepwiseTrainer
-
-            self._loop = self._made(StepwiseTrainer)
-        self.loop.resume()
         self._records = ExitStack()
-        self._records.enter_context(self.loop.leave.listening())
-        self._records.enter_context(self.loop.recording())
+        self._records.enter_context(self.loop.begin())
         atexit.register(self.close)
 
 

@@ -1,0 +1,337 @@
+"""Roles on ranks of their own: each world goes through the steps by itself, and all agree in between.
+
+A rank runs the operators of its roles; batches and results come and go over the fabric. After `done` steps the engines
+get the new weights and the reporter everybody's metrics. With asynchronous rollouts a world that only generates or
+scores is allowed to be ahead of that by some steps: how many is settled before the run (`schedule.Schedule`), so that
+two runs are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.config import Config
+from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.datasets import PromptRecord
+from megaverl.data.streaming import Prompts
+from megaverl.dataflow.plan import Edge
+from megaverl.dataflow.streaming import StreamingCarrier
+from megaverl.dataflow.tensor_channel import TensorChannel
+from megaverl.distributed.collectives import broadcast_json, gather_json, together
+from megaverl.distributed.worlds import Fabric
+from megaverl.errors import ConfigError
+from megaverl.monitoring.console import Console
+from megaverl.trainer.build import Builder
+from megaverl.trainer.executor import AfterOperator, Executor, Measured, rules_of
+from megaverl.trainer.islands import Island, IslandUpdates, island_file, island_name, participants, place_of
+from megaverl.trainer.job import Job, Stages, reporter
+from megaverl.trainer.records import Records, WorldMetrics
+from megaverl.trainer.roles import REWARD_MODEL, make_roles
+from megaverl.trainer.sample_routing import SELECTIVE, SampleRouting, speakers_of
+from megaverl.trainer.schedule import Schedule, WaitingSamples, read_waiting
+from megaverl.trainer.step import RLStep
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.trainer.validation import Evaluation, Validation
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.reward import Scores
+from megaverl.workers.trainable import TrainableModel
+
+
+class Disaggregated(Executor):
+    """A placement with several worlds.
+
+    Args:
+        agree_until: takes part in what follows every step up to a number of them, which other ranks are at.
+        is_given: a program gives the samples of each step, on every rank.
+
+    Raises:
+        ConfigError: a program's own loop, and engines that are to be ahead of training.
+    """
+
+    def __init__(
+        self,
+        builder: Builder,
+        job: Job,
+        stages: Stages,
+        console: Console,
+        replayed: RolloutFolder | None,
+        agree_until: Callable[[int], object],
+        is_given: bool,
+    ) -> None:
+        config = builder.config
+        if is_given and config.rollout.async_rollout:
+            raise ConfigError(
+                "rollout.async_rollout: a loop of one's own generates and trains in turn. Leave it out, or use "
+                "RLTrainer(...).train()."
+            )
+        self.config, self.fabric, self.placement = config, job.fabric, job.fabric.placement
+        self.control, self.stages = self.fabric.control, stages
+        self._liveness, self._agree_until, self._is_given = job.liveness, agree_until, is_given
+        self.reporter = reporter(self.placement)
+        self.carrier = StreamingCarrier(
+            self.fabric,
+            known=(Scores,),
+            selective=SELECTIVE,
+            speakers=speakers_of(config, self.placement),
+            samples_per_step=config.samples_per_step,
+            ahead=config.rollout.async_rollout and config.rollout.max_staleness > 0,
+        )
+        self._channel = TensorChannel(self.fabric)
+        self.roles = make_roles(builder, self.fabric, generates=replayed is None)
+        self.step = RLStep(config, self.roles, replayed, warn=console.warn, span=stages, is_given=is_given)
+        self.flow = self.step.flow(self.placement.ranks)
+        if is_given:
+            stages.timeline.roles |= {"rollout": "rollout"} if self.fabric.has("rollout") else {}
+        else:
+            self.carrier.follow(self.flow.plan.edges)
+            self.step.outlet = self.carrier if self.carrier.speakers else None
+        self.routing = SampleRouting(self.step, self.fabric, self.reporter)
+        self.carrier.reads = self.routing.of_operators()
+        self.schedule = Schedule.of(config, self.placement)
+        self.lag = self.schedule.lag(self.fabric.rank)
+        self.waiting = WaitingSamples(config, self.fabric)
+        self.island = next((n for n, ranks in enumerate(self.placement.islands) if self.fabric.rank in ranks), 0)
+        self._decides_alone = config.coordinator.islands_every > 1  # islands that take steps of their own
+        if self.island and self._decides_alone:
+            self.step.trust_engine()  # it has the first island's weights, from which this one's may have gone
+        self._done = 0  # steps that are behind all ranks
+        self._measured: dict[int, dict[str, float]] = {}
+        self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
+        self.reports = WorldMetrics(self.fabric, self.reporter)
+
+    # --- what this rank has ---------------------------------------------------------------------------------------
+
+    @property
+    def trained(self) -> dict[str, TrainableModel]:
+        own = self.island if self._decides_alone else 0
+        return {
+            island_name(role, own if self._on_islands(role) else 0): trainable
+            for role, trainable in self.roles.trained.items()
+        }
+
+    @property
+    def saved(self) -> dict[str, TrainableModel]:
+        """Islands that take every step together are the same: one of them is saved."""
+        return {} if self.island and not self._decides_alone else self.trained
+
+    @property
+    def exported(self) -> dict[str, MegatronModel]:
+        return self.roles.exported if self.fabric.rank in self.placement.islands[0] else {}
+
+    def _on_islands(self, role: str) -> bool:
+        return self.placement.colocated(place_of(role), "actor")
+
+    def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
+        config, islands = self.config, len(self.placement.islands)
+        roles, seats = participants(config, self.placement)
+        self.coordinator = Coordinator(self.fabric, seats, rules_of(config), progress=progress, liveness=self._liveness)
+        self.clients: dict[str, CoordinatorClient] = {}
+        for role in [role for role in roles if self.fabric.has(place_of(role))]:
+            trainable = self.roles.trained[role]
+            name = island_name(role, self.island if self._decides_alone and self._on_islands(role) else 0)
+            trainable.judge = self.clients[role] = CoordinatorClient(self.coordinator, name, progress)
+            if islands > 1 and self._on_islands(role):
+                self.clients[role].share = 1.0 if self._decides_alone else 1.0 / islands
+                trainable.islands = Island(self.fabric, trainable, config.coordinator, progress.steps.get(name, 0))
+        self._island_updates = IslandUpdates(config, self.fabric, progress)
+        if resumed_from is not None:
+            with together(self.control):
+                for role, island in self._islands.items():
+                    island.load_state(resumed_from / island_file(role, self.fabric.rank))
+
+    @property
+    def _islands(self) -> dict[str, Island]:
+        """This rank's part of islands, by role."""
+        found = {role: trainable.islands for role, trainable in self.trained.items()}
+        return {role: island for role, island in found.items() if isinstance(island, Island)}
+
+    # --- a step ---------------------------------------------------------------------------------------------------
+
+    def begins_after(self, step: int) -> int:
+        return self.schedule.begins_after(step, self.lag)
+
+    def run(self, step: int, prompts: Prompts, given: StoredRollouts | None, after: AfterOperator) -> None:
+        self.routing.step = step
+        self.step.metrics = {}
+        split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
+        for role, client in self.clients.items():  # who updates at the same time is decided on together
+            both = split and step >= self.config.algorithm.critic_warmup_steps
+            client.partners = tuple({"actor", "critic"} - {role}) if both and role != REWARD_MODEL else ()
+        self._island_updates.serve(step)
+        if self.waiting.is_here:
+            self.waiting.begin(step, prompts.state_dict())
+        moving: dict[str, Any] = {"carrier": self.carrier, "before_wait": partial(self._before_wait, step)}
+        with self.stages.timeline.step(step):
+            done, taken = self._starts_from(step, prompts, given, moving)
+            values = self.flow.run(self.stages, done, leave_out=("reshard",), **moving, prompts=taken, step=step)
+        metrics = self.reports.of_this_rank(self.step.metrics | self.stages.timeline.step_metrics())
+        if self.fabric.rank == self.reporter:
+            self._values = values
+            metrics |= self.coordinator.costs()
+        if self.fabric.has("rollout"):
+            metrics["train/epoch"] = prompts.epoch
+            metrics |= self.waiting.metrics(step - self._done, metrics)
+        self._measured[step] = metrics
+        if self.waiting.is_here and self.lag and self.step.replayed is None:
+            self.waiting.keep(step, self.roles.engines.weight_version, values, metrics)
+
+    def _starts_from(
+        self, step: int, prompts: Prompts, given: StoredRollouts | None, moving: dict[str, Any]
+    ) -> tuple[dict[str, Any], Sequence[PromptRecord]]:
+        """What of a step is there before its flow runs, and the prompts that it takes.
+
+        With dynamic sampling that is what its rounds have given, on the ranks that take part in them.
+        """
+        if self._is_given:
+            assert given is not None, "a program gives them"
+            self.step.metrics |= given.metrics
+            done = given.values
+            if not self.fabric.has("reward"):  # scores come from the ranks of rewards, even where they were given
+                done.pop("scores", None)
+            return done, []
+        if self.config.algorithm.dynamic_sampling.metric is None or self.step.replayed is not None:
+            return {}, prompts.take(self.config.data.prompts_per_step)
+        ranks = self.placement.ranks
+        if self.fabric.rank not in (*ranks["rollout"], *ranks["reward"]):
+            return {}, []
+        return self.step.gathered(prompts, step, ranks, **moving), []
+
+    def _before_wait(self, step: int, edge: Edge) -> None:
+        """What comes from a world that is less ahead comes after the agreements that it is at."""
+        held, doing = self.step.metrics, self.stages.step
+        self._agree_until(step - min(self.schedule.lag(rank) for rank in edge.source))
+        self.step.metrics, self.stages.step = held, doing
+        if self.carrier.streams(edge):
+            self.carrier.arrive(edge, self.stages, self._score_some if "reward" in edge.takers else lambda *part: None)
+
+    def _score_some(self, rows: Sequence[int], part: RolloutBatch) -> None:
+        with self.stages("reward"):
+            self.step.score_some(rows, part)
+
+    def generate(self, step: int, prompts: Sequence[PromptRecord]) -> RolloutBatch:
+        engines = self.placement.ranks["rollout"]
+        others = tuple(rank for rank in range(self.placement.size) if rank not in engines)
+        if self.fabric.has("rollout"):
+            with self.stages("rollout"):
+                batch = self.step.generate(prompts, step)
+            self._channel.send("drawn", batch, engines, others)
+        else:
+            with self.stages("wait"):
+                batch = self._channel.receive("drawn", engines, others)
+        return batch
+
+    # --- after a step ---------------------------------------------------------------------------------------------
+
+    def synchronise(self, done: int, *, starts: bool) -> None:
+        self._done, self.stages.step = done, None
+        self.stages.note(f"what follows step {done}")
+        if starts:
+            self.routing.first_step = done
+            return
+        warm_up = self.config.algorithm.critic_warmup_steps
+        if done > warm_up:
+            self.step.newest_version += 1
+        self.waiting.forget(done)
+        self.waiting.wait_for_weights(done, self.stages)
+        if self.roles.sync is not None:
+            self.step.metrics = {}
+            start = time.perf_counter()
+            with self.stages("reshard"):
+                self.step.reshard(done > warm_up)
+            if self.fabric.has("rollout"):  # what is received is measured where it arrives
+                self._measured[done - 1] |= self.step.metrics
+                self._measured[done - 1]["time/reshard_ms"] = (time.perf_counter() - start) * 1e3
+
+    def measured(self, done: int) -> Measured | None:
+        """Every world's first rank tells the reporter what it measured."""
+        metrics = self.reports.of_all(self._measured.pop(done - 1))
+        if self.fabric.rank != self.reporter:
+            return None
+        batch = self._values["rollouts"]
+        metrics["train/tokens_per_sec"] = float(batch.sequence_lengths.sum()) / metrics["train/step_time_ms"] * 1e3
+        return Measured(metrics, batch, self._values["scores"])
+
+    def evaluate(self, validation: Validation) -> Evaluation | None:
+        """The engines' ranks validate; all ranks hear the result."""
+        if self.roles.rollout is None:
+            return None
+        found: list[Any] = []
+        with self.stages("validation"):
+            remote = reward_models_are_remote(self.config, self.fabric)
+            if self.fabric.has("rollout"):
+                evaluation = validation.evaluate(self.roles, self._score_remotely if remote else None)
+                found = [evaluation.metrics, evaluation.samples]
+            elif self.fabric.has("reward") and remote:
+                self._serve_scores()
+        return Evaluation(*broadcast_json(found, self.placement.ranks["rollout"][0], self.control))
+
+    def _score_remotely(self, batch: RolloutBatch) -> Scores:
+        """On the engines' ranks: what those of the reward score a batch with, in `_serve_scores`."""
+        engines, models = self.placement.ranks["rollout"], self.placement.ranks["reward"]
+        channel = TensorChannel(self.fabric, (Scores,))
+        channel.send("responses to score", batch, engines, models)
+        scores: Scores = channel.receive("their scores", models, engines)
+        channel.settle()
+        return scores
+
+    def _serve_scores(self) -> None:
+        engines, models = self.placement.ranks["rollout"], self.placement.ranks["reward"]
+        channel = TensorChannel(self.fabric, (Scores,))
+        scores = self.roles.reward.score(channel.receive("responses to score", engines, models))
+        channel.send("their scores", scores, models, engines)
+        channel.settle()
+
+    def share(self, metrics: dict[str, float]) -> dict[str, float]:
+        return dict(broadcast_json(metrics, self.reporter, self.control))
+
+    # --- checkpoints, and the end ---------------------------------------------------------------------------------
+
+    def collect(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Each part from a rank that knows it."""
+        dist.barrier(self.control)  # a rank that only coordinates is here before the last update is decided on
+        mine: dict[str, Any] = {}
+        if self.fabric.rank == self.reporter:
+            of_reporter = ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")
+            mine = {name: state[name] for name in of_reporter}
+        if self.fabric.rank == self.placement.ranks["rollout"][0]:
+            mine |= {name: state[name] for name in ("weight_version", "generation_budget")}
+            mine["ahead"] = self.waiting.facts
+            mine["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
+        if self.fabric.rank == self.placement.coordinator:
+            mine["coordinator"] = self.coordinator.progress.to_dict()
+        parts = gather_json(mine, self.control)
+        return {name: value for part in parts for name, value in part.items()}
+
+    def read_waiting(self, folder: Path, facts: Iterable[Mapping[str, Any]]) -> None:
+        if self.fabric.has("rollout") or self.fabric.has("reward"):
+            self.step.waiting = read_waiting(folder, facts)
+
+    def own_files(self) -> dict[str, bytes]:
+        """What the islands of this rank must find again; and samples that wait for training."""
+        islands = {island_file(role, self.fabric.rank): island.state() for role, island in self._islands.items()}
+        return islands | self.waiting.files
+
+    def write_timeline(self, records: Records, run_dir: Path) -> None:
+        records.aside(lambda: self.reports.write_timeline(self.stages.timeline, run_dir))
+
+    def join_timelines(self, run_dir: Path) -> None:
+        self.reports.join_timelines(run_dir)
+
+    def settle(self) -> None:
+        self._channel.settle()
+        self.carrier.settle()
+        self.coordinator.close()
+
+
+def reward_models_are_remote(config: Config, fabric: Fabric) -> bool:
+    """Whether there are reward models, on other ranks than the engines."""
+    return any(entry.path is not None for entry in config.reward) and not fabric.placement.colocated(
+        "reward", "rollout"
+    )

@@ -1,0 +1,381 @@
+"""The loop: steps, validation, checkpoints, what a person sees."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megaverl.checkpoint.commit import Committer
+from megaverl.config import Config
+from megaverl.coordinator import Progress
+from megaverl.distributed.collectives import together
+from megaverl.errors import CheckpointError, MegaverlError
+from megaverl.monitoring.console import Console
+from megaverl.monitoring.timeline import Timeline
+from megaverl.trainer.build import Builder
+from megaverl.trainer.executor import Colocated, Executor
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, reporter, unheard
+from megaverl.trainer.records import Records, sample_records
+from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, export_model, settle_file, tokenizer_digest
+from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
+from megaverl.trainer.validation import Validation
+
+# After these a run may leave in the middle of a step: nothing is trained yet.
+SAFE_AFTER = ("rollout", "reward")
+ROLLOUT_FILE = "rollouts.safetensors"
+
+
+PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
+
+
+class Trainer:
+    """Reinforcement learning, from a configuration to trained weights. Every rank makes one and calls `train`.
+
+    Where the operators of a step run, and what waits for what, its executor decides. After every step all ranks
+    agree: the engines have the new weights, and the run validates, saves or leaves where that is due.
+
+    Args:
+        job: this rank's place in it; None: the default process group is all there is.
+        is_given: a program's own loop: it calls `begin`, and for each step `rollouts` and `update`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        console: Console,
+        builder: Builder | None = None,
+        job: Job | None = None,
+        *,
+        is_given: bool = False,
+    ) -> None:
+        self.config, self.console = config, console
+        rank = job.fabric.rank if job else dist.get_rank()
+        self.keeps_records = rank == (reporter(job.fabric.placement) if job else 0)
+        self.builder = builder = builder or Builder(config, fabric=job.fabric if job else None)
+        self.run_dir = builder.run_dir
+        self.records = Records(config, self.run_dir, console, keeps=self.keeps_records)
+        held_out = builder.dataset(config.data.validation) if config.data.validation else None
+        self.validation = Validation(config, held_out, self.records, console)
+        self.prompts = builder.prompts()
+        if self.prompts.losses:
+            console.print(f"training prompts: {self.prompts.losses}")
+        self.timeline = Timeline(rank)
+        self.stages = Stages(self.timeline, job.liveness.note if job else unheard)
+        replay = config.trainer.replay_rollouts
+        replayed = RolloutFolder(replay) if replay is not None else None
+        self.stages.note("resume")
+        placed = job is not None and not job.fabric.placement.is_colocated
+        committer = Committer()
+        if job is not None and placed:
+            committer = Committer(job.fabric.control, job.fabric.placement.coordinator)
+        store = checkpoint_store(config.checkpoint, self.run_dir, self.stages.note, committer, console)
+        self.saving = Saving(config.checkpoint, store, console)
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)
+        self.stages.note("build")
+        builder.resumes = self.resumed_from is not None
+        self.executor: Executor
+        if job is not None and placed:
+            from megaverl.trainer.disaggregated import Disaggregated
+
+            self.executor = Disaggregated(builder, job, self.stages, console, replayed, self._agree_until, is_given)
+        else:
+            self.executor = Colocated(builder, self.stages, console, replayed)
+        self.step, self.roles = self.executor.step, self.executor.roles
+        for each in self.executor.flow.plan.operators:
+            mine = job.fabric.placement.roles_of(rank) if job else each.roles
+            if here := [role for role in each.roles if role in mine]:
+                self.timeline.roles[each.name] = here[-1]
+        self.next_step = 0
+        self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
+        self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
+        self.leave = PreemptionHandler()
+
+    def train(self) -> dict[str, float]:
+        """Run to the last step; returns the last validation's metrics, or the last step's.
+
+        Raises:
+            Leaving: the run was asked to leave, has saved, and is to be started again.
+        """
+        with self.leave.listening(), kept_objects():
+            self.resume()
+            if self.step.replayed is not None:
+                with together(self.executor.control):
+                    self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
+            with self.recording():
+                result = self._steps()
+            self.records.aside(lambda: self.executor.join_timelines(self.run_dir))
+            if self.config.checkpoint.export_hf:
+                self.export()
+        return result
+
+    def _steps(self) -> dict[str, float]:
+        last, result = self.config.trainer.steps, self._agree(self.next_step, starts=True)
+        for step in range(self.next_step, last):
+            result = self._agree_until(self.executor.begins_after(step)) or result
+            self.one_step(step)
+        result = self._agree_until(last) or result
+        self.executor.settle()
+        return result
+
+    def one_step(self, step: int, given: StoredRollouts | None = None) -> None:
+        """This rank's operators of a step, on responses to the next prompts, or on those that are given."""
+        cut_off, self.cut_off = given or self.cut_off, None
+        self.stages.step = step + 1
+        # what a program has made of its rollouts, it makes again when it goes on: it leaves between its calls
+        after = self._after_operator if given is None else lambda name, values: None
+        self.executor.run(step, self.prompts, cut_off, after)
+
+    # --- a program's own loop -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def begin(self) -> Iterator[None]:
+        """Around a loop of one's own: take up a checkpoint, if there is one, and give the engine its first weights."""
+        self.resume()
+        with self.leave.listening(), self.recording():
+            self._agree(self.next_step, starts=True)
+            yield
+
+    def rollouts(self) -> StoredRollouts:
+        """Responses to the next prompts, for a step of one's own; nothing is scored or trained.
+
+        Raises:
+            Leaving: the run was asked to leave, and has saved, with these.
+        """
+        step, self.stages.step = self.next_step, self.next_step + 1
+        cut_off, self.cut_off = self.cut_off, None
+        if cut_off is not None:
+            return cut_off
+        self.step.metrics = {}
+        self.timeline.begin(step)
+        values = {"rollouts": self.executor.generate(step, self.prompts.take(self.config.data.prompts_per_step))}
+        self._after_operator("rollout", values)
+        return self._rollouts(step, values, self.step.metrics)
+
+    def update(self, given: StoredRollouts) -> dict[str, float]:
+        """Score and train on a step's responses; validate and save where that is due.
+
+        Returns: what was measured, in a validation too, on every rank.
+        """
+        self.one_step(self.next_step, given)
+        done = self.next_step + 1
+        self._agree(done)
+        metrics: dict[str, float] = {}
+        for step, measured in self.records.history:
+            metrics |= measured if step == done else {}
+        if done == self.config.trainer.steps and self.config.checkpoint.export_hf:
+            self.export()
+        return self.executor.share(metrics)
+
+    def settle(self) -> None:
+        """Wait for what is still being written; every rank does, at the end of a loop of one's own."""
+        self.saving.settle()
+        self.executor.settle()
+        self.executor.write_timeline(self.records, self.run_dir)
+        self.records.aside(lambda: self.executor.join_timelines(self.run_dir))
+
+    # --- where all ranks agree ------------------------------------------------------------------------------------
+
+    def _agree_until(self, done: int) -> dict[str, float]:
+        """What follows every step up to `done` of them, which other ranks are at."""
+        result: dict[str, float] = {}
+        while self.next_step < min(done, self.config.trainer.steps):
+            result = self._agree(self.next_step + 1) or result
+        return result
+
+    def _agree(self, done: int, *, starts: bool = False) -> dict[str, float]:
+        """After `done` steps; every rank of the job takes part. Returns what was measured, where records are kept.
+
+        Raises:
+            Leaving: the run was asked to leave, and has saved.
+        """
+        trainer, result = self.config.trainer, {}
+        last, is_best = done == trainer.steps, False
+        self.next_step = done
+        self.executor.synchronise(done, starts=starts)
+        if not starts:
+            result = self._report(done)
+        if (trainer.validate_at_start and done == 0) if starts else self.validation.is_due(done):
+            result = self._validate(done) or result
+            is_best = self.validation.best.step == done
+        if not starts and self.saving.is_due(done, last=last, is_best=is_best):
+            self._save(done, best=is_best, wait=last)
+        self.saving.look()
+        if not last and (signal := self.leave.agreed(self.executor.control)):
+            self._leave(signal, None)
+        return result
+
+    def _report(self, done: int) -> dict[str, float]:
+        """Write and show what a step has measured, with some of its samples."""
+        trainer, found = self.config.trainer, self.executor.measured(done)
+        if found is not None:
+            self.records.log(done, found.metrics)
+            if self.keeps_records:
+                samples = sample_records(found.rollouts, found.scores, self.roles.reward, trainer.save_samples)
+                self.records.log_samples(done, samples)
+            self.console.step(done, trainer.steps, found.metrics)
+        if self.stored is not None:
+            with together(self.executor.control):
+                if found is not None and self.keeps_records:
+                    values = {"rollouts": found.rollouts, "scores": found.scores}
+                    self.stored.append(self._rollouts(done - 1, values, found.metrics))
+        return found.metrics if found is not None else {}
+
+    def _validate(self, done: int) -> dict[str, float] | None:
+        evaluation = self.executor.evaluate(self.validation) if self.validation.happens else None
+        if evaluation is None:
+            return None
+        self.validation.note(done, evaluation)
+        return dict(evaluation.metrics)
+
+    def _after_operator(self, name: str, values: Mapping[str, Any]) -> None:
+        """Inside a step, leave if asked to, with what was generated."""
+        if name not in SAFE_AFTER or self.step.replayed is not None or not self.executor.may_leave_inside:
+            return
+        self.saving.look()
+        if signal := self.leave.agreed():
+            self._leave(signal, self._rollouts(self.next_step, values, self.step.metrics))
+
+    def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
+        if self.next_step == 0 and cut_off is None:
+            what = "nothing was trained yet"
+        else:
+            if not self._save(self.next_step, wait=True, cut_off=cut_off):
+                raise CheckpointError(f"{signal}: the run leaves, and could not save before.")
+            inside = f", inside step {self.next_step + 1}" if cut_off else ""
+            what = f"saved after {self.next_step} of {self.config.trainer.steps} steps{inside}"
+        raise Leaving(f"{signal}: {what}; start the run again to go on.")
+
+    def _rollouts(self, step: int, values: Mapping[str, Any], metrics: Mapping[str, float]) -> StoredRollouts:
+        """What a step has generated and scored so far."""
+        measured = {k: v for k, v in metrics.items() if k.startswith(("rollout/", "reward/"))}
+        version = self.roles.sync.weight_version if self.roles.sync else 0
+        return StoredRollouts(step, version, values["rollouts"], values.get("scores"), measured)
+
+    # --- what a run leaves ----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the steps: the records, which go on from where the run stands, and the timeline at the end."""
+        if self.keeps_records and self.stored is not None:
+            self.stored.forget(self.next_step)
+        try:
+            with self.records.opened(self.next_step):
+                yield
+        except MegaverlError:  # of all ranks: what the step before has written is whole, and only lacks its name
+            self.saving.commit_written()
+            raise
+        finally:  # also of a run that has failed
+            self.executor.write_timeline(self.records, self.run_dir)
+
+    def export(self) -> None:
+        """Write the trained models as Hugging Face folders."""
+        self.stages.note("export")
+        models, folder = self.executor.exported, self.run_dir / "hf"
+        for name, model in models.items():
+            export_model(model, self.builder, folder / name)
+        if "" in models:
+            self.console.print(f"model written to {folder}")
+        elif models:
+            self.console.print(f"models written to {folder}: {', '.join(models)}")
+
+    def _save(
+        self, done: int, *, best: bool = False, wait: bool = False, cut_off: StoredRollouts | None = None
+    ) -> bool:
+        with self.stages("checkpoint"):
+            return self.saving.save(
+                done,
+                self.executor.saved,
+                self._state(cut_off),
+                wait=wait,
+                best=best,
+                inside=cut_off is not None,
+                files={ROLLOUT_FILE: cut_off.write} if cut_off else {},
+                own_files=self.executor.own_files(),
+            )
+
+    def _state(self, cut_off: StoredRollouts | None) -> dict[str, Any]:
+        sync, in_flight = self.roles.sync, self.roles.in_flight
+        return self.executor.collect(
+            {
+                "next_step": self.next_step,
+                "kl": self.roles.kl.state_dict(),
+                "sampler": self.prompts.state_dict(),
+                "tokenizer": tokenizer_digest(self.builder.tokenizer),
+                "weight_version": sync.weight_version if sync else 0,
+                "generation_budget": in_flight.budget if in_flight and in_flight.measures else None,
+                "best": self.validation.state_dict(),
+                "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
+                "cut_off": cut_off.facts() if cut_off else None,
+                "ahead": [],
+            }
+        )
+
+    def resume(self) -> None:
+        """Take up a checkpoint, if there is one; then the engine has the actor's weights."""
+        self.stages.note("resume")
+        sync, path = self.roles.sync, self.resumed_from
+        state: dict[str, Any] | None = None
+        if path is not None:
+            if sync is not None:
+                sync.source_changes()
+            path, state = self.saving.store.resume(path, self.executor.trained)
+            self.resumed_from = path
+            self._take_up(path, state)
+        if sync is not None:
+            sync.reshard()
+        if sync is not None and state is not None:
+            sync.weight_version = int(state["weight_version"]) or sync.weight_version
+            if (in_flight := self.roles.in_flight) is not None and in_flight.measures:
+                in_flight.budget = state.get("generation_budget")
+        self.step.newest_version = (int(state["weight_version"]) if state else 0) or 1
+        self.executor.coordinate(Progress.from_dict(state["coordinator"]) if state else Progress(), path)
+        if path is not None:
+            inside = f", and step {self.next_step + 1} goes on after its rollout" if self.cut_off else ""
+            done = f"{self.next_step} of {self.config.trainer.steps} steps are done"
+            self.console.print(f"resumed from {path}: {done}{inside}")
+
+    def _take_up(self, path: Path, state: dict[str, Any]) -> None:
+        """The trainer's own state.
+
+        Raises:
+            CheckpointError, DataError: it was made with other data, or another tokenizer.
+        """
+        check_origin(path, state, "train", self.builder.tokenizer)
+        self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
+        self.roles.kl.load_state_dict(state["kl"])
+        self.next_step = int(state["next_step"])
+        self.validation.load_state_dict(state["best"])
+        self.saving.note_resumed(self.next_step, inside=state["cut_off"] is not None)
+        if self.step.replayed is None:
+            with together():
+                if state["cut_off"] is not None:
+                    self.cut_off = StoredRollouts.read(path / ROLLOUT_FILE, state["cut_off"])
+                self.executor.read_waiting(path, state.get("ahead", ()))
+        written = self.run_dir / "metrics.jsonl"
+        if self.keeps_records and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
+            self.console.warn(
+                f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "
+                "the steps that are missing there will stay so"
+            )
+
+
+@contextmanager
+def kept_objects() -> Iterator[None]:
+    """What is there now stays until the end, so it need not be looked through for garbage.
+
+    megatron-core collects garbage twice in every save, which with all libraries imported takes half a second a time.
+    What is made from here on is looked at as often as Python has it.
+    """
+    gc.freeze()
+    gc.set_threshold(*PYTHON_THRESHOLD)
+    try:
+        yield
+    finally:
+        gc.unfreeze()
