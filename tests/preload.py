@@ -15,7 +15,7 @@ from megaverl.processes import end_with_parent
 MODULES = (
     "megaverl.cli.train",
     "megaverl.trainer.run",
-    "megaverl.trainer.rl",
+    "megaverl.trainer.loop",
     "megaverl.rollout.hf_engine",
     "megaverl.rollout.vllm_engine",
     "transformers.models.qwen3.modeling_qwen3",

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from megaverl.config import Config
-from megaverl.data.batch import RolloutBatch
-from megaverl.data.datasets import PromptRecord
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.generate import Metrics, generate, score
 from megaverl.trainer.job import Job, Stages, unheard
-from megaverl.trainer.refill import refill
+from megaverl.trainer.roles import Roles
+from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
-from megaverl.workers.reward import Scores
+from megaverl.workers.remote import RemoteWorker
 
 
 def generate_only(config: Config, console: Console, job: Job | None = None) -> None:
@@ -27,28 +24,30 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
     """
     builder = Builder(config)
     stages = Stages(Timeline(), job.liveness.note if job else unheard)
-    stream = builder.prompts()
-    rollout, reward, player = builder.rollout(None), builder.reward(), builder.player()
+    stream, rollout = builder.prompts(), builder.rollout(None)
+    roles = Roles(
+        actor=RemoteWorker("actor"),
+        rollout=rollout,
+        reward=builder.reward(),
+        critic=None,
+        reference=None,
+        kl=builder.kl_controller(),
+        player=builder.player(),
+    )
+    operators = RLStep(config, roles, span=stages)
     folder = RolloutFolder(builder.run_dir / "rollouts")
     first, position = on_first_rank(lambda: _start(folder, config))
     stream.seek(position)
     for step in range(first, config.trainer.steps):
-        stages.step = step + 1
-
-        def one_round(
-            prompts: Sequence[PromptRecord], first_group: int, step: int = step
-        ) -> tuple[RolloutBatch, Scores, Metrics]:
+        stages.step, operators.metrics = step + 1, {}
+        values = operators.gathered(stream, step)
+        if not values:
             with stages("rollout"):
-                batch, metrics = generate(config, rollout, prompts, step, first_group=first_group, player=player)
+                values["rollouts"] = operators.generate(stream.take(config.data.prompts_per_step), step)
             with stages("reward"):
-                scores, measured = score(reward, batch)
-            return batch, scores, metrics | measured
-
-        if config.algorithm.dynamic_sampling.metric is None:
-            batch, scores, metrics = one_round(stream.take(config.data.prompts_per_step), 0)
-        else:
-            batch, scores, metrics = refill(config, stream, one_round, step)
-        stored = StoredRollouts(step, rollout.weight_version, batch, scores, metrics)
+                values["scores"] = operators.score(values["rollouts"])
+        batch, scores = values["rollouts"], values["scores"]
+        stored = StoredRollouts(step, rollout.weight_version, batch, scores, operators.metrics)
         with stages("store"):
             on_first_rank(partial(folder.append, stored))
         console.step(step + 1, config.trainer.steps, stored.metrics)

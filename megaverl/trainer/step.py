@@ -18,9 +18,9 @@ from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.plugins import load_object
+from megaverl.trainer.dynamic_sampling import refill
 from megaverl.trainer.generate import Metrics, generate, greedy_responses, of_each_sample, score
 from megaverl.trainer.mix import Mix
-from megaverl.trainer.refill import refill
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.advantage_computer import AdvantageComputer
@@ -199,10 +199,9 @@ class RLStep:
 
     def _dated(self, batch: RolloutBatch) -> RolloutBatch:
         """How old each token is when it is trained on."""
-        if not self.config.rollout.async_rollout:
+        if not self.config.rollout.async_rollout or self.roles.sync is None:
             return batch
-        assert self.roles.rollout is not None
-        versions = torch.full_like(batch.generated_ids, self.roles.rollout.weight_version)
+        versions = torch.full_like(batch.generated_ids, self.roles.sync.weight_version)
         return batch.with_(weight_versions=versions.where(batch.response_mask, -1))
 
     def _waited(self, stored: StoredRollouts) -> RolloutBatch:
