@@ -7,8 +7,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
-from megaverl.dataflow.operator import Operator
-from megaverl.dataflow.plan import GIVEN, CompiledFlow, Edge, Places, make_plan
+from megaverl.dataflow.plan import GIVEN, CompiledFlow, Edge, Operator, Places, make_plan
 from megaverl.errors import ConfigError
 
 
@@ -142,7 +141,7 @@ class DataFlow:
         edges = [edge for edge in plan.edges if not all(name in leave_out for name in edge.takers)]
         own = None
         if carrier is None and self._places is not None:
-            from megaverl.dataflow.joined import carrier_for  # torch, which a flow of one process may not need
+            from megaverl.dataflow.carrier import carrier_for  # torch, which a flow of one process may not need
 
             carrier = own = carrier_for(self._places)
         result = _Run(plan, edges, given, dict(done or {}), carrier).run(span, after, leave_out, before_wait)

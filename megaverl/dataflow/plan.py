@@ -1,18 +1,93 @@
-"""What follows from a set of operators alone: their order, what can run side by side, what must move. Pure."""
+"""Operators with named inputs and outputs, and what follows from a set of them alone: their order, what can run side by
+side, what must move. Pure."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from megaverl.dataflow.operator import Operator, Shape
 from megaverl.errors import ConfigError
 
 # role -> its ranks in the job
 Places = Mapping[str, Sequence[int]]
 GIVEN = ""  # the maker of what a run is given
+# Sizes of a tensor's dimensions: a number, or a name that stands for the same number wherever it stands in a flow.
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Operator:
+    """A function in a flow.
+
+    Attributes:
+        name: of the operator; its span in the timeline.
+        func: called with its inputs by keyword; returns the output, or a mapping of all outputs if there are several.
+        inputs: names of the values it takes; by default the names of the function's parameters that have no default.
+        outputs: names of the values it gives; by default the operator's own name.
+        role: on whose ranks it runs, or several roles' names; None: on those that make its last input, and on every
+            rank where nothing is made for it.
+        shapes: value -> shape, of tensors that it takes or gives; looked at by `compile` and again in every run.
+    """
+
+    name: str
+    func: Callable[..., Any]
+    inputs: tuple[str, ...] | None = None
+    outputs: tuple[str, ...] | None = None
+    role: str | tuple[str, ...] | None = None
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not callable(self.func):
+            raise ConfigError(f"operator '{self.name}': func is {self.func!r}; expected a function")
+        for what, names in (("inputs", self.inputs), ("outputs", self.outputs)):
+            if isinstance(names, str):
+                raise ConfigError(f"operator '{self.name}': {what} is {names!r}; expected names, such as ({names!r},)")
+
+    @property
+    def takes(self) -> tuple[str, ...]:
+        if self.inputs is not None:
+            return tuple(self.inputs)
+        try:
+            parameters = inspect.signature(self.func).parameters.values()
+        except ValueError as error:  # some functions written in C do not tell
+            raise ConfigError(f"operator '{self.name}': name what it takes: inputs=(...)") from error
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return tuple(each.name for each in parameters if each.kind in named and each.default is each.empty)
+
+    @property
+    def gives(self) -> tuple[str, ...]:
+        return (self.name,) if self.outputs is None else tuple(self.outputs)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that it names, none or more."""
+        if self.role is None:
+            return ()
+        return (self.role,) if isinstance(self.role, str) else tuple(self.role)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """Values that it takes and gives: made by another operator, and from here on as this one gives them."""
+        return tuple(name for name in self.gives if name in self.takes)
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Run on `values`; returns the outputs by name.
+
+        Raises:
+            ConfigError: the function did not give what the operator declares.
+        """
+        result = self.func(**{name: values[name] for name in self.takes})
+        if len(self.gives) == 0:
+            return {}
+        if len(self.gives) == 1:
+            return {self.gives[0]: result}
+        if not isinstance(result, Mapping) or set(result) != set(self.gives):
+            found = sorted(result) if isinstance(result, Mapping) else type(result).__name__
+            raise ConfigError(f"operator '{self.name}' declares the outputs {list(self.gives)}; it returned {found}")
+        return dict(result)
 
 
 class Edge(NamedTuple):
@@ -91,17 +166,14 @@ def _chains(operators: Sequence[Operator], given: frozenset[str]) -> tuple[dict[
     chains: dict[str, list[str]] = {name: [GIVEN] for name in given}
     mistakes = []
     for op in operators:
-        for value in op.gives:
-            if value in op.changes:
-                continue
+        for value in [value for value in op.gives if value not in op.changes]:
             if value in chains:
                 first = f"operator '{chains[value][0]}'" if chains[value][0] else "what the flow is given"
                 mistakes.append(f"'{value}' is made by operator '{op.name}' and by {first}")
             chains.setdefault(value, [op.name])
     for op in operators:
-        for value in op.changes:
-            if value in chains:
-                chains[value].append(op.name)
+        for value in chains.keys() & set(op.changes):
+            chains[value].append(op.name)
     return chains, mistakes
 
 
@@ -166,13 +238,12 @@ def _rests_on(op: Operator, other: Operator, operators: Sequence[Operator]) -> b
     """Whether `op` takes, over however many others, something that only `other` makes."""
     seen, waiting = {op.name}, [op]
     while waiting:
-        for value in waiting.pop().takes:
-            for maker in operators:
-                if value in maker.gives and value not in maker.changes and maker.name not in seen:
-                    if maker.name == other.name:
-                        return True
-                    seen.add(maker.name)
-                    waiting.append(maker)
+        taken = waiting.pop().takes
+        makers = [each for each in operators if any(v in each.gives and v not in each.changes for v in taken)]
+        waiting += [maker for maker in makers if maker.name not in seen]
+        seen |= {maker.name for maker in makers}
+        if other in makers and other != op:
+            return True
     return False
 
 
@@ -240,17 +311,17 @@ def _edges(
         for dest, takers in found[value, maker].items():
             source = ranks[maker]
             assert source is not None
-            bases = tuple(edge.value for edge in edges if set(edge.dest) >= {*dest} and set(edge.source) >= {*source})
-            bases += tuple(edge.value for edge in edges if set(edge.dest) >= {*source} and set(edge.source) >= {*dest})
-            bases += tuple(_from_one(edges, source, dest))
-            edges.append(Edge(value, maker, tuple(takers), source, dest, tuple(dict.fromkeys(bases))))
+            bases = dict.fromkeys(_on_both_sides(edges, {*source}, {*dest}))
+            edges.append(Edge(value, maker, tuple(takers), source, dest, tuple(bases)))
     return edges
 
 
-def _from_one(edges: Sequence[Edge], source: Sequence[int], dest: Sequence[int]) -> Iterable[str]:
-    """Values that a third role has sent to both sides."""
+def _on_both_sides(edges: Sequence[Edge], source: set[int], dest: set[int]) -> Iterable[str]:
+    """Values that went from one side to the other, there or back, or from a third role to both."""
+    yield from (edge.value for edge in edges if source.issubset(edge.source) and dest.issubset(edge.dest))
+    yield from (edge.value for edge in edges if dest.issubset(edge.source) and source.issubset(edge.dest))
     for first in edges:
         for second in edges:
             same = (first.value, first.maker) == (second.value, second.maker)
-            if same and set(first.dest) >= set(source) and set(second.dest) >= set(dest):
+            if same and source.issubset(first.dest) and dest.issubset(second.dest):
                 yield first.value

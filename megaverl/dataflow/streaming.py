@@ -15,7 +15,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths, prompt_numbers
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
-from megaverl.dataflow.redistribute import go_on, landing
+from megaverl.dataflow.redistribute import redistribute, scatter_rows
 from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
 from megaverl.distributed.p2p import Sent, receive_json, send_json
 from megaverl.distributed.ragged import Table, merge
@@ -91,30 +91,34 @@ class StreamingCarrier(Carrier):
 
         Args:
             span: opened with "wait" around waiting.
-            each: called with every part that comes, of the samples that land on this rank.
+            each: called with every part that comes, of the samples that are scattered to this rank.
 
         Raises:
             TrainingStopped: an engine's rank did not send its part in time, by number and role.
             DataError: samples are missing.
         """
         parts: list[tuple[list[int], Table]] = []
-        known: dict[int, tuple[int, int, int]] = {}  # of each sample, its part of the outline
+        known: dict[int, tuple[int, int, int]] = {}  # of each sample, its lengths and prompt
         waiting = list(self.speakers)
         while waiting:
             for sender in tuple(waiting):
                 with span("wait"):
-                    head, table = receive_part(self.fabric, edge, sender)
+                    head: dict[str, Any] = receive_json(self.fabric, _name(edge), sender)
+                    moving = _moving(edge, head["rows"], sender, self.fabric.rank, receives=True)
+                    table = receive_rows(self.fabric, moving) if head["holds"] else None
                 if table is not None:
                     parts.append((head["rows"], table))
                     each(head["rows"], RolloutBatch(table.tensors, table.columns))
-                if head["outline"] is not None:
-                    known |= {row: (prompt, response, number) for row, prompt, response, number in head["outline"]}
+                if head["lengths"] is not None:
+                    known |= {row: (prompt, response, number) for row, prompt, response, number in head["lengths"]}
                     waiting.remove(sender)
-        outline = outline_from(known)
-        batch = put_together(parts)
-        if self._lands(edge):
+        lengths = lengths_from(known)
+        place = {row: number for number, row in enumerate(sorted(row for rows, _ in parts for row in rows))}
+        whole = merge(len(place), [([place[row] for row in rows], part, range(len(rows))) for rows, part in parts])
+        batch = RolloutBatch(whole.tensors, whole.columns)
+        if self._is_scattered(edge):
             with span("wait"):
-                batch = go_on(self.fabric, _name(edge), batch, outline, edge.dest, self._reads_of(edge))
+                batch = redistribute(self.fabric, _name(edge), batch, lengths, edge.dest, self._reads_of(edge))
         self._arrived[edge] = batch
 
     def receive(self, edge: Edge, values: Mapping[str, Any]) -> Any:
@@ -126,9 +130,9 @@ class StreamingCarrier(Carrier):
             outgoing.sent.wait()
 
     def _rows_by_rank(self, edge: Edge) -> dict[int, frozenset[int]]:
-        if not self._lands(edge):
+        if not self._is_scattered(edge):
             return dict.fromkeys(edge.dest, frozenset(range(self._count)))
-        return {rank: frozenset(rows) for rank, rows in landing(self._count, edge.dest).items()}
+        return {rank: frozenset(rows) for rank, rows in scatter_rows(self._count, edge.dest).items()}
 
 
 class Outgoing:
@@ -174,35 +178,27 @@ class Outgoing:
         self._send_kept([[row, *(column[row] for column in known)] for row in self._rows])
         self._least, self._rows = None, []
 
-    def _send_kept(self, outline: list[list[int]] | None = None) -> None:
-        """What was given and not sent; with the outline of all, where it is the last."""
+    def _send_kept(self, lengths: list[list[int]] | None = None) -> None:
+        """What was given and not sent; with the lengths of all, where it is the last."""
         self.sent.forget_done()
         rows = [row for some, _ in self._kept for row in some]
         part = RolloutBatch.concat([batch for _, batch in self._kept])
         self._kept = []
         for dest, wanted in self.wanted.items():
             places = [place for place, row in enumerate(rows) if row in wanted]
-            if places or outline is not None:
+            if places or lengths is not None:
                 own = part.select(places) if places or not wanted else None
-                self._post(dest, [rows[place] for place in places], own, outline)
+                self._post(dest, [rows[place] for place in places], own, lengths)
 
-    def _post(self, dest: int, rows: list[int], part: RolloutBatch | None, outline: Any) -> None:
-        head = {"rows": rows, "holds": part is not None, "outline": outline}
+    def _post(self, dest: int, rows: list[int], part: RolloutBatch | None, lengths: Any) -> None:
+        head = {"rows": rows, "holds": part is not None, "lengths": lengths}
         self.sent.add(send_json(self.fabric, _name(self.edge), dest, head))
         if part is not None:
             moving = _moving(self.edge, rows, self.fabric.rank, dest, receives=False)
             self.sent.add(send_rows(self.fabric, moving, table_of(part.tensors, part, part.columns)))
 
 
-def receive_part(fabric: Fabric, edge: Edge, sender: int) -> tuple[dict[str, Any], Table | None]:
-    """The next message from one engine, when it is here: what it is, and samples, if there are any in it."""
-    head: dict[str, Any] = receive_json(fabric, _name(edge), sender)
-    if not head["holds"]:
-        return head, None
-    return head, receive_rows(fabric, _moving(edge, head["rows"], sender, fabric.rank, receives=True))
-
-
-def outline_from(known: Mapping[int, tuple[int, int, int]]) -> SequenceLengths:
+def lengths_from(known: Mapping[int, tuple[int, int, int]]) -> SequenceLengths:
     """What is known of all samples, from what was said of each.
 
     Raises:
@@ -212,14 +208,6 @@ def outline_from(known: Mapping[int, tuple[int, int, int]]) -> SequenceLengths:
     if missing := sorted(set(range(count)) - known.keys()):
         raise DataError(f"{STREAMED}: of {count} samples {missing} did not come")
     return SequenceLengths(*([known[row][part] for row in range(count)] for part in range(3)))
-
-
-def put_together(parts: Sequence[tuple[Sequence[int], Table]]) -> RolloutBatch:
-    """One batch from its parts, in the order of the samples' numbers."""
-    rows = sorted(row for some, _ in parts for row in some)
-    place = {row: number for number, row in enumerate(rows)}
-    table = merge(len(rows), [([place[row] for row in some], table, range(len(some))) for some, table in parts])
-    return RolloutBatch(table.tensors, table.columns)
 
 
 def _name(edge: Edge) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.prefix_packing import sequence_lengths
-from megaverl.dataflow.redistribute import Reads, go_on, landing, read_outline
+from megaverl.dataflow.redistribute import Reads, place_rows, read_lengths, redistribute, scatter_rows
 from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
 from megaverl.distributed.p2p import Call, Sent, receive_json, send_json
 from megaverl.distributed.ragged import DTYPES
@@ -46,7 +46,7 @@ class TensorChannel:
         dest: Sequence[int],
         *,
         base: RolloutBatch | None = None,
-        lands: bool = False,
+        scattered: bool = False,
     ) -> None:
         """On the ranks that hold `value`, all of it; returns at once.
 
@@ -54,36 +54,29 @@ class TensorChannel:
             name: of the edge.
             source, dest: ranks of the job.
             base: the batch that the receivers have already, which `value` adds to or is a field of.
-            lands: the receivers say which samples of a batch they read, and get no others.
+            scattered: the receivers say which samples of a batch they read, and get no others.
         """
         self._sent.forget_done()
-        head: dict[str, Any]
-        if isinstance(value, RolloutBatch) and base is not None and not _is_over(value, base):
-            base = None
-        batch = value if isinstance(value, RolloutBatch) else base
+        receivers, head, tensors, table = self._my_receivers(source, dest), dict[str, Any](), list[Tensor](), None
         if isinstance(value, RolloutBatch):
-            fresh = _fresh(value, base)
-            columns = {} if base is not None else value.columns
-            head, table = {"kind": "batch", "over_base": base is not None}, table_of(fresh, value, columns)
+            over = base if base is not None and value.tensors["input_ids"] is base.tensors["input_ids"] else None
+            known = over.tensors if over is not None else {}
+            fresh = {key: tensor for key, tensor in value.tensors.items() if known.get(key) is not tensor}
+            head = {"kind": "batch", "over_base": over is not None, "count": len(value)}
+            if scattered and over is None:
+                head["lengths"] = sequence_lengths(value)
+            table = table_of(fresh, value, value.columns if over is None else {})
         elif isinstance(value, Tensor) and base is not None and value.shape == _shape_of(name, base):
-            head, table = {"kind": "field"}, table_of({name: value}, base)
+            head, table = {"kind": "field", "count": len(base)}, table_of({name: value}, base)
         else:
-            tensors: list[Tensor] = []
-            head = {"kind": "plain", "value": _flat(value, tensors, self.known), "tensors": []}
+            head = {"kind": "plain", "value": _flat(value, tensors, self.known)}
             head["tensors"] = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
-            for rank in self._my_receivers(source, dest):
-                self._sent.add(send_json(self.fabric, name, rank, head))
-                for tensor in tensors:
-                    self._sent.add(self._bytes_to(name, rank, tensor))
-            return
-        assert batch is not None
-        head["count"] = len(batch)
-        if lands and head["kind"] == "batch" and base is None:
-            head["outline"] = sequence_lengths(batch)
-        for rank in self._my_receivers(source, dest):
+        for rank in receivers:
             self._sent.add(send_json(self.fabric, name, rank, head))
-        moving = self._moving(name, head, source, dest)
-        self._sent.add(send_rows(self.fabric, moving, table))
+            for tensor in tensors:
+                self._sent.add(self._bytes_to(name, rank, tensor))
+        if table is not None:
+            self._sent.add(send_rows(self.fabric, self._moving(name, head, source, dest), table))
 
     def receive(
         self,
@@ -97,15 +90,16 @@ class TensorChannel:
         """On the ranks of `dest`: the value, when it is here.
 
         Args:
-            reads: of a batch that lands: which samples each rank reads; of the others it has what `go_on` says.
+            reads: of a batch that is scattered: which samples each rank reads; of the others it has what
+                `redistribute` says.
 
         Raises:
             TrainingStopped: a rank did not send its part in time, by number and role.
             DataError: something else came.
         """
-        head = receive_json(self.fabric, name, self._my_sender(source, dest))
+        sender = sender_of(self.fabric.rank, source, dest, self.fabric.placement.node_of)
+        head = receive_json(self.fabric, name, sender)
         if head["kind"] == "plain":
-            sender = self._my_sender(source, dest)
             tensors = [self._bytes_from(name, sender, dtype, shape) for dtype, shape in head["tensors"]]
             return _whole(head["value"], tensors, self.known)
         moving = self._moving(name, head, source, dest)
@@ -115,18 +109,18 @@ class TensorChannel:
         if head["kind"] == "field":
             if base is None:
                 raise DataError(f"{name}: a field came, and this rank has no batch that it belongs to")
-            return _spread_like(name, table.tensors[name], rows, base)
+            return _field_of_all(name, table.tensors[name], rows, base)
         if head["over_base"]:
             if base is None:
                 raise DataError(f"{name}: a batch came that adds to another, which this rank has not")
-            fields = {key: _spread_like(key, tensor, rows, base) for key, tensor in table.tensors.items()}
+            fields = {key: _field_of_all(key, tensor, rows, base) for key, tensor in table.tensors.items()}
             return base.with_(**fields)
         batch = RolloutBatch(table.tensors, table.columns)
-        if "outline" not in head:
+        if "lengths" not in head:
             return batch
         if reads is None:
             raise DataError(f"{name}: a batch came of which each rank reads a part, and this rank reads it all")
-        return go_on(self.fabric, name, batch, read_outline(name, head["outline"]), dest, reads)
+        return redistribute(self.fabric, name, batch, read_lengths(name, head["lengths"]), dest, reads)
 
     def settle(self) -> None:
         """Until all that was sent has left.
@@ -138,11 +132,8 @@ class TensorChannel:
 
     def _moving(self, name: str, head: Mapping[str, Any], source: Sequence[int], dest: Sequence[int]) -> Moving:
         rows = range(head["count"])
-        wanted: Rows = landing(len(rows), dest) if "outline" in head else dict.fromkeys(dest, rows)
+        wanted: Rows = scatter_rows(len(rows), dest) if "lengths" in head else dict.fromkeys(dest, rows)
         return Moving.plan(self.fabric, name, dict.fromkeys(source, rows), wanted)
-
-    def _my_sender(self, source: Sequence[int], dest: Sequence[int]) -> int:
-        return sender_of(self.fabric.rank, source, dest, self.fabric.placement.node_of)
 
     def _my_receivers(self, source: Sequence[int], dest: Sequence[int]) -> list[int]:
         node_of = self.fabric.placement.node_of
@@ -167,22 +158,10 @@ def sender_of(rank: int, source: Sequence[int], dest: Sequence[int], node_of: Ca
     return near[list(dest).index(rank) % len(near)]
 
 
-def _is_over(batch: RolloutBatch, base: RolloutBatch) -> bool:
-    """Whether a batch is of the base's own samples, with more to each."""
-    return batch.tensors["input_ids"] is base.tensors["input_ids"]
-
-
-def _fresh(batch: RolloutBatch, base: RolloutBatch | None) -> dict[str, Tensor]:
-    """The tensors that are not the base's own."""
-    if base is None:
-        return dict(batch.tensors)
-    return {name: tensor for name, tensor in batch.tensors.items() if base.tensors.get(name) is not tensor}
-
-
-def _spread_like(name: str, part: Tensor, rows: Sequence[int], base: RolloutBatch) -> Tensor:
+def _field_of_all(name: str, part: Tensor, rows: Sequence[int], base: RolloutBatch) -> Tensor:
     shape = _shape_of(name, base)
     assert shape is not None
-    return _spread_field(part, rows, shape)
+    return place_rows(part.new_zeros(shape), rows, part)
 
 
 def _shape_of(name: str, base: RolloutBatch) -> tuple[int, ...] | None:
@@ -190,15 +169,6 @@ def _shape_of(name: str, base: RolloutBatch) -> tuple[int, ...] | None:
     if name not in FIELDS:
         return None
     return tuple({"S": base.input_ids.shape, "R": base.generated_ids.shape}.get(FIELDS[name].axes, (len(base),)))
-
-
-def _spread_field(part: Tensor, rows: Sequence[int], shape: tuple[int, ...]) -> Tensor:
-    whole = part.new_zeros(shape)
-    if rows:
-        width = min(part.shape[1], shape[1]) if part.dim() > 1 else 0  # beyond the longest row there is nothing
-        where, part = (whole[:, :width], part[:, :width]) if part.dim() > 1 else (whole, part)
-        where[torch.tensor(list(rows), dtype=torch.int64)] = part
-    return whole
 
 
 def _flat(value: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:

@@ -188,7 +188,7 @@ def values_travel() -> dict[str, Any]:
     reads = Reads(parts, frozenset({"rollout_log_probs", "group_ids", "values"}))
     if fabric.rank >= 2:
         courier.send("rollouts", full, *to)
-        courier.send("parts", full, *to, lands=True)
+        courier.send("parts", full, *to, scattered=True)
         courier.send("values", full.rollout_log_probs * 2, *to, base=full)
         courier.send("scores", marks, *to)
         courier.send("nothing", None, *to)

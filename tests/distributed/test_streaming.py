@@ -12,7 +12,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.redistribute import Reads
-from megaverl.dataflow.streaming import StreamingCarrier, outline_from
+from megaverl.dataflow.streaming import StreamingCarrier, lengths_from
 from megaverl.distributed.p2p import receive_json, send_json
 from megaverl.errors import DataError
 from megaverl.monitoring.timeline import Timeline
@@ -86,4 +86,4 @@ def test_samples_are_worked_on_before_the_last_is_finished(
 
 def test_a_sample_that_does_not_come_is_missed() -> None:
     with pytest.raises(DataError, match=r"of 4 samples \[2\] did not come"):
-        outline_from({0: (1, 1, 0), 1: (1, 1, 0), 3: (1, 1, 1)})
+        lengths_from({0: (1, 1, 0), 1: (1, 1, 0), 3: (1, 1, 1)})

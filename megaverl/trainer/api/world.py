@@ -64,7 +64,7 @@ def init_distributed(config: Description) -> Job:
         JOB_OF_ONE.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
         os.environ |= JOB_OF_ONE
     from megaverl.checkpoint.training_state import seed_generators
-    from megaverl.dataflow.joined import use_fabric
+    from megaverl.dataflow.carrier import use_fabric
     from megaverl.monitoring.console import Console
     from megaverl.platform import platform
     from megaverl.trainer.job import join_job
