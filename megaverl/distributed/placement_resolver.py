@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import accumulate, combinations
 
 from megaverl.distributed.grid import GridSizes, grid_problem
 from megaverl.distributed.placement import (
@@ -47,11 +47,7 @@ def resolve(
     Raises:
         PlacementError: lists every problem.
     """
-    resolving = _Resolving(dict(wanted), size, dict(grids), tuple(nodes or (Node("node 0", size),)), islands)
-    result = resolving.run()
-    if result is None:
-        raise PlacementError(resolving.problems)
-    return result
+    return _Resolving(dict(wanted), size, grids, tuple(nodes or (Node("node 0", size),)), islands).run()
 
 
 def problems_of(
@@ -74,106 +70,91 @@ def smallest_world(
     wanted: Mapping[str, Wanted], grids: Mapping[str, GridSizes | None], *, islands: int = 1, most: int = 4096
 ) -> int | None:
     """The smallest job that a placement fits into, on one node; None: none up to `most` ranks."""
-    named = [rank for place in wanted.values() for rank in place.ranks or ()]
-    least = max(named, default=0) + 1
-    return next(
-        (size for size in range(least, most + 1) if not problems_of(wanted, size, grids, islands=islands)), None
-    )
+    least = 1 + max((rank for place in wanted.values() for rank in place.ranks or ()), default=0)
+    fitting = (size for size in range(least, most + 1) if not problems_of(wanted, size, grids, islands=islands))
+    return next(fitting, None)
 
 
-@dataclass
 class _Resolving:
     """One run of `resolve`: the ranks that are settled so far, and the problems."""
 
-    wanted: dict[str, Wanted]
-    size: int
-    grids: dict[str, GridSizes | None]
-    nodes: tuple[Node, ...]
-    islands: int
-    problems: list[PlacementProblem] = field(default_factory=list)
-    ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    def __init__(
+        self,
+        wanted: dict[str, Wanted],
+        size: int,
+        grids: Mapping[str, GridSizes | None],
+        nodes: tuple[Node, ...],
+        islands: int,
+    ) -> None:
+        self.wanted, self.size, self.grids, self.nodes, self.islands = wanted, size, grids, nodes, islands
+        self.roles = [role for role in ROLES if role in grids or role in ("actor", "coordinator")]
+        ends = accumulate(node.size for node in nodes)
+        self.node_ranks = [range(end - node.size, end) for node, end in zip(nodes, ends, strict=True)]
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        self.problems: list[PlacementProblem] = []
+        self.notes: list[str] = []
 
-    def run(self) -> ResolvedPlacement | None:
+    def run(self) -> ResolvedPlacement:
         self._check_nodes()
-        if self.problems:
-            return None
-        self._node_ranks = self._count_ranks()
-        self._from_claims()
+        self._raise_problems()
+        self._take_claims()
         self._check_roles()
-        for role in self._roles():
-            self._settle_named(role)
-        for role in self._roles():
-            self._settle_counts(role, of_nodes=True)
-        for role in self._roles():
-            self._settle_counts(role, of_nodes=False)
+        for role in self.roles:
+            if role in self.wanted and (ranks := self._named_ranks(role, self.wanted[role])) is not None:
+                self.ranks[role] = ranks
+        self._settle_counts(self.node_ranks, "num_nodes", "whole nodes")
+        self._settle_counts([range(rank, rank + 1) for rank in range(self.size)], "num_ranks", "ranks")
         self._settle_rest()
         self._settle_shared()
-        if self.problems:
-            return None
+        self._raise_problems()
         self._check_coordinator()
         self._check_overlaps()
         self._check_islands()
         self._check_grids()
         self._check_unused()
         self._check_devices()
-        if self.problems:
-            return None
-        ordered = {role: self.ranks[role] for role in self._roles()}
-        node_of = tuple(number for number, node in enumerate(self.nodes) for _ in range(node.size))
+        self._raise_problems()
         return ResolvedPlacement(
             self.size,
-            ordered,
+            {role: self.ranks[role] for role in self.roles},
             tuple(self._worlds()),
             self._islands_of(self.ranks["actor"]),
             self.nodes,
-            node_of,
+            tuple(number for number, node in enumerate(self.nodes) for _ in range(node.size)),
             tuple(self.notes),
         )
 
-    def _roles(self) -> list[str]:
-        return [role for role in ROLES if role in self.grids or role in ("actor", "coordinator")]
-
     def _refuse(self, role: str, message: str) -> None:
-        self.problems.append(PlacementProblem(f"placement.{role}", message))
+        self.problems.append(PlacementProblem(f"placement.{role}" if role else "placement", message))
+
+    def _raise_problems(self) -> None:
+        if self.problems:
+            raise PlacementError(self.problems)
 
     # --- what is there -------------------------------------------------------------------------------------------
 
     def _check_nodes(self) -> None:
         total = sum(node.size for node in self.nodes)
         if self.size < 1 or total != self.size:
-            self.problems.append(
-                PlacementProblem("placement", f"the nodes have {total} ranks together, and the job has {self.size}.")
-            )
+            self._refuse("", f"the nodes have {total} ranks together, and the job has {self.size}.")
         names = [node.name for node in self.nodes]
         for name in sorted({name for name in names if names.count(name) > 1}):
             numbers = [str(number) for number, other in enumerate(names) if other == name]
-            self.problems.append(
-                PlacementProblem("placement", f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.")
-            )
+            self._refuse("", f"nodes {', '.join(numbers)} are all called '{name}'; names must differ.")
 
-    def _count_ranks(self) -> list[range]:
-        starts = [0]
-        for node in self.nodes:
-            starts.append(starts[-1] + node.size)
-        return [range(first, last) for first, last in zip(starts[:-1], starts[1:], strict=True)]
-
-    def _from_claims(self) -> None:
+    def _take_claims(self) -> None:
         """Take what nodes say they are for the configuration's word, where that says nothing else."""
-        claimed: dict[str, list[int]] = {}
+        self.claimed: dict[str, list[int]] = {}
         for number, node in enumerate(self.nodes):
             for role in node.claims:
-                claimed.setdefault(role, []).append(number)
-        self._claims = claimed
-        for role, numbers in claimed.items():
-            mine = tuple(rank for number in numbers for rank in self._node_ranks[number])
-            who = self._named(numbers)
+                self.claimed.setdefault(role, []).append(number)
+        for role, numbers in self.claimed.items():
+            mine = tuple(rank for number in numbers for rank in self.node_ranks[number])
+            who = self._nodes_named(numbers)
             if role == "coordinator" and len(numbers) > 1:
                 self._refuse(role, f"{who} all claim it (--role coordinator); one rank coordinates: start one of them.")
                 self.wanted.pop(role, None)
-                continue
-            place = self.wanted.get(role)
-            if place is not None and (given := self._named_ranks(role, place, quiet=True)) != mine:
+            elif role in self.wanted and (given := self._named_quietly(role)) != mine:
                 where = ranks_named(given) if given else "another place"
                 claim = "claims" if len(numbers) == 1 else "claim"
                 self._refuse(
@@ -181,113 +162,87 @@ class _Resolving:
                     f"{who} ({ranks_named(mine)}) {claim} it with --role, and the configuration gives it {where}. "
                     "Leave one of the two out.",
                 )
-                continue
-            self.wanted[role] = Wanted(ranks=mine)
+            else:
+                self.wanted[role] = Wanted(ranks=mine)
 
-    def _named(self, numbers: Sequence[int]) -> str:
+    def _nodes_named(self, numbers: Sequence[int]) -> str:
         return "node" + ("s " if len(numbers) > 1 else " ") + ", ".join(f"'{self.nodes[n].name}'" for n in numbers)
 
     def _check_roles(self) -> None:
-        for role in self.wanted:
-            if role not in self._roles():
-                used = ", ".join(self._roles())
-                what = "is placed" if role in ROLES else "is no role"
-                self._refuse(role, f"{what}, and the run has no such role; it has {used}. Leave it out.")
-        self.wanted = {role: place for role, place in self.wanted.items() if role in self._roles()}
-        if "rollout" in self._claims and "actor" not in self.wanted:
+        for role in [role for role in self.wanted if role not in self.roles]:
+            what = "is placed" if role in ROLES else "is no role"
+            self._refuse(role, f"{what}, and the run has no such role; it has {', '.join(self.roles)}. Leave it out.")
+            del self.wanted[role]
+        if "rollout" in self.claimed and "actor" not in self.wanted:
             self.wanted["actor"] = Wanted(role="rollout")
             self.notes.append("actor shares the ranks of rollout: no node took it (--role train)")
-        if self._claims:
-            for role in MUST_BE_CLAIMED:
-                if role in self._roles() and role not in self.wanted:
-                    name = "train" if role == "actor" else role
-                    self._refuse(role, f"no node took it. Start one with --role {name}, or place it here.")
+        for role in MUST_BE_CLAIMED if self.claimed else ():
+            if role in self.roles and role not in self.wanted:
+                name = "train" if role == "actor" else role
+                self._refuse(role, f"no node took it. Start one with --role {name}, or place it here.")
         if self.islands < 1:
             self._refuse("actor_islands", f"found {self.islands}; expected at least 1.")
 
     # --- giving ranks to roles -----------------------------------------------------------------------------------
 
-    def _settle_named(self, role: str) -> None:
-        place = self.wanted.get(role)
-        if place is None or not (place.ranks or place.nodes or place.word == "all"):
-            return
-        if (ranks := self._named_ranks(role, place)) is not None:
-            self.ranks[role] = ranks
-
-    def _named_ranks(self, role: str, place: Wanted, *, quiet: bool = False) -> tuple[int, ...] | None:
+    def _named_ranks(self, role: str, place: Wanted) -> tuple[int, ...] | None:
         """The ranks that an entry names, or None where something is wrong with it, or it names none."""
         before = len(self.problems)
-        ranks: list[int] = []
-        if place.word == "all":
-            ranks = list(range(self.size))
-        elif place.ranks is not None:
-            ranks = list(place.ranks)
-        elif place.nodes is not None:
-            for name in place.nodes:
-                number = self._node_number(name)
-                if number is None:
-                    known = ", ".join(f"{n}: {node.name}" for n, node in enumerate(self.nodes[:16]))
-                    self._refuse(role, f"there is no node {name!r}; there are {known}.")
-                else:
-                    ranks += self._node_ranks[number]
-        if twice := sorted({rank for rank in ranks if ranks.count(rank) > 1}) if len(set(ranks)) < len(ranks) else []:
+        ranks = list(range(self.size)) if place.word == "all" else list(place.ranks or ())
+        for name in place.nodes or ():
+            named = [n for n, node in enumerate(self.nodes) if name == (n if isinstance(name, int) else node.name)]
+            if named:
+                ranks += self.node_ranks[named[0]]
+            else:
+                known = ", ".join(f"{n}: {node.name}" for n, node in enumerate(self.nodes[:16]))
+                self._refuse(role, f"there is no node {name!r}; there are {known}.")
+        if len(set(ranks)) < len(ranks):
+            twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
             self._refuse(role, f"{ranks_named(twice, ' stands', ' stand')} there more than once.")
         if beyond := [rank for rank in ranks if rank >= self.size]:
             missing = ranks_named(beyond, " is not there", " are not there")
             self._refuse(role, f"{missing}: the job has {ranks_named(range(self.size))}.")
-        failed = len(self.problems) > before
-        if quiet:
-            del self.problems[before:]
-        return None if failed or not ranks else tuple(sorted(ranks))
+        return None if len(self.problems) > before or not ranks else tuple(sorted(ranks))
 
-    def _node_number(self, name: str | int) -> int | None:
-        if isinstance(name, int):
-            return name if 0 <= name < len(self.nodes) else None
-        return next((number for number, node in enumerate(self.nodes) if node.name == name), None)
+    def _named_quietly(self, role: str) -> tuple[int, ...] | None:
+        before = len(self.problems)
+        ranks = self._named_ranks(role, self.wanted[role])
+        del self.problems[before:]
+        return ranks
 
     def _taken(self) -> set[int]:
         return {rank for ranks in self.ranks.values() for rank in ranks}
 
-    def _settle_counts(self, role: str, *, of_nodes: bool) -> None:
+    def _settle_counts(self, units: Sequence[range], kind: str, what: str) -> None:
         """The first ranks, or whole nodes, that nobody has."""
-        place = self.wanted.get(role)
-        count = None if place is None else place.num_nodes if of_nodes else place.num_ranks
-        if count is None:
-            return
-        taken = self._taken()
-        if of_nodes:
-            free = [ranks for ranks in self._node_ranks if taken.isdisjoint(ranks)]
-            found = [rank for ranks in free[:count] for rank in ranks]
-        else:
-            free_ranks = [rank for rank in range(self.size) if rank not in taken]
-            found, free = free_ranks[:count], [range(rank, rank + 1) for rank in free_ranks]
-        if len(free) < count:
-            what = "whole nodes" if of_nodes else "ranks"
-            self._refuse(role, f"asks for {count} {what}, and {len(free)} are left of the job's {self.size} ranks.")
-            return
-        self.ranks[role] = tuple(found)
+        for role in self.roles:
+            count = getattr(self.wanted.get(role), kind, None)
+            if count is None:
+                continue
+            taken = self._taken()
+            free = [ranks for ranks in units if taken.isdisjoint(ranks)]
+            if len(free) < count:
+                self._refuse(role, f"asks for {count} {what}, and {len(free)} are left of the job's {self.size} ranks.")
+            else:
+                self.ranks[role] = tuple(rank for ranks in free[:count] for rank in ranks)
 
     def _settle_rest(self) -> None:
-        rest = [role for role in self._roles() if role in self.wanted and self.wanted[role].word == "rest"]
-        if "actor" not in self.wanted and not self._claims:
+        rest = [role for role in self.roles if role in self.wanted and self.wanted[role].word == "rest"]
+        if "actor" not in self.wanted and not self.claimed:
             rest.insert(0, "actor")
-        if not rest:
-            return
         if len(rest) > 1:
             said = " (the actor does where it is not placed)" if "actor" not in self.wanted else ""
             self._refuse(rest[1], f"takes the rest, and so does {rest[0]}{said}. Give one of them ranks of its own.")
-            return
-        if self.problems:  # the rest is not known then
+        elif rest and self.problems:  # the rest is not known then
             self.ranks[rest[0]] = ()
-            return
-        free = tuple(sorted(set(range(self.size)) - self._taken()))
-        if not free:
-            self._refuse(rest[0], "nothing is left for it: the other roles take all ranks.")
-        self.ranks[rest[0]] = free
+        elif rest:
+            self.ranks[rest[0]] = tuple(sorted(set(range(self.size)) - self._taken()))
+            if not self.ranks[rest[0]]:
+                self._refuse(rest[0], "nothing is left for it: the other roles take all ranks.")
 
     def _settle_shared(self) -> None:
         """Roles that share another's ranks, by their own word or because nobody says otherwise."""
-        for role in self._roles():
+        for role in self.roles:
             chain = [role]
             while chain[-1] not in self.ranks:
                 place = self.wanted.get(chain[-1])
@@ -297,14 +252,13 @@ class _Resolving:
                 if other in chain:
                     self._refuse(role, f"{' -> '.join([*chain, other])}: these share each other's ranks; place one.")
                     break
-                if other not in self._roles():
+                if other not in self.roles:
                     self._refuse(role, f"shares the ranks of {other}, and the run has no such role.")
                     break
                 chain.append(other)
             else:
-                for name in chain[:-1]:
-                    shared = self.ranks[chain[-1]]
-                    self.ranks[name] = shared[:1] if name == "coordinator" else shared
+                shared = self.ranks[chain[-1]]
+                self.ranks |= {name: shared[:1] if name == "coordinator" else shared for name in chain[:-1]}
 
     # --- what must hold ------------------------------------------------------------------------------------------
 
@@ -313,32 +267,35 @@ class _Resolving:
         if len(ranks) != 1:
             self._refuse("coordinator", f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.")
 
+    def _sharing(self) -> dict[tuple[int, ...], list[str]]:
+        """Ranks -> the roles on them; the coordinator, which may be one of them, apart."""
+        sharing: dict[tuple[int, ...], list[str]] = {}
+        for role in self.roles:
+            if role != "coordinator":
+                sharing.setdefault(self.ranks[role], []).append(role)
+        return sharing
+
     def _check_overlaps(self) -> None:
         """Two roles share all of their ranks or none: a process has one default process group."""
-        sharing: dict[tuple[int, ...], list[str]] = {}
-        for role in [role for role in self._roles() if role != "coordinator"]:
-            sharing.setdefault(self.ranks[role], []).append(role)
-        for number, (a, roles) in enumerate(sharing.items()):
-            for b, others in list(sharing.items())[:number]:
-                if both := set(a) & set(b):
-                    named = next((role for role in roles if role in self.wanted), roles[0])
-                    self._refuse(
-                        named,
-                        f"{ranks_named(a)} of {', '.join(roles)} and {ranks_named(b)} of {', '.join(others)} have "
-                        f"{ranks_named(both)} in common, but not all: two roles share all of their ranks or none.",
-                    )
+        for (b, others), (a, roles) in combinations(self._sharing().items(), 2):
+            if both := set(a) & set(b):
+                self._refuse(
+                    next((role for role in roles if role in self.wanted), roles[0]),
+                    f"{ranks_named(a)} of {', '.join(roles)} and {ranks_named(b)} of {', '.join(others)} have "
+                    f"{ranks_named(both)} in common, but not all: two roles share all of their ranks or none.",
+                )
 
     def _check_islands(self) -> None:
-        count = len(self.ranks["actor"])
+        count, coordinator = len(self.ranks["actor"]), self.ranks["coordinator"][0]
         if self.islands > 1 and count % self.islands:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             self._refuse(
                 "actor_islands", f"found {self.islands}; the actor's {count} ranks can be split into {fitting}."
             )
-        if self.islands > 1 and self.ranks["coordinator"][0] in self.ranks["actor"]:
+        if self.islands > 1 and coordinator in self.ranks["actor"]:
             self._refuse(
                 "coordinator",
-                f"is the actor's rank {self.ranks['coordinator'][0]}; with actor_islands={self.islands} it joins their "
+                f"is the actor's rank {coordinator}; with actor_islands={self.islands} it joins their "
                 "gradients while they wait, and needs a rank that is none of the actor's.",
             )
 
@@ -347,7 +304,7 @@ class _Resolving:
         return tuple(ranks[i * each : (i + 1) * each] for i in range(self.islands))
 
     def _check_grids(self) -> None:
-        for role in self._roles():
+        for role in self.roles:
             grid = self.grids.get(role)
             if grid is None or role == "coordinator":
                 continue
@@ -361,24 +318,16 @@ class _Resolving:
 
     def _check_unused(self) -> None:
         unused = set(range(self.size)) - self._taken()
-        if not unused:
-            return
-        silent = [n for n, ranks in enumerate(self._node_ranks) if unused.issuperset(ranks) and len(ranks)]
-        if self._claims and silent:
-            self.problems.append(
-                PlacementProblem(
-                    "placement",
-                    f"{self._named(silent)} took no role. Start it with --role, or start the job without it.",
-                )
-            )
-            unused -= {rank for number in silent for rank in self._node_ranks[number]}
+        silent = [n for n, ranks in enumerate(self.node_ranks) if unused.issuperset(ranks) and len(ranks)]
+        if self.claimed and silent:
+            who = self._nodes_named(silent)
+            self._refuse("", f"{who} took no role. Start it with --role, or start the job without it.")
+            unused -= {rank for number in silent for rank in self.node_ranks[number]}
         if unused:
-            self.problems.append(
-                PlacementProblem(
-                    "placement",
-                    f"{ranks_named(unused, ' has', ' have')} no role. Give them to one (`rest` takes what is left), or "
-                    f"start {self.size - len(unused)} ranks.",
-                )
+            self._refuse(
+                "",
+                f"{ranks_named(unused, ' has', ' have')} no role. Give them to one (`rest` takes what is left), or "
+                f"start {self.size - len(unused)} ranks.",
             )
 
     def _check_devices(self) -> None:
@@ -386,22 +335,17 @@ class _Resolving:
         for number, node in enumerate(self.nodes):
             if node.memory or not any(other.memory for other in self.nodes):
                 continue
-            roles = [role for role in self._roles() if set(self.ranks[role]) & set(self._node_ranks[number])]
+            roles = [role for role in self.roles if set(self.ranks[role]) & set(self.node_ranks[number])]
             if roles != ["coordinator"] or number + 1 < len(self.nodes):
-                self.problems.append(
-                    PlacementProblem(
-                        "placement",
-                        f"{self._named([number])} has no GPU that can be used, others have, and {', '.join(roles)} is "
-                        "placed there. Only a coordinator needs none, on the last node. Look at its driver "
-                        "(`megaverl doctor`), or place it otherwise.",
-                    )
+                self._refuse(
+                    "",
+                    f"{self._nodes_named([number])} has no GPU that can be used, others have, and {', '.join(roles)} "
+                    "is placed there. Only a coordinator needs none, on the last node. Look at its driver "
+                    "(`megaverl doctor`), or place it otherwise.",
                 )
 
     def _worlds(self) -> Iterator[World]:
-        sharing: dict[tuple[int, ...], list[str]] = {}
-        for role in self._roles():
-            if role != "coordinator":
-                sharing.setdefault(self.ranks[role], []).append(role)
+        sharing = self._sharing()
         if not any(self.ranks["coordinator"][0] in ranks for ranks in sharing):
             sharing[self.ranks["coordinator"]] = ["coordinator"]
         for ranks, roles in sorted(sharing.items()):
