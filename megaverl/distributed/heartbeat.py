@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Literal
 
+import psutil
+
 Wait = Literal["", "device", "ranks"]
 
 # Frames up from the innermost in which a wait for other ranks may show.
@@ -61,18 +63,36 @@ class Heartbeat:
         return f"it was in {self.doing} for {self.seconds:.0f} s (process {self.pid} on {machine})"
 
 
+def this_host() -> str:
+    """The machine, and the space of process ids in it."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        space = ""
+    return f"{socket.gethostname()}/{space}"
+
+
+def process_is_gone(beat: Heartbeat) -> bool:
+    """Whether the process of a beat has ended, if it is of this machine; of another's nothing is known."""
+    if beat.host != this_host():
+        return False
+    try:
+        return psutil.Process(beat.pid).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return True
+
+
 def who_is_gone(
     beats: Mapping[int, Heartbeat],
     silent: Mapping[int, float],
     lost_after: float,
     name: Callable[[int], str],
-    is_gone: Callable[[Heartbeat], bool],
+    is_gone: Callable[[Heartbeat], bool] = process_is_gone,
 ) -> str:
     """The ranks that are no more; empty where all are.
 
     Args:
         silent: rank -> seconds since its beat last changed.
-        is_gone: whether the process of a beat has ended, as far as can be known from here.
     """
     told = []
     for rank, beat in sorted(beats.items()):
@@ -164,23 +184,3 @@ def _line(frame: FrameType) -> str:
 def _text(frame: FrameType) -> str:
     path = "/".join(frame.f_code.co_filename.split("/")[-2:])
     return f"{path}:{frame.f_lineno} ({frame.f_code.co_name})"
-
-
-def this_host() -> str:
-    """The machine, and the space of process ids in it."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        space = ""
-    return f"{socket.gethostname()}/{space}"
-
-
-def process_is_gone(host: str, pid: int) -> bool:
-    """Whether a process of this machine has ended; of another's nothing is known."""
-    if host != this_host() or not os.path.isdir("/proc/self"):
-        return False
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
-    except OSError:
-        return True

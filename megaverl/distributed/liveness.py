@@ -1,4 +1,4 @@
-"""A lost or stalled rank is named on every rank: all tell the store what they do, the coordinator reads it.
+"""A lost or stalled rank is named on every rank: all write to the store what they do, the coordinator reads it.
 
 A thread of each rank writes a beat a second, reads the verdict and the coordinator's beat; the coordinator's thread
 reads all. So the work of a rank does not grow with the job. Who finds somebody gone writes the verdict; the first one
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.distributed.heartbeat import Heartbeat, Wait, place, process_is_gone, this_host, who_is_gone, who_stalls
+from megaverl.distributed.heartbeat import Heartbeat, Wait, place, this_host, who_is_gone, who_stalls
 
 _VERDICT = "liveness/verdict"
 # What the transports say when the other side is gone.
@@ -72,7 +72,7 @@ class Liveness:
         self.rank, self.size, self.coordinator = rank, size, coordinator
         self.timeouts, self.name, self._say, self._exit_code = timeouts, name, say, exit_code
         self.verdict: str | None = None
-        self._told = threading.Event()
+        self._found = threading.Event()
         self._stop = threading.Event()
         self._world = world
         self._position: tuple[int, tuple[str, ...]] = (0, ("start",))  # the step, and what of it has begun
@@ -118,7 +118,7 @@ class Liveness:
         except RuntimeError:  # no store any more: the text is for this rank alone
             verdict = text
         self.verdict = verdict
-        self._told.set()
+        self._found.set()
         return verdict
 
     def last_heard(self, rank: int) -> str:
@@ -128,14 +128,14 @@ class Liveness:
 
     def wait(self, seconds: float) -> bool:
         """Whether there is a verdict, or comes within so long."""
-        return self._told.wait(seconds)
+        return self._found.wait(seconds)
 
     def settle(self, seconds: float, otherwise: str) -> str:
         """The verdict, waited for so long; where there is none, `otherwise` becomes it.
 
         For a main thread that was cut off: it then ends by itself, with these words.
         """
-        self._told.wait(seconds)
+        self._found.wait(seconds)
         self._stop.set()
         verdict = self.verdict or self.accuse(otherwise)
         if self._store_ends_with_me():
@@ -192,13 +192,12 @@ class Liveness:
         """Whoever keeps it is gone, or silent for so many seconds: torchrun's agent, or the first rank, whose last beat
         may be known here."""
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        keeper = "torchrun's agent" if agent else self.name(0)
         what = "is gone" if error is not None else f"has not been heard of for {silent:.0f} s"
+        keeper = "torchrun's agent" if agent else self.name(0)
+        text = f"{keeper}, which keeps the job's store, {what}"
         if agent:
-            return f"{keeper}, which keeps the job's store, {what}" + (f" ({error})" if error is not None else "")
-        last = self._seen.get(0)
-        was = str(last[0]) if last else "nothing was heard of it"
-        return f"{keeper}, which keeps the job's store, {what}: {was}"
+            return text + (f" ({error})" if error is not None else "")
+        return f"{text}: {self.last_heard(0) or 'nothing was heard of it'}"
 
     def _look(self) -> str:
         """The verdict, if there is one or this rank finds it."""
@@ -213,7 +212,7 @@ class Liveness:
                 self._seen[rank] = (beat, now)
         beats = {rank: beat for rank, (beat, _) in self._seen.items()}
         silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
-        text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name, _is_gone)
+        text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name)
         if not text and self.rank == self.coordinator:
             text = who_stalls(beats, self.timeouts.stalled_after, self.name)
         return self.accuse(text) if text else ""
@@ -221,7 +220,7 @@ class Liveness:
     def _end(self, verdict: str) -> None:
         """Pass on the verdict, and end the process unless it ends by itself."""
         self.verdict = verdict
-        self._told.set()
+        self._found.set()
         if self._stop.wait(self.timeouts.grace):
             return
         if not verdict.endswith(_interrupted_here()):  # here, who started the ranks says so
@@ -263,10 +262,6 @@ class Liveness:
 
 def _interrupted_here() -> str:
     return f"was interrupted on {socket.gethostname()}"
-
-
-def _is_gone(beat: Heartbeat) -> bool:
-    return process_is_gone(beat.host, beat.pid)
 
 
 def _chain(error: BaseException | None) -> str:
