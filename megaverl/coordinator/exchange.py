@@ -128,7 +128,7 @@ class Coordinator:
         self._settle()
 
     def send(self, peer: int, name: str, numbers: Sequence[float]) -> Sent:
-        """Numbers on their way to one rank."""
+        """Begin to send numbers to one rank."""
         data = torch.tensor(numbers, dtype=torch.float64)
         self.bytes_sent += data.nbytes
         return Call(self.fabric, name).send(self.fabric.control, {peer: data})

@@ -1,7 +1,7 @@
 """Islands of the actor on slowly connected nodes: their gradients added up, or every K steps their weights averaged.
 
 K = 1: each island's gradient of its own samples becomes the gradient of all samples, and every island takes the same
-step. K > 1 (DiLoCo, arXiv 2311.08105): each takes K steps of its own; then the mean way that they went is the gradient
+step. K > 1 (DiLoCo, arXiv 2311.08105): each takes K steps of its own; then the mean of their changes is the gradient
 of an outer optimizer, SGD with Nesterov momentum, that all take alike. Either goes through the coordinator: bucket by
 bucket up, the sum down.
 """
@@ -50,7 +50,7 @@ class Compressor:
 
 
 class OuterOptimizer:
-    """SGD with Nesterov momentum on the way that the islands went, DiLoCo's outer step.
+    """SGD with Nesterov momentum on the mean of the islands' changes, DiLoCo's outer step.
 
     Args:
         masters: this rank's weights in float32, by name; their values now are where the islands start from.
@@ -62,15 +62,15 @@ class OuterOptimizer:
         self._start = {name: master.detach().clone() for name, master in masters.items()}
         self._buffer = {name: torch.zeros_like(start) for name, start in self._start.items()}
 
-    def way(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def change(self, masters: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """How far this island went, as a gradient: where it started less where it is. To be averaged over islands."""
         return {name: start - masters[name].detach() for name, start in self._start.items()}
 
     @torch.no_grad()
-    def step(self, masters: Mapping[str, Tensor], mean_way: Mapping[str, Tensor]) -> None:
+    def step(self, masters: Mapping[str, Tensor], mean_change: Mapping[str, Tensor]) -> None:
         """Put the masters where the outer step leads; the next inner steps start from there."""
         for name, start in self._start.items():
-            gradient, buffer = mean_way[name], self._buffer[name]
+            gradient, buffer = mean_change[name], self._buffer[name]
             buffer.mul_(self.momentum).add_(gradient)
             start.sub_(self.lr * (gradient + self.momentum * buffer))
             masters[name].copy_(start)

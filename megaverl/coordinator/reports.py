@@ -126,7 +126,7 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Decision:
-    """What one role (or island) is told.
+    """What one role (or island) hears.
 
     Attributes:
         step: of the update that it is about.

@@ -47,7 +47,7 @@ class Carrier:
         return self.fabric.rank
 
     def send(self, edge: Edge, values: Mapping[str, Any]) -> None:
-        """Set `edge.value` on its way."""
+        """Begin to send `edge.value`."""
         base, scattered = _base(edge, values), self._is_scattered(edge)
         self._channel.send(edge.value, values[edge.value], edge.source, edge.dest, base=base, scattered=scattered)
 

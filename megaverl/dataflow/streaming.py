@@ -1,4 +1,4 @@
-"""Finished samples on their way while others are still being written: from the engines to reward, actor and critic.
+"""Finished samples are sent while others are still being written: from the engines to reward, actor and critic.
 
 The first rank of each engine sends what is finished in parts; whoever takes the step's rollouts puts the parts in their
 places, and may work on each as it comes. When all are there, they go on to the ranks that read them. In the end each
@@ -142,7 +142,7 @@ class Outgoing:
         wanted: by receiver, the samples that go to it.
 
     Attributes:
-        sent: messages on their way.
+        sent: messages that may not have left yet.
     """
 
     def __init__(self, fabric: Fabric, edge: Edge, wanted: Mapping[int, frozenset[int]]) -> None:
@@ -199,7 +199,7 @@ class Outgoing:
 
 
 def lengths_from(known: Mapping[int, tuple[int, int, int]]) -> SequenceLengths:
-    """What is known of all samples, from what was said of each.
+    """What is known of all samples, from what came of each.
 
     Raises:
         DataError: a sample is missing.

@@ -65,8 +65,8 @@ def wait_for_event(event: torch.cuda.Event | None, timeout: timedelta | None) ->
 
 def cause_of(error: BaseException) -> str:
     """What a transport says, in short: without the place in its source, and the causes that it guesses."""
-    said = str(error).splitlines()[0] if str(error) else "no answer"
-    return re.sub(r"^\[[^\]]*:\d+\] ", "", said).partition(". ")[0][:160]
+    text = str(error).splitlines()[0] if str(error) else "no answer"
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", text).partition(". ")[0][:160]
 
 
 class Report(NamedTuple):
@@ -100,10 +100,10 @@ class Failures:
         """An error that names the rank at the root of this one's failure.
 
         Args:
-            version: of the weights that were on their way.
+            version: of the weights that were moving.
             peer: the rank that this one waited for; -1: all.
             what: this rank was doing, with the boxes concerned.
-            error: what the transport said.
+            error: the transport's.
         """
         found = [Report(peer, what, self._rank)]
         prefix = f"{self._prefix}/{version}"

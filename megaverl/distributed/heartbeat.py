@@ -94,15 +94,15 @@ def who_is_gone(
     Args:
         silent: rank -> seconds since its beat last changed.
     """
-    told = []
+    found = []
     for rank, beat in sorted(beats.items()):
         if beat.left:
             continue
         if is_gone(beat):
-            told.append(f"{name(rank)} is gone: {beat}")
+            found.append(f"{name(rank)} is gone: {beat}")
         elif silent.get(rank, 0.0) > lost_after:
-            told.append(f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}")
-    return "; ".join(told)
+            found.append(f"{name(rank)} has not been heard of for {silent[rank]:.0f} s: {beat}")
+    return "; ".join(found)
 
 
 def is_behind(beat: Heartbeat, other: Heartbeat) -> bool:
@@ -152,13 +152,13 @@ def who_stalls(beats: Mapping[int, Heartbeat], stalled_after: float, name: Calla
     if found is None:
         return ""
     to_blame, witness = found
-    told = [f"{name(rank)} stalls: {beats[rank]}, at {beats[rank].where}" for rank in to_blame]
-    if not told:
+    texts = [f"{name(rank)} stalls: {beats[rank]}, at {beats[rank].where}" for rank in to_blame]
+    if not texts:
         here = [(name(rank), beat) for rank, beat in sorted(beats.items()) if not beat.left]
-        told = ["all ranks wait for each other", *(f"{one}: {beat}, at {beat.where}" for one, beat in here)]
+        texts = ["all ranks wait for each other", *(f"{one}: {beat}, at {beat.where}" for one, beat in here)]
     waits = beats[witness]
     seconds = waits.waited if waits.waited > stalled_after else waits.seconds
-    return "; ".join(told) + f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing} (run.timeout_minutes)"
+    return "; ".join(texts) + f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing} (run.timeout_minutes)"
 
 
 def place(frame: FrameType | None) -> tuple[str, Wait]:

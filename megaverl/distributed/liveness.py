@@ -94,8 +94,8 @@ class Liveness:
         threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
 
     def note(self, stage: str, step: int | None = None) -> None:
-        """This rank begins a stage of a step, or of what is between two; told at once, so that it is known of a rank
-        that ends in it. A thread beside the main one, such as a writer, does not say how far this rank is."""
+        """This rank begins a stage of a step, or of what is between two; published at once, so that it is known of a
+        rank that ends in it. A thread beside the main one, such as a writer, does not say how far this rank is."""
         if threading.get_ident() == self._main:
             before, begun = self._position
             now = before if step is None else step
@@ -265,7 +265,7 @@ def _interrupted_here() -> str:
 
 
 def _chain(error: BaseException | None) -> str:
-    """All that was said on the way to an error."""
+    """The texts of an error and of its causes."""
     texts = []
     while error is not None:
         texts.append(f"{type(error).__name__}: {error}")

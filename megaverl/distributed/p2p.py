@@ -1,4 +1,4 @@
-"""Messages between ranks of the job, point to point: on their way at once, waited for when it suits, never for ever."""
+"""Messages between ranks of the job, point to point: sent at once, waited for when it suits, never for ever."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megaverl.errors import TrainingStopped
 
 @dataclass
 class Sent:
-    """Messages on their way; their tensors are kept until they have left."""
+    """Messages being sent; their tensors are kept until they have left."""
 
     _under_way: list[tuple[Call, int, dist.Work, Tensor]] = field(default_factory=list)
 

@@ -274,7 +274,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 class PlacementProblem(NamedTuple):
-    """One thing to mend: the key, dotted as in the file, and what was found and would do."""
+    """One thing to fix: the key, dotted as in the file, and what was found and would do."""
 
     key: str
     message: str

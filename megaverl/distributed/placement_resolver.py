@@ -19,7 +19,7 @@ from megaverl.distributed.placement import (
 
 # Whose ranks a role has when nobody says; the actor then takes what is left.
 DEFAULTS = {"critic": "actor", "reference": "actor", "rollout": "actor", "reward": "rollout", "coordinator": "actor"}
-# Where nodes say what they are, these must be said.
+# Where nodes say what they are, these must be among it.
 MUST_BE_CLAIMED = ("actor", "rollout")
 
 
@@ -231,8 +231,8 @@ class _Resolving:
         if "actor" not in self.wanted and not self.claimed:
             rest.insert(0, "actor")
         if len(rest) > 1:
-            said = " (the actor does where it is not placed)" if "actor" not in self.wanted else ""
-            self._refuse(rest[1], f"takes the rest, and so does {rest[0]}{said}. Give one of them ranks of its own.")
+            why = " (the actor does where it is not placed)" if "actor" not in self.wanted else ""
+            self._refuse(rest[1], f"takes the rest, and so does {rest[0]}{why}. Give one of them ranks of its own.")
         elif rest and self.problems:  # the rest is not known then
             self.ranks[rest[0]] = ()
         elif rest:
@@ -268,7 +268,7 @@ class _Resolving:
             self._refuse("coordinator", f"has the {ranks_named(ranks)}; it is one rank, for example {ranks[0]}.")
 
     def _sharing(self) -> dict[tuple[int, ...], list[str]]:
-        """Ranks -> the roles on them; the coordinator, which may be one of them, apart."""
+        """Ranks -> the roles on them; the coordinator, which may be on any, is left out."""
         sharing: dict[tuple[int, ...], list[str]] = {}
         for role in self.roles:
             if role != "coordinator":
@@ -311,7 +311,7 @@ class _Resolving:
             count, island = len(self.ranks[role]), ""
             if self.islands > 1 and self.ranks[role] == self.ranks["actor"]:
                 if count % self.islands:
-                    continue  # said of the islands
+                    continue  # refused with the islands
                 count, island = count // self.islands, " of an island"
             if problem := grid_problem(grid, count, f"{count} ranks{island}"):
                 self._refuse(role, problem)

@@ -265,7 +265,7 @@ def _verdict_on_ranks(store: dist.Store, size: int, timeout: timedelta) -> dict[
 
 
 def _nodes_of(found: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[str, int, list[str], float]], list[str]]:
-    """(name, ranks, claims, memory) of every node; and what is wrong. Nodes of one name are told apart by agent."""
+    """(name, ranks, claims, memory) of every node; and what is wrong. Nodes of one name differ by agent."""
     nodes: list[tuple[tuple[str, int], int, list[str], float]] = []
     mistakes = []
     for rank, facts in enumerate(found):

@@ -28,7 +28,7 @@ from megaverl.processes import raise_open_files
 LOOPBACK = "127.0.0.1"
 EVERY = 0.1  # seconds between two looks
 GREETING = 10.0  # seconds that a store may take to greet; other programs are given them twice
-_FIRST_WORD, _NEXT_WORD = 5.0, 60.0  # seconds until a wait is told, and told again
+_FIRST_WORD, _NEXT_WORD = 5.0, 60.0  # seconds until a wait is reported, and reported again
 _CONNECT = 2.0
 
 

@@ -68,9 +68,9 @@ class Island:
         self._done += 1
         if self._outer is not None and self._done % self._every == 0:
             masters = self._trainable.masters
-            way = self._outer.way(masters)
-            self._member.join(way, tokens=1.0, divided_by=1.0)
-            self._outer.step(masters, way)
+            change = self._outer.change(masters)
+            self._member.join(change, tokens=1.0, divided_by=1.0)
+            self._outer.step(masters, change)
             self._trainable.follow_masters()
 
     def state(self) -> bytes:

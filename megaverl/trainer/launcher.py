@@ -54,7 +54,7 @@ def count_gpus() -> int:
 def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int:
     """Run `python arguments` in `nproc` ranks of one job.
 
-    A rank that fails tells why by itself; here only what it could not tell (a signal) is said. The others are
+    A rank that fails prints why by itself; here only what it could not (a signal) is printed. The others are
     ended with it. SIGTERM and SIGUSR1 go on to the ranks, which save and leave.
 
     Returns: 0, or the exit code of the first rank that failed (1 where a signal ended it).

@@ -80,9 +80,9 @@ def test_the_outer_step_is_torchs_nesterov() -> None:
     reference = torch.optim.SGD([other], lr=0.7, momentum=0.9, nesterov=True)
     for step in range(4):
         weight -= torch.tensor([0.1, -0.2, 0.3]) * (step + 1)  # where the inner steps lead
-        way = outer.way(masters)
-        other.grad = way["w"].clone()
-        outer.step(masters, way)
+        change = outer.change(masters)
+        other.grad = change["w"].clone()
+        outer.step(masters, change)
         reference.step()
         assert torch.allclose(weight, other, rtol=1e-12)
     again = OuterOptimizer(masters)
@@ -101,9 +101,9 @@ def test_every_eight_steps_the_islands_learn_together() -> None:
             weight.grad = gradient(weight, rows[a:b], targets[a:b])
             optimizer.step()
         if step % 8 == 0:
-            ways = [outer.way({"w": weight})["w"] for outer, weight in zip(outers, weights, strict=True)]
+            changes = [outer.change({"w": weight})["w"] for outer, weight in zip(outers, weights, strict=True)]
             for outer, weight in zip(outers, weights, strict=True):
-                outer.step({"w": weight}, {"w": torch.stack(ways).mean(0)})
+                outer.step({"w": weight}, {"w": torch.stack(changes).mean(0)})
             assert all(torch.equal(weight, weights[0]) for weight in weights), "all islands are where one is"
     assert float(loss(weights[0].detach(), rows, targets)) < 0.1 * before
 
