@@ -1,4 +1,4 @@
-"""Processes that end with the process that started them, however that ends; and how many files one may open.
+"""Processes that end with the process that started them, however that ends; how many files one may open; a free port.
 
     subprocess.run(ending_with_parent(["python", "-m", "megaverl.cli.train", ...]))
 
@@ -40,6 +40,15 @@ def raise_open_files() -> None:
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def free_port() -> int:
+    """One of the loopback's that nobody listens at."""
+    import socket  # not where this file is run: each process that is started would wait for it
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

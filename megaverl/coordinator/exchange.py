@@ -30,7 +30,7 @@ from megaverl.coordinator.reports import (
 )
 from megaverl.distributed.failures import cause_of
 from megaverl.distributed.liveness import Liveness
-from megaverl.distributed.p2p import Call, Sent
+from megaverl.distributed.p2p import Channel, PendingSends
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
 
@@ -61,7 +61,7 @@ class Coordinator:
         self.bytes_sent = self.bytes_received = 0
         self._seconds, self._bytes_counted = 0.0, 0
         self.rank = fabric.placement.coordinator
-        self._sent = Sent()
+        self._sent = PendingSends()
         self._server = Server(self, rules, progress or Progress()) if fabric.rank == self.rank else None
 
     @property
@@ -127,16 +127,16 @@ class Coordinator:
                 self._sent.add(self.send(self.rank, _report_name(reporter), done))
         self._settle()
 
-    def send(self, peer: int, name: str, numbers: Sequence[float]) -> Sent:
+    def send(self, peer: int, name: str, numbers: Sequence[float]) -> PendingSends:
         """Begin to send numbers to one rank."""
         data = torch.tensor(numbers, dtype=torch.float64)
         self.bytes_sent += data.nbytes
-        return Call(self.fabric, name).send(self.fabric.control, {peer: data})
+        return Channel(self.fabric, name).send(self.fabric.control, {peer: data})
 
     def receive(self, peer: int, name: str, count: int, patience: timedelta) -> list[float]:
         """Numbers from one rank, when they are here."""
         data = torch.empty(count, dtype=torch.float64)
-        Call(self.fabric, name, patience).receive(self.fabric.control, {peer: data})
+        Channel(self.fabric, name, patience).receive(self.fabric.control, {peer: data})
         self.bytes_received += data.nbytes
         return data.tolist()
 
@@ -208,7 +208,7 @@ class Server:
         self.own: dict[int, queue.Queue[Decision]] = {}
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._reports: dict[int, tuple[GradientReport, float]] = {}
-        self._answers = [Sent() for _ in end.participants]
+        self._answers = [PendingSends() for _ in end.participants]
         self._listeners: list[threading.Thread] = []
         for number, participant in enumerate(end.participants):
             if participant.rank == end.fabric.rank:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from megaverl.distributed.p2p import Call
+from megaverl.distributed.p2p import Channel
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
@@ -117,11 +117,11 @@ class IslandMember:
         Raises:
             TrainingStopped: islands that do not fit together, or a coordinator that is lost.
         """
-        fabric, call, coordinator = self._fabric, Call(self._fabric, _NAME), self._fabric.placement.coordinator
+        fabric, channel, coordinator = self._fabric, Channel(self._fabric, _NAME), self._fabric.placement.coordinator
         count = sum(tensor.numel() for tensor in gradients.values())
         numbers = torch.tensor([count, tokens, self._bucket, self._compressor is not None], dtype=torch.float64)
-        call.send(fabric.control, {coordinator: numbers}).wait()
-        call.receive(fabric.control, {coordinator: numbers})
+        channel.send(fabric.control, {coordinator: numbers}).wait()
+        channel.receive(fabric.control, {coordinator: numbers})
         if numbers[0] != count:
             raise TrainingStopped(
                 f"the actor's islands differ: {fabric.describe(fabric.rank)} has {count} elements of gradient, and the "
@@ -135,9 +135,9 @@ class IslandMember:
         for number, views in enumerate(_buckets(gradients, self._bucket)):
             flat = torch.cat([view.float() for view in views]) * (divided_by / total)
             wire = self._compressor.compress(str(number), flat) if self._compressor else flat
-            call.send(group, {coordinator: wire.to(device)}).wait()
+            channel.send(group, {coordinator: wire.to(device)}).wait()
             answer = torch.empty(flat.shape, dtype=flat.dtype, device=device)
-            call.receive(group, {coordinator: answer})
+            channel.receive(group, {coordinator: answer})
             for view, part in zip(views, answer.split([view.numel() for view in views]), strict=True):
                 view.copy_(part)
         return total
@@ -151,9 +151,9 @@ def serve_join(fabric: Fabric) -> None:
     Raises:
         TrainingStopped: islands that do not fit together (their ranks raise as well), or one that is lost.
     """
-    call, islands = Call(fabric, _NAME), fabric.placement.islands
+    channel, islands = Channel(fabric, _NAME), fabric.placement.islands
     numbers = {rank: torch.zeros(4, dtype=torch.float64) for ranks in islands for rank in ranks}
-    call.receive(fabric.control, numbers)
+    channel.receive(fabric.control, numbers)
     places = list(zip(*islands, strict=True))
     shapes = {rank: [count, bucket, compressed] for rank, (count, _, bucket, compressed) in _lists(numbers).items()}
     differ = [ranks for ranks in places if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)]
@@ -163,7 +163,7 @@ def serve_join(fabric: Fabric) -> None:
         answer = numbers[ranks[0]].clone()
         answer[0], answer[1] = -1.0 if differ else answer[0], tokens
         answers |= dict.fromkeys(ranks, answer)
-    call.send(fabric.control, answers).wait()
+    channel.send(fabric.control, answers).wait()
     if differ:
         raise TrainingStopped(f"the actor's islands differ at the ranks {differ}: all islands need one grid.")
     if tokens <= 0:
@@ -181,13 +181,13 @@ def _lists(numbers: Mapping[int, Tensor]) -> dict[int, list[float]]:
 
 
 def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
-    call = Call(fabric, _NAME)
+    channel = Channel(fabric, _NAME)
     parts = {rank: torch.empty(size, dtype=dtype, device=platform.device) for rank in ranks}
     joined = torch.zeros(size, dtype=torch.float64, device=platform.device)
     for rank, part in parts.items():
-        call.receive(fabric.group, {rank: part})
+        channel.receive(fabric.group, {rank: part})
         joined += part
-    call.send(fabric.group, dict.fromkeys(ranks, joined.float())).wait()
+    channel.send(fabric.group, dict.fromkeys(ranks, joined.float())).wait()
 
 
 def _buckets(gradients: Mapping[str, Tensor], bucket: int) -> Iterator[list[Tensor]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS, field_of
-from megaverl.distributed.p2p import Call, Sent
+from megaverl.distributed.p2p import Channel, PendingSends
 from megaverl.distributed.ragged import Table, merge, pack, unpack
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
@@ -122,17 +122,17 @@ def _move(fabric: Fabric, moving: Moving, table: Table | None) -> Table | None:
     _check_held(moving, table)
     sent, out = _announce(fabric, moving, table)
     headers, into = _hear(fabric, moving)
-    Call(fabric, moving.name).exchange(fabric.group, out, into)
+    Channel(fabric, moving.name).exchange(fabric.group, out, into)
     sent.wait()
     return _merged(fabric, moving, table, headers, into)
 
 
-def send_rows(fabric: Fabric, moving: Moving, table: Table | None) -> Sent:
+def send_rows(fabric: Fabric, moving: Moving, table: Table | None) -> PendingSends:
     """The half of a move that a rank has which receives nothing: its messages are on their way when this returns."""
     _check_held(moving, table)
     sent, out = _announce(fabric, moving, table)
     for dest, payload in out.items():
-        sent.add(Call(fabric, moving.name).send(fabric.group_between(fabric.rank, dest), {dest: payload}))
+        sent.add(Channel(fabric, moving.name).send(fabric.group_between(fabric.rank, dest), {dest: payload}))
     return sent
 
 
@@ -140,7 +140,7 @@ def receive_rows(fabric: Fabric, moving: Moving) -> Table | None:
     """The half of a move that a rank has which sends nothing: its rows, when they are here."""
     headers, into = _hear(fabric, moving)
     for source, payload in into.items():
-        Call(fabric, moving.name).receive(fabric.group_between(source, fabric.rank), {source: payload})
+        Channel(fabric, moving.name).receive(fabric.group_between(source, fabric.rank), {source: payload})
     return _merged(fabric, moving, None, headers, into)
 
 
@@ -173,10 +173,10 @@ def _merged(
     return merge(len(moving.wanted), parts) if parts else None
 
 
-def _announce(fabric: Fabric, moving: Moving, table: Table | None) -> tuple[Sent, dict[int, Tensor]]:
+def _announce(fabric: Fabric, moving: Moving, table: Table | None) -> tuple[PendingSends, dict[int, Tensor]]:
     """Sizes and headers, over the control group, to every receiver; and the bytes that are to follow."""
     place = {row: number for number, row in enumerate(moving.held)}
-    call, sent, out = Call(fabric, moving.name), Sent(), {}
+    call, sent, out = Channel(fabric, moving.name), PendingSends(), {}
     for move in moving.moves:
         if move.source == fabric.rank and table is not None:
             header, payload = pack(table, [place[row] for row in move.rows])
@@ -190,7 +190,7 @@ def _announce(fabric: Fabric, moving: Moving, table: Table | None) -> tuple[Sent
 def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], dict[int, Tensor]]:
     """Every sender's header, and room for its bytes."""
     sources = [move.source for move in moving.moves if move.dest == fabric.rank]
-    call = Call(fabric, moving.name)
+    call = Channel(fabric, moving.name)
     sizes = {source: torch.zeros(3, dtype=torch.int64) for source in sources}
     call.receive(fabric.control, sizes)
     for source, found in sizes.items():

@@ -17,7 +17,7 @@ from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.redistribute import redistribute, scatter_rows
 from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
-from megaverl.distributed.p2p import Sent, receive_json, send_json
+from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.ragged import Table, merge
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
@@ -147,7 +147,7 @@ class Outgoing:
 
     def __init__(self, fabric: Fabric, edge: Edge, wanted: Mapping[int, frozenset[int]]) -> None:
         self.fabric, self.edge, self.wanted = fabric, edge, wanted
-        self.sent = Sent()
+        self.sent = PendingSends()
         self._least: int | None = None
         self._rows: list[int] = []  # of this step, given so far
         self._kept: list[tuple[Sequence[int], RolloutBatch]] = []  # given, and not sent

@@ -15,7 +15,7 @@ from megaverl.data.batch_fields import FIELDS
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.dataflow.redistribute import Reads, place_rows, read_lengths, redistribute, scatter_rows
 from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
-from megaverl.distributed.p2p import Call, Sent, receive_json, send_json
+from megaverl.distributed.p2p import Channel, PendingSends, receive_json, send_json
 from megaverl.distributed.ragged import DTYPES
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
@@ -36,7 +36,7 @@ class TensorChannel:
     def __init__(self, fabric: Fabric, known: Sequence[type] = ()) -> None:
         self.fabric = fabric
         self.known = {one.__name__: one for one in known}
-        self._sent = Sent()
+        self._sent = PendingSends()
 
     def send(
         self,
@@ -139,15 +139,15 @@ class TensorChannel:
         node_of = self.fabric.placement.node_of
         return [rank for rank in dest if sender_of(rank, source, dest, node_of) == self.fabric.rank]
 
-    def _bytes_to(self, name: str, dest: int, tensor: Tensor) -> Sent:
+    def _bytes_to(self, name: str, dest: int, tensor: Tensor) -> PendingSends:
         data = tensor.detach().to(platform.device).contiguous().flatten().view(torch.uint8)
-        return Call(self.fabric, name).send(self.fabric.group_between(self.fabric.rank, dest), {dest: data})
+        return Channel(self.fabric, name).send(self.fabric.group_between(self.fabric.rank, dest), {dest: data})
 
     def _bytes_from(self, name: str, source: int, dtype: str, shape: Sequence[int]) -> Tensor:
         if dtype not in DTYPES:
             raise DataError(f"{name}: a tensor of {dtype} came, which does not travel")
         data = torch.empty(math.prod(shape) * DTYPES[dtype].itemsize, dtype=torch.uint8, device=platform.device)
-        Call(self.fabric, name).receive(self.fabric.group_between(source, self.fabric.rank), {source: data})
+        Channel(self.fabric, name).receive(self.fabric.group_between(source, self.fabric.rank), {source: data})
         self.fabric.traffic.received += data.numel()
         return data.view(DTYPES[dtype]).reshape(list(shape)).cpu()
 

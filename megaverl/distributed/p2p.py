@@ -19,12 +19,12 @@ from megaverl.errors import TrainingStopped
 
 
 @dataclass
-class Sent:
+class PendingSends:
     """Messages being sent; their tensors are kept until they have left."""
 
-    _under_way: list[tuple[Call, int, dist.Work, Tensor]] = field(default_factory=list)
+    _under_way: list[tuple[Channel, int, dist.Work, Tensor]] = field(default_factory=list)
 
-    def add(self, other: Sent) -> None:
+    def add(self, other: PendingSends) -> None:
         self._under_way += other._under_way
 
     def forget_done(self) -> None:
@@ -38,13 +38,13 @@ class Sent:
             TrainingStopped: a rank did not take one in time, by number and role.
         """
         while self._under_way:
-            call, peer, work, tensor = self._under_way[0]
-            call.wait(work, peer, tensor)
+            channel, peer, work, tensor = self._under_way[0]
+            channel.wait(work, peer, tensor)
             del self._under_way[0]
 
 
 @dataclass(frozen=True)
-class Call:
+class Channel:
     """Sends and receives under one name, with a deadline; under different names they do not mix (gloo).
 
     Attributes:
@@ -59,9 +59,9 @@ class Call:
     def _tag(self) -> int:
         return zlib.crc32(self.name.encode()) & 0x7FFFFFFF
 
-    def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> Sent:
+    def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> PendingSends:
         """By receiver; what is empty does not travel."""
-        sent = Sent()
+        sent = PendingSends()
         for peer, tensor in out.items():
             if tensor.numel():
                 try:
@@ -120,19 +120,19 @@ class Call:
         )
 
 
-def send_json(fabric: Fabric, name: str, dest: int, value: Any) -> Sent:
+def send_json(fabric: Fabric, name: str, dest: int, value: Any) -> PendingSends:
     """A small message to one rank."""
     data = to_bytes(value)
-    call = Call(fabric, name)
-    sent = call.send(fabric.control, {dest: torch.tensor([data.numel()])})
-    sent.add(call.send(fabric.control, {dest: data}))
+    channel = Channel(fabric, name)
+    sent = channel.send(fabric.control, {dest: torch.tensor([data.numel()])})
+    sent.add(channel.send(fabric.control, {dest: data}))
     return sent
 
 
 def receive_json(fabric: Fabric, name: str, source: int) -> Any:
     """What `send_json` of that name has sent from there, when it comes."""
-    call, length = Call(fabric, name), torch.zeros(1, dtype=torch.int64)
-    call.receive(fabric.control, {source: length})
+    channel, length = Channel(fabric, name), torch.zeros(1, dtype=torch.int64)
+    channel.receive(fabric.control, {source: length})
     data = torch.empty(int(length), dtype=torch.uint8)
-    call.receive(fabric.control, {source: data})
+    channel.receive(fabric.control, {source: data})
     return from_bytes(data)

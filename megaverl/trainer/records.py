@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
-from megaverl.distributed.p2p import Sent, receive_json, send_json
+from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.worlds import Fabric
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.memory import memory_metrics
@@ -97,7 +97,7 @@ class WorldMetrics:
 
     def __init__(self, fabric: Fabric, reporter: int) -> None:
         self.fabric, self.reporter = fabric, reporter
-        self._sent, self._last, self._received = Sent(), time.perf_counter(), 0
+        self._sent, self._last, self._received = PendingSends(), time.perf_counter(), 0
 
     def of_this_rank(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """A step's, with what the first rank of a world says of its roles: memory, how long they were busy, and how

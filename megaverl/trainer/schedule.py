@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from megaverl.config import Config
-from megaverl.distributed.p2p import Sent, receive_json, send_json
+from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.trainer.stored_rollouts import StoredRollouts
@@ -93,7 +93,7 @@ class WaitingSamples:
         self._is_async = config.rollout.async_rollout
         self._source = placement.islands[0][0]
         self._engines = [rank for rank in placement.ranks["rollout"] if rank not in placement.islands[0]]
-        self._sent, self._paused = Sent(), 0.0
+        self._sent, self._paused = PendingSends(), 0.0
         self._kept: dict[int, StoredRollouts] = {}
         self._samplers: dict[int, dict[str, Any]] = {}
 

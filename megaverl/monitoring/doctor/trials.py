@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from typing import IO, Any
 import torch
 
 from megaverl.monitoring.doctor.finding import Finding
-from megaverl.processes import ending_with_parent
+from megaverl.processes import ending_with_parent, free_port
 
 RANKS = 2
 LAST_LINES = 6
@@ -40,7 +39,7 @@ class Trial:
         self.name, self.fix = name, fix
         self._start = time.monotonic()
         self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - read by finish()
-        port = str(_free_port())
+        port = str(free_port())
         kept = {key: value for key, value in os.environ.items() if key not in KEPT_APART}
         self._processes = [
             subprocess.Popen(
@@ -114,12 +113,6 @@ def start_trials(*, generate: bool) -> Iterator[Trial]:
             "the last lines say why; VLLM_LOGGING_LEVEL=INFO says more, rollout.engine=hf does without vLLM",
             environment,
         )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answer(found: str, **more: str) -> None:

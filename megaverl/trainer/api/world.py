@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megaverl.config import Config, smallest_world
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, TrainingStopped
+from megaverl.processes import free_port
 from megaverl.trainer.api.settings import JOB_OF_ONE, Description, resolve
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def init_distributed(config: Description) -> Job:
         return _Joined.job
     if not under_torchrun():
         JOB_OF_ONE.update({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
-        JOB_OF_ONE.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())})
+        JOB_OF_ONE.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
         os.environ |= JOB_OF_ONE
     from megaverl.checkpoint.training_state import seed_generators
     from megaverl.dataflow.carrier import use_fabric
@@ -119,9 +119,3 @@ def _leave() -> None:
         os._exit(1)
     job.liveness.leave()
     dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
