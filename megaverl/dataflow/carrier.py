@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow.plan import Edge, Places
-from megaverl.dataflow.redistribute import Reads
-from megaverl.dataflow.tensor_channel import TensorChannel
+from megaverl.dataflow.tensor_channel import Reads, TensorChannel
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store

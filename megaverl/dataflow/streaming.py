@@ -15,8 +15,8 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths, prompt_numbers
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
-from megaverl.dataflow.redistribute import redistribute, scatter_rows
 from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
+from megaverl.dataflow.tensor_channel import redistribute, scatter_rows
 from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.ragged import Table, merge
 from megaverl.distributed.worlds import Fabric

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megaverl.distributed.heartbeat import Heartbeat, Wait, place, this_host, who_is_gone, who_stalls
+from megaverl.errors import FAILED
 
 _VERDICT = "liveness/verdict"
 # What the transports say when the other side is gone.
@@ -53,7 +54,6 @@ class Liveness:
         name: how a rank is called in a message.
         world: of this rank; those of one name go through the same stages.
         say: shows the verdict before this rank is ended.
-        exit_code: of a rank that is ended by a verdict.
     """
 
     def __init__(
@@ -67,10 +67,9 @@ class Liveness:
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
         world: str = "",
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-        exit_code: int = 1,
     ) -> None:
         self.rank, self.size, self.coordinator = rank, size, coordinator
-        self.timeouts, self.name, self._say, self._exit_code = timeouts, name, say, exit_code
+        self.timeouts, self.name, self._say = timeouts, name, say
         self.verdict: str | None = None
         self._found = threading.Event()
         self._stop = threading.Event()
@@ -227,7 +226,7 @@ class Liveness:
             self._say(f"{verdict}. {self.name(self.rank)} was in {self._doing}; the run ends.")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(self._exit_code)
+        os._exit(FAILED)
 
     def _try_to_publish(self) -> None:
         try:

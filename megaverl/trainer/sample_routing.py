@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from megaverl.algorithms import advantage_estimators
 from megaverl.config import Config
 from megaverl.data.prefix_packing import SequenceLengths
-from megaverl.dataflow.redistribute import Reads
+from megaverl.dataflow.tensor_channel import Reads
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
 from megaverl.sharding.rows import Rows, join_rows

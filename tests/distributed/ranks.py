@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.dataflow.redistribute import Reads
 from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
-from megaverl.dataflow.tensor_channel import TensorChannel
+from megaverl.dataflow.tensor_channel import Reads, TensorChannel
 from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.placement import parse_wanted
 from megaverl.distributed.placement_resolver import resolve

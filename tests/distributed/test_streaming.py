@@ -11,8 +11,8 @@ import torch
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.dataflow.plan import Edge
-from megaverl.dataflow.redistribute import Reads
 from megaverl.dataflow.streaming import StreamingCarrier, lengths_from
+from megaverl.dataflow.tensor_channel import Reads
 from megaverl.distributed.p2p import receive_json, send_json
 from megaverl.errors import DataError
 from megaverl.monitoring.timeline import Timeline
