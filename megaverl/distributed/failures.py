@@ -106,17 +106,17 @@ class Failures:
             error: the transport's.
         """
         found = [Report(peer, what, self._rank)]
-        prefix = f"{self._prefix}/{version}"
 
         def ask() -> None:
             # the group's own: a group over several worlds reaches ranks that the default group's store does not know
             group = self._group or dist.distributed_c10d._get_default_group()
             store = dist.distributed_c10d._get_process_group_store(group)
+            store = dist.PrefixStore(f"{self._prefix}/{version}", store)
             if peer >= 0:
-                store.set(f"{prefix}/report/{self._rank}", json.dumps(found[0]))
-                store.set(f"{prefix}/reporter", str(self._rank))
-                found[0] = _follow(store, prefix, found[0])
-            elif culprit := self._missing(store, prefix, what):
+                store.set(f"report/{self._rank}", json.dumps(found[0]))
+                store.set("reporter", str(self._rank))
+                found[0] = _follow(store, found[0])
+            elif culprit := self._missing(store, what):
                 found[0] = culprit
 
         patience = (self._seconds or 0.0) if peer < 0 else 0.0
@@ -130,31 +130,33 @@ class Failures:
             f"got no answer {waited}.{here} ({type(error).__name__}: {cause_of(error)})"
         )
 
-    def _missing(self, store: dist.Store, prefix: str, what: str) -> Report | None:
+    def _missing(self, store: dist.Store, what: str) -> Report | None:
         """Who is at the root when this rank only knows that not all have come: someone else's report says it, or
         there is one rank alone of which nothing is heard."""
-        store.set(f"{prefix}/present/{self._rank}", "")
-        store.add(f"{prefix}/num_present", 1)
+        store.set(f"present/{self._rank}", "")
+        store.add("num_present", 1)
         end = time.monotonic() + (self._seconds or 0.0) + GRACE_SECONDS
         while time.monotonic() < end:
-            if store.check([f"{prefix}/reporter"]):
-                reporter = store.get(f"{prefix}/reporter").decode()
-                return _follow(store, prefix, Report(*json.loads(store.get(f"{prefix}/report/{reporter}"))))
-            if store.add(f"{prefix}/num_present", 0) >= self._world - 1:
+            if store.check(["reporter"]):
+                return _follow(store, _report_of(store, store.get("reporter").decode()))
+            if store.add("num_present", 0) >= self._world - 1:
                 break
             time.sleep(POLL_SECONDS)
-        silent = [rank for rank in range(self._world) if not store.check([f"{prefix}/present/{rank}"])]
+        silent = [rank for rank in range(self._world) if not store.check([f"present/{rank}"])]
         return Report(silent[0], what, self._rank) if len(silent) == 1 else None
 
 
-def _follow(store: dist.Store, prefix: str, report: Report) -> Report:
+def _report_of(store: dist.Store, rank: int | str) -> Report:
+    return Report(*json.loads(store.get(f"report/{rank}")))
+
+
+def _follow(store: dist.Store, report: Report) -> Report:
     """From a report to that of the rank blamed in it, and on, until one that says nothing."""
     end = time.monotonic() + GRACE_SECONDS
     seen = {report.reporter}
     while time.monotonic() < end and report.culprit not in seen:
-        key = f"{prefix}/report/{report.culprit}"
-        if store.check([key]):
-            report = Report(*json.loads(store.get(key)))
+        if store.check([f"report/{report.culprit}"]):
+            report = _report_of(store, report.culprit)
             seen.add(report.reporter)
         else:
             time.sleep(POLL_SECONDS)

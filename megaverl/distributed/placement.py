@@ -81,18 +81,16 @@ def parse_wanted(value: Any) -> Wanted:
         return value
     if isinstance(value, Mapping):
         return _parse_mapping(value)
-    if isinstance(value, str) and value.strip() in (REST, ALL):
-        return Wanted(word=value.strip())
-    if isinstance(value, str) and value.strip() in ROLES:
-        return Wanted(role=value.strip())
-    if isinstance(value, str) and not value[:1].isdigit() and value.strip():
-        near = difflib.get_close_matches(value, [*ROLES, REST, ALL], n=1, cutoff=0.6)
-        hint = f" Did you mean `{near[0]}`?" if near else f" A node is named as {{nodes: {value}}}."
-        raise ValueError(f"found {value!r}; expected {FORMS}.{hint}")
-    ranks = _numbers(value)
-    if not ranks:
-        raise ValueError(f"found {value!r}; expected {FORMS}.")
-    return Wanted(ranks=ranks)
+    if isinstance(value, str) and (word := value.strip()):
+        if word in (REST, ALL):
+            return Wanted(word=word)
+        if word in ROLES:
+            return Wanted(role=word)
+        if not value[:1].isdigit():
+            near = difflib.get_close_matches(value, [*ROLES, REST, ALL], n=1, cutoff=0.6)
+            hint = f" Did you mean `{near[0]}`?" if near else f" A node is named as {{nodes: {value}}}."
+            raise ValueError(f"found {value!r}; expected {FORMS}.{hint}")
+    return Wanted(ranks=_numbers(value))
 
 
 def parse_claims(text: str) -> tuple[str, ...]:
@@ -121,10 +119,13 @@ def _parse_mapping(value: Mapping[str, Any]) -> Wanted:
     return Wanted(nodes=_node_names(inner))
 
 
+def _parts(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+
+
 def _numbers(value: Any) -> tuple[int, ...]:
-    parts = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     numbers: list[int] = []
-    for part in parts:
+    for part in _parts(value):
         if isinstance(part, str):
             numbers.extend(parse_ranks(part))
         elif isinstance(part, int) and not isinstance(part, bool) and 0 <= part < _MOST:
@@ -138,10 +139,9 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 def _node_names(value: Any) -> tuple[str | int, ...]:
     """Names as they stand, and numbers; "0-3" is four numbers."""
-    parts = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     names: list[str | int] = []
-    for part in parts:
-        if isinstance(part, bool) or not isinstance(part, int | str) or part == "" or (part == -1):
+    for part in _parts(value):
+        if isinstance(part, bool) or not isinstance(part, int | str) or part == "" or part == -1:
             raise ValueError(f"found nodes: {value!r}; expected names or numbers of nodes.")
         if isinstance(part, str) and all(_RANGE.fullmatch(piece) for piece in part.split(",")):
             names.extend(parse_ranks(part))
