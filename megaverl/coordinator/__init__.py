@@ -1,24 +1,16 @@
-"""One rank decides for the whole run: gradients, versions, checkpoints, who is alive. See docs/placement.md."""
+"""One rank decides for the whole run over gradients, versions and checkpoints. See docs/placement.md."""
 
 from megaverl.coordinator.client import CoordinatorClient, LocalCoordinator
-from megaverl.coordinator.decide import Participant, Progress, Rules, decide
+from megaverl.coordinator.decide import Participant, Progress, Rules
 from megaverl.coordinator.exchange import Coordinator
-from megaverl.coordinator.reports import Decision, Flag, GradientReport, Reason, Verdict
-from megaverl.distributed.liveness import Liveness, Timeouts
+from megaverl.coordinator.reports import GradientReport
 
 __all__ = [
-    "LocalCoordinator",
     "Coordinator",
-    "Decision",
-    "Flag",
-    "GradientReport",
     "CoordinatorClient",
-    "Liveness",
-    "Timeouts",
-    "Progress",
-    "Reason",
-    "Rules",
+    "GradientReport",
+    "LocalCoordinator",
     "Participant",
-    "Verdict",
-    "decide",
+    "Progress",
+    "Rules",
 ]

@@ -37,6 +37,8 @@ from megaverl.errors import TrainingStopped
 # How much longer a role waits for a decision than the coordinator for its reports, so that it hears who is missing.
 GRACE = timedelta(seconds=10)
 _FOREVER = timedelta(days=365)
+# What the messages between two ranks are called, with the participant.
+_REPORT, _DECISION, _RELAYED = "the report of", "the decision over", "the decision, passed on, over"
 
 
 class Coordinator:
@@ -91,9 +93,9 @@ class Coordinator:
             bits = sum(1 << n for n, other in enumerate(self.participants) if other.role in together)
             decision = self._ask(number, replace(report, partners=bits))
         else:
-            decision = self._hear(tree_parent(ranks, reporter.rank, self.fabric.rank), _relay_name(reporter))
+            decision = self._hear(tree_parent(ranks, reporter.rank, self.fabric.rank), f"{_RELAYED} {reporter}")
         for child in tree_children(ranks, reporter.rank, self.fabric.rank):
-            self._sent.add(self.send(child, _relay_name(reporter), decision.numbers()))
+            self._sent.add(self.send(child, f"{_RELAYED} {reporter}", decision.numbers()))
         self._seconds += max(0.0, time.perf_counter() - start - decision.waited)
         if decision.verdict is Verdict.STOP:
             self._settle()
@@ -124,7 +126,7 @@ class Coordinator:
         done = GradientReport(0, 0, 0.0, 0.0, flags=Flag.DONE).numbers()
         for reporter in self.participants:
             if reporter.rank == self.fabric.rank:
-                self._sent.add(self.send(self.rank, _report_name(reporter), done))
+                self._sent.add(self.send(self.rank, f"{_REPORT} {reporter}", done))
         self._settle()
 
     def send(self, peer: int, name: str, numbers: Sequence[float]) -> PendingSends:
@@ -155,8 +157,8 @@ class Coordinator:
     def _ask(self, number: int, report: GradientReport) -> Decision:
         reporter = self.participants[number]
         if self._server is None:
-            self._sent.add(self.send(self.rank, _report_name(reporter), report.numbers()))
-            return self._hear(self.rank, _decision_name(reporter))
+            self._sent.add(self.send(self.rank, f"{_REPORT} {reporter}", report.numbers()))
+            return self._hear(self.rank, f"{_DECISION} {reporter}")
         self._server.take(number, report)
         try:
             return self._server.own[number].get(timeout=(self.fabric.timeout + GRACE).total_seconds())
@@ -246,7 +248,7 @@ class Server:
         reporter = self._end.participants[number]
         while True:
             try:
-                numbers = self._end.receive(reporter.rank, _report_name(reporter), REPORT_SIZE, _FOREVER)
+                numbers = self._end.receive(reporter.rank, f"{_REPORT} {reporter}", REPORT_SIZE, _FOREVER)
                 report = GradientReport.of(numbers)
             except TrainingStopped as error:
                 with self._lock:
@@ -296,23 +298,11 @@ class Server:
             return
         try:
             self._answers[number].wait()  # of the update before: the participant has reported since, and so has it
-            self._answers[number] = self._end.send(reporter.rank, _decision_name(reporter), decision.numbers())
+            self._answers[number] = self._end.send(reporter.rank, f"{_DECISION} {reporter}", decision.numbers())
             if decision.verdict is Verdict.STOP:
                 self._answers[number].wait()
         except TrainingStopped as error:
             self._fail(number, cause_of(error.__cause__ or error))
-
-
-def _report_name(participant: Participant) -> str:
-    return f"the report of {participant}"
-
-
-def _decision_name(participant: Participant) -> str:
-    return f"the decision over {participant}"
-
-
-def _relay_name(participant: Participant) -> str:
-    return f"the decision over {participant}, passed on"
 
 
 def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:

@@ -18,8 +18,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import FrameType
+
+import psutil
 
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, TrainingStopped
 from megaverl.processes import ending_with_parent
@@ -145,27 +146,19 @@ def _interrupted(error: BaseException) -> int:
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
-    ranks = _ranks()
-    for pid in ranks:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:  # it has just ended
-            continue
+    ranks = [child for child in psutil.Process().children() if _is_rank(child)]
+    for rank in ranks:
+        with suppress(psutil.NoSuchProcess):  # it has just ended
+            rank.send_signal(number)
     if not ranks:
         sys.exit(128 + number)
 
 
-def _ranks() -> list[int]:
-    """The children of this process that are ranks. Linux only, as is all that schedulers run."""
-    found = []
-    for path in Path("/proc/self/task").glob("*/children"):
-        for child in path.read_text().split():
-            try:
-                if b"\0LOCAL_RANK=" in b"\0" + Path("/proc", child, "environ").read_bytes():
-                    found.append(int(child))
-            except OSError:  # it has just ended
-                continue
-    return found
+def _is_rank(child: psutil.Process) -> bool:
+    try:
+        return "LOCAL_RANK" in child.environ()
+    except psutil.Error:  # it has just ended
+        return False
 
 
 if __name__ == "__main__":

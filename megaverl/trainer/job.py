@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
-from megaverl.coordinator import Liveness, Timeouts
 from megaverl.distributed.collectives import device_of
+from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce

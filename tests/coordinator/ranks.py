@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megaverl.checkpoint.commit import Committer
-from megaverl.coordinator import Coordinator, GradientReport, Liveness, Participant, Rules, Timeouts
+from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules
 from megaverl.coordinator.islands import IslandMember, serve_join
+from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import Node, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.store import job_store

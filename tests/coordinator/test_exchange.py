@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from torch.distributed import TCPStore
 
-from megaverl.coordinator import Liveness, Timeouts
 from megaverl.coordinator.exchange import complete_set, tree_children, tree_parent
 from megaverl.coordinator.reports import DECISION_SIZE, REPORT_SIZE, GradientReport, Reason, Verdict
+from megaverl.distributed.liveness import Liveness, Timeouts
 from tests.distributed.test_heartbeat import beat
 from tests.launcher import Launcher
 
