@@ -155,7 +155,7 @@ def serve_join(fabric: Fabric) -> None:
     numbers = {rank: torch.zeros(4, dtype=torch.float64) for ranks in islands for rank in ranks}
     channel.receive(fabric.control, numbers)
     places = list(zip(*islands, strict=True))
-    shapes = {rank: [count, bucket, compressed] for rank, (count, _, bucket, compressed) in _lists(numbers).items()}
+    shapes = {rank: found[[0, 2, 3]].tolist() for rank, found in numbers.items()}  # count, bucket, compressed
     differ = [ranks for ranks in places if any(shapes[rank] != shapes[ranks[0]] for rank in ranks)]
     tokens = sum(float(numbers[ranks[0]][1]) for ranks in islands)
     answers: dict[int, Tensor] = {}
@@ -174,10 +174,6 @@ def serve_join(fabric: Fabric) -> None:
         for ranks, (count, bucket, compressed) in sizes.items():
             if (size := min(bucket, count - start * bucket)) > 0:
                 _join_bucket(fabric, ranks, size, torch.bfloat16 if compressed else torch.float32)
-
-
-def _lists(numbers: Mapping[int, Tensor]) -> dict[int, list[float]]:
-    return {rank: found.tolist() for rank, found in numbers.items()}
 
 
 def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch.dtype) -> None:
