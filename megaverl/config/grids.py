@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
-from megaverl.config.roles import GridConfig, PlacementConfig
+from megaverl.config.roles import GridConfig, PlacementConfig, TrainedConfig
 from megaverl.config.schema import Config
 from megaverl.distributed.grid import grid_problem
 from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
 from megaverl.distributed.placement_resolver import problems_of, resolve
 from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
+from megaverl.sharding.fit import misfits, no_adapters
 from megaverl.sharding.model_spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ def grid_mistakes(
     if command in OFFLINE:
         return
     if spec and config.rollout.engine == "vllm":
-        yield from _engine_against_model(config.rollout.tp, spec)
+        yield from _engine_against_model(
+            config.rollout.tp, bool(config.rollout.vllm.get("enable_expert_parallel")), spec
+        )
     if config.rollout.engine == "hf" and config.rollout.tp > 1:
         yield ConfigIssue(
             "rollout.tp", f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1."
@@ -190,19 +193,14 @@ def _sizes(grid: GridConfig) -> tuple[int | None, ...]:
 
 
 def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
-    parts = {
-        "attention heads": spec.num_heads,
-        "key-value heads": spec.num_kv_heads,
-        "feed-forward units": spec.ffn_hidden_size,
-    }
-    broken = [f"{size} {name}" for name, size in parts.items() if size % grid.tp]
-    if broken:
+    found = misfits(spec, tp=grid.tp, etp=grid.etp or grid.tp, ep=grid.ep)
+    for misfit in found:
         yield ConfigIssue(
-            f"{role}.tp",
-            f"found {grid.tp}, which does not divide the model's {' and '.join(broken)}. "
-            f"Sizes that fit: {listed(divisors(math.gcd(*parts.values())))}.",
-            involves=("model.path",),
+            f"{role}.{misfit.axis}", f"found {misfit.size}, which {misfit.reason}", involves=("model.path",)
         )
+    has_adapters = isinstance(grid, TrainedConfig) and grid.lora is not None
+    if has_adapters and (reason := no_adapters(spec, grid.tp)):
+        yield ConfigIssue(f"{role}.lora", f"is set, and {reason}", involves=("model.path", f"{role}.tp"))
     stages = grid.pp * (grid.vpp or 1)
     if spec.num_layers % stages and not any(grid.megatron.get(name) for name in _UNEVEN):
         product = f"{grid.pp} x vpp={grid.vpp} = {stages}" if grid.vpp else f"{grid.pp}"
@@ -236,21 +234,9 @@ def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Con
         )
 
 
-def _engine_against_model(tp: int, spec: ModelSpec) -> Iterator[ConfigIssue]:
-    fits_kv = spec.num_kv_heads % tp == 0 or tp % spec.num_kv_heads == 0  # vLLM may hold a KV head several times
-    if spec.num_heads % tp or spec.ffn_hidden_size % tp or not fits_kv:
-        fitting = [
-            size
-            for size in divisors(math.gcd(spec.num_heads, spec.ffn_hidden_size))
-            if spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
-        ]
-        yield ConfigIssue(
-            "rollout.tp",
-            f"found {tp}, which does not fit the model's {spec.num_heads} attention heads, "
-            f"{spec.num_kv_heads} key-value heads and {spec.ffn_hidden_size} feed-forward units. "
-            f"Sizes that fit: {listed(fitting)}.",
-            involves=("model.path",),
-        )
+def _engine_against_model(tp: int, expert_parallel: bool, spec: ModelSpec) -> Iterator[ConfigIssue]:
+    for misfit in misfits(spec, tp=tp, etp=1 if expert_parallel else tp):
+        yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
 
 
 CLAIMS = "MEGAVERL_ROLE"  # environment variable: what this node is, of `--role`

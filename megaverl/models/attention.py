@@ -14,6 +14,8 @@ from megaverl.platform import platform
 
 platform.adapt_megatron()
 
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region  # noqa: E402
+from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 
@@ -105,6 +107,29 @@ def is_plain(config: Any) -> bool:
         and config.softmax_type == "vanilla"
         and (config.window_size is None or (config.window_attn_skip_freq is None and config.window_size[1] == 0))
     )
+
+
+class SharedKVAttention(SelfAttention):
+    """megatron-core's where several ranks share a key-value head, on the group that it is given.
+
+    The rows of `linear_qkv`, [q heads of group 0, k 0, v 0, q heads of group 1, ...], are cut evenly over the ranks. So
+    the projections are gathered, and each rank takes its query heads and the head that these share. megatron-core asks
+    the global `parallel_state` for the group, which we do not have.
+    """
+
+    def get_query_key_value_tensors(
+        self, hidden_states: torch.Tensor, key_value_states: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[s, b, hidden] -> query [s, b, heads / tp, head_dim]; key, value [s, b, 1, head_dim]."""
+        mixed, _ = self.linear_qkv(hidden_states)
+        group, num_groups = self.pg_collection.tp, self.config.num_query_groups
+        ranks_each = group.size() // num_groups
+        number, place = divmod(group.rank(), ranks_each)
+        whole = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
+        own = whole.chunk(num_groups, dim=-1)[number].unflatten(-1, (-1, self.hidden_size_per_attention_head))
+        query, key, value = own[:, :, :-2].chunk(ranks_each, dim=2)[place], own[:, :, -2:-1], own[:, :, -1:]
+        query = query if self.q_layernorm is None else self.q_layernorm(query)
+        return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 
 
 class LatentAttention(MLASelfAttention):

@@ -8,10 +8,17 @@ import torch
 
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import Grid
-from megaverl.models.attention import CausalAttention, LatentAttention, LocalLatentAttention, is_plain
+from megaverl.models.attention import (
+    CausalAttention,
+    LatentAttention,
+    LocalLatentAttention,
+    SharedKVAttention,
+    is_plain,
+)
 from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesideLogits
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
 from megaverl.platform import platform
+from megaverl.sharding.fit import shares_kv_heads
 from megaverl.sharding.model_spec import ModelSpec
 
 platform.adapt_megatron()
@@ -45,6 +52,8 @@ def block_spec(
     for layer in block.layer_specs:  # the layers of one kind are one object: setting it again changes nothing
         if config.multi_latent_attention:
             layer.submodules.self_attention.module = LatentAttention if with_engine else LocalLatentAttention
+        elif shares_kv_heads(spec, config.tensor_model_parallel_size):
+            layer.submodules.self_attention.module = SharedKVAttention
         if not with_engine:
             _use_our_parts(layer, config)
         if spec.moe is not None and spec.moe.router_bias and hasattr(layer.submodules.mlp.submodules, "router"):

@@ -15,6 +15,7 @@ from megaverl.config.roles import recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.platform import flash_attention, platform
+from megaverl.sharding.fit import misfits
 from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec
 
 platform.adapt_megatron()
@@ -62,19 +63,8 @@ def uses_transformer_engine() -> bool:
 
 def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
     """Raise one ModelError that lists every dimension of `spec` which `shape` does not divide."""
-    mistakes = []
-    for axis, size, parts in (
-        ("tp", shape.tp, _cut_by_tp(spec)),
-        ("etp", shape.expert_tp, _cut_by_etp(spec)),
-        ("ep", shape.ep, {"experts": spec.moe.num_experts} if spec.moe else {}),
-    ):
-        common = math.gcd(*parts.values())
-        fitting = [d for d in range(1, common + 1) if common % d == 0]
-        for name, length in parts.items():
-            if length % size:
-                mistakes.append(
-                    f"{role}.{axis}={size} does not divide the {length} {name}; {axis} can be one of {fitting}"
-                )
+    found = misfits(spec, tp=shape.tp, etp=shape.expert_tp, ep=shape.ep)
+    mistakes = [f"{role}.{misfit}" for misfit in found]
     if spec.moe is None and shape.ep > 1:
         mistakes.append(f"{role}.ep={shape.ep}, but the model has no experts; leave ep at 1")
     stages = shape.pp * (shape.vpp or 1)
@@ -82,23 +72,6 @@ def check_divides(spec: ModelSpec, shape: GridShape, role: str) -> None:
         mistakes.append(f"{role}.pp={shape.pp} x vpp={shape.vpp or 1} is more than the {spec.num_layers} layers")
     if mistakes:
         raise ModelError("\n".join(mistakes))
-
-
-def _cut_by_tp(spec: ModelSpec) -> dict[str, int]:
-    """What tensor parallelism cuts into equal parts, by the words of a message."""
-    moe = spec.moe
-    parts = {"attention heads": spec.num_heads}
-    if spec.mla is None:
-        parts["KV heads"] = spec.num_kv_heads
-    if moe is None or moe.num_dense_layers:
-        parts["feed-forward width"] = spec.ffn_hidden_size
-    if moe is not None and moe.shared_ffn_hidden_size:
-        parts["width of the shared experts"] = moe.shared_ffn_hidden_size
-    return parts
-
-
-def _cut_by_etp(spec: ModelSpec) -> dict[str, int]:
-    return {"width of an expert": spec.moe.ffn_hidden_size} if spec.moe else {}
 
 
 def transformer_config(

@@ -35,6 +35,7 @@ from megaverl.rollout.process_state import (
     random_state_kept,
     release_groups,
 )
+from megaverl.sharding.fit import misfits
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layouts
 
@@ -322,17 +323,9 @@ def _place(tp_size: int) -> tuple[int, int, int]:
 
 
 def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
-    kv_heads = spec.num_kv_heads
-    if spec.num_heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads):
-        fits = [
-            size
-            for size in range(1, spec.num_heads + 1)
-            if spec.num_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
-        ]
-        raise RolloutError(
-            f"rollout.tp={tp_size} does not divide the model's {spec.num_heads} heads and {kv_heads} key-value "
-            f"heads. Choose one of {fits}."
-        )
+    # experts are cut as `vllm_layouts` says, which knows whether ranks have them whole
+    if found := [misfit for misfit in misfits(spec, tp=tp_size) if misfit.axis == "tp"]:
+        raise RolloutError(f"rollout.tp={tp_size} {found[0].reason}")
     if max_model_len > spec.max_positions:
         raise RolloutError(
             f"prompts and responses of {max_model_len} tokens were asked for, but the model's context is "

@@ -23,9 +23,10 @@ from typing import Literal, NamedTuple
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
 from megaverl.sharding.boxes import Box, cut
+from megaverl.sharding.fit import misfits
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, join_layouts, stack
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.weight import Split, Weight, even_part, uneven
+from megaverl.sharding.weight import Split, Weight, even_part
 
 
 def megatron_layout(
@@ -74,7 +75,7 @@ def megatron_layouts(
 
     Raises:
         GridError: layers, heads, rows, experts or the padded vocabulary that the grid does not divide, each
-            with the first tensor that it concerns.
+            as `misfits` says it.
     """
     model = _Model(weights, spec, shape, padded_vocab_size, transformer_engine, layer_split)
     by_rank: dict[int, Layout] = {}
@@ -213,21 +214,7 @@ class _Model:
     def _problems(self, weights: Sequence[Weight]) -> Iterator[str]:
         """What the grid does not divide."""
         spec, shape, tp = self._spec, self._shape, self._shape.tp
-        q = next((weight for weight in weights if weight.split is Split.Q), None)
-        groups = spec.num_kv_heads
-        num_rows = (spec.num_heads + 2 * groups) * spec.head_dim
-        if q and (spec.num_heads % tp or (groups % tp and tp % groups) or num_rows % tp):
-            yield (
-                f"{q.name}: {spec.num_heads} heads and {spec.num_kv_heads} key-value heads cannot be "
-                f"divided over tp {tp} ranks. Choose a tp that divides both."
-            )
-        yield from uneven(weights, spec, tp, shape.expert_tp, ("tp", "etp"))
-        expert = next((weight for weight in weights if weight.expert is not None), None)
-        if expert and spec.moe and spec.moe.num_experts % shape.ep:
-            yield (
-                f"{expert.name}: the layer's {spec.moe.num_experts} experts cannot be divided over ep {shape.ep} "
-                "ranks. Choose an ep that divides them."
-            )
+        yield from map(str, misfits(spec, tp=tp, etp=shape.expert_tp, ep=shape.ep))
         vocabulary = next((weight for weight in weights if weight.split is Split.VOCAB), None)
         if vocabulary and (self._padded % tp or self._padded < vocabulary.shape[0]):
             yield (

@@ -21,9 +21,10 @@ from typing import Literal
 
 from megaverl.errors import GridError
 from megaverl.sharding.boxes import Box, cut
+from megaverl.sharding.fit import misfits, shares_kv_heads
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, stack
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.weight import Split, Weight, even_part, uneven
+from megaverl.sharding.weight import Split, Weight, even_part
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE; the tests compare it with the installed one.
 VOCAB_PADDING = 64
@@ -153,7 +154,7 @@ def _padded(weight: Weight) -> int:
 
 
 def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
-    if weight.split in (Split.K, Split.V) and spec.num_kv_heads < tp_size:
+    if weight.split in (Split.K, Split.V) and shares_kv_heads(spec, tp_size):
         head = tp_rank // (tp_size // spec.num_kv_heads)
         run = weight.shape[0] // spec.num_kv_heads
         return cut(weight.shape, 0, head * run, (head + 1) * run)
@@ -162,16 +163,8 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
 
 def _problems(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, expert_parallel: bool) -> Iterator[str]:
     """What `rollout.tp` does not divide."""
-    heads, kv_heads = spec.num_heads, spec.num_kv_heads
-    q = next((weight for weight in weights if weight.split is Split.Q), None)
-    if q and (heads % tp_size or (kv_heads % tp_size and tp_size % kv_heads)):
-        yield (
-            f"{q.name}: {heads} heads and {kv_heads} key-value heads cannot be divided over "
-            f"rollout.tp {tp_size}. Choose a rollout.tp that divides the heads, and divides the key-value "
-            "heads or is a multiple of them."
-        )
-    expert_tp = 1 if expert_parallel else tp_size
-    yield from uneven(weights, spec, tp_size, expert_tp, ("rollout.tp", "rollout.tp"))
+    found = misfits(spec, tp=tp_size, etp=1 if expert_parallel else tp_size)
+    yield from (f"rollout.tp={tp_size} {misfit.reason}" for misfit in found)
     expert = next((weight for weight in weights if weight.expert is not None), None)
     if expert and spec.moe and expert_parallel and spec.moe.num_experts < tp_size:
         yield (

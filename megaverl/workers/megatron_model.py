@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
+from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, can_pack, layers_per_stage, named_parameters, uses_transformer_engine
 from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
@@ -26,6 +27,7 @@ from megaverl.models.packing import AtPositions, MicroBatch, as_one_row, spread
 from megaverl.models.vocab_divergence import Distributions
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.platform import platform
+from megaverl.sharding.fit import no_adapters
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
@@ -90,6 +92,8 @@ class MegatronModel:
         pack_samples: bool = True,
     ) -> None:
         check_divides(spec, grid.shape, role)
+        if lora is not None and (reason := no_adapters(spec, grid.shape.tp)):
+            raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
         options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
         options |= {} if initialize else {"perform_initialization": False}

@@ -47,7 +47,7 @@ def test_what_tp_and_pp_do_not_divide_comes_at_once() -> None:
     with pytest.raises(ModelError) as caught:
         check_divides(spec, GridShape(tp=4, pp=8), "critic")
     assert str(caught.value).splitlines() == [
-        "critic.tp=4 does not divide the 6 KV heads; tp can be one of [1, 2, 3, 6]",
+        "critic.tp=4 does not divide the model's 6 key-value heads. Sizes that fit: 1, 2, 3, 6, 12.",
         "critic.pp=8 x vpp=1 is more than the 4 layers",
     ]
 
@@ -58,7 +58,7 @@ def test_every_tp_that_is_offered_fits(kv_heads: int, heads_per_kv: int, ffn: in
     with pytest.raises(ModelError) as caught:
         check_divides(spec, GridShape(tp=289), "actor")  # 17 * 17 divides none of them
     for line in str(caught.value).splitlines():
-        offered = [int(size) for size in line.split("one of [")[1].rstrip("]").split(", ")]
+        offered = [int(size) for size in line.split("Sizes that fit: ")[1].rstrip(".").split(", ")]
         assert 1 in offered
         for size in offered:
             check_divides(spec, GridShape(tp=size), "actor")

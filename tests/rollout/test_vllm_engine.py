@@ -193,7 +193,7 @@ def test_refused_engine_arguments(launch: Launcher, folder: str) -> None:
         (
             2,
             {"num_attention_heads": 9, "head_dim": 32, "num_key_value_heads": 3},
-            "does not divide the model's 9 heads",
+            "does not divide the model's 9 attention heads",
         ),
         (1, {"max_position_embeddings": 100}, "128 tokens were asked for, but the model's context is 100"),
         (

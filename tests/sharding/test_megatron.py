@@ -228,8 +228,18 @@ def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
 @pytest.mark.parametrize(
     ("changes", "shape", "padded", "message"),
     [
-        ({"num_heads": 3, "num_kv_heads": 3}, GridShape(tp=2), 64, "3 heads and 3 key-value heads"),
-        ({"ffn_hidden_size": 15}, GridShape(tp=2), 64, "15 rows cannot be divided over tp 2"),
+        (
+            {"num_heads": 3, "num_kv_heads": 3},
+            GridShape(tp=2),
+            64,
+            "tp=2 does not divide the model's 3 attention heads and 3 key-value heads. Sizes",
+        ),
+        (
+            {"ffn_hidden_size": 15},
+            GridShape(tp=2),
+            64,
+            "tp=2 does not divide the model's 15 feed-forward units. Sizes that fit: 1.",
+        ),
         ({}, GridShape(tp=4), 54, "padded vocabulary 54 must be a multiple of tp 4"),
         ({}, GridShape(), 48, "at least 50"),
         ({"num_layers": 3}, GridShape(pp=2), 64, "3 layers cannot be divided evenly over 2 pipeline stages"),
@@ -237,18 +247,23 @@ def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
             {"architecture": "Qwen3MoeForCausalLM"},
             GridShape(dp=3, ep=3),
             64,
-            "layers.0.mlp.experts.0.gate_proj.weight: the layer's 4 experts cannot be divided over ep 3",
+            "ep=3 does not divide the model's 4 experts. Sizes that fit: 1, 2, 4.",
         ),
         (
             {"architecture": "MixtralForCausalLM"},
             GridShape(dp=3, etp=3),
             64,
-            "experts.0.w1.weight: its 8 rows cannot be divided over etp 3",
+            "etp=3 does not divide the model's 8 units of an expert. Sizes that fit: 1, 2, 4, 8.",
         ),
-        ({"architecture": "DeepseekV3ForCausalLM", "num_heads": 6}, GridShape(tp=4), 64, "its 6 heads"),
+        ({"architecture": "DeepseekV3ForCausalLM", "num_heads": 6}, GridShape(tp=4), 64, "6 attention heads"),
         # the fused rows are cut evenly, also where neighbours share a key-value head
-        ({"num_kv_heads": 1, "head_dim": 1}, GridShape(tp=4), 64, "4 heads and 1 key-value heads"),
-        ({"num_heads": 6, "head_dim": 1, "ffn_hidden_size": 6}, GridShape(tp=6), 66, "6 heads and 2 key-value heads"),
+        ({"num_kv_heads": 1, "head_dim": 1}, GridShape(tp=4), 64, "tp=4 does not divide the model's 1 key-value heads"),
+        (
+            {"num_heads": 6, "head_dim": 1, "ffn_hidden_size": 6},
+            GridShape(tp=6),
+            66,
+            "tp=6 does not divide the model's 2 key-value heads",
+        ),
     ],
 )
 def test_what_the_grid_does_not_divide_is_named(
@@ -274,7 +289,7 @@ def test_all_that_the_grid_does_not_divide_is_named_at_once() -> None:
     spec = make_spec("DeepseekV3ForCausalLM", num_heads=3, moe=make_experts("DeepseekV3ForCausalLM", 3, 7))
     with pytest.raises(GridError) as caught:
         megatron_layout(weights_of(spec), spec, GridShape(tp=2, dp=4, ep=2), 0, padded_vocab_size=51)
-    for said in ("3 heads", "7 rows", "7 columns", "3 experts", "vocabulary 51 must be a multiple of tp 2"):
+    for said in ("3 attention heads", "7 units of an expert", "3 experts", "vocabulary 51 must be a multiple of tp 2"):
         assert said in str(caught.value)
 
 

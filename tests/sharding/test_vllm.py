@@ -51,10 +51,10 @@ def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> Non
 @pytest.mark.parametrize(
     ("changes", "tp", "message"),
     [
-        ({}, 3, "4 heads and 2 key-value heads cannot be divided over rollout.tp 3"),
-        ({"num_heads": 6, "num_kv_heads": 6}, 4, "6 heads and 6 key-value heads"),
-        ({"num_heads": 6, "num_kv_heads": 2}, 4, "6 heads and 2 key-value heads"),
-        ({"num_heads": 12, "num_kv_heads": 6}, 4, "12 heads and 6 key-value heads"),
+        ({}, 3, "rollout.tp=3 does not divide the model's 4 attention heads and 2 key-value heads"),
+        ({"num_heads": 6, "num_kv_heads": 6}, 4, "6 attention heads and 6 key-value heads"),
+        ({"num_heads": 6, "num_kv_heads": 2}, 4, "6 attention heads"),
+        ({"num_heads": 12, "num_kv_heads": 6}, 4, "does not divide the model's 6 key-value heads"),
         ({"num_heads": 3, "num_kv_heads": 3, "ffn_hidden_size": 18}, 3, "50 to 64, which rollout.tp 3 does not"),
     ],
 )
@@ -70,9 +70,9 @@ def test_what_tp_does_not_divide_is_named(changes: dict[str, int], tp: int, mess
 @pytest.mark.parametrize(
     ("architecture", "experts", "tp", "parallel", "message"),
     [
-        ("MixtralForCausalLM", (4, 6), 4, False, "experts.0.w1.weight: its 6 rows cannot be divided over rollout.tp 4"),
+        ("MixtralForCausalLM", (4, 6), 4, False, "rollout.tp=4 does not divide the model's 6 units of an expert"),
         ("Qwen3MoeForCausalLM", (2, 8), 4, True, "the layer's 2 experts are fewer than the rollout.tp 4"),
-        ("DeepseekV3ForCausalLM", (4, 3), 4, True, "shared_experts.gate_proj.weight: its 6 rows"),
+        ("DeepseekV3ForCausalLM", (4, 3), 4, True, "6 units of the shared experts"),
     ],
 )
 def test_experts_that_cannot_be_divided_are_named(
