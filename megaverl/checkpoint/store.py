@@ -287,8 +287,8 @@ class CheckpointStore:
 
     def _staged(self, roles: Mapping[str, TrainableModel], in_background: bool) -> StagedShards:
         """What is to be written; of what training changes, or moves away, meanwhile, a copy is taken before it does."""
-        moving = [trainable for trainable in roles.values() if trainable.leaves]
-        staying = [trainable for trainable in roles.values() if in_background and not trainable.leaves]
+        moving = [trainable for trainable in roles.values() if trainable.offloads]
+        staying = [trainable for trainable in roles.values() if in_background and not trainable.offloads]
         with _present(roles):
             return self._stager.stage(
                 sharded_state(roles),

@@ -218,7 +218,7 @@ class Builder:
         model = self.model(config, "reference", path=config.path)
         place = place_for(None)
         if config.offload and place is not None:  # on a CPU the weights already are where they would go
-            model.keep_away(place)
+            model.offload_to(place)
         return Policy(model, temperature=self.temperature, micro_batch_tokens=config.micro_batch_tokens)
 
     def teach(self, actor: Actor, reference: Policy | RemoteWorker | None) -> None:

@@ -190,7 +190,7 @@ class Colocated(Executor):
     def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
         self._coordinator = LocalCoordinator(list(self.trained), rules_of(self.config), progress)
         for role, trainable in self.trained.items():
-            trainable.judge = CoordinatorClient(self._coordinator, role, progress)
+            trainable.coordinator = CoordinatorClient(self._coordinator, role, progress)
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
         return state | {"coordinator": self._coordinator.progress.to_dict()}

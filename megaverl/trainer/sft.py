@@ -34,6 +34,11 @@ class AnswerUpdates:
     def __init__(self, config: Config, builder: Builder) -> None:
         sft, actor = config.sft, config.actor
         self.config, self.encoder = config, builder.encoder()
+        self.algorithm, self.micro_batch_tokens, self.seed = (
+            AlgorithmConfig(),
+            actor.micro_batch_tokens,
+            config.run.seed,
+        )
         self.model = builder.model(actor, "actor", trained=actor.lora is None)
         self.trainable = TrainableModel(
             self.model,
@@ -48,14 +53,11 @@ class AnswerUpdates:
     def update(self, records: Sequence[PromptRecord], step: int) -> dict[str, float]:
         """One optimizer step on these pairs; every rank takes part."""
         return run_updates(
-            self.trainable,
+            self,
             answers_batch(self.config, self.encoder, records),
             self._loss,
-            algorithm=AlgorithmConfig(),
             weighting=Weighting("token_mean"),
             fields={},
-            micro_batch_tokens=self.config.actor.micro_batch_tokens,
-            seed=self.config.run.seed,
             step=step,
         )
 

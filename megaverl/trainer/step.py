@@ -368,9 +368,9 @@ class RLStep:
 
     def _date(self, trainable: TrainableModel, experience: RolloutBatch) -> None:
         """Tell the coordinator, with the gradients that follow, how old the samples are."""
-        if "weight_versions" in experience and trainable.judge is not None:
-            trainable.judge.oldest = oldest_version(experience, self.newest_version)
-            trainable.judge.newest = self.newest_version
+        if "weight_versions" in experience and trainable.coordinator is not None:
+            trainable.coordinator.oldest = oldest_version(experience, self.newest_version)
+            trainable.coordinator.newest = self.newest_version
 
     def reshard(self, updated: bool) -> None:
         """The engine gets the new weights."""

@@ -2,55 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from megaverl.algorithms import LossOutput, value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
+from megaverl.workers.micro_batches import ModelWorker
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.updates import Selection, Weighting, run_updates, share
 
 
-class Critic:
+class ValueWorker(ModelWorker):
+    """A critic, or an actor that is its own."""
+
+    algorithm: AlgorithmConfig
+
+    def values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values that advantages are made of, the same on every rank.
+
+        Returns: [B, R] float32, before each response token; [B] float32, after each response that was cut off
+            (`cut_off`), 0 after the others.
+        """
+        rows, columns = batch.response_shape
+        both = self.score(batch, self._last_and_values, (rows, 1 + columns), self._fields_of_values(batch))
+        return both[:, 1:].contiguous(), both[:, 0].contiguous()
+
+    def _fields_of_values(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+        """What `_last_and_values` reads of the samples."""
+        cut = cut_off(batch) if self.algorithm.bootstrap_truncated else torch.zeros(len(batch))
+        return {**self._heads(batch), "cut_off": cut.float().unsqueeze(1)}
+
+    def _heads(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
+        """Where each agent has a value head of its own: which one is a sample's, [B, 1]."""
+        return {"heads": batch.agent_ids.unsqueeze(1)} if self.model.value_head > 1 else {}
+
+    def _last_and_values(self, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        """[n, 1 + r]: the value after each response that was cut off, 0 after others; then those before each token."""
+        values, after = self.model.values(output, micro)
+        # a row that only fills up has no response
+        cut = micro.fields["cut_off"].sum(dim=1) * (micro.response_lengths > 0)
+        return torch.cat([after.where(cut > 0, 0.0).unsqueeze(1), values], dim=1)
+
+
+class Critic(ValueWorker):
     """A backbone with a value head, trained towards the returns."""
 
     def __init__(
         self, trainable: TrainableModel, algorithm: AlgorithmConfig, *, micro_batch_tokens: int, seed: int
     ) -> None:
-        self.trainable, self.model, self.algorithm = trainable, trainable.model, algorithm
-        self.micro_batch_tokens, self.seed = micro_batch_tokens, seed
+        super().__init__(trainable.model, micro_batch_tokens=micro_batch_tokens)
+        self.trainable, self.algorithm, self.seed = trainable, algorithm, seed
         self._value_loss = value_loss(algorithm)
-
-    def values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `values_of`."""
-        return values_of(self, batch)
-
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """The samples that each rank of the model's grid reads for their values."""
-        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
 
     def update(self, batch: RolloutBatch, *, step: int) -> dict[str, float]:
         """Take all updates of one step towards `returns`; `values` are the old ones. Returns metrics."""
-        return run_updates(
-            self.trainable,
-            batch,
-            self._loss,
-            algorithm=self.algorithm,
-            weighting=Weighting("token_mean"),
-            fields={"old_values": batch.values, "returns": batch.returns, **heads_of(batch, self.model)},
-            micro_batch_tokens=self.micro_batch_tokens,
-            seed=self.seed,
-            step=step,
-        )
+        fields = {"old_values": batch.values, "returns": batch.returns, **self._heads(batch)}
+        return run_updates(self, batch, self._loss, weighting=Weighting("token_mean"), fields=fields, step=step)
 
     def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         values, _ = self.model.values(output, micro)
@@ -72,32 +85,6 @@ def value_loss(algorithm: AlgorithmConfig) -> Callable[[Mapping[str, torch.Tenso
     return partial(loss, **options)
 
 
-class HasValues(Protocol):
-    """A critic, or an actor that is its own."""
-
-    model: MegatronModel
-    algorithm: AlgorithmConfig
-    micro_batch_tokens: int
-
-
-def values_of(critic: HasValues, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The values that advantages are made of, the same on every rank.
-
-    Returns: [B, R] float32, before each response token; [B] float32, after each response that was cut off (`cut_off`),
-        0 after the others.
-    """
-    micro = micro_batches_for(critic.model, batch, critic.micro_batch_tokens, fields_of_values(batch, critic))
-    rows, columns = batch.response_shape
-    both = critic.model.score(micro, partial(last_and_values, critic.model), (rows, 1 + columns))
-    return both[:, 1:].contiguous(), both[:, 0].contiguous()
-
-
-def fields_of_values(batch: RolloutBatch, critic: HasValues) -> dict[str, torch.Tensor]:
-    """What `last_and_values` reads of the samples."""
-    cut = cut_off(batch) if critic.algorithm.bootstrap_truncated else torch.zeros(len(batch))
-    return {**heads_of(batch, critic.model), "cut_off": cut.float().unsqueeze(1)}
-
-
 def cut_off(batch: RolloutBatch) -> torch.Tensor:
     """[B] bool: the responses that the length limit ended. One whose `finish_reason` is not known here has ended.
 
@@ -108,22 +95,10 @@ def cut_off(batch: RolloutBatch) -> torch.Tensor:
     return torch.tensor([reason == "length" for reason in reasons], dtype=torch.bool)
 
 
-def last_and_values(model: MegatronModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
-    """[n, 1 + r]: the value after each response that was cut off, 0 after others; then those before each token."""
-    values, after = model.values(output, micro)
-    cut = micro.fields["cut_off"].sum(dim=1) * (micro.response_lengths > 0)  # a row that only fills up has no response
-    return torch.cat([after.where(cut > 0, 0.0).unsqueeze(1), values], dim=1)
-
-
-def heads_of(batch: RolloutBatch, model: MegatronModel) -> dict[str, torch.Tensor]:
-    """Where each agent has a value head of its own: which one is a sample's, [B, 1]."""
-    return {"heads": batch.agent_ids.unsqueeze(1)} if model.value_head > 1 else {}
-
-
 VALUES = "critic/"  # in front of the value loss's metrics
 
 
-class ActorCritic(Actor):
+class ActorCritic(Actor, ValueWorker):
     """The policy and its values, trained on the policy loss + `value_loss_coef` x the value loss.
 
     Of the metrics `loss` is the policy's part, and `critic/loss` the other.
@@ -134,25 +109,20 @@ class ActorCritic(Actor):
         self._value_loss = value_loss(self.algorithm)
         self._value_weighting = Weighting("token_mean")
 
-    def values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """As a critic's, out of one forward pass."""
-        return values_of(self, batch)
-
     def log_probs_and_values(self, batch: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`log_probs`, and both of `values`, out of one forward pass."""
 
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             log_probs, _ = self.model.log_probs(logits, micro, temperature=self.temperature)
             padded = torch.nn.functional.pad(log_probs, (1, 0))
-            return torch.stack([padded, last_and_values(self.model, logits, micro)], dim=-1)
+            return torch.stack([padded, self._last_and_values(logits, micro)], dim=-1)
 
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens, fields_of_values(batch, self))
         rows, columns = batch.response_shape
-        both = self.model.score(micro, score, (rows, 1 + columns, 2))
+        both = self.score(batch, score, (rows, 1 + columns, 2), self._fields_of_values(batch))
         return both[:, 1:, 0].contiguous(), both[:, 1:, 1].contiguous(), both[:, 0, 1].contiguous()
 
     def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
-        own = {"old_values": batch.values, "returns": batch.returns, **heads_of(batch, self.model)}
+        own = {"old_values": batch.values, "returns": batch.returns, **self._heads(batch)}
         return super()._fields(batch) | own
 
     def _selection(self, batch: RolloutBatch) -> Selection:

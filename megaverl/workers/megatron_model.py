@@ -71,7 +71,7 @@ class MegatronModel:
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
         adapters: what is trained instead of these, if `lora` says so.
-        resident: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
+        on_device: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class MegatronModel:
             chunk.rotary_pos_emb.register_forward_hook(self._positions)
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(as_one_row)
-        self.resident: AbstractContextManager[Any] = nullcontext()
+        self.on_device: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
 
@@ -192,7 +192,7 @@ class MegatronModel:
     def save_adapters(self, folder: str | Path, *, base: str) -> None:
         """Write what `lora` trains as a peft adapter of the model `base`. Every rank of the grid takes part."""
         assert self.adapters is not None, "the model was made without lora"
-        with self.resident:
+        with self.on_device:
             save_adapters(self.adapters, folder, base=base)
 
     def export(
@@ -209,7 +209,7 @@ class MegatronModel:
         if self.adapters is not None:
             adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
             layouts, tensors = with_factors(layouts, adapters, adapter_names), tensors | self.adapters.parameters
-        with self.resident:
+        with self.on_device:
             save_folder(
                 folder,
                 source_folder=source_folder,
@@ -237,15 +237,15 @@ class MegatronModel:
         """All of the weights on this rank, those of adapters among them."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
-    def keep_away(self, place: OffloadTarget) -> None:
-        """From now on the weights are at `place` whenever nobody is inside `resident`."""
-        self.resident = away = Offload(lambda: storages_of(self.held), place)
-        away.leave()
+    def offload_to(self, place: OffloadTarget) -> None:
+        """From now on the weights are at `place` whenever nobody is inside `on_device`."""
+        self.on_device = moved = Offload(lambda: storages_of(self.held), place)
+        moved.offload()
 
     @property
-    def leaves(self) -> bool:
+    def offloads(self) -> bool:
         """Whether the weights are away at times: nothing else can live in their storage."""
-        return isinstance(self.resident, Offload)
+        return isinstance(self.on_device, Offload)
 
     def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
         """Per-response-token values of the whole batch, on every rank.
@@ -276,7 +276,7 @@ class MegatronModel:
 
         for chunk in self.chunks:
             chunk.eval()
-        with torch.no_grad(), self.resident:
+        with torch.no_grad(), self.on_device:
             taken: list[Taken] = self._run(self.chunks, micro_batches, forward_step, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
@@ -356,38 +356,36 @@ class MegatronModel:
         Returns:
             (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
         """
-        sample, row, position = batch.predicting()
-        given: dict[str, Any] = {
-            "index": row * logits.shape[1] + position,
-            "vocab_size": self.spec.vocab_size,
-            **batch.drawing(sample, temperature),
-            "with_entropy": with_entropy,
-            "group": self.grid.tp_group,
-        }
-        targets = batch.tokens[row, position + 1]
-        if self._head is None:
-            log_probs, entropy = vocab_parallel_log_probs(logits, targets, **given)
-        else:
-            log_probs, entropy = head_log_probs(logits, self._head.weight, targets, **given)
-        return spread(log_probs, batch), spread(entropy, batch)
+        whole, chunked = vocab_parallel_log_probs, head_log_probs
+        return self._of_targets(logits, batch, whole, chunked, temperature=temperature, with_entropy=with_entropy)
 
     def squared_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
+        whole, chunked = vocab_parallel_squared_probs, head_squared_probs
+        return self._of_targets(logits, batch, whole, chunked, temperature=temperature)
+
+    def _of_targets(
+        self,
+        output: torch.Tensor,
+        batch: MicroBatch,
+        whole: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        chunked: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        *,
+        temperature: float,
+        **options: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For every response token what `whole` makes of its logits, or `chunked` of its hidden state."""
         sample, row, position = batch.predicting()
-        given: dict[str, Any] = {
-            "index": row * logits.shape[1] + position,
-            "vocab_size": self.spec.vocab_size,
-            **batch.drawing(sample, temperature),
-            "group": self.grid.tp_group,
-        }
         targets = batch.tokens[row, position + 1]
+        drawing, group = batch.drawing(sample, temperature), self.grid.tp_group
+        given = {"index": row * output.shape[1] + position, "vocab_size": self.spec.vocab_size, "group": group}
         if self._head is None:
-            log_probs, squares = vocab_parallel_squared_probs(logits, targets, **given)
+            first, second = whole(output, targets, **given, **drawing, **options)
         else:
-            log_probs, squares = head_squared_probs(logits, self._head.weight, targets, **given)
-        return spread(log_probs, batch), spread(squares, batch)
+            first, second = chunked(output, self._head.weight, targets, **given, **drawing, **options)
+        return spread(first, batch), spread(second, batch)
 
     @property
     def head_weight(self) -> torch.Tensor:

@@ -11,7 +11,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import plan_micro_batches
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.models.packing import MicroBatch, pack
-from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_model import MegatronModel, Score
 
 READ = ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
 DRAWING = ("temperatures", "top_ks")
@@ -116,63 +116,66 @@ def micro_batches_of(
     bare = RolloutBatch({name: batch[name] for name in READ})
     # how each sample was drawn: its log-probs are of that distribution
     fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
-    mine, multiple_of = plan[part * model.grid.shape.dp + model.grid.coords.dp], _multiple_of(model)
-    if model.packs:
-        return [_packed(bare, rows, fields, outline.prompts, multiple_of, unit) for rows in mine]
-    return [_padded(bare, rows, fields, multiple_of, unit) for rows in mine]
+    mine = plan[part * model.grid.shape.dp + model.grid.coords.dp]
+    return [_micro_batch(model, bare, rows, fields, outline.prompts, unit) for rows in mine]
 
 
 def _multiple_of(model: MegatronModel) -> int:
     return model.grid.shape.tp if model.config.sequence_parallel else 1
 
 
-def _padded(
-    batch: RolloutBatch, rows: list[int], fields: Mapping[str, torch.Tensor], multiple_of: int, unit: int
-) -> MicroBatch:
-    batch, index = _chosen(batch, rows, unit)
-    return MicroBatch(
-        samples=index,
-        tokens=batch.joined(multiple_of=multiple_of).token_ids,
-        prompt_lengths=batch.prompt_lengths,
-        response_lengths=batch.response_lengths,
-        fields=_columns(fields, batch, index),
-    )
-
-
-def _packed(
+def _micro_batch(
+    model: MegatronModel,
     batch: RolloutBatch,
     rows: list[int],
     fields: Mapping[str, torch.Tensor],
     prompts: list[int],
-    multiple_of: int,
     unit: int,
 ) -> MicroBatch:
-    batch, index = _chosen(batch, rows, unit)
-    padded = batch.joined().token_ids
-    packing = pack(
-        batch.sequence_lengths.tolist(),
-        shared_tokens(batch.prompt_lengths.tolist()),
-        [prompts[row] for row in rows] or list(range(unit)),
-        width=padded.shape[1],
-        multiple_of=multiple_of,
-    )
+    if rows:
+        batch, index = batch.select(rows), torch.tensor(rows, dtype=torch.int64)
+    else:  # a rank without samples left still takes part: a row (or a unit) without a response, of no weight
+        batch, index = batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
+    packing = None
+    if not model.packs:
+        tokens = batch.joined(multiple_of=_multiple_of(model)).token_ids
+    else:
+        padded = batch.joined().token_ids
+        packing = pack(
+            batch.sequence_lengths.tolist(),
+            shared_tokens(batch.prompt_lengths.tolist()),
+            [prompts[row] for row in rows] or list(range(unit)),
+            width=padded.shape[1],
+            multiple_of=_multiple_of(model),
+        )
+        tokens = padded.flatten()[packing.source].unsqueeze(0)
+    width = int(batch.response_lengths.max())
     return MicroBatch(
         samples=index,
-        tokens=padded.flatten()[packing.source].unsqueeze(0),
+        tokens=tokens,
         prompt_lengths=batch.prompt_lengths,
         response_lengths=batch.response_lengths,
-        fields=_columns(fields, batch, index),
+        fields={name: tensor[index, :width] for name, tensor in fields.items()},
         packing=packing,
     )
 
 
-def _chosen(batch: RolloutBatch, rows: list[int], unit: int) -> tuple[RolloutBatch, torch.Tensor]:
-    if rows:
-        return batch.select(rows), torch.tensor(rows, dtype=torch.int64)
-    # A rank that has no samples left still takes part: a row (or a unit) without a response, of no weight.
-    return batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
+class ModelWorker:
+    """What goes over batches with a model, in micro-batches of at most `micro_batch_tokens`."""
 
+    def __init__(self, model: MegatronModel, *, micro_batch_tokens: int) -> None:
+        self.model, self.micro_batch_tokens = model, micro_batch_tokens
 
-def _columns(fields: Mapping[str, torch.Tensor], batch: RolloutBatch, index: torch.Tensor) -> dict[str, torch.Tensor]:
-    width = int(batch.response_lengths.max())
-    return {name: tensor[index, :width] for name, tensor in fields.items()}
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
+        """The samples that each rank of the model's grid reads to score a batch."""
+        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
+
+    def score(
+        self,
+        batch: RolloutBatch,
+        score: Score,
+        shape: tuple[int, ...],
+        fields: Mapping[str, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """`MegatronModel.score` of a batch, the same on every rank; `score` reads `fields` [B, R]."""
+        return self.model.score(micro_batches_for(self.model, batch, self.micro_batch_tokens, fields), score, shape)

@@ -111,53 +111,53 @@ class Nowhere:
 
 
 class Offload:
-    """Storages that are here inside `with` blocks, of which there may be several in one another, and away outside.
+    """Storages that are on the device inside `with` blocks, which may be nested, and offloaded outside.
 
     Args:
-        storages: gives them, anew whenever they leave: an optimizer has its state after its first step only.
+        storages: gives them, anew whenever they are offloaded: an optimizer has its state after its first step only.
         place: where they go.
     """
 
     def __init__(self, storages: Callable[[], Storages], place: OffloadTarget) -> None:
         self._storages, self._place = storages, place
         self._inside = 0
-        self._away: list[tuple[torch.UntypedStorage, int]] = []
+        self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
 
     @property
-    def is_away(self) -> bool:
-        return bool(self._away)
+    def is_offloaded(self) -> bool:
+        return bool(self._offloaded)
 
     def __enter__(self) -> Offload:
         self._inside += 1
-        self.bring()
+        self.onload()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._inside -= 1
         if not self._inside:
-            self.leave()
+            self.offload()
 
     @torch.no_grad()
-    def leave(self) -> None:
-        """Empty the storages, after their bytes were copied. Those that are away already stay there."""
-        if self._away:
+    def offload(self) -> None:
+        """Empty the storages, after their bytes were copied. Those that are offloaded already stay so."""
+        if self._offloaded:
             return
         storages = self._storages()
         self._place.store(storages)
-        self._away = [(storage, storage.nbytes()) for storage in storages]
+        self._offloaded = [(storage, storage.nbytes()) for storage in storages]
         for storage in storages:
             storage.resize_(0)
         if platform.is_cuda:
             torch.cuda.empty_cache()  # others, such as an engine that wakes up, ask the driver for memory
 
     @torch.no_grad()
-    def bring(self) -> None:
+    def onload(self) -> None:
         """The tensors are as they were. Nothing happens where they are here."""
-        away, self._away = self._away, []
-        for storage, nbytes in away:
+        offloaded, self._offloaded = self._offloaded, []
+        for storage, nbytes in offloaded:
             storage.resize_(nbytes)
-        if away:
-            self._place.fetch([storage for storage, _ in away])
+        if offloaded:
+            self._place.fetch([storage for storage, _ in offloaded])
 
 
 def place_for(folder: str | None) -> OffloadTarget | None:

@@ -24,10 +24,9 @@ from megaverl.algorithms import (
     reward_model_losses,
 )
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.megatron_model import Loss, MegatronModel
-from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
+from megaverl.workers.megatron_model import Loss
+from megaverl.workers.micro_batches import ModelWorker, micro_batches_for
 from megaverl.workers.policy import Policy
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 from megaverl.workers.updates import share
@@ -42,9 +41,27 @@ def column(micro: MicroBatch, name: str) -> torch.Tensor:
 class PairUpdates:
     """What both kinds of update share: micro-batches of whole pairs, and the report as metrics."""
 
-    def __init__(self, trainable: TrainableModel, *, micro_batch_tokens: int) -> None:
+    def __init__(
+        self,
+        trainable: TrainableModel,
+        entry: Entry[LossOutput],
+        options: Mapping[str, Any],
+        *,
+        micro_batch_tokens: int,
+        weight: float,
+    ) -> None:
         self.trainable, self.model = trainable, trainable.model
+        self.entry, self.options, self.weight = entry, dict(options), weight
+        self.entry.check_options(self.options)
         self.micro_batch_tokens = micro_batch_tokens
+
+    def share_of_loss(
+        self, inputs: Mapping[str, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        """The loss function's of these inputs, times the weight, and its metrics."""
+        result = self.entry(inputs, **self.options)
+        loss = self.weight * result.loss
+        return loss, {**result.metrics, "loss": share(loss)}
 
     def run(
         self, batch: RolloutBatch, fields: Mapping[str, torch.Tensor], loss: Loss, *, unit: int = 2
@@ -90,10 +107,8 @@ class PreferenceUpdates(PairUpdates):
         micro_batch_tokens: int,
         weight: float = 1.0,
     ) -> None:
-        super().__init__(policy, micro_batch_tokens=micro_batch_tokens)
-        self.entry: Entry[LossOutput] = preference_losses.get(name)
-        self.options, self.weight = dict(options), weight
-        self.entry.check_options(self.options)
+        entry = preference_losses.get(name)
+        super().__init__(policy, entry, options, micro_batch_tokens=micro_batch_tokens, weight=weight)
         self._single = of_single_responses(name)
         self._plain = Policy(policy.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens)
 
@@ -162,9 +177,7 @@ class PreferenceUpdates(PairUpdates):
                 if "ref" in micro.fields:
                     inputs[f"ref_{side}_log_probs"] = column(micro, "ref")[place::2]
             inputs["weights"] = weights[0::2]
-        result = self.entry(inputs, **self.options)
-        loss = self.weight * result.loss
-        return loss, {**result.metrics, "loss": share(loss)}
+        return self.share_of_loss(inputs)
 
 
 def of_single_responses(name: str) -> bool:
@@ -185,24 +198,16 @@ def of_the_next(group_ids: Sequence[int]) -> list[int]:
     ]
 
 
-class RewardModel:
+class RewardModel(ModelWorker):
     """A sequence classifier with one label: scores a response by its value at the last token.
 
     Args:
         model: with a value head.
     """
 
-    def __init__(self, model: MegatronModel, *, micro_batch_tokens: int) -> None:
-        self.model, self.micro_batch_tokens = model, micro_batch_tokens
-
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """[B] float32, the same on every rank."""
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
-        return self.model.score(micro, at_the_end, (len(batch), 1))[:, 0]
-
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """The samples that each rank of the model's grid reads."""
-        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
+        return self.score(batch, at_the_end, (len(batch), 1))[:, 0]
 
 
 class RewardModelUpdates(PairUpdates):
@@ -217,10 +222,8 @@ class RewardModelUpdates(PairUpdates):
         micro_batch_tokens: int,
         weight: float = 1.0,
     ) -> None:
-        super().__init__(trainable, micro_batch_tokens=micro_batch_tokens)
-        self.entry: Entry[LossOutput] = reward_model_losses.get(name)
-        self.options, self.weight = dict(options), weight
-        self.entry.check_options(self.options)
+        entry = reward_model_losses.get(name)
+        super().__init__(trainable, entry, options, micro_batch_tokens=micro_batch_tokens, weight=weight)
         self.reward_model = RewardModel(trainable.model, micro_batch_tokens=micro_batch_tokens)
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
@@ -236,15 +239,14 @@ class RewardModelUpdates(PairUpdates):
 
     def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         scores = at_the_end(output, micro)[:, 0]
-        inputs = {
-            "chosen_rewards": scores[0::2],
-            "rejected_rewards": scores[1::2],
-            "weights": column(micro, "weights")[0::2],
-            "margins": column(micro, "margins")[0::2] if "margins" in micro.fields else None,
-        }
-        result = self.entry(inputs, **self.options)
-        loss = self.weight * result.loss
-        return loss, {**result.metrics, "loss": share(loss)}
+        return self.share_of_loss(
+            {
+                "chosen_rewards": scores[0::2],
+                "rejected_rewards": scores[1::2],
+                "weights": column(micro, "weights")[0::2],
+                "margins": column(micro, "margins")[0::2] if "margins" in micro.fields else None,
+            }
+        )
 
 
 def at_the_end(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:

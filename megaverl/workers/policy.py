@@ -8,7 +8,7 @@ tokens by any amount: so the mean and the 99.9th percentile are looked at.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -34,19 +34,18 @@ from megaverl.algorithms import (
 from megaverl.config import Config
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.models.packing import MicroBatch, spread
 from megaverl.models.vocab_divergence import Distributions, vocab_parallel_divergence
 from megaverl.platform import platform
 from megaverl.rollout.seeds import sample_seed
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.micro_batches import micro_batches_for, of_each_rank, plan_for
+from megaverl.workers.micro_batches import ModelWorker
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.updates import Selection, Weighting, run_updates, share
 
 
-class Policy:
+class Policy(ModelWorker):
     """A language model that scores responses: the reference, and what the actor builds on.
 
     Args:
@@ -58,8 +57,8 @@ class Policy:
     def __init__(
         self, model: MegatronModel, *, temperature: float, micro_batch_tokens: int, with_adapters: bool = True
     ) -> None:
-        self.model, self.temperature, self.micro_batch_tokens = model, temperature, micro_batch_tokens
-        self._with_adapters = with_adapters
+        super().__init__(model, micro_batch_tokens=micro_batch_tokens)
+        self.temperature, self._with_adapters = temperature, with_adapters
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32 log-probs of the response tokens, the same on every rank."""
@@ -67,13 +66,8 @@ class Policy:
         def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
             return self.model.log_probs(logits, micro, temperature=self.temperature)[0]
 
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
         with nullcontext() if self._with_adapters else self.model.without_adapters():
-            return self.model.score(micro, score, batch.response_shape)
-
-    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
-        """The samples that each rank of the model's grid reads to score a batch."""
-        return of_each_rank(self.model, plan_for(self.model, outline, self.micro_batch_tokens))
+            return self.score(batch, score, batch.response_shape)
 
     def untempered(self) -> Policy:
         """The same model, whose log-probs are of its own distribution: at temperature 1."""
@@ -87,8 +81,7 @@ class Policy:
             norms = score_norms(*self.model.squared_probs(logits, micro, temperature=self.temperature))
             return norms.masked_fill(~micro.response_mask, 0.0)
 
-        micro = micro_batches_for(self.model, batch, self.micro_batch_tokens)
-        return self.model.score(micro, score, batch.response_shape)
+        return self.score(batch, score, batch.response_shape)
 
 
 class Actor(Policy):
@@ -135,16 +128,13 @@ class Actor(Policy):
             Metrics; without old log-probs those of `DifferenceStats` among them.
         """
         self._kl_coef, self._differences = kl_coef, LogProbDifference()
-        with self.teacher.model.resident if self.teacher else nullcontext():
+        with self.teacher.model.on_device if self.teacher else nullcontext():
             metrics = run_updates(
-                self.trainable,
+                self,
                 batch,
                 self._loss,
-                algorithm=self.algorithm,
                 weighting=self._weighting,
                 fields=self._fields(batch),
-                micro_batch_tokens=self.micro_batch_tokens,
-                seed=self.seed,
                 step=step,
                 select=self._selection(batch),
                 prepare=self.teacher.attend if self.teacher else None,

@@ -135,24 +135,16 @@ class TrainableModel:
         adapted = model.adapters is not None
         self.base_identity = model_identity(model.layout_of, model.parameters, grid.world) if adapted else ""
         try:
-            ddp_config = DistributedDataParallelConfig(
-                **(
-                    {"use_distributed_optimizer": True}
-                    | coerce(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
-                )
-            )
-            config = OptimizerConfig(
-                **(
-                    {
-                        "params_dtype": model.config.params_dtype,
-                        "bf16": model.config.bf16,
-                        "fp16": model.config.fp16,
-                        "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
-                    }
-                    | {"min_lr": 0.0}
-                    | coerce(OptimizerConfig, optimizer, f"{model.role}.optimizer")
-                )
-            )
+            of_ddp = coerce(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
+            ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | of_ddp))
+            given = {
+                "params_dtype": model.config.params_dtype,
+                "bf16": model.config.bf16,
+                "fp16": model.config.fp16,
+                "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+                "min_lr": 0.0,
+            }
+            config = OptimizerConfig(**(given | coerce(OptimizerConfig, optimizer, f"{model.role}.optimizer")))
         except (AssertionError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"{model.role}.optimizer or {model.role}.ddp: megatron-core refuses it: {error}"
@@ -179,7 +171,7 @@ class TrainableModel:
         if ddp_config.overlap_grad_reduce:
             no_sync = [chunk.no_sync for chunk in self.chunks]
             model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-        self.judge: DecidesUpdates | None = None
+        self.coordinator: DecidesUpdates | None = None
         self.islands: Islands | None = None
         self._is_updating = False
         self._gradients: Offload | None = None
@@ -193,12 +185,12 @@ class TrainableModel:
             return
         if config.gradients:
             self._gradients = Offload(lambda: storages_of(b.grad_data for b in self._buffers), Nowhere())
-            self._gradients.leave()
+            self._gradients.offload()
         if config.optimizer:
             self._optimizer_state = Offload(self._optimizer_storages, place)
-            self._optimizer_state.leave()
+            self._optimizer_state.offload()
         if config.parameters:
-            self.model.keep_away(place_for(config.folder) or place)
+            self.model.offload_to(place_for(config.folder) or place)
 
     @property
     def _buffers(self) -> list[Any]:
@@ -210,27 +202,27 @@ class TrainableModel:
         return storages_of(optimizer_tensors(self.optimizer), without=shared)
 
     @property
-    def leaves(self) -> bool:
+    def offloads(self) -> bool:
         """Whether any of its state is away at times."""
-        return self.model.leaves or self._optimizer_state is not None
+        return self.model.offloads or self._optimizer_state is not None
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around the updates of one stage: weights and gradients are here, and the optimizer's state from its first
         step on. `update` is inside one by itself; a stage of several updates is inside one for all of them."""
         outermost, self._is_updating = not self._is_updating, True
-        with self.model.resident, self._gradients or nullcontext():
+        with self.model.on_device, self._gradients or nullcontext():
             try:
                 yield
             finally:
                 self._is_updating = not outermost
                 if outermost and self._optimizer_state is not None:
-                    self._optimizer_state.leave()
+                    self._optimizer_state.offload()
 
     @contextmanager
     def present(self) -> Iterator[None]:
         """Around what looks at the weights and the optimizer's state, such as a checkpoint's saving and loading."""
-        with self.model.resident, self._optimizer_state or nullcontext():
+        with self.model.on_device, self._optimizer_state or nullcontext():
             yield
 
     @property
@@ -261,14 +253,14 @@ class TrainableModel:
         To be read inside `updating` or `present`.
         """
         if self._optimizer_state is not None:
-            self._optimizer_state.bring()  # a skipped update has left it where it was
-        optimizers = enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer]))
+            self._optimizer_state.onload()  # a skipped update has left it where it was
+        optimizers = enumerate(_chain(self.optimizer))
         found = ((number, tensor) for number, single in optimizers for tensor in _stepped_on(single))
         return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(found)}
 
     def follow_masters(self) -> None:
         """The masters were changed from outside: the weights become these, as after an optimizer step."""
-        for single in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for single in _chain(self.optimizer):
             if isinstance(single, MixedPrecisionOptimizer) and not single.is_stub_optimizer:
                 single._copy_main_params_to_model_params()
         if self._is_distributed:
@@ -302,36 +294,36 @@ class TrainableModel:
             sums = self.islands.before_update(sums, tokens, micro_batches)
         found_inf = self.optimizer.prepare_grads()
         grad_norm = math.nan if found_inf else float(self.optimizer.get_grad_norm())
-        ruling = self._judged(sums, grad_norm, tokens, found_inf)
-        self._take_schedule_to(ruling.schedule_step)
+        decision = self._decide(sums, grad_norm, tokens, found_inf)
+        self._take_schedule_to(decision.schedule_step)
         learning_rate = self.learning_rate
-        if ruling.applies:
-            self._multiply_gradients(ruling.scale * ruling.clip)
+        if decision.applies:
+            self._multiply_gradients(decision.scale * decision.clip)
             if self._optimizer_state is not None:
-                self._optimizer_state.bring()
+                self._optimizer_state.onload()
             self.before_step()
             self.optimizer.step_with_ready_grads()
             if self._overlap_param_gather:
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
-        self._take_schedule_to(ruling.schedule_step + ruling.applies)
+        self._take_schedule_to(decision.schedule_step + decision.applies)
         if self.islands is not None:
             self.islands.after_update()
-        return UpdateReport(sums, grad_norm, learning_rate, applied=ruling.applies)
+        return UpdateReport(sums, grad_norm, learning_rate, applied=decision.applies)
 
-    def _judged(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:
+    def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:
         """Whether to take the step, and with which factors: as the coordinator says, if there is one."""
-        if self.judge is None:
-            if not found_inf:
-                self._check_finite(sums, grad_norm)
-            return OwnDecision(not found_inf, clip_factor(grad_norm, self._max_norm), self.scheduler.num_steps)
         wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
+        if self.coordinator is None:
+            if not found_inf:
+                self._check_finite(wrong, grad_norm)
+            return OwnDecision(not found_inf, clip_factor(grad_norm, self._max_norm), self.scheduler.num_steps)
         norm = math.nan if wrong else grad_norm
         try:
-            return self.judge(sums, norm, tokens, overflow=found_inf, max_norm=self._max_norm)
+            return self.coordinator(sums, norm, tokens, overflow=found_inf, max_norm=self._max_norm)
         except TrainingStopped:
             if not found_inf:
-                self._check_finite(sums, grad_norm)  # where it is this role's fault, it can say more
+                self._check_finite(wrong, grad_norm)  # where it is this role's fault, it can say more
             raise
 
     def _reduce(self, reports: list[Mapping[str, torch.Tensor]]) -> MetricSums:
@@ -346,8 +338,7 @@ class TrainableModel:
             total = add_metrics(total, unpack_metrics(part[0], torch.tensor(part[1], dtype=torch.float64)))
         return total
 
-    def _check_finite(self, sums: MetricSums, grad_norm: float) -> None:
-        wrong = [name for name, value in sums.items() if not bool(torch.isfinite(value).all())]
+    def _check_finite(self, wrong: list[str], grad_norm: float) -> None:
         if wrong or not math.isfinite(grad_norm):
             raise TrainingStopped(
                 f"{self.model.role}: the update is not finite ({', '.join(wrong) or 'loss finite'}; gradient norm "
@@ -364,7 +355,7 @@ class TrainableModel:
         """Those that the optimizer is about to step on, as megatron-core's clipping multiplies them."""
         if factor == 1.0:
             return
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+        for optimizer in _chain(self.optimizer):
             parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
             of_precision_aware = (getattr(parameter, "decoupled_grad", None) for parameter in parameters)
             for parameter, decoupled in zip(parameters, of_precision_aware, strict=True):
@@ -375,10 +366,15 @@ class TrainableModel:
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """What megatron-core's optimizers step on, and their state: all tensors of all optimizers in a chain."""
-    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for single in _chain(optimizer):
         yield from _stepped_on(single)
         for state in single.optimizer.state.values() if single.optimizer is not None else ():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _chain(optimizer: Any) -> list[Any]:
+    """megatron-core has several optimizers in one where experts have groups of their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def _stepped_on(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -23,16 +23,22 @@ Selection = Callable[[torch.Tensor, tuple[int, int, int]], Mapping[str, torch.Te
 Preparation = Callable[[list[MicroBatch]], list[MicroBatch]]
 
 
+class Updated(Protocol):
+    """A role that is trained: the actor, a critic."""
+
+    trainable: TrainableModel
+    algorithm: AlgorithmConfig
+    micro_batch_tokens: int
+    seed: int
+
+
 def run_updates(
-    trainable: TrainableModel,
+    role: Updated,
     batch: RolloutBatch,
     loss: Loss,
     *,
-    algorithm: AlgorithmConfig,
     weighting: Weighting,
     fields: Mapping[str, torch.Tensor],
-    micro_batch_tokens: int,
-    seed: int,
     step: int,
     select: Selection | None = None,
     prepare: Preparation | None = None,
@@ -50,9 +56,9 @@ def run_updates(
         Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`.
     """
     reports: list[UpdateReport] = []
-    sums, outline = MetricSums(), sequence_lengths(batch)
+    sums, outline, trainable = MetricSums(), sequence_lengths(batch), role.trainable
     with trainable.updating():
-        for planned in plan_updates(trainable, outline, algorithm, micro_batch_tokens, seed=seed, step=step):
+        for planned in plan_updates(role, outline, step):
             mask = mini_batch_mask(batch.response_mask, planned.samples)
             extra = select(mask, planned.number) if select else {}
             given = {**fields, **extra, "weights": weighting.weights(mask)}
@@ -79,15 +85,7 @@ class PlannedUpdate(NamedTuple):
     micro_batches: MicroBatchPlan
 
 
-def plan_updates(
-    trainable: TrainableModel,
-    outline: SequenceLengths,
-    algorithm: AlgorithmConfig,
-    micro_batch_tokens: int,
-    *,
-    seed: int,
-    step: int,
-) -> Iterator[PlannedUpdate]:
+def plan_updates(role: Updated, outline: SequenceLengths, step: int) -> Iterator[PlannedUpdate]:
     """All updates of a step, the same on every rank, from what is known of all samples.
 
     Samples with the same prompt lie in the same mini-batch as far as its size allows: packed, they share its tokens.
@@ -95,28 +93,13 @@ def plan_updates(
     Raises:
         DataError: one sample alone is above the budget; fewer samples than mini-batches.
     """
-    for epoch in range(algorithm.num_epochs):
-        count, prompts = algorithm.num_mini_batches, outline.prompts
-        parts = mini_batches(len(outline), count, seed=seed, step=step, epoch=epoch, group_ids=prompts)
+    trainable, seed, count = role.trainable, role.seed, role.algorithm.num_mini_batches
+    least, islands = trainable.gradient_accumulation, trainable.part[1]
+    for epoch in range(role.algorithm.num_epochs):
+        parts = mini_batches(len(outline), count, seed=seed, step=step, epoch=epoch, group_ids=outline.prompts)
         for number, samples in enumerate(parts):
-            plan = plan_for(
-                trainable.model,
-                outline,
-                micro_batch_tokens,
-                samples,
-                least=trainable.gradient_accumulation,
-                parts=trainable.part[1],
-            )
+            plan = plan_for(trainable.model, outline, role.micro_batch_tokens, samples, least=least, parts=islands)
             yield PlannedUpdate((step, epoch, number), samples, plan)
-
-
-class Updated(Protocol):
-    """A role that is trained: the actor, a critic."""
-
-    trainable: TrainableModel
-    algorithm: AlgorithmConfig
-    micro_batch_tokens: int
-    seed: int
 
 
 def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: int) -> list[set[int]]:
@@ -127,9 +110,7 @@ def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: in
     """
     model = role.trainable.model
     found: list[set[int]] = [set() for _ in range(model.grid.shape.world_size)]
-    for update in plan_updates(
-        role.trainable, outline, role.algorithm, role.micro_batch_tokens, seed=role.seed, step=step
-    ):
+    for update in plan_updates(role, outline, step):
         for mine, rows in zip(found, of_each_rank(model, update.micro_batches, part), strict=True):
             mine.update(rows)
     return found

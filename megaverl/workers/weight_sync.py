@@ -45,8 +45,8 @@ class ActorWeights:
         layout_of: rank of the synchronisation -> what it holds.
         tensors: this rank's, by local name; none where the actor is on other ranks.
         dtype: of the weights.
-        resident: entered around every reading of `tensors`.
-        leaves: the tensors' storage is away outside `resident`.
+        on_device: entered around every reading of `tensors`.
+        offloads: the tensors' storage is away outside `on_device`.
         low_ranks: the actor's adapters by the weight that they belong to; `scaling` (alpha / rank) and this rank's
             `factors` of them.
     """
@@ -54,8 +54,8 @@ class ActorWeights:
     layout_of: LayoutOf
     tensors: Mapping[str, torch.Tensor]
     dtype: torch.dtype
-    resident: AbstractContextManager[object] = nullcontext()
-    leaves: bool = False
+    on_device: AbstractContextManager[object] = nullcontext()
+    offloads: bool = False
     low_ranks: Mapping[str, LowRank] | None = None
     scaling: float = 1.0
     factors: Mapping[str, torch.Tensor] | None = None
@@ -63,7 +63,7 @@ class ActorWeights:
     @classmethod
     def of(cls, model: MegatronModel) -> ActorWeights:
         """An actor on this rank."""
-        held = cls(model.layout_of, model.parameters, model.config.params_dtype, model.resident, model.leaves)
+        held = cls(model.layout_of, model.parameters, model.config.params_dtype, model.on_device, model.offloads)
         if (adapters := model.adapters) is None:
             return held
         return replace(held, low_ranks=adapters.low_ranks, scaling=adapters.scaling, factors=adapters.parameters)
@@ -178,7 +178,7 @@ class WeightSync:
             self._dest,
             group,
             bucket_bytes=self.config.bucket_mb * 2**20,
-            alias=self.config.alias == "auto" and not source.leaves,
+            alias=self.config.alias == "auto" and not source.offloads,
             may_rebind=engine is None or engine.may_rebind,
             overlap=self.config.overlap,
             node_of=node_of,
@@ -204,7 +204,7 @@ class WeightSync:
         """
         if self._engine is not None:
             self._engine.wake_up()
-        self._reading.enter_context(self._actor.resident)
+        self._reading.enter_context(self._actor.on_device)
         self._resharder.start()
 
     def finish(self) -> ReshardStats:
@@ -268,7 +268,7 @@ def adopting(
 
     The WeightSync that is made with both then finds them aliased. None where `reshard` wants no aliases.
     """
-    if config.alias != "auto" or model.leaves or config.overlap:
+    if config.alias != "auto" or model.offloads or config.overlap:
         return None
 
     def on_load(parameters: Mapping[str, torch.Tensor], layouts: Callable[..., LayoutOf]) -> None:

@@ -169,7 +169,8 @@ def tokens_of_updates(folder: str) -> list[list[int]]:
     batch, found = experience(12, same_prompts=3), []
     outline = sequence_lengths(batch)
     algorithm = AlgorithmConfig(num_mini_batches=2, num_epochs=2)
-    for planned in plan_updates(trainable, outline, algorithm, 64, seed=0, step=0):
+    critic = Critic(trainable, algorithm, micro_batch_tokens=64, seed=0)
+    for planned in plan_updates(critic, outline, 0):
         micro = micro_batches_of(model, batch, outline, planned.micro_batches)
         each = sum(outline.lengths[sample] for sample in planned.samples)
         found.append([sum(part.tokens.numel() for part in micro), each, len(planned.samples)])
@@ -254,7 +255,7 @@ def as_it_is_ruled(folder: str) -> dict[str, Any]:
         }  # in proportion to the gradient
         decays = {"lr_decay_style": "linear", "lr_decay_steps": 10}
         trainable = TrainableModel(model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10)
-        trainable.judge = ruling
+        trainable.coordinator = ruling
         metrics = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0).update(
             experience(), step=0
         )
