@@ -9,8 +9,8 @@ redefined here is `torch.cuda`'s own.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -30,16 +30,12 @@ def device_count() -> int:
     return 1
 
 
-def set_device(device: Any) -> None:
-    """Nothing to choose: there is one device."""
+def nothing(*args: Any, **kwargs: Any) -> None:
+    """There is one device, whose work is complete when its call returns, in program order; its allocator keeps no
+    cache, and no memory is reused early; no NVIDIA profiler is attached."""
 
 
-def synchronize(device: Any = None) -> None:
-    """CPU work is complete when its call returns."""
-
-
-def empty_cache() -> None:
-    """The CPU allocator keeps no cache that could be given back."""
+set_device = synchronize = empty_cache = record_stream = nothing
 
 
 def memory_allocated(device: Any = None) -> int:
@@ -51,19 +47,15 @@ max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
 
 
 class Event:
-    """A point in a stream: on a CPU, a moment in time."""
+    """A point in a stream: on a CPU, a moment in time, which has passed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.time = 0.0
 
+    wait = synchronize = nothing
+
     def record(self, stream: Any = None) -> None:
         self.time = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None:
-        """The event has passed: execution is in program order."""
-
-    def synchronize(self) -> None:
-        """The event has passed: execution is in program order."""
 
     def query(self) -> bool:
         return True
@@ -79,14 +71,7 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = current_device()
 
-    def wait_stream(self, stream: Any) -> None:
-        """Program order already is the order."""
-
-    def wait_event(self, event: Any) -> None:
-        """Program order already is the order."""
-
-    def synchronize(self) -> None:
-        """Nothing is outstanding."""
+    wait_stream = wait_event = synchronize = nothing
 
     def record_event(self, event: Event | None = None) -> Event:
         event = event or Event()
@@ -103,18 +88,7 @@ def current_stream(device: Any = None) -> Stream:
 
 
 default_stream = current_stream
-
-
-@contextmanager
-def stream(chosen: Any) -> Iterator[None]:
-    """Run the body where everything runs."""
-    yield
-
-
-@contextmanager
-def device(chosen: Any) -> Iterator[None]:
-    """Run the body on the one device."""
-    yield
+stream = device = nullcontext  # the body runs where everything runs
 
 
 class _Generators:
@@ -150,29 +124,15 @@ class random:
 
 
 class nvtx:
-    """Profiler ranges: no NVIDIA profiler is attached to a CPU run."""
+    """`torch.cuda.nvtx`."""
 
-    @staticmethod
-    def range_push(message: str) -> int:
-        return 0
-
-    @staticmethod
-    def range_pop() -> int:
-        return 0
-
-    @staticmethod
-    @contextmanager
-    def range(message: str) -> Iterator[None]:
-        yield
+    range_push = range_pop = staticmethod(nothing)
+    range = nullcontext
 
 
 def _lazy_call(function: Callable[[], None], **kwargs: Any) -> None:
     """torch.cuda queues these until CUDA starts, which here it never does."""
     function()
-
-
-def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-    """Memory is not reused before the program says so."""
 
 
 def uncompiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
