@@ -183,3 +183,32 @@ def sum_gradients(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     """
     summed: torch.Tensor = _SumGradients.apply(values, group)
     return summed
+
+
+class HiddenHead:
+    """In the place of an output layer's `forward`: gives the hidden states on, and keeps the weight for later.
+
+    Backward, their gradient is summed over the tensor-parallel ranks, as the layer itself would.
+    """
+
+    def __init__(self, layer: Any, group: dist.ProcessGroup) -> None:
+        self._layer, self._group = layer, group
+        self._tied: torch.Tensor | None = None
+        layer.forward = self
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[padded_vocab / tp, hidden], as of the last forward pass."""
+        weight: torch.Tensor = self._layer.weight if self._tied is None else self._tied
+        return weight
+
+    def __call__(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
+        """[s, b, hidden] -> (the same of the whole sequence, no bias), the signature of ColumnParallelLinear."""
+        self._tied = weight
+        if self._layer.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=self._group)
+        else:
+            whole = sum_gradients(hidden, self._group)
+        return whole, None

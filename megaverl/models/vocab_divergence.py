@@ -8,36 +8,15 @@ log-probs of the student's. Each chunk is computed once forward and, as nothing 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaverl.models.chunked_head import CHUNK_BYTES
-from megaverl.models.vocab_parallel import LOWEST, Shard
+from megaverl.models.vocab_parallel import CHUNK_BYTES, LOWEST, Distributions, Gradients, Shard, parts_of
 
 # log-probs [m, v] of student and teacher -> [m], a sum over v of terms of one entry each
 Divergence = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Distributions:
-    """n distributions, as logits or as what they are made of.
-
-    rows: [..., padded_vocab / tp] logits; with a weight [..., hidden] hidden states.
-    index: [n] int64, no two the same: which of the rows.
-    weight: [padded_vocab / tp, hidden], this rank's part of an output layer.
-    """
-
-    rows: torch.Tensor
-    index: torch.Tensor
-    weight: torch.Tensor | None = None
-
-    def logits(self, part: slice, valid: int) -> torch.Tensor:
-        """[m, valid] of some of them."""
-        rows = self.rows.reshape(-1, self.rows.shape[-1]).index_select(0, self.index[part])
-        return rows[:, :valid] if self.weight is None else rows @ self.weight[:valid].t()
 
 
 class _Divergences(torch.autograd.Function):
@@ -74,23 +53,14 @@ class _Divergences(torch.autograd.Function):
         rows, weight, index, *of_teacher, totals, slope_sums = ctx.saved_tensors
         divergence, shard, temperature = ctx.options
         student, teacher = Distributions(rows, index, weight), Distributions(*of_teacher)
-        grad_rows = torch.zeros_like(rows, memory_format=torch.contiguous_format)
-        flat, out = rows.reshape(-1, rows.shape[-1]), grad_rows.view(-1, rows.shape[-1])
-        grad_weight = None if weight is None else torch.zeros_like(weight, dtype=torch.float32)
+        gradients = Gradients(student, shard.valid, with_weight=ctx.needs_input_grad[1])
         for part in _parts(len(index), shard.valid) if shard.valid else ():
             both = [_scaled(each.logits(part, shard.valid), temperature) for each in (student, teacher)]
             log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
             _, slopes = _with_slopes(divergence, log_p, log_q)
             grad = slopes - log_p.exp_().mul_(slope_sums[part, None])
-            grad = grad.mul_(grads[0][part, None] / temperature).to(rows.dtype)
-            if weight is None:
-                out[:, : shard.valid].index_copy_(0, index[part], grad)
-                continue
-            out.index_copy_(0, index[part], grad @ weight[: shard.valid])
-            assert grad_weight is not None
-            grad_weight[: shard.valid] += grad.t() @ flat.index_select(0, index[part])
-        given = None if grad_weight is None or weight is None else grad_weight.to(weight.dtype)
-        return grad_rows, given, None, None, None, None, None
+            gradients.put(part, grad.mul_(grads[0][part, None] / temperature))
+        return gradients.rows, gradients.weight, None, None, None, None, None
 
 
 def vocab_parallel_divergence(
@@ -112,8 +82,7 @@ def vocab_parallel_divergence(
         temperature: logits of both are divided by it.
         group: the ranks that share the vocabulary, in order.
     """
-    columns = student.rows.shape[-1] if student.weight is None else student.weight.shape[0]
-    shard = Shard.of(columns, vocab_size, group)
+    shard = Shard.of(student.columns, vocab_size, group)
     found: torch.Tensor = _Divergences.apply(
         student.rows, student.weight, student.index, teacher, divergence, shard, temperature
     )
@@ -121,9 +90,7 @@ def vocab_parallel_divergence(
 
 
 def _parts(count: int, columns: int) -> Iterator[slice]:
-    step = max(16, CHUNK_BYTES // (4 * max(columns, 1)))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))
+    return parts_of(count, max(16, CHUNK_BYTES // (4 * max(columns, 1))))
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:

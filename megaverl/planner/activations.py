@@ -15,7 +15,7 @@ from typing import Any
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 
-CHUNK_BYTES = 32 * 2**20  # of logits at a time (`megaverl.models.chunked_head`, which needs torch)
+CHUNK_BYTES = 32 * 2**20  # of logits at a time (`megaverl.models.vocab_parallel`, which needs torch)
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool
 
 
 def chunked_head_bytes(shape: LayerShape, padded_vocab: int, tokens: int, *, train: bool, trains_weight: bool) -> float:
-    """The same where logits are made a chunk at a time (`megaverl.models.chunked_head`): hidden states, in training
+    """The same where logits are made a chunk at a time (`megaverl.models.vocab_parallel`): hidden states, in training
     their gradient and a float32 one of the output layer's weight; and a chunk with its
     gradient, in float32 twice besides."""
     hidden = shape.itemsize * tokens * shape.spec.hidden_size * (2 if train else 1)

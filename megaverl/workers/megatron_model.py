@@ -17,15 +17,13 @@ from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, can_pack, layers_per_stage, named_parameters, uses_transformer_engine
-from megaverl.models.chunked_head import HiddenHead, head_log_probs, head_squared_probs
-from megaverl.models.layers import ValuesBesideLogits
+from megaverl.models.layers import HiddenHead, ValuesBesideLogits
 from megaverl.models.lora.adapters import Adapters, add_product
 from megaverl.models.lora.low_rank import adapter_names, with_factors
 from megaverl.models.lora.peft import load_adapters, save_adapters
 from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
 from megaverl.models.packing import AtPositions, MicroBatch, as_one_row, spread
-from megaverl.models.vocab_divergence import Distributions
-from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
+from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.platform import platform
 from megaverl.sharding.fit import no_adapters
 from megaverl.sharding.layout import Layout
@@ -356,36 +354,28 @@ class MegatronModel:
         Returns:
             (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
         """
-        whole, chunked = vocab_parallel_log_probs, head_log_probs
-        return self._of_targets(logits, batch, whole, chunked, temperature=temperature, with_entropy=with_entropy)
+        given = self._given(logits, batch, temperature)
+        log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **given)
+        return spread(log_probs, batch), spread(entropy, batch)
 
     def squared_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
-        whole, chunked = vocab_parallel_squared_probs, head_squared_probs
-        return self._of_targets(logits, batch, whole, chunked, temperature=temperature)
+        log_probs, squares = vocab_parallel_squared_probs(logits, **self._given(logits, batch, temperature))
+        return spread(log_probs, batch), spread(squares, batch)
 
-    def _of_targets(
-        self,
-        output: torch.Tensor,
-        batch: MicroBatch,
-        whole: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        chunked: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-        *,
-        temperature: float,
-        **options: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For every response token what `whole` makes of its logits, or `chunked` of its hidden state."""
+    def _given(self, output: torch.Tensor, batch: MicroBatch, temperature: float) -> dict[str, Any]:
+        """What the response tokens are, where they are predicted, and how they were drawn."""
         sample, row, position = batch.predicting()
-        targets = batch.tokens[row, position + 1]
-        drawing, group = batch.drawing(sample, temperature), self.grid.tp_group
-        given = {"index": row * output.shape[1] + position, "vocab_size": self.spec.vocab_size, "group": group}
-        if self._head is None:
-            first, second = whole(output, targets, **given, **drawing, **options)
-        else:
-            first, second = chunked(output, self._head.weight, targets, **given, **drawing, **options)
-        return spread(first, batch), spread(second, batch)
+        return {
+            "targets": batch.tokens[row, position + 1],
+            "index": row * output.shape[1] + position,
+            "weight": None if self._head is None else self._head.weight,
+            "vocab_size": self.spec.vocab_size,
+            "group": self.grid.tp_group,
+            **batch.drawing(sample, temperature),
+        }
 
     @property
     def head_weight(self) -> torch.Tensor:

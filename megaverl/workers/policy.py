@@ -36,7 +36,8 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.models.packing import MicroBatch, spread
-from megaverl.models.vocab_divergence import Distributions, vocab_parallel_divergence
+from megaverl.models.vocab_divergence import vocab_parallel_divergence
+from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
 from megaverl.rollout.seeds import sample_seed
 from megaverl.workers.megatron_model import MegatronModel

@@ -7,7 +7,8 @@ import torch
 
 from megaverl.algorithms import divergences
 from megaverl.models import vocab_divergence
-from megaverl.models.vocab_divergence import Distributions, vocab_parallel_divergence
+from megaverl.models.vocab_divergence import vocab_parallel_divergence
+from megaverl.models.vocab_parallel import Distributions
 
 ROWS, WIDTH, VOCAB, PADDED = 40, 6, 11, 13
 

@@ -10,8 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megaverl.models import chunked_head
-from megaverl.models.chunked_head import head_log_probs, head_squared_probs
+from megaverl.models import vocab_parallel
 from megaverl.models.vocab_parallel import vocab_parallel_log_probs, vocab_parallel_squared_probs
 
 VOCAB, PADDED, HIDDEN = 50, 64, 24
@@ -20,7 +19,7 @@ VOCAB, PADDED, HIDDEN = 50, 64, 24
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 rows at a time, the fewest."""
-    monkeypatch.setattr(chunked_head, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(vocab_parallel, "CHUNK_BYTES", 1)
 
 
 def example(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -39,7 +38,7 @@ def test_what_whole_logits_give(small_chunks: None, with_entropy: bool) -> None:
     found = []
     for function in (
         lambda h, w: vocab_parallel_log_probs(h @ w.t(), targets, with_entropy=with_entropy, **options),
-        lambda h, w: head_log_probs(h, w, targets, with_entropy=with_entropy, **options),
+        lambda h, w: vocab_parallel_log_probs(h, targets, weight=w, with_entropy=with_entropy, **options),
     ):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         log_probs, entropy = function(h, w)
@@ -47,7 +46,7 @@ def test_what_whole_logits_give(small_chunks: None, with_entropy: bool) -> None:
         found.append((log_probs, entropy, h.grad, w.grad))
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=1e-5)
-    squares = head_squared_probs(hidden, weight, targets, **options)
+    squares = vocab_parallel_squared_probs(hidden, targets, weight=weight, **options)
     for ours, theirs in zip(
         squares, vocab_parallel_squared_probs(hidden @ weight.t(), targets, **options), strict=True
     ):
@@ -58,7 +57,7 @@ def test_no_tensor_as_large_as_the_logits(small_chunks: None) -> None:
     hidden, weight, index, targets = example(600)
     h, w = hidden.requires_grad_(), weight.requires_grad_()
     with Largest() as seen:
-        log_probs, _ = head_log_probs(h, w, targets, index=index, vocab_size=VOCAB)
+        log_probs, _ = vocab_parallel_log_probs(h, targets, weight=w, index=index, vocab_size=VOCAB)
         log_probs.sum().backward()
     assert seen.numel <= max(hidden.numel(), weight.numel()) < len(index) * PADDED
 
@@ -66,7 +65,7 @@ def test_no_tensor_as_large_as_the_logits(small_chunks: None) -> None:
 def test_a_frozen_weight_gets_no_gradient(small_chunks: None) -> None:
     hidden, weight, index, targets = example(30)
     h = hidden.requires_grad_()
-    head_log_probs(h, weight, targets, index=index, vocab_size=VOCAB)[0].sum().backward()
+    vocab_parallel_log_probs(h, targets, weight=weight, index=index, vocab_size=VOCAB)[0].sum().backward()
     assert h.grad is not None and weight.grad is None
 
 
