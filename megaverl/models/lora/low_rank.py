@@ -141,7 +141,7 @@ def held_span(pieces: Sequence[Piece]) -> Box:
 
 
 def adapter_names(low_rank: LowRank, local: str) -> tuple[str, str]:
-    """Local names of A and B beside the Megatron parameter `local`, as `models/lora.py` registers them."""
+    """Local names of A and B beside the Megatron parameter `local`, as `adapters.py` registers them."""
     layer = local.removesuffix(SUFFIX)
     return (
         f"{layer}.{ADAPTER}.lora_A.{low_rank.projection}",
