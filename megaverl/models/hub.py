@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch.distributed as dist
 
@@ -30,16 +30,6 @@ logger = logging.getLogger(__name__)
 HubName = Literal["huggingface", "modelscope"]
 CONFIG_FILE = "config.json"
 WAIT_SECONDS = 20.0  # how often ranks that wait for a file hear that it is still coming
-
-
-class Hub(Protocol):
-    """What is asked of a hub's client library. Errors are ModelErrors."""
-
-    def list_files(self) -> Sequence[str]:
-        """The names of all files of the revision; from then on the same revision is meant."""
-
-    def fetch(self, name: str) -> Path:
-        """One file, from the cache or the hub; returns where it lies."""
 
 
 @dataclass
@@ -128,19 +118,14 @@ def find_model(
             )
     if trust_remote_code:
         _warn_of_code(path)
-    return _fetch(path, _opener(path, revision, hub, offload_folder, endpoint), trust_remote_code, with_weights)
-
-
-def _opener(
-    path: str, revision: str | None, hub: HubName, offload_folder: str | Path | None, endpoint: str | None
-) -> Callable[[], Hub]:
     local_dir = Path(offload_folder) / path.replace("/", "--") if offload_folder is not None else None
-    if hub == "modelscope":
-        return lambda: ModelScopeHub(path, revision, local_dir, endpoint)
-    return lambda: HuggingFaceHub(path, revision, local_dir, endpoint)
+    open_hub = ModelScopeHub if hub == "modelscope" else HuggingFaceHub
+    return _fetch(path, lambda: open_hub(path, revision, local_dir, endpoint), trust_remote_code, with_weights)
 
 
-def _fetch(path: str, open_hub: Callable[[], Hub], trust_remote_code: bool, with_weights: bool) -> ModelFiles:
+def _fetch(
+    path: str, open_hub: Callable[[], HuggingFaceHub | ModelScopeHub], trust_remote_code: bool, with_weights: bool
+) -> ModelFiles:
     rank, machines = dist.get_rank(), gather_json(os.environ.get("GROUP_RANK", "0"))
     leader = machines.index(machines[rank]) == rank  # the first rank of this world on its machine
     found: list[Any] = [machines[rank], None, []]
@@ -231,6 +216,7 @@ class HuggingFaceHub:
         self._cached_only = False
 
     def list_files(self) -> Sequence[str]:
+        """The names of all files of the revision; from then on the same revision is meant."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -241,11 +227,12 @@ class HuggingFaceHub:
         except Exception as error:  # whatever the HTTP library raises
             if _is_no_connection(error):
                 return self._list_cached(f"the hub cannot be reached ({type(error).__name__}: {error})")
-            raise self._told(error) from error
+            raise self._explained(error) from error
         self._commit = info.sha or self._revision
         return [sibling.rfilename for sibling in info.siblings or ()]
 
     def fetch(self, name: str) -> Path:
+        """One file, from the cache or the hub; returns where it lies."""
         from huggingface_hub import hf_hub_download
 
         # one file is asked for by the branch, or the cache would not know offline what the branch was
@@ -262,7 +249,7 @@ class HuggingFaceHub:
                 )
             )
         except Exception as error:  # whatever the HTTP library raises
-            raise self._told(error, name) from error
+            raise self._explained(error, name) from error
 
     def _list_cached(self, why: str) -> Sequence[str]:
         from huggingface_hub import snapshot_download
@@ -288,7 +275,7 @@ class HuggingFaceHub:
             )
         return names
 
-    def _told(self, error: Exception, name: str = "") -> ModelError:
+    def _explained(self, error: Exception, name: str = "") -> ModelError:
         """The error in words that say what to do."""
         from huggingface_hub import errors
 
@@ -306,15 +293,15 @@ class HuggingFaceHub:
                 "Look at the spelling, or log in with `hf auth login` or HF_TOKEN."
             )
         if isinstance(error, errors.RevisionNotFoundError):
-            return ModelError(f"{what}: no revision {self._revision!r}. Mend model.revision (branch, tag or commit).")
+            return ModelError(f"{what}: no revision {self._revision!r}. Fix model.revision (branch, tag or commit).")
         if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
             return ModelError(f"{what}: not found{at}. Choose another revision (model.revision), or tell its owner.")
         if isinstance(error, errors.HFValidationError):
             return ModelError(f"{what}: not a name of the hub ({error}). Name it as org/name.")
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status is not None:
-            mend = "Log in with `hf auth login` or HF_TOKEN." if status in (401, 403) else "Try again later."
-            return ModelError(f"{what}: the hub answered {status}. {mend}")
+            fix = "Log in with `hf auth login` or HF_TOKEN." if status in (401, 403) else "Try again later."
+            return ModelError(f"{what}: the hub answered {status}. {fix}")
         reason = (str(error).strip().splitlines() or [""])[0]
         return ModelError(
             f"{what}: the download broke off ({type(error).__name__}: {reason}). What has come is kept: start again to "
@@ -352,12 +339,9 @@ class ModelScopeHub:
 
     def fetch(self, name: str) -> Path:
         options: dict[str, Any] = {"local_dir": str(self._local_dir)} if self._local_dir else {}
+        revision = self._revision or "master"
         try:
-            return Path(
-                self._download(
-                    self._path, name, revision=self._revision or "master", endpoint=self._endpoint, **options
-                )
-            )
+            return Path(self._download(self._path, name, revision=revision, endpoint=self._endpoint, **options))
         except Exception as error:  # whatever the library raises
             raise ModelError(
                 f"model.path: {self._path}: {name}: the download broke off ({type(error).__name__}: {error}). "

@@ -225,7 +225,7 @@ def test_errors_say_what_to_do(hub: FakeHub, folder: Path, tmp_path: Path, monke
         ({}, {"name": "org/other"}, r"org/other: no such model on the hub, or a private one \(401\).*HF_TOKEN"),
         ({}, {"name": "nowhere"}, r"nowhere: no such folder \(looked in .*as org/name"),
         ({}, {"name": str(folder / "config.json")}, r"config.json: a file, not a folder"),
-        ({}, {"revision": "v9"}, r"no revision 'v9'. Mend model.revision"),
+        ({}, {"revision": "v9"}, r"no revision 'v9'. Fix model.revision"),
         ({}, {"hub": "modelscope"}, r"needs the package modelscope. Run: pip install modelscope"),
         ({"refused": {NAME: (403, GATED)}}, {}, r"terms to be accepted.*hf auth login"),
         ({"refused": {NAME: (401, PRIVATE)}}, {}, r"or a private one \(401\)"),
