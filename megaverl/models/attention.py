@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tens
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 class CausalAttention(nn.Module):
@@ -30,7 +31,7 @@ class CausalAttention(nn.Module):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
@@ -50,7 +51,7 @@ class CausalAttention(nn.Module):
         attention_mask: torch.Tensor | None,
         attn_mask_type: Any = None,
         attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Any = None,
+        packed_seq_params: Packing | None = None,
     ) -> torch.Tensor:
         """Attend.
 
@@ -66,7 +67,7 @@ class CausalAttention(nn.Module):
         """
         assert attention_bias is None, "Transformer Engine's attention has these"
         if packed_seq_params is not None:
-            assert isinstance(packed_seq_params, Packing) and attention_mask is None
+            assert attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
             return packed_seq_params.attend(self._attend, q, k, v, self.window).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
@@ -99,7 +100,7 @@ def _inside_window(length: int, window: int, device: torch.device) -> torch.Tens
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def is_plain(config: Any) -> bool:
+def is_plain(config: TransformerConfig) -> bool:
     """Whether `config` asks for attention that `CausalAttention` computes: no dropout or softmax offset, and every
     layer's window the same, if there is one."""
     return (
@@ -140,7 +141,9 @@ class LatentAttention(MLASelfAttention):
     count in the gradient's norm, for Transformer Engine marks every linear layer's weight as cut (0.16 to 0.19).
     """
 
-    def __init__(self, config: Any, submodules: Any, *args: Any, pg_collection: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, *args: Any, pg_collection: Any, **kwargs: Any
+    ) -> None:
         queries = ModuleSpec(submodules.linear_q_proj, params={"tp_group": pg_collection.tp})
         submodules = dataclasses.replace(submodules, linear_q_proj=queries)
         super().__init__(config, submodules, *args, pg_collection=pg_collection, **kwargs)
@@ -157,7 +160,7 @@ class LocalLatentAttention(LatentAttention):
     over a group that it takes from the global `parallel_state`.
     """
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         latent, hidden = config.kv_lora_rank + config.qk_pos_emb_head_dim, config.hidden_size
         self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent)
@@ -172,7 +175,7 @@ class ReplicatedLinear(nn.Module):
     gradient over the ranks.
     """
 
-    def __init__(self, config: Any, input_size: int, output_size: int) -> None:
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
         config.init_method(self.weight.data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class _Scale:
 
 def build_model(
     spec: ModelSpec, config: TransformerConfig, grid: Grid, *, value_head: int, seed: int, beside_logits: bool = False
-) -> list[Any]:
+) -> list[GPTModel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), on the platform's device.
 
     Args:
@@ -168,7 +169,7 @@ def can_pack(config: TransformerConfig) -> bool:
     return not uses_transformer_engine() and is_plain(config) and not config.multi_latent_attention
 
 
-def named_parameters(chunks: list[Any]) -> dict[str, Any]:
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
     """Parameters by their name in the layout: `chunk{i}.` in front where there are several chunks."""
     if len(chunks) == 1:
         return dict(chunks[0].named_parameters())

@@ -16,6 +16,7 @@ platform.adapt_megatron()
 
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 
 class RMSNorm(nn.Module):
@@ -27,7 +28,7 @@ class RMSNorm(nn.Module):
     weight holds the small difference, which 16 bits beside a one would lose.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.hidden_size = (hidden_size,)
@@ -104,7 +105,7 @@ class BiasedRouter(TopKRouter):
     the loss says nothing about it.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None) -> None:
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         bias = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
@@ -117,7 +118,7 @@ class ValueHead(nn.Module):
     rank and is computed in float32.
     """
 
-    def __init__(self, config: Any, tp_group: dist.ProcessGroup, num_values: int = 1) -> None:
+    def __init__(self, config: TransformerConfig, tp_group: dist.ProcessGroup, num_values: int = 1) -> None:
         super().__init__()
         self.sequence_parallel = config.sequence_parallel
         self.tp_group = tp_group
@@ -125,7 +126,9 @@ class ValueHead(nn.Module):
         self.weight = nn.Parameter(torch.zeros(num_values, config.hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, hidden: torch.Tensor, weight: Any = None, runtime_gather_output: Any = None) -> tuple[Any, None]:
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
+    ) -> tuple[torch.Tensor, None]:
         """[s, b, hidden] -> ([s, b, num_values] float32, no bias), the signature of ColumnParallelLinear."""
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
@@ -141,7 +144,9 @@ class ValuesBesideLogits(ValueHead):
     One forward pass of the model then gives logits, and `take` the values to them.
     """
 
-    def __init__(self, config: Any, tp_group: dist.ProcessGroup, output_layer: nn.Module, num_values: int = 1) -> None:
+    def __init__(
+        self, config: TransformerConfig, tp_group: dist.ProcessGroup, output_layer: nn.Module, num_values: int = 1
+    ) -> None:
         super().__init__(config, tp_group, num_values)
         self._seen: torch.Tensor | None = None
         output_layer.register_forward_pre_hook(self._look)

@@ -81,7 +81,7 @@ class Shard(NamedTuple):
         first = dist.get_rank(group) * width if sharded else 0
         return Shard(first, min(max(vocab_size - first, 0), width), group if sharded else None)
 
-    def all_reduce(self, values: torch.Tensor, op: Any) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self.group is not None:
             dist.all_reduce(values, op=op, group=self.group)
         return values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +13,9 @@ from megaverl.platform.device import platform
 
 LOWEST_VERSION = (2, 5)
 LOWEST_CAPABILITY = (8, 0)  # Ampere
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +51,7 @@ def reason(capability: tuple[int, int] | None) -> str:
     return ""
 
 
-def use_in(model: Any) -> None:
+def use_in(model: PreTrainedModel) -> None:
     """Let a transformers model, on its device, attend by FlashAttention where that is available and the model can."""
     if model.dtype.itemsize == 2 and is_flash_attn_available():
         try:

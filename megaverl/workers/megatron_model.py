@@ -281,7 +281,7 @@ class MegatronModel:
         return taken
 
     def forward_backward(
-        self, chunks: list[Any], micro_batches: Sequence[MicroBatch], loss: Loss
+        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], loss: Loss
     ) -> list[Mapping[str, torch.Tensor]]:
         """Accumulate gradients over `micro_batches`; returns each one's sums on the last stage, else nothing."""
         self._weigh_router_losses(micro_batches)
@@ -315,7 +315,9 @@ class MegatronModel:
         for name, given in self._router_losses.items():
             setattr(self.config, name, [each * factor for each in given] if isinstance(given, list) else given * factor)
 
-    def _run(self, chunks: list[Any], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool) -> Any:
+    def _run(
+        self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool
+    ) -> Any:
         iterators = [iter(micro_batches) for _ in chunks]
         return self._schedule(
             forward_step_func=step,

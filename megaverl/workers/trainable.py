@@ -30,7 +30,7 @@ from megatron.core.distributed import (  # noqa: E402
     finalize_model_grads,
 )
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 
@@ -364,7 +364,7 @@ class TrainableModel:
                     gradient.mul_(factor)
 
 
-def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     """What megatron-core's optimizers step on, and their state: all tensors of all optimizers in a chain."""
     for single in _chain(optimizer):
         yield from _stepped_on(single)
@@ -372,12 +372,12 @@ def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _chain(optimizer: Any) -> list[Any]:
+def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """megatron-core has several optimizers in one where experts have groups of their own."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
-def _stepped_on(optimizer: Any) -> Iterator[torch.Tensor]:
+def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
     inner = optimizer.optimizer
     if inner is not None:  # else there is no trainable parameter on this rank
         yield from (parameter for group in inner.param_groups for parameter in group["params"])
