@@ -128,7 +128,8 @@ class SharedKVAttention(SelfAttention):
         number, place = divmod(group.rank(), ranks_each)
         whole = all_gather_last_dim_from_tensor_parallel_region(mixed, group=group)
         own = whole.chunk(num_groups, dim=-1)[number].unflatten(-1, (-1, self.hidden_size_per_attention_head))
-        query, key, value = own[:, :, :-2].chunk(ranks_each, dim=2)[place], own[:, :, -2:-1], own[:, :, -1:]
+        parts = own[:, :, :-2].chunk(ranks_each, dim=2)[place], own[:, :, -2:-1], own[:, :, -1:]
+        query, key, value = (part.contiguous() for part in parts)  # what was gathered can go
         query = query if self.q_layernorm is None else self.q_layernorm(query)
         return query, key if self.k_layernorm is None else self.k_layernorm(key), value
 

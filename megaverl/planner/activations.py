@@ -112,7 +112,7 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
         head = 2 * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) + mla.v_head_dim
         heads = size * spec.num_heads * (head if keep_up else 0) / shape.tp
         return 2 * latents + heads + size * spec.num_heads * mla.v_head_dim / shape.tp
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim  # no rank has no head
     held = size * (2 * q + 2 * kv) / shape.tp
     if keep_core and shape.unfused:  # softmax's output twice where dropout follows it, and its mask
         held += spec.num_heads * sequence * (2 * size + 1 if shape.dropout else size) / shape.tp

@@ -123,10 +123,6 @@ class Offload:
         self._inside = 0
         self._offloaded: list[tuple[torch.UntypedStorage, int]] = []
 
-    @property
-    def is_offloaded(self) -> bool:
-        return bool(self._offloaded)
-
     def __enter__(self) -> Offload:
         self._inside += 1
         self.onload()
