@@ -126,6 +126,21 @@ class Adapter(nn.Module):
                 low = sum_gradients(low, group)
         return F.linear(low * self.scaling, self._rows())
 
+    def add_to(self, layer: nn.Module, args: tuple[torch.Tensor, ...], output: Any) -> Any:
+        """A forward hook of the linear layer: adds what is computed from the same input.
+
+        `output` is (out, bias). Transformer Engine's layers with a norm inside give ((out, normalised), bias), or
+        (out, bias, normalised) where they leave the bias to the caller.
+        """
+        hidden = args[0]
+        if len(output) == 3:
+            out, bias, hidden = output
+        else:
+            out, bias = output
+            if isinstance(out, tuple):
+                out, hidden = out
+        return (out + self(hidden) if self.active else out), bias
+
     def _rows(self) -> torch.Tensor:
         """[rows, rank * projections]: each row of the layer against its own projection's part of A x."""
         rows = torch.block_diag(*self.lora_B.values())
@@ -169,25 +184,6 @@ def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tenso
     return None if torch.equal(order, torch.arange(stacked)) else order
 
 
-class _Add:
-    """A forward hook of a linear layer: adds what its adapter computes from the same input."""
-
-    def __init__(self, adapter: Adapter) -> None:
-        self.adapter = adapter
-
-    def __call__(self, layer: Any, args: tuple[Any, ...], output: Any) -> Any:
-        """`output` is (out, bias). Transformer Engine's layers with a norm inside give ((out, normalised), bias), or
-        (out, bias, normalised) where they leave the bias to the caller."""
-        hidden = args[0]
-        if len(output) == 3:
-            out, bias, hidden = output
-        else:
-            out, bias = output
-            if isinstance(out, tuple):
-                out, hidden = out
-        return (out + self.adapter(hidden) if self.adapter.active else out), bias
-
-
 class Adapters:
     """All adapters of a model on this rank.
 
@@ -219,7 +215,7 @@ class Adapters:
         self.weights = [*factor_weights(self.low_ranks), *(w for w in model_weights if w.name in self.trained)]
         self.layout_of = follow(layouts, self._layout)
         self._adapters: dict[str, Adapter] = {}
-        self._attach(chunks, layouts(grid.rank), lora, config, grid, seed)
+        self._attach(chunks, layouts(grid.rank), config, seed)
         held = self.layout_of(grid.rank).local_shapes
         known = dict(parameters)
         for layer, adapter in self._adapters.items():
@@ -257,15 +253,7 @@ class Adapters:
             factors.global_shapes | {piece.tensor: layout.global_shapes[piece.tensor] for piece in more},
         )
 
-    def _attach(
-        self,
-        chunks: Sequence[nn.Module],
-        layout: Layout,
-        lora: LoraConfig,
-        config: TransformerConfig,
-        grid: Grid,
-        seed: int,
-    ) -> None:
+    def _attach(self, chunks: Sequence[nn.Module], layout: Layout, config: TransformerConfig, seed: int) -> None:
         by_layer: dict[str, list[AdaptedProjection]] = {}
         for name, pieces in layout.by_tensor.items():
             if name in self.low_ranks:
@@ -274,12 +262,12 @@ class Adapters:
         for name, parts in by_layer.items():
             layer = _layer(chunks, name)
             rows = layout.local_shapes[f"{name}.weight"][0]
-            adapter = Adapter(parts, rows, lora, config, grid, seed)
+            adapter = Adapter(parts, rows, self.config, config, self.grid, seed)
             layer.add_module(ADAPTER, adapter)
             if hasattr(layer, "return_layernorm_output"):
                 # Transformer Engine normalises inside the layer: the adapter's input is the normalised one
                 vars(layer).update(return_layernorm_output=True, return_layernorm_output_gathered=False)
-            layer.register_forward_hook(_Add(adapter))
+            layer.register_forward_hook(adapter.add_to)
             self._adapters[name] = adapter
 
 
