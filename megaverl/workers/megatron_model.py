@@ -65,7 +65,7 @@ class MegatronModel:
 
     Attributes:
         packs: whether micro-batches are packed.
-        parameters: the model's own on this rank, by local name, that `layout_of` tells of.
+        parameters: the model's own on this rank, by local name, that `layout_of` describes.
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
         adapters: what is trained instead of these, if `lora` says so.

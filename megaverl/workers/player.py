@@ -127,7 +127,7 @@ class Player:
 
     def _failed(self, number: int, method: str, error: Exception) -> EpisodeError:
         return EpisodeError(
-            f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Mend the "
+            f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Fix the "
             "environment or the row; what a model writes must never make it fail."
         )
 

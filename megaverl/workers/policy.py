@@ -156,7 +156,7 @@ class Actor(Policy):
     def _select(
         self, batch: RolloutBatch, mask: torch.Tensor, which: tuple[int, int, int]
     ) -> Mapping[str, torch.Tensor]:
-        """The tokens that the loss treats apart, out of a whole mini-batch; the same on every rank."""
+        """The tokens that the loss treats otherwise, out of a whole mini-batch; the same on every rank."""
         assert self._selector is not None
         step, epoch, number = which
         seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
@@ -192,8 +192,8 @@ class Actor(Policy):
         if with_entropy:
             terms.append((-algorithm.entropy_coef, entropy_sum(entropies, weights)))
         if self.teacher is not None:
-            apart = self.teacher.divergence(self.model, logits, micro)
-            terms.append((algorithm.distillation.coef, distillation_loss(apart, weights)))
+            divergence = self.teacher.divergence(self.model, logits, micro)
+            terms.append((algorithm.distillation.coef, distillation_loss(divergence, weights)))
         total = combine(*terms)
         metrics = {**total.metrics, **corrected, "loss": share(total.loss)}
         if "old_log_probs" not in fields and self.model.reports:  # each sample's once, on last stages alone
@@ -252,13 +252,15 @@ class LogProbDifference:
 
     def add(self, log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> None:
         """Tokens under the `mask`, all `[batch, response]`. A difference that is no number counts as infinite."""
-        apart = (log_probs.detach() - rollout_log_probs)[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
-        apart = apart.to(platform.device)
-        if apart.numel():
-            bins = ((apart.log2() - SMALLEST) * PER_OCTAVE).floor().clamp(0, NUM_BINS - 1).long()
+        difference = (
+            (log_probs.detach() - rollout_log_probs)[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
+        )
+        difference = difference.to(platform.device)
+        if difference.numel():
+            bins = ((difference.log2() - SMALLEST) * PER_OCTAVE).floor().clamp(0, NUM_BINS - 1).long()
             self._counts += torch.bincount(bins, minlength=NUM_BINS)
-            self._total += apart.sum()
-            self._largest = torch.maximum(self._largest, apart.max())
+            self._total += difference.sum()
+            self._largest = torch.maximum(self._largest, difference.max())
 
     def over_ranks(self, group: dist.ProcessGroup) -> LogProbDifference:
         """What all ranks of the group have added, on each of them."""
@@ -345,10 +347,10 @@ class Teacher:
         entry.check_options(options)
         self.model, self.temperature = model, temperature
 
-        def apart(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
             return entry({"student_log_probs": student, "teacher_log_probs": teacher}, **options)
 
-        self._divergence = apart
+        self._divergence = divergence
 
     def check_student(self, student: MegatronModel) -> None:
         """That their vocabularies are the same. From now on micro-batches are packed if both can read such rows.

@@ -82,7 +82,7 @@ class Rollout:
         mine = split_prompts(lengths, engine.num_replicas, group_size, conversations)[engine.replica]
         speaks = engine.tp_rank == 0  # the ranks of a replica hold the same responses: its first one speaks for it
         found: list[Generation] = []
-        with together(self.world), _telling(engine, mine, finished if speaks else None) as rest:
+        with together(self.world), _reporting(engine, mine, finished if speaks else None) as rest:
             if self.sync is not None:
                 self.sync.check_whole()
             given = [list(prompts[i]) for i in mine]
@@ -101,27 +101,27 @@ class Rollout:
 
 
 @contextmanager
-def _telling(
+def _reporting(
     engine: Engine, numbers: Sequence[int], finished: Finished | None
 ) -> Iterator[Callable[[Sequence[Generation]], None]]:
-    """Inside, `finished` hears of the engine's responses; what is yielded tells it of those that it has not heard of.
+    """Inside, `finished` is called with the engine's responses; what is yielded calls it with the rest of them.
 
     Args:
         numbers: of the engine's prompts.
     """
-    heard: set[int] = set()
+    reported: set[int] = set()
 
-    def tell(place: int, generation: Generation) -> None:
-        heard.add(place)
+    def report(place: int, generation: Generation) -> None:
+        reported.add(place)
         if finished is not None:
             finished(numbers[place], generation)
 
     def rest(found: Sequence[Generation]) -> None:
         for place, generation in enumerate(found):
-            if place not in heard:
-                tell(place, generation)
+            if place not in reported:
+                report(place, generation)
 
-    engine.told = tell if finished is not None else None
+    engine.told = report if finished is not None else None
     try:
         yield rest
     finally:

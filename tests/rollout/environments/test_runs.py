@@ -127,4 +127,4 @@ def test_environments_of_ones_own(launch: Launcher, tmp_path: Path) -> None:
     )
     assert ended.codes == [1, 1]
     assert "environment 'tests.rollout.environments.own:Failing', episode" in ended.text
-    assert "step() raised KeyError: 'forgotten'. Mend the environment" in ended.text
+    assert "step() raised KeyError: 'forgotten'. Fix the environment" in ended.text
