@@ -12,7 +12,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
 from megaverl.errors import TrainingStopped
-from megaverl.trainer.generate import Metrics, rollout_metrics, score_metrics
+from megaverl.workers.responses import Metrics, rollout_metrics, score_metrics
 from megaverl.workers.reward import Scores
 
 # (prompts, number of the first of them in the step) -> responses and scores, of all of them, on every rank

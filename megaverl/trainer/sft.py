@@ -19,11 +19,11 @@ from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
-from megaverl.trainer.generate import rollout_batch
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer
 from megaverl.trainer.saving import export_model
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.responses import rollout_batch
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.updates import Weighting, run_updates, share
 

@@ -18,14 +18,23 @@ from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.plugins import load_object
+from megaverl.rollout.engine import SamplingOptions, drawing, of_some, sampling_of
 from megaverl.trainer.dynamic_sampling import refill
-from megaverl.trainer.generate import Metrics, generate, greedy_responses, of_each_sample, score
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.advantage_computer import AdvantageComputer
 from megaverl.workers.critic import VALUES, ActorCritic
 from megaverl.workers.policy import LogProbDifference, check_first_comparison
+from megaverl.workers.responses import (
+    Draws,
+    Metrics,
+    greedy_responses,
+    of_each_sample,
+    responses,
+    rollout_metrics,
+    score_metrics,
+)
 from megaverl.workers.reward import Scores, kept_by
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
@@ -172,30 +181,36 @@ class RLStep:
         return {"rollouts": batch, "scores": scores}
 
     def generate(self, prompts: Sequence[PromptRecord], step: int, first_group: int = 0) -> RolloutBatch:
-        """`group_size` responses to every prompt."""
-        rollout = self.roles.engines
-        if step in self.waiting:
-            return self._waited(self.waiting.pop(step))
+        """`group_size` responses to every prompt, or episodes from it.
+
+        Args:
+            first_group: number of the first prompt among all that the step generates for: groups are named, and
+                samples drawn, by it.
+        """
+        if step in self.waiting:  # made before the run was interrupted, and not trained on
+            stored = self.waiting.pop(step)
+            self.metrics |= stored.metrics
+            return stored.batch
+        config, engines, start = self.config, self.roles.engines, time.perf_counter()
+        draws = Draws(config.run.seed, step, config.algorithm.group_size, first_group)
+        sampling = sampling_of(config.rollout, [len(prompt.token_ids) for prompt in prompts])
+        if not isinstance(sampling, SamplingOptions):
+            sampling = [each for each in sampling for _ in range(draws.group_size)]
+
+        def finished(number: int, sample: RolloutBatch) -> None:
+            """It goes on its way while others are still being written."""
+            assert self.outlet is not None
+            self.outlet.give([number], self._dated(sample.with_(**drawing(of_some(sampling, [number]), 1))))
+
         if self.outlet is not None:
             self.outlet.begin()
-        batch, metrics = generate(
-            self.config,
-            rollout,
-            prompts,
-            step,
-            first_group=first_group,
-            player=self.roles.player,
-            finished=self._finished if self.outlet is not None else None,
-        )
-        self.metrics |= metrics
-        if (in_flight := rollout.engine.in_flight) is not None:
+        hears = finished if self.outlet is not None else None
+        batch = responses(engines, prompts, sampling, draws, self.roles.player, config.rollout.function, hears)
+        batch = batch.with_(**drawing(sampling, len(batch)))
+        self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version)
+        if (in_flight := engines.engine.in_flight) is not None:
             self.metrics["rollout/sequences_in_flight"] = float(in_flight.number)
         return self._dated(batch)
-
-    def _finished(self, number: int, sample: RolloutBatch) -> None:
-        """A sample goes on its way while others are still being written."""
-        assert self.outlet is not None
-        self.outlet.give([number], self._dated(sample))
 
     def _dated(self, batch: RolloutBatch) -> RolloutBatch:
         """How old each token is when it is trained on."""
@@ -203,11 +218,6 @@ class RLStep:
             return batch
         versions = torch.full_like(batch.generated_ids, self.roles.sync.weight_version)
         return batch.with_(weight_versions=versions.where(batch.response_mask, -1))
-
-    def _waited(self, stored: StoredRollouts) -> RolloutBatch:
-        """Samples that were made before the run was interrupted, and not trained on."""
-        self.metrics |= stored.metrics
-        return stored.batch
 
     def replay(self, prompts: Sequence[PromptRecord], step: int) -> RolloutBatch:
         """Responses that another run generated for this step."""
@@ -220,9 +230,9 @@ class RLStep:
         """Rewards of all responses; in a replay those of the run that generated them."""
         if self.stored is not None and self.stored.scores is not None:
             return self.stored.scores
-        scores, metrics = score(self.roles.reward, rollouts)
-        self.metrics |= metrics
-        self.metrics["reward/latency_ms"] += self._early_seconds * 1e3
+        start = time.perf_counter()
+        scores = self.roles.reward.score(rollouts)
+        self.metrics |= score_metrics(scores, time.perf_counter() - start + self._early_seconds)
         self._early_seconds = 0.0
         return scores
 

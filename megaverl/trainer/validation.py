@@ -13,10 +13,10 @@ from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.distributed.collectives import together
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import sampling_options
-from megaverl.trainer.generate import Draws, responses
 from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.roles import Roles
 from megaverl.workers.player import Player
+from megaverl.workers.responses import Draws, responses
 from megaverl.workers.reward import RewardRole, Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout
 

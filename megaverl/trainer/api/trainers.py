@@ -182,8 +182,8 @@ class PPOTrainer(RLTrainer):
                 self.loop.settle()
 
     def _given(self, rollouts: RolloutBatch) -> StoredRollouts:
-        from megaverl.trainer.generate import score_metrics
         from megaverl.trainer.stored_rollouts import StoredRollouts
+        from megaverl.workers.responses import score_metrics
         from megaverl.workers.reward import Scores
 
         metrics, scores = dict(self._measured), None

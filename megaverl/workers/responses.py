@@ -1,8 +1,7 @@
-"""A step's rollout: prompts in, a batch of responses out, and what was measured of it."""
+"""Prompts in, a batch of responses or episodes out, and what was measured of it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,56 +14,19 @@ from megaverl.rollout.engine import (
     Generation,
     Sampling,
     SamplingOptions,
-    drawing,
     of_each,
     of_some,
-    sampling_of,
     sampling_options,
 )
 from megaverl.rollout.environments import ALONE, Request, Start, View, Views
 from megaverl.rollout.seeds import sample_seed, turn_seed
 from megaverl.workers.player import Player
-from megaverl.workers.reward import RewardRole, Scores
+from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by
 
 Metrics = dict[str, float]
 # Called with a sample's number in the step, and a batch of it alone.
 Finished = Callable[[int, RolloutBatch], None]
-
-
-def generate(
-    config: Config,
-    rollout: Rollout | AgentRollouts,
-    prompts: Sequence[PromptRecord],
-    step: int,
-    *,
-    first_group: int = 0,
-    player: Player | None = None,
-    finished: Finished | None = None,
-) -> tuple[RolloutBatch, Metrics]:
-    """`group_size` responses to every prompt, or episodes from it; every rank takes part.
-
-    Args:
-        first_group: number of the first prompt among all that the step generates for: groups are named, and
-            samples drawn, by it.
-        player: of a run with an environment.
-        finished: called, on the first rank of each engine, with a sample's number and with it, as soon as it is there;
-            not of episodes, nor where a function generates.
-    """
-    start = time.perf_counter()
-    draws = Draws(config.run.seed, step, config.algorithm.group_size, first_group)
-    sampling = sampling_of(config.rollout, [len(prompt.token_ids) for prompt in prompts])
-    if not isinstance(sampling, SamplingOptions):
-        sampling = [way for way in sampling for _ in range(draws.group_size)]
-
-    def told(number: int, sample: RolloutBatch) -> None:
-        assert finished is not None
-        finished(number, sample.with_(**drawing(of_some(sampling, [number]), 1)))
-
-    hears = told if finished is not None else None
-    batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, hears)
-    batch = batch.with_(**drawing(sampling, len(batch)))
-    return batch, rollout_metrics(batch, time.perf_counter() - start, rollout.weight_version)
 
 
 @dataclass(frozen=True)
@@ -99,7 +61,8 @@ def responses(
     Args:
         sampling: for all responses, or one for each.
         function: `rollout.function`, which generates instead of the engine alone.
-        finished: see `generate`.
+        finished: called, on the first rank of each engine, with a sample's number and with it, as soon as it is there;
+            not of episodes, nor where a function generates.
     """
     size = draws.group_size
     repeated = [prompt for prompt in prompts for _ in range(size)]
@@ -269,13 +232,6 @@ def places_of_groups(rollouts: RolloutBatch) -> tuple[list[int], int]:
     place: dict[int, int] = {}
     of_sample = [place.setdefault(group, len(place)) for group in rollouts.group_ids.tolist()]
     return of_sample, len(place)
-
-
-def score(reward: RewardRole, rollouts: RolloutBatch) -> tuple[Scores, Metrics]:
-    """Rewards of all responses; every rank takes part."""
-    start = time.perf_counter()
-    scores = reward.score(rollouts)
-    return scores, score_metrics(scores, time.perf_counter() - start)
 
 
 def score_metrics(scores: Scores, seconds: float) -> Metrics:
