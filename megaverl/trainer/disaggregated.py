@@ -9,7 +9,7 @@ two runs are the same to the bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from megaverl.trainer.job import Job, Stages, reporter
 from megaverl.trainer.records import Records, WorldMetrics
 from megaverl.trainer.roles import REWARD_MODEL, make_roles
 from megaverl.trainer.sample_routing import SELECTIVE, SampleRouting, speakers_of
-from megaverl.trainer.schedule import Schedule, WaitingSamples, read_waiting
+from megaverl.trainer.schedule import Schedule, WaitingSamples
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Evaluation, Validation
@@ -101,6 +101,7 @@ class Disaggregated(Executor):
         self._decides_alone = config.coordinator.islands_every > 1  # islands that take steps of their own
         if self.island and self._decides_alone:
             self.step.trust_engine()  # it has the first island's weights, from which this one's may have gone
+        self.makes_samples = self.fabric.has("rollout") or self.fabric.has("reward")
         self._done = 0  # steps that are behind all ranks
         self._measured: dict[int, dict[str, float]] = {}
         self._values: Mapping[str, Any] = {}  # of the last step, on the reporter
@@ -130,8 +131,10 @@ class Disaggregated(Executor):
 
     def coordinate(self, progress: Progress, resumed_from: Path | None) -> None:
         config, islands = self.config, len(self.placement.islands)
-        roles, seats = participants(config, self.placement)
-        self.coordinator = Coordinator(self.fabric, seats, rules_of(config), progress=progress, liveness=self._liveness)
+        roles, reporters = participants(config, self.placement)
+        self.coordinator = Coordinator(
+            self.fabric, reporters, rules_of(config), progress=progress, liveness=self._liveness
+        )
         self.clients: dict[str, CoordinatorClient] = {}
         for role in [role for role in roles if self.fabric.has(place_of(role))]:
             trainable = self.roles.trained[role]
@@ -309,10 +312,6 @@ class Disaggregated(Executor):
         parts = gather_json(mine, self.control)
         return {name: value for part in parts for name, value in part.items()}
 
-    def read_waiting(self, folder: Path, facts: Iterable[Mapping[str, Any]]) -> None:
-        if self.fabric.has("rollout") or self.fabric.has("reward"):
-            self.step.waiting = read_waiting(folder, facts)
-
     def own_files(self) -> dict[str, bytes]:
         """What the islands of this rank must find again; and samples that wait for training."""
         islands = {island_file(role, self.fabric.rank): island.state() for role, island in self._islands.items()}
@@ -321,13 +320,12 @@ class Disaggregated(Executor):
     def write_timeline(self, records: Records, run_dir: Path) -> None:
         records.aside(lambda: self.reports.write_timeline(self.stages.timeline, run_dir))
 
-    def join_timelines(self, run_dir: Path) -> None:
-        self.reports.join_timelines(run_dir)
-
-    def settle(self) -> None:
+    def settle(self, records: Records, run_dir: Path) -> None:
         self._channel.settle()
         self.carrier.settle()
         self.coordinator.close()
+        self.write_timeline(records, run_dir)
+        records.aside(lambda: self.reports.join_timelines(run_dir))
 
 
 def reward_models_are_remote(config: Config, fabric: Fabric) -> bool:

@@ -76,8 +76,8 @@ def _metrics(
     rounds: int,
     silent: int,
 ) -> Metrics:
-    """What this rank knows: where roles are apart, one that only scores has measured no generation, and one that only
-    generates not how long scoring took."""
+    """What this rank knows: where roles have ranks of their own, one that only scores has measured no generation, and
+    one that only generates not how long scoring took."""
     prompts, last, found = prompts_of(batch), parts[-1][2], Metrics()
     groups = len(torch.unique(batch.group_ids if prompts is None else prompts))
     if "rollout/seconds" in last:
@@ -86,5 +86,5 @@ def _metrics(
         found |= {"rollout/rounds": float(rounds), "rollout/generated_groups": float(groups)}
         found["rollout/kept_share"] = (groups - silent) / groups
     seconds = sum(part[2].get("reward/latency_ms", 0.0) for part in parts) / 1e3
-    told = score_metrics(scores, seconds)  # on all, as the engines' ranks keep it with samples that wait
-    return found | {name: value for name, value in told.items() if name != "reward/latency_ms" or name in last}
+    scored = score_metrics(scores, seconds)  # on all, as the engines' ranks keep it with samples that wait
+    return found | {name: value for name, value in scored.items() if name != "reward/latency_ms" or name in last}

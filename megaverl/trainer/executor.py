@@ -3,7 +3,7 @@ on ranks of their own (`disaggregated.Disaggregated`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,6 +50,7 @@ class Executor(Protocol):
         roles: this rank's part of every role.
         step: the operators. flow: those of a step, compiled.
         control: all ranks of the job; None: the default group.
+        makes_samples: this rank generates or scores.
         may_leave_inside: a run that is asked to leave may do so between the operators of a step.
     """
 
@@ -57,6 +58,7 @@ class Executor(Protocol):
     step: RLStep
     flow: DataFlow
     control: dist.ProcessGroup | None = None
+    makes_samples: bool = True
     may_leave_inside: bool = False
 
     def begins_after(self, step: int) -> int:
@@ -95,9 +97,6 @@ class Executor(Protocol):
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint's state from what each rank has of it, the same on all; with the coordinator's."""
 
-    def read_waiting(self, folder: Path, facts: Iterable[Mapping[str, Any]]) -> None:
-        """Take up samples that waited for training when a checkpoint was saved."""
-
     def own_files(self) -> dict[str, bytes]:
         """What a checkpoint holds of this rank alone, by file."""
         return {}
@@ -120,11 +119,8 @@ class Executor(Protocol):
     def write_timeline(self, records: Records, run_dir: Path) -> None:
         """What this rank did when."""
 
-    def join_timelines(self, run_dir: Path) -> None:
-        """Those of all ranks as one."""
-
-    def settle(self) -> None:
-        """The steps are over: wait for what is still on its way."""
+    def settle(self, records: Records, run_dir: Path) -> None:
+        """The steps are over: wait for what is still on its way, and join all ranks' timelines."""
 
 
 class Colocated(Executor):
@@ -199,14 +195,8 @@ class Colocated(Executor):
         if records.keeps:
             records.aside(lambda: self.stages.timeline.export(run_dir / "timeline.json"))
 
-    def read_waiting(self, folder: Path, facts: Iterable[Mapping[str, Any]]) -> None:
-        """No samples wait between steps."""
-
-    def join_timelines(self, run_dir: Path) -> None:
-        """One rank's is that of all."""
-
-    def settle(self) -> None:
-        """Nothing is on its way."""
+    def settle(self, records: Records, run_dir: Path) -> None:
+        """Nothing is on its way, and one rank's timeline is that of all."""
 
 
 def rules_of(config: Config) -> Rules:

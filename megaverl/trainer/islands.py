@@ -1,10 +1,10 @@
-"""Islands of the actor in a run: how each one's updates meet the others', and what the coordinator does meanwhile.
+"""Islands of the actor in a run: how their updates are joined, and what the coordinator does meanwhile.
 
 Every island plans the same micro-batches of a mini-batch and trains on its share, with the weights in the loss that the
-whole mini-batch gives its tokens. With one meeting an update the gradients are added up, and all islands take the same
-step, that of a single island. With more between meetings each takes its own steps, of the mean loss over its share;
-then the mean way that they went is the gradient of an outer optimizer (DiLoCo). It steps on the float32 weights that
-the inner optimizer keeps: in a model's bfloat16 most of that way would round to nothing.
+whole mini-batch gives its tokens. With one exchange an update the gradients are added up, and all islands take the same
+step, that of a single island. With several updates between exchanges each takes its own steps, of the mean loss over
+its share; then the mean of their changes is the gradient of an outer optimizer (DiLoCo). It steps on the float32
+weights that the inner optimizer keeps: in a model's bfloat16 most of that change would round to nothing.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Island:
         return sums
 
     def after_update(self) -> None:
-        """After every so many updates the islands meet."""
+        """After every so many updates the islands join theirs."""
         self._done += 1
         if self._outer is not None and self._done % self._every == 0:
             masters = self._trainable.masters
@@ -121,7 +121,7 @@ class Island:
 
 
 class IslandUpdates:
-    """The coordinator's part of updates in which islands meet.
+    """The coordinator's part of updates that islands join.
 
     Args:
         progress: where the run stands.
@@ -131,7 +131,7 @@ class IslandUpdates:
         self._config, self._fabric, self._joined = config, fabric, dict(progress.steps)
 
     def serve(self, step: int) -> None:
-        """Everything in which the islands meet in this step, in the order of their updates; elsewhere nothing."""
+        """Everything that the islands join in this step, in the order of their updates; elsewhere nothing."""
         config, placement = self._config, self._fabric.placement
         if self._fabric.rank != placement.coordinator or len(placement.islands) == 1:
             return
@@ -141,7 +141,7 @@ class IslandUpdates:
         for role in roles:
             done = self._joined.get(role, 0)
             self._joined[role] = done + updates
-            for in_update in meetings(updates, config.coordinator, done):
+            for in_update in exchanges(updates, config.coordinator, done):
                 if in_update:
                     serve_update(self._fabric)
                 else:
@@ -149,7 +149,7 @@ class IslandUpdates:
 
 
 def serve_update(fabric: Fabric) -> None:
-    """The coordinator's part of an update in which the islands meet: gradients, then the sums of their losses."""
+    """The coordinator's part of an update that the islands join: gradients, then the sums of their losses."""
     serve_join(fabric)
     firsts = [ranks[0] for ranks in fabric.placement.islands]
     total = MetricSums()
@@ -160,8 +160,8 @@ def serve_update(fabric: Fabric) -> None:
         sent.wait()
 
 
-def meetings(updates: int, config: CoordinatorConfig, done: int) -> Iterator[bool]:
-    """For each of a role's next updates: whether the islands meet in it (True), or in an outer step behind it."""
+def exchanges(updates: int, config: CoordinatorConfig, done: int) -> Iterator[bool]:
+    """For each of a role's next updates: whether the islands join it (True), or in an outer step behind it."""
     for number in range(done + 1, done + updates + 1):
         if config.islands_every == 1:
             yield True

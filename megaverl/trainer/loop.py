@@ -19,10 +19,12 @@ from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
+from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, reporter, unheard
 from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, export_model, settle_file, tokenizer_digest
+from megaverl.trainer.schedule import read_waiting
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
 
@@ -82,8 +84,6 @@ class Trainer:
         builder.resumes = self.resumed_from is not None
         self.executor: Executor
         if job is not None and placed:
-            from megaverl.trainer.disaggregated import Disaggregated
-
             self.executor = Disaggregated(builder, job, self.stages, console, replayed, self._agree_until, is_given)
         else:
             self.executor = Colocated(builder, self.stages, console, replayed)
@@ -110,7 +110,6 @@ class Trainer:
                     self.step.replayed.check(self.next_step, self.config.trainer.steps, self.config.samples_per_step)
             with self.recording():
                 result = self._steps()
-            self.records.aside(lambda: self.executor.join_timelines(self.run_dir))
             if self.config.checkpoint.export_hf:
                 self.export()
         return result
@@ -121,7 +120,7 @@ class Trainer:
             result = self._agree_until(self.executor.begins_after(step)) or result
             self.one_step(step)
         result = self._agree_until(last) or result
-        self.executor.settle()
+        self.executor.settle(self.records, self.run_dir)
         return result
 
     def one_step(self, step: int, given: StoredRollouts | None = None) -> None:
@@ -176,9 +175,7 @@ class Trainer:
     def settle(self) -> None:
         """Wait for what is still being written; every rank does, at the end of a loop of one's own."""
         self.saving.settle()
-        self.executor.settle()
-        self.executor.write_timeline(self.records, self.run_dir)
-        self.records.aside(lambda: self.executor.join_timelines(self.run_dir))
+        self.executor.settle(self.records, self.run_dir)
 
     # --- where all ranks agree ------------------------------------------------------------------------------------
 
@@ -357,7 +354,8 @@ class Trainer:
             with together():
                 if state["cut_off"] is not None:
                     self.cut_off = StoredRollouts.read(path / ROLLOUT_FILE, state["cut_off"])
-                self.executor.read_waiting(path, state.get("ahead", ()))
+                if self.executor.makes_samples:
+                    self.step.waiting = read_waiting(path, state.get("ahead", ()))
         written = self.run_dir / "metrics.jsonl"
         if self.keeps_records and path.parent.parent == self.run_dir and settle_file(written) < state["metrics_bytes"]:
             self.console.warn(

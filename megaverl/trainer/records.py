@@ -75,7 +75,7 @@ class Records:
             self.aside(lambda: append_samples(self._samples, done, records, split=split))
 
     def aside(self, write: Callable[[], object]) -> None:
-        """Write a file that nothing depends on: where it cannot be written, that is told, and the run goes on."""
+        """Write a file that nothing depends on: where it cannot be written, a warning says so, and the run goes on."""
         try:
             write()
         except OSError as error:

@@ -32,7 +32,7 @@ class Roles:
         player: of a run with an environment.
         implicit: PRIME's reward model.
         learned: the reward model that `mix` trains.
-        agents: the roles of each agent, where they train apart from each other (`environment.agents: own`).
+        agents: the roles of each agent, where each trains its own (`environment.agents: own`).
     """
 
     actor: Actor | RemoteWorker

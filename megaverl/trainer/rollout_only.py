@@ -1,4 +1,4 @@
-"""Generation apart from training: rollouts of the weights in `model.path`, scored and stored for a replay."""
+"""Generation without training: rollouts of the weights in `model.path`, scored and stored for a replay."""
 
 from __future__ import annotations
 

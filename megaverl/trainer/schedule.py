@@ -72,7 +72,7 @@ class Schedule:
         return max(step - lag, self._last_barrier(step, lag))
 
     def _last_barrier(self, step: int, lag: int) -> int:
-        """The last meeting before `step` that nobody may run ahead of."""
+        """The last number of steps before `step` that nobody may run ahead of."""
         return max((done for done in range(max(0, step - lag), step + 1) if self._is_barrier(done)), default=0)
 
     def _is_barrier(self, done: int) -> bool:

@@ -92,7 +92,7 @@ class Validation:
         self.best = Best(int(state["step"]), float(state["value"]))
 
 
-# Steps of validation draws lie apart from those of training, so that no seed is used twice.
+# Steps of validation draws are none of those of training, so that no seed is used twice.
 VALIDATION_STEP = 1 << 40
 
 

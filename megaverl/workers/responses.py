@@ -78,11 +78,11 @@ def responses(
         generations = generate_by(function, rollout.generate, token_ids, sampling, seeds)
     else:
 
-        def told(number: int, generation: Generation) -> None:
+        def one_finished(number: int, generation: Generation) -> None:
             assert finished is not None
             finished(number, rollout_batch([repeated[number]], [generation], [group_ids[number]]))
 
-        hears = told if finished is not None else None
+        hears = one_finished if finished is not None else None
         generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears)
     return rollout_batch(repeated, generations, group_ids)
 
@@ -133,7 +133,7 @@ def rollout_batch(
 
 
 def episode_batch(prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int]) -> RolloutBatch:
-    """One agent's views of episodes: its own tokens train, what it was told does not."""
+    """One agent's views of episodes: its own tokens train, what the environment wrote does not."""
     batch = RolloutBatch.from_generations(
         [view.prompt for view in views],
         [Generation(view.tokens, view.log_probs, view.finish_reason) for view in views],
@@ -198,11 +198,11 @@ def _turn_metrics(batch: RolloutBatch) -> Metrics:
     if "turns" not in batch.columns:
         return {}
     turns = [len(spans) for spans in batch.columns["turns"]]
-    told = (batch.response_lengths - batch.response_mask.sum(dim=1)).double()
+    of_environment = (batch.response_lengths - batch.response_mask.sum(dim=1)).double()
     return {
         "rollout/turns_mean": sum(turns) / len(turns),
         "rollout/turns_max": float(max(turns)),
-        "rollout/environment_tokens_mean": float(told.mean()),
+        "rollout/environment_tokens_mean": float(of_environment.mean()),
     }
 
 

@@ -34,7 +34,7 @@ def test_what_is_too_old_is_not_trained_on(oldest: int, applied: bool) -> None:
     def update(experience: RolloutBatch, **options: Any) -> dict[str, float]:
         return {"applied": float(judge({}, 1.0, 8.0, overflow=False, max_norm=0.0).applies)}
 
-    actor = SimpleNamespace(trainable=SimpleNamespace(judge=judge), update=update)
+    actor = SimpleNamespace(trainable=SimpleNamespace(coordinator=judge), update=update)
     roles: Any = SimpleNamespace(actor=actor, sync=None, kl=SimpleNamespace(coef=0.0))
     step = RLStep(config, roles, newest_version=5)
     assert step.update_actor(batch([4, oldest, -1]), step=7)

@@ -267,7 +267,7 @@ def as_it_is_ruled(folder: str) -> dict[str, Any]:
 
 
 class Ruled:
-    """A judge that always says this; a `clip` of None is the one of megatron-core."""
+    """A coordinator that always says this; a `clip` of None is the one of megatron-core."""
 
     oldest = newest = 0
 
