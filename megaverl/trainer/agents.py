@@ -6,12 +6,9 @@ was paid. `environment.agents: own`; with `shared` the agents are one actor, see
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from megaverl.algorithms import KLController
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
@@ -55,17 +52,7 @@ def agents_roles(builder: Builder, *, generates: bool) -> Roles:
             sync=rollout.sync,
         )
     first, engines = agents[player.agents[0]], AgentRollouts(rollouts)
-    return Roles(
-        actor=first.actor,
-        critic=first.critic,
-        reference=None,
-        reward=reward,
-        kl=AgentKLs({agent: roles.kl for agent, roles in agents.items()}),
-        rollout=engines,
-        sync=engines,
-        player=player,
-        agents=agents,
-    )
+    return replace(first, reference=None, rollout=engines, sync=engines, player=player, agents=agents)
 
 
 @dataclass
@@ -109,25 +96,3 @@ def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:
     """One agent's samples, as if there were no others."""
     batch = rollouts.select(rows).trim()
     return RolloutBatch({name: tensor for name, tensor in batch.tensors.items() if name != "agent_ids"}, batch.columns)
-
-
-class AgentKLs(KLController):
-    """The KL controllers of all agents, as a checkpoint sees them."""
-
-    def __init__(self, controllers: Mapping[str, KLController]) -> None:
-        self.controllers = dict(controllers)
-
-    @property
-    def coef(self) -> float:  # type: ignore[override]
-        """The mean of theirs."""
-        return sum(each.coef for each in self.controllers.values()) / len(self.controllers)
-
-    def update(self, kl: float) -> None:
-        """Each agent's own step tells its controller."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {agent: each.state_dict() for agent, each in self.controllers.items()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for agent, each in self.controllers.items():
-            each.load_state_dict(state[agent])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,7 @@ from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, reporter, unheard
 from megaverl.trainer.records import Records, sample_records
-from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, export_model, settle_file, tokenizer_digest
+from megaverl.trainer.saving import Saving, check_origin, export_model, settle_file, tokenizer_digest
 from megaverl.trainer.schedule import read_waiting
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
@@ -76,12 +75,9 @@ class Trainer:
         committer = Committer()
         if job is not None and placed:
             committer = Committer(job.fabric.control, job.fabric.placement.coordinator)
-        store = checkpoint_store(config.checkpoint, self.run_dir, self.stages.note, committer, console)
-        self.saving = Saving(config.checkpoint, store, console)
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)
+        self.saving = Saving(config.checkpoint, self.run_dir, self.stages.note, console, committer)
         self.stages.note("build")
-        builder.resumes = self.resumed_from is not None
+        builder.resumes = self.saving.resumed_from is not None
         self.executor: Executor
         if job is not None and placed:
             self.executor = Disaggregated(builder, job, self.stages, console, replayed, self._agree_until, is_given)
@@ -302,7 +298,7 @@ class Trainer:
         return self.executor.collect(
             {
                 "next_step": self.next_step,
-                "kl": self.roles.kl.state_dict(),
+                "kl": self.roles.kl_state(),
                 "sampler": self.prompts.state_dict(),
                 "tokenizer": tokenizer_digest(self.builder.tokenizer),
                 "weight_version": sync.weight_version if sync else 0,
@@ -317,13 +313,12 @@ class Trainer:
     def resume(self) -> None:
         """Take up a checkpoint, if there is one; then the engine has the actor's weights."""
         self.stages.note("resume")
-        sync, path = self.roles.sync, self.resumed_from
+        sync, path = self.roles.sync, self.saving.resumed_from
         state: dict[str, Any] | None = None
         if path is not None:
             if sync is not None:
                 sync.source_changes()
             path, state = self.saving.store.resume(path, self.executor.trained)
-            self.resumed_from = path
             self._take_up(path, state)
         if sync is not None:
             sync.reshard()
@@ -346,7 +341,7 @@ class Trainer:
         """
         check_origin(path, state, "train", self.builder.tokenizer)
         self.prompts.load_state_dict(state["sampler"], int(state["next_step"]))
-        self.roles.kl.load_state_dict(state["kl"])
+        self.roles.load_kl_state(state["kl"])
         self.next_step = int(state["next_step"])
         self.validation.load_state_dict(state["best"])
         self.saving.note_resumed(self.next_step, inside=state["cut_off"] is not None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.errors import MegaverlError
@@ -21,7 +19,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, unheard
 from megaverl.trainer.loop import kept_objects
 from megaverl.trainer.records import Records
-from megaverl.trainer.saving import Saving, check_origin, checkpoint_store, settle_file, tokenizer_digest
+from megaverl.trainer.saving import Saving, check_origin, settle_file, tokenizer_digest
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -54,11 +52,8 @@ class OfflineTrainer(ABC):
         self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else unheard)
         self.data = self.dataset(self.train_sources)
         self.sampler = self.data.sampler(batch_size, config.run.seed, shuffle=config.data.shuffle)
-        store = checkpoint_store(config.checkpoint, builder.run_dir, self.stages.note, Committer(), console)
-        self.saving = Saving(config.checkpoint, store, console)
-        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        self.resumed_from = store.resolve(config.checkpoint.resume, restarted=restarted)
-        builder.resumes = self.resumed_from is not None
+        self.saving = Saving(config.checkpoint, builder.run_dir, self.stages.note, console)
+        builder.resumes = self.saving.resumed_from is not None
         self.leave = PreemptionHandler()
         self.records = Records(config, builder.run_dir, console, keeps=self.is_first)
         self.next_step = 0
@@ -172,7 +167,7 @@ class OfflineTrainer(ABC):
         Raises:
             CheckpointError, DataError: it is of another command, or was made with other data, or another tokenizer.
         """
-        path = self.resumed_from
+        path = self.saving.resumed_from
         if path is None:
             return
         self.stages.note("resume")

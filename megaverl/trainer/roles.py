@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megaverl.algorithms import KLController
 from megaverl.distributed.worlds import Fabric
@@ -62,6 +63,17 @@ class Roles:
     def in_flight(self) -> InFlight | None:
         """The bounds on what this rank's engine writes at once."""
         return self.rollout.engine.in_flight if isinstance(self.rollout, Rollout | AgentRollouts) else None
+
+    def kl_state(self) -> dict[str, Any]:
+        """Of the KL controllers, for a checkpoint."""
+        return {name: own.kl.state_dict() for name, own in self.agents.items()} or self.kl.state_dict()
+
+    def load_kl_state(self, state: dict[str, Any]) -> None:
+        """Undo `kl_state`."""
+        for name, own in self.agents.items():
+            own.kl.load_state_dict(state[name])
+        if not self.agents:
+            self.kl.load_state_dict(state)
 
     @property
     def trained(self) -> dict[str, TrainableModel]:

@@ -25,11 +25,28 @@ class Saving:
     """The checkpoints of a run as `checkpoint` in the configuration wants them. All ranks call it together.
 
     Args:
-        store: as `checkpoint_store` makes it.
+        phase: called with the name of every phase of a save.
+
+    Attributes:
+        resumed_from: the checkpoint that the run goes on from; None: it starts afresh.
     """
 
-    def __init__(self, config: CheckpointConfig, store: CheckpointStore, console: Console) -> None:
-        self.config, self.store, self.console = config, store, console
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        run_dir: Path,
+        phase: Callable[[str], None],
+        console: Console,
+        committer: Committer | None = None,
+    ) -> None:
+        self.config, self.console = config, console
+        retention = Retention(
+            keep_last_k=config.keep_last_k, keep_best=config.keep_best, milestone_interval=config.milestone_interval
+        )
+        folder, committer = run_dir / "checkpoints", committer or Committer()
+        self.store = CheckpointStore(folder, retention=retention, committer=committer, phase=phase, warn=console.warn)
+        restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        self.resumed_from = self.store.resolve(config.resume, restarted=restarted)
         self.num_failed = 0
         self._last: tuple[int, bool] | None = None
 
@@ -96,18 +113,6 @@ class Saving:
             self.console.error(f"{error} The run goes on without it (checkpoint.on_write_error=continue).")
             return False
         return True
-
-
-def checkpoint_store(
-    config: CheckpointConfig, run_dir: Path, phase: Callable[[str], None], committer: Committer, console: Console
-) -> CheckpointStore:
-    """The store of a run, which keeps what the configuration wants kept."""
-    retention = Retention(
-        keep_last_k=config.keep_last_k, keep_best=config.keep_best, milestone_interval=config.milestone_interval
-    )
-    return CheckpointStore(
-        run_dir / "checkpoints", retention=retention, committer=committer, phase=phase, warn=console.warn
-    )
 
 
 def settle_file(path: Path) -> int:
