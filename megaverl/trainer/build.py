@@ -45,7 +45,7 @@ from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel, TransformersRewardModel
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.weight_sync import ActorWeights, SyncRanks, WeightSync, adopting
+from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting, layouts_among
 
 
 @dataclass
@@ -268,7 +268,6 @@ class Builder:
         source, dest = placement.islands[0], placement.ranks["rollout"]
         members = tuple(sorted({*source, *dest}))
         group = join_some(fabric, "weights", members)
-        ranks = SyncRanks(group, members, source, dest, lambda place: placement.node_of(members[place]))
         weights, engine = weights_of(self.spec), None
         if actor is None:
             shape = GridShape.fit(len(source), **grid_sizes(config.actor), role="actor")
@@ -279,14 +278,14 @@ class Builder:
             held = ActorWeights.of(actor)
             layouts = engine_layouts(config.rollout, weights, self.spec)
         sync = WeightSync(
-            replace(held, layout_of=ranks.from_actor(held.layout_of)),
-            ranks.to_engines(layouts),
+            replace(held, layout_of=layouts_among(members, source, held.layout_of)),
+            layouts_among(members, dest, layouts),
             engine,
             default_group(),
-            node_of=ranks.node_of,
+            node_of=lambda place: placement.node_of(members[place]),
             config=config.reshard,
             timeout=self._reshard_timeout,
-            group=ranks.group,
+            group=group,
         )
         return sync, Rollout(engine, default_group(), sync) if engine is not None else None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -89,33 +89,15 @@ class ActorWeights:
         return replace(held, low_ranks=adapters, scaling=lora.alpha / lora.rank, factors={})
 
 
-@dataclass(frozen=True)
-class SyncRanks:
-    """The ranks that take part where actor and engines are on different ones.
+def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: LayoutOf) -> LayoutOf:
+    """Where actor and engines are on different ranks: a member's place -> what it holds of one of the two.
 
-    Attributes:
-        group: all of them; its ranks are their places in `members`.
-        members, actor, rollout: ranks of the job.
-        node_of: of a member, by its place.
+    Args:
+        members: all ranks that take part.
+        ranks: of them, those of the actor or of the engines; `layout_of` speaks of their places.
     """
-
-    group: dist.ProcessGroup
-    members: tuple[int, ...]
-    actor: tuple[int, ...]
-    rollout: tuple[int, ...]
-    node_of: NodeOf
-
-    def from_actor(self, layout_of: LayoutOf) -> LayoutOf:
-        """A member's place -> what it holds of the actor: by its place among the actor's ranks, or nothing."""
-        return self._side(self.actor, layout_of)
-
-    def to_engines(self, layout_of: LayoutOf) -> LayoutOf:
-        """A member's place -> what it holds of an engine."""
-        return self._side(self.rollout, layout_of)
-
-    def _side(self, ranks: tuple[int, ...], layout_of: LayoutOf) -> LayoutOf:
-        places = {self.members.index(rank): number for number, rank in enumerate(ranks)}
-        return lambda place: layout_of(places[place]) if place in places else EMPTY
+    places = {members.index(rank): number for number, rank in enumerate(ranks)}
+    return lambda place: layout_of(places[place]) if place in places else EMPTY
 
 
 class SynchronisesWeights(Protocol):
