@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from megaverl.sharding.layout import EMPTY, Layout, Piece
 from megaverl.sharding.plan import Plan, Transfer, make_plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import Weight
-from megaverl.weights.safetensors_writer import FolderWriter, cannot_write
+from megaverl.weights.safetensors_writer import FolderWriter, cannot_write, replace_folder
 from megaverl.weights.tensors import agree_on_dtypes, check_tensors
 from megaverl.weights.transports import BUCKET_BYTES, TransferJob, TransportOptions, copy_local
 from megaverl.weights.transports.point_to_point import PointToPoint
@@ -45,13 +45,24 @@ class Factors(Protocol):
 AddFactors = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]  # (rows of a weight, A, rows of B), in place
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """A run of a global tensor's elements, contiguous in its file."""
+class _Chunk(NamedTuple):
+    """A run of a global tensor's elements, contiguous in its file; or an adapter's factor."""
 
     name: str
     tensor: str
     box: Box
+
+
+@dataclass(frozen=True)
+class _Window:
+    """What is gathered at a time: at most a bucket of weights, with the adapters' factors that belong to them."""
+
+    weights: list[_Chunk]
+    factors: list[_Chunk]
+
+    @property
+    def chunks(self) -> list[_Chunk]:
+        return [*self.weights, *self.factors]
 
 
 def save_folder(
@@ -91,57 +102,48 @@ def save_folder(
         ModelError: `source_folder` has no config.json.
         ReshardError: parameters that do not fit their layout, or a weight that no rank holds.
     """
-    folder, rank, world = Path(folder), dist.get_rank(group), dist.get_world_size(group)
-    temporary = folder.with_name(folder.name + ".tmp")
+    folder, rank, adapters = Path(folder), dist.get_rank(group), adapters or {}
+    temporary, layout = folder.with_name(folder.name + ".tmp"), layouts(rank)
     with together(group):
-        check_tensors(layouts(rank), tensors, "the model", CheckpointError)
-    held = {name: tensors[name] for name in layouts(rank).local_shapes}
-    of_model = agree_on_dtypes({"model": (layouts(rank), held)}, group)["model"]
-    dtype = of_files = dtype or of_model.common
-    windows = _windows(weights, max(1, bucket_bytes // dtype.itemsize))
-    adapters = adapters or {}
-    factors = [_factors(number, window, adapters) for number, window in enumerate(windows)]
-    shapes: dict[str, tuple[int, ...]] = {weight.name: weight.shape for weight in weights}
-    for factors_of in adapters.values():
-        shapes |= factors_of.shapes
-    arriving = [[*window, *more] for window, more in zip(windows, factors, strict=True)]
+        check_tensors(layout, tensors, "the model", CheckpointError)
+    held = {name: tensors[name] for name in layout.local_shapes}
+    of_model = agree_on_dtypes({"model": (layout, held)}, group)["model"]
+    of_files = dtype or of_model.common
+    windows = _windows(weights, adapters, max(1, bucket_bytes // of_files.itemsize))
     with together(group):
-        plans = _plans_by_window(arriving, layouts, shapes, world, rank)
-    on_first_rank(
-        lambda: _prepare(folder, temporary, Path(source_folder), tokenizer_folder, of_files, overwrite), group
-    )
+        plans = _plans(windows, weights, adapters, layouts, dist.get_world_size(group), rank)
+    sources = [Path(source_folder), *([Path(tokenizer_folder)] if tokenizer_folder is not None else [])]
+    on_first_rank(lambda: _prepare(folder, temporary, sources, of_files, overwrite), group)
 
     def wire(tensor: str) -> torch.dtype:
         return min(of_files, of_model.of(tensor) or of_files, key=lambda each: each.itemsize)
 
     def converts(tensor: str) -> bool:
-        return of_model.of(tensor) != dtype
+        return of_model.of(tensor) != of_files
 
     failures, options = Failures(group, rank, None), TransportOptions(bucket_bytes=bucket_bytes)
-    with torch.no_grad(), FolderWriter(temporary, weights, dtype, shard_bytes, writes=rank == 0) as writer:
-        for number, (window, plan) in enumerate(zip(windows, plans, strict=True)):
+    with torch.no_grad(), FolderWriter(temporary, weights, of_files, shard_bytes, writes=rank == 0) as writer:
+        for window, plan in zip(windows, plans, strict=True):
             # every rank sends its parts of this window to the first, which alone has chunks to fill
             landed = {
-                chunk.name: torch.empty(chunk.box.shape, dtype=dtype, device=platform.device)
-                for chunk in (arriving[number] if rank == 0 else ())
+                chunk.name: torch.empty(chunk.box.shape, dtype=of_files, device=platform.device)
+                for chunk in (window.chunks if rank == 0 else ())
             }
             copy_local(plan.copies, held, landed)
             transport = PointToPoint.take(TransferJob(plan, held, landed, wire, converts, group, options, failures))
             if transport is not None:
                 transport.start(0)
                 transport.finish()
-            for chunk in window if rank == 0 else ():
-                if (adapter := adapters.get(chunk.tensor)) is not None and add is not None:
-                    rows, columns = chunk.box.slices
-                    a, b = landed[f"{adapter.a}#{number}"][:, columns], landed[f"{adapter.b}#{number}"][rows]
-                    add(landed[chunk.name], a, b)
-            writer.write(landed[chunk.name] for chunk in window if rank == 0)
+            if rank == 0:
+                if add is not None:
+                    _merge(landed, window, adapters, add)
+                writer.write(landed[chunk.name] for chunk in window.weights)
         error = writer.finish()
     raise_together(error, group)
-    on_first_rank(lambda: commit(temporary, folder), group)
+    on_first_rank(lambda: replace_folder(temporary, folder), group)
 
 
-def _windows(weights: Sequence[Weight], max_numel: int) -> list[list[_Chunk]]:
+def _windows(weights: Sequence[Weight], adapters: Mapping[str, Factors], max_numel: int) -> list[_Window]:
     """The model's elements in the order of the files, in windows of at most `max_numel`."""
     windows: list[list[_Chunk]] = [[]]
     filled = 0
@@ -152,26 +154,37 @@ def _windows(weights: Sequence[Weight], max_numel: int) -> list[list[_Chunk]]:
                 filled = 0
             windows[-1].append(_Chunk(f"{weight.name}#{i}", weight.name, box))
             filled += box.numel
-    return windows
+    found = []
+    for number, window in enumerate(windows):
+        merged = [adapters[tensor] for tensor in dict.fromkeys(chunk.tensor for chunk in window) if tensor in adapters]
+        factors = [(name, shape) for adapter in merged for name, shape in adapter.shapes.items()]
+        found.append(_Window(window, [_Chunk(f"{name}#{number}", name, whole(shape)) for name, shape in factors]))
+    return found
 
 
-def _factors(number: int, window: Sequence[_Chunk], adapters: Mapping[str, Factors]) -> list[_Chunk]:
-    """The factors of all adapters of a window's tensors, which come with it."""
-    found = [adapters[tensor] for tensor in dict.fromkeys(chunk.tensor for chunk in window) if tensor in adapters]
-    return [
-        _Chunk(f"{name}#{number}", name, whole(shape)) for adapter in found for name, shape in adapter.shapes.items()
-    ]
+def _merge(
+    landed: Mapping[str, torch.Tensor], window: _Window, adapters: Mapping[str, Factors], add: AddFactors
+) -> None:
+    factors = {chunk.tensor: landed[chunk.name] for chunk in window.factors}
+    for chunk in window.weights:
+        if (adapter := adapters.get(chunk.tensor)) is not None:
+            rows, columns = chunk.box.slices
+            add(landed[chunk.name], factors[adapter.a][:, columns], factors[adapter.b][rows])
 
 
-def _plans_by_window(
-    windows: Sequence[Sequence[_Chunk]],
+def _plans(
+    windows: Sequence[_Window],
+    weights: Sequence[Weight],
+    adapters: Mapping[str, Factors],
     layouts: Callable[[int], Layout],
-    shapes: dict[str, tuple[int, ...]],
     world: int,
     rank: int,
 ) -> list[Plan]:
     """One plan to gather everything on rank 0, cut into one plan a window."""
-    chunks = [chunk for window in windows for chunk in window]
+    shapes: dict[str, tuple[int, ...]] = {weight.name: weight.shape for weight in weights}
+    for adapter in adapters.values():
+        shapes |= adapter.shapes
+    chunks = [chunk for window in windows for chunk in window.chunks]
     everything = Layout(
         tuple(Piece(chunk.tensor, chunk.box, chunk.name, whole(chunk.box.shape)) for chunk in chunks),
         {chunk.name: chunk.box.shape for chunk in chunks},
@@ -179,13 +192,13 @@ def _plans_by_window(
     )
     plan = make_plan(layouts, lambda other: everything if other == 0 else EMPTY, world, rank)
     check_plan(plan)
-    window_of = {chunk.name: i for i, window in enumerate(windows) for chunk in window}
+    window_of = {chunk.name: i for i, window in enumerate(windows) for chunk in window.chunks}
 
-    def cut(transfers: Sequence[Transfer]) -> list[list[Transfer]]:
+    def cut(transfers: Sequence[Transfer]) -> list[tuple[Transfer, ...]]:
         parts: list[list[Transfer]] = [[] for _ in windows]
         for transfer in transfers:
             parts[window_of[transfer.dest_local]].append(transfer)
-        return parts
+        return [tuple(part) for part in parts]
 
     copies = cut(plan.copies)
     sends = {peer: cut(transfers) for peer, transfers in plan.sends.items()}
@@ -193,26 +206,27 @@ def _plans_by_window(
     return [
         replace(
             plan,
-            copies=tuple(copies[i]),
-            sends={peer: tuple(parts[i]) for peer, parts in sends.items()},
-            receives={peer: tuple(parts[i]) for peer, parts in receives.items()},
+            copies=copies[i],
+            sends={peer: parts[i] for peer, parts in sends.items()},
+            receives={peer: parts[i] for peer, parts in receives.items()},
         )
         for i in range(len(windows))
     ]
 
 
-def _prepare(
-    folder: Path,
-    temporary: Path,
-    source_folder: Path,
-    tokenizer_folder: str | Path | None,
-    dtype: torch.dtype,
-    overwrite: bool,
-) -> None:
-    """An empty `folder.tmp` with all that is not weights."""
+def model_files(folder: Path) -> Iterator[Path]:
+    """What belongs to a model besides its weights: its small files, and its licence."""
+    for file in sorted(folder.iterdir()):
+        is_small = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
+        if file.is_file() and (is_small or file.name.startswith(("LICENSE", "NOTICE"))):
+            yield file
+
+
+def _prepare(folder: Path, temporary: Path, sources: Sequence[Path], dtype: torch.dtype, overwrite: bool) -> None:
+    """An empty `folder.tmp` with all that is not weights; of a file in several sources, the last is taken."""
     if not overwrite and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder}: exists already. Name another folder, or remove this one first.")
-    config_file = source_folder / "config.json"
+    config_file = sources[0] / "config.json"
     if not config_file.is_file():
         raise ModelError(f"{config_file}: not found, so the exported folder would have no configuration.")
     try:
@@ -220,27 +234,9 @@ def _prepare(
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for source in (source_folder, tokenizer_folder):
-            for file in sorted(Path(source).iterdir()) if source is not None else ():
-                is_model_file = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
-                if file.is_file() and (is_model_file or file.name.startswith(("LICENSE", "NOTICE"))):
-                    shutil.copyfile(file, temporary / file.name)
+        for file in (file for source in sources for file in model_files(source)):
+            shutil.copyfile(file, temporary / file.name)
         (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise cannot_write(temporary, error) from error
-
-
-def commit(temporary: Path, folder: Path) -> None:
-    """Give the finished folder its name; an older one of that name goes only then."""
-    old = folder.with_name(folder.name + ".old")
-    try:
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        temporary.rename(folder)
-    except OSError as error:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        raise cannot_write(folder, error) from error
-    shutil.rmtree(old, ignore_errors=True)

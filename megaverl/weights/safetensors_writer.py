@@ -1,11 +1,12 @@
-"""Writing safetensors files as a stream: headers first, then the elements in the order of the weights."""
+"""Safetensors files as a stream: headers first, then the elements as they come; safetensors' own writer wants all of
+a file in memory, and torch's (DCP's HuggingFaceStorageWriter) writes every byte twice."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,10 +16,11 @@ from megaverl.errors import CheckpointError
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE
 from megaverl.sharding.weight import Weight
+from megaverl.weights.stored import DTYPES
 
 # name, shape, dtype
 Tensor = tuple[str, tuple[int, ...], torch.dtype]
-DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class FolderWriter:
@@ -31,11 +33,9 @@ class FolderWriter:
     def __init__(
         self, folder: Path, weights: Sequence[Weight], dtype: torch.dtype, shard_bytes: int, *, writes: bool
     ) -> None:
-        self._folder = folder
-        self._writes = writes
-        self._files = shards_of([(weight.name, weight.shape, dtype) for weight in weights], shard_bytes)
-        self._file_names = [file_name(number, len(self._files)) for number in range(len(self._files))]
-        self._next = 0
+        self._folder, self._writes = folder, writes
+        self._headers = shard_headers([(weight.name, weight.shape, dtype) for weight in weights], shard_bytes)
+        self._coming = iter(self._headers.items())
         self._left = 0
         self._stream: BinaryIO | None = None
         self._error: CheckpointError | None = None
@@ -55,7 +55,12 @@ class FolderWriter:
             return
         try:
             for chunk in chunks:
-                self._append(chunk.cpu())
+                if self._left == 0:
+                    self._open_next()
+                assert self._stream is not None
+                data = chunk.cpu().reshape(-1).view(torch.uint8).numpy()
+                self._stream.write(data.data)
+                self._left -= data.nbytes
         except OSError as error:
             self._error = cannot_write(self._folder, error)
 
@@ -65,29 +70,19 @@ class FolderWriter:
             return None
         try:
             self._close()
-            if self._error is None and len(self._files) > 1:
-                self._write_index()
+            if self._error is None and len(self._headers) > 1:
+                (self._folder / INDEX_FILE).write_text(index_text(self._headers), encoding="utf-8")
         except OSError as error:
             self._error = cannot_write(self._folder, error)
         self._done = self._error is None
         return self._error
 
-    def _append(self, chunk: torch.Tensor) -> None:
-        if self._left == 0:
-            self._open_next()
-        assert self._stream is not None
-        data = chunk.reshape(-1).view(torch.uint8).numpy()
-        self._stream.write(data.data)
-        self._left -= data.nbytes
-
     def _open_next(self) -> None:
         self._close()
-        shard = self._files[self._next]
-        text = header_of(shard).encode()
-        self._stream = (self._folder / self._file_names[self._next]).open("wb")
-        self._stream.write(len(text).to_bytes(8, "little") + text)
-        self._left = sum(_nbytes(tensor) for tensor in shard)
-        self._next += 1
+        file, header = next(self._coming)
+        self._stream = (self._folder / file).open("wb")
+        self._stream.write(framed(header))
+        self._left = data_bytes(header)
 
     def _close(self) -> None:
         if self._stream is not None:
@@ -96,51 +91,84 @@ class FolderWriter:
                 stream.flush()
                 os.fsync(stream.fileno())
 
-    def _write_index(self) -> None:
-        pairs = [
-            (name, file) for file, shard in zip(self._file_names, self._files, strict=True) for name, _, _ in shard
-        ]
-        total = sum(_nbytes(tensor) for shard in self._files for tensor in shard)
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(pairs))}
-        (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+def shard_headers(tensors: Iterable[Tensor], shard_bytes: int) -> dict[str, str]:
+    """The files that hold the tensors, in order, and the JSON header of each.
+
+    A file has at most `shard_bytes`, or one larger tensor. In a file the wider dtypes come first, so that every tensor
+    lies where its dtype can be read.
+    """
+    shards: list[list[Tensor]] = [[]]
+    filled = 0
+    for tensor in tensors:
+        nbytes = _nbytes(tensor)
+        if shards[-1] and filled + nbytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += nbytes
+    count = len(shards)
+    names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    names = [SINGLE_FILE] if count == 1 else names
+    return {name: _header(shard) for name, shard in zip(names, shards, strict=True)}
 
 
-def header_of(shard: Sequence[Tensor]) -> str:
-    """The JSON header of a safetensors file that holds these tensors one behind the other, padded to 8 bytes."""
+def _header(shard: Sequence[Tensor]) -> str:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape, dtype in shard:
+    for name, shape, dtype in sorted(shard, key=lambda tensor: -tensor[2].itemsize):
         start, end = end, end + _nbytes((name, shape, dtype))
         header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"))
     return text + " " * (-len(text.encode()) % 8)
 
 
-def shards_of(tensors: Sequence[Tensor], shard_bytes: int) -> list[list[Tensor]]:
-    """The tensors in order, cut into files of at most `shard_bytes` (a file may hold one larger tensor).
-
-    In a file the wider dtypes come first, so that every tensor lies where its dtype can be read.
-    """
-    files: list[list[Tensor]] = [[]]
-    filled = 0
-    for tensor in tensors:
-        nbytes = _nbytes(tensor)
-        if files[-1] and filled + nbytes > shard_bytes:
-            files.append([])
-            filled = 0
-        files[-1].append(tensor)
-        filled += nbytes
-    return [sorted(shard, key=lambda tensor: -tensor[2].itemsize) for shard in files]
+def framed(header: str) -> bytes:
+    """A header as a file begins with it."""
+    text = header.encode()
+    return len(text).to_bytes(8, "little") + text
 
 
-def file_name(number: int, count: int) -> str:
-    """The name of one of `count` files, counted from zero."""
-    return SINGLE_FILE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+def entries_of(header: str) -> dict[str, dict[str, Any]]:
+    """Every tensor of a header: its `dtype`, `shape` and `data_offsets` (begin, end; from the first element on)."""
+    return {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+
+
+def data_bytes(header: str) -> int:
+    """Of all tensors of a file."""
+    return max((entry["data_offsets"][1] for entry in entries_of(header).values()), default=0)
+
+
+def index_text(headers: Mapping[str, str]) -> str:
+    """The index of files (name -> header)."""
+    weight_map = {name: file for file, header in headers.items() for name in entries_of(header)}
+    total = sum(map(data_bytes, headers.values()))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(index, indent=2) + "\n"
 
 
 def _nbytes(tensor: Tensor) -> int:
     _, shape, dtype = tensor
     return whole(shape).numel * dtype.itemsize
+
+
+def replace_folder(finished: Path, folder: Path) -> None:
+    """Give a finished folder its name; an older one of that name goes only then.
+
+    Raises:
+        CheckpointError: it cannot be done; the older one is as it was.
+    """
+    old = folder.with_name(folder.name + ".old")
+    try:
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        finished.rename(folder)
+    except OSError as error:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        raise cannot_write(folder, error) from error
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -1,8 +1,11 @@
-"""Arrays that lie in files, whole or in chunks, and reading any box of them without loading the rest."""
+"""Arrays in files, whole or in chunks, and any box of them read straight into its place, without the rest.
+
+One reader for both formats: safetensors' `get_slice` makes a tensor to copy from and knows no chunks; torch's
+`mmap=True` wants one tensor in a file. Runs of elements are not read through a map, where a failing disk is a crash.
+"""
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import threading
@@ -13,30 +16,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import _TYPES
 
 from megaverl.errors import CheckpointError, ModelError
 from megaverl.sharding.boxes import Box, BoxIndex, whole
 from megaverl.sharding.files import AGAIN, StoredTensor
 
-# safetensors' words for a dtype
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-ROWS_BYTES = 1 << 21  # of rows that are read at a time where only some columns of them are wanted
-MOST_WASTE = 8  # bytes read for each that is wanted: beyond, page faults are cheaper
+# by safetensors' words for them; None: not in this torch
+DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 
 
 class Extent(NamedTuple):
@@ -119,15 +106,14 @@ class StoredArrayReader:
     def _read_extent(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
         try:
             first = None if extent.strides else _run_start(box, extent.box)
+            straight = out.dtype == dtype and (first is None or out.is_contiguous())
+            read = out if straight else self._buffer(box.numel * dtype.itemsize).view(dtype).view(box.shape)
             if first is None:
-                if extent.strides or not self._copy_rows(dtype, extent, box, out):
-                    self._copy_strided(dtype, extent, box, out)
-                return
-            straight = out.dtype == dtype and out.is_contiguous()
-            run = out if straight else self._buffer(box.numel * dtype.itemsize).view(dtype).view(box.shape)
-            self._pread(extent.file, run.reshape(-1).view(torch.uint8), extent.offset + first * dtype.itemsize)
+                self._copy_strided(dtype, extent, box, read)
+            else:
+                self._pread(extent.file, read.reshape(-1).view(torch.uint8), extent.offset + first * dtype.itemsize)
             if not straight:
-                out.copy_(run)
+                out.copy_(read)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{extent.file}: cannot be read ({error}). {AGAIN}") from error
 
@@ -146,41 +132,24 @@ class StoredArrayReader:
             buffer = self._local.buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer[:nbytes]
 
-    def _copy_rows(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> bool:
-        """Columns: whole rows into a buffer, and what is wanted from there, unless most of them is not."""
-        axis = next(axis for axis, size in enumerate(box.shape) if size > 1)
-        inner = extent.box.shape[axis + 1 :]
-        width, wanted = math.prod(inner), math.prod(box.shape[axis + 1 :])
-        if width > MOST_WASTE * wanted or width * dtype.itemsize > ROWS_BYTES:
-            return False
-        inside = _within(box, extent.box)
-        strides = row_major(extent.box.shape)
-        first = sum(part.start * stride for part, stride in zip(inside[: axis + 1], strides, strict=False))
-        target = out[(0,) * axis]
-        step = ROWS_BYTES // (width * dtype.itemsize)
-        for low in range(0, len(target), step):
-            rows = target[low : low + step]
-            buffer = self._buffer(len(rows) * width * dtype.itemsize)
-            self._pread(extent.file, buffer, extent.offset + (first + low * width) * dtype.itemsize)
-            rows.copy_(buffer.view(dtype).view(len(rows), *inner)[(slice(None), *inside[axis + 1 :])])
-        return True
-
     def _copy_strided(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
-        """A few of many columns, or a chunk stored transposed: through the page cache, and given back at once."""
-        mapped = self._map(extent.file)
-        numel = whole(extent.box.shape).numel
-        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * dtype.itemsize, offset=extent.offset)
-        if extent.offset % dtype.itemsize:  # no view of another dtype at an odd place
-            flat = flat.clone()
-        strides = extent.strides or row_major(extent.box.shape)
-        array = flat.view(dtype).as_strided(extent.box.shape, strides)
-        out.copy_(array[_within(box, extent.box)])
-        if extent.strides is None:
-            start = (box.start[0] - extent.box.start[0]) * strides[0]
-            stop = (box.stop[0] - extent.box.start[0]) * strides[0]
-            _give_back(mapped, extent.offset + start * dtype.itemsize, extent.offset + stop * dtype.itemsize)
-        else:
-            _give_back(mapped, extent.offset, extent.offset + numel * dtype.itemsize)
+        """Columns, or a chunk stored transposed: through the page cache, and given back at once."""
+        mapped, size = self._map(extent.file), dtype.itemsize
+        numel, strides = whole(extent.box.shape).numel, extent.strides or row_major(extent.box.shape)
+        if extent.offset + numel * size > len(mapped):
+            raise CheckpointError(
+                f"{extent.file}: truncated: it ends before byte {extent.offset + numel * size}. {AGAIN}"
+            )
+        flat = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * size, offset=extent.offset)
+        # as bytes: chunks lie at odd places, where there is no view of another dtype
+        array = flat.as_strided((*extent.box.shape, size), (*(stride * size for stride in strides), 1))
+        out.unsqueeze(-1).view(torch.uint8).copy_(array[_within(box, extent.box)])
+        first, last = (
+            (0, numel)
+            if extent.strides
+            else ((edge - extent.box.start[0]) * strides[0] for edge in (box.start[0], box.stop[0]))
+        )
+        _give_back(mapped, extent.offset + first * size, extent.offset + last * size)
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:

@@ -9,7 +9,6 @@ import torch
 
 from megaverl.errors import CheckpointError
 from megaverl.sharding.boxes import Box, whole
-from megaverl.weights import stored
 from megaverl.weights.stored import Extent, StoredArray, StoredArrayReader
 
 SHAPE = (3, 40, 64)
@@ -27,10 +26,7 @@ BOXES = [
 
 @pytest.mark.parametrize("box", BOXES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_box_is_what_slicing_gives(
-    box: Box, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(stored, "ROWS_BYTES", 1000)  # several blocks of rows
+def test_a_box_is_what_slicing_gives(box: Box, dtype: torch.dtype, tmp_path: Path) -> None:
     array = torch.randn(SHAPE).to(torch.bfloat16)
     halves = [Box((0, 0, 0), (3, 18, 64)), Box((0, 18, 0), (3, 40, 64))]
     parts = [array[half.slices].contiguous() for half in halves]

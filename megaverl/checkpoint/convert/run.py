@@ -39,7 +39,7 @@ from megaverl.errors import CheckpointError, ConfigError
 from megaverl.models.options import padded_vocab_size
 from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.load import BESIDE_KEY
-from megaverl.weights.safetensors_writer import cannot_write
+from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import check_checksums
 from megaverl.weights.torch_dist_index import read_arrays
@@ -228,23 +228,13 @@ def _verify(
 
 
 def commit(draft: Path, output: Path) -> None:
-    """Give the finished folder its name; an older one of that name goes only then."""
-    old = output.with_name(f".{output.name}.old")
+    """Give the finished folder its name, all of it on the disk; an older one of that name goes only then."""
     with writing(output):
         for file in draft.iterdir():
             descriptor = os.open(file, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
-        shutil.rmtree(old, ignore_errors=True)
-        if output.exists():
-            output.rename(old)
-        try:
-            draft.rename(output)
-        except OSError:
-            if old.exists():
-                old.rename(output)
-            raise
-    shutil.rmtree(old, ignore_errors=True)
+    replace_folder(draft, output)
 
 
 def parse_size(text: str) -> int:

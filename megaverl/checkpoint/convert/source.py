@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE, folder_layout, read
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
-from megaverl.weights.export import COPIED_SUFFIXES
+from megaverl.weights.export import model_files
 from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored, open_checkpoint
 from megaverl.weights.stored import StoredArray, stored_arrays
 from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_dist
@@ -291,13 +291,9 @@ def check_conversion(folder: Path, conversion: Conversion) -> None:
         raise CheckpointError(f"{folder}: damaged: {'; '.join(wrong)}. {COPY_AGAIN}")
 
 
-def carried_files(folder: Path) -> Iterator[Path]:
+def carried_files(folder: Path) -> list[Path]:
     """The small files of a model's folder."""
-    for file in sorted(folder.iterdir()):
-        is_model_file = file.suffix in COPIED_SUFFIXES and not file.name.endswith(".index.json")
-        wanted = is_model_file or file.name.startswith(("LICENSE", "NOTICE"))
-        if file.is_file() and wanted and file.name not in NOT_CARRIED:
-            yield file
+    return [file for file in model_files(folder) if file.name not in NOT_CARRIED]
 
 
 def carry_files(model_folder: Path, tokenizer: Path | None, output: Path) -> None:

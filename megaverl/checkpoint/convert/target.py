@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,7 +22,8 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
-from megaverl.weights.safetensors_writer import file_name, header_of, shards_of
+from megaverl.weights.safetensors_writer import data_bytes, entries_of, framed, index_text, shard_headers
+from megaverl.weights.stored import DTYPES
 from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Frame, write_index
 from megaverl.weights.torch_dist_index import Chunk, IndexedArray
 
@@ -67,24 +66,20 @@ def hugging_face_target(
     dtypes = {name: dtype or stored[name] for name in shapes}
     parts = parts_of(intersect_layouts(source.layout, whole_layout(shapes.items())))
     headers = _recorded(source, shapes, dtypes) if shard_bytes is None else None
-    index: str | None
     if headers is None:
-        shards = shards_of([(name, shapes[name], dtypes[name]) for name in shapes], shard_bytes or default)
-        names = [file_name(number, len(shards)) for number in range(len(shards))]
-        headers = {name: header_of(shard) for name, shard in zip(names, shards, strict=True)}
-        index = _index_text(headers) if len(headers) > 1 else None
+        tensors = [(name, shapes[name], dtypes[name]) for name in shapes]
+        headers = shard_headers(tensors, shard_bytes or default)
+        index = index_text(headers) if len(headers) > 1 else None
     else:
         index = source.file_headers.get(INDEX_FILE)
     items, heads, files = [], [], {}
     for file, header in headers.items():
-        text = header.encode()
-        start = 8 + len(text)
-        heads.append((file, 0, len(text).to_bytes(8, "little") + text))
-        entries = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        files[file] = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-        for name, entry in entries.items():
+        head = framed(header)
+        heads.append((file, 0, head))
+        files[file] = len(head) + data_bytes(header)
+        for name, entry in entries_of(header).items():
             of = source.twins.get(name, name)
-            at = start + entry["data_offsets"][0]
+            at = len(head) + entry["data_offsets"][0]
             items.append(Item(name, file, at, shapes[of], dtypes[of], parts[of]))
 
     def write(folder: Path) -> None:
@@ -98,28 +93,15 @@ def _recorded(
     source: ModelSource, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, str] | None:
     """The headers of the files that the model came from, if they are still true of it."""
-    from megaverl.weights.stored import DTYPES
-
     headers = {name: text for name, text in source.file_headers.items() if name != INDEX_FILE}
-    found: dict[str, tuple[Any, Any]] = {}
-    for text in headers.values():
-        for name, entry in json.loads(text).items():
-            if name != "__metadata__":
-                found[name] = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+    found = {
+        name: (tuple(entry["shape"]), DTYPES[entry["dtype"]])
+        for text in headers.values()
+        for name, entry in entries_of(text).items()
+    }
     expected = {name: (shapes[name], dtypes[name]) for name in shapes}
     expected |= {name: expected[of] for name, of in source.twins.items()}
     return headers if headers and found == expected else None
-
-
-def _index_text(headers: Mapping[str, str]) -> str:
-    weight_map, total = {}, 0
-    for file, header in headers.items():
-        for name, entry in json.loads(header).items():
-            if name != "__metadata__":
-                weight_map[name] = file
-                total += entry["data_offsets"][1] - entry["data_offsets"][0]
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    return json.dumps(index, indent=2) + "\n"
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ from megaverl.platform import platform
 from megaverl.sharding.files import folder_layout, read_header
 from megaverl.sharding.layout import EMPTY, whole_layout
 from megaverl.sharding.plan import make_plan
-from megaverl.weights.export import commit
 from megaverl.weights.load import check_names, check_shapes, fill
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.safetensors_writer import cannot_write
+from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import stored_arrays
 from megaverl.weights.tensors import check_tensors
 
@@ -92,7 +91,7 @@ def _write(folder: Path, fields: dict[str, Any], tensors: dict[str, torch.Tensor
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise cannot_write(folder, OSError(error)) from error
-    commit(temporary, folder)
+    replace_folder(temporary, folder)
 
 
 def _stored_name(name: str) -> str:
