@@ -41,7 +41,7 @@ def _lines(prefix: str) -> Iterator[str]:
             yield f"{key}: {kind} = {default}\n    {description}"
     for place, target in PLACES.items():
         if prefix and _below(prefix, place):
-            for name, field in (target.settable() or {}).items():
+            for name, field in target.settable().items():
                 if _below(f"{place}.{name}", prefix):
                     default = ast.unparse(field.default) if field.default is not None else "-"
                     yield f"{place}.{name}: {field.type_text} = {default}\n    {field.description}".rstrip()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megaverl.config.algorithm import AlgorithmConfig, KLConfig
+from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.errors import ConfigIssue, divisors, found, listed
-from megaverl.config.option_checks import named_function, option_mistakes, out_of_order, out_of_range, reading_mistakes
+from megaverl.config.option_checks import named_function, option_mistakes, out_of_order, out_of_range
 from megaverl.config.rollout_checks import dynamic_sampling_mistakes
 from megaverl.config.schema import Config
 from megaverl.config.signatures import Registered, registered
@@ -46,22 +46,24 @@ AGGREGATION_INPUTS = ("response_mask", "denominators")
 CORRECTION_INPUTS = ("old_log_probs", "rollout_log_probs", "log_probs", "advantages", "response_mask", "weights")
 KL_INPUTS = ("log_probs", "ref_log_probs")
 
+# The keys by which an estimator, a loss, an aggregation of losses is chosen.
+BY_NAME = ("algorithm.name", "algorithm.advantage")
+BY_LOSS = ("algorithm.name", "algorithm.policy_loss")
+BY_AGGREGATION = ("algorithm.name", "algorithm.loss_aggregation")
+
 
 def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Every mistake in `algorithm`, and between it and the other sections."""
     algorithm = config.algorithm
-    estimator, mistakes = named_function("advantage", "advantage_estimators", algorithm.advantage_name)
+    estimator, mistakes = named_function("algorithm.advantage", "advantage_estimators", algorithm.advantage_name)
     yield from mistakes
-    loss, mistakes = named_function("policy_loss", "policy_losses", algorithm.policy_loss_name)
+    loss, mistakes = named_function("algorithm.policy_loss", "policy_losses", algorithm.policy_loss_name)
     yield from mistakes
-    aggregation, mistakes = named_function("loss_aggregation", "aggregations", algorithm.aggregation_name)
+    key, name = "algorithm.loss_aggregation", algorithm.aggregation_name
+    aggregation, mistakes = named_function(key, "aggregations", name, AGGREGATION_INPUTS, ("max_tokens",))
     yield from mistakes
-    yield from reading_mistakes(
-        "loss_aggregation", algorithm.aggregation_name, aggregation, AGGREGATION_INPUTS, ("max_tokens",)
-    )
     yield from _batches(config)
     yield from _kl(algorithm)
-    yield from kl_conflicts(algorithm)
     if estimator is not None:
         yield from _estimator(config, estimator)
         yield from estimator_conflicts(config, estimator)
@@ -76,7 +78,7 @@ def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
             "algorithm.loss_length",
             "is not set; fixed_length divides by it. Give rollout.sampling.max_tokens: loss_length: "
             f"{config.rollout.sampling['max_tokens']}.",
-            involves=("algorithm.name", "algorithm.loss_aggregation"),
+            involves=BY_AGGREGATION,
         )
 
 
@@ -95,9 +97,7 @@ def _batches(config: Config) -> Iterator[ConfigIssue]:
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     kl = algorithm.kl
-    estimator, mistakes = named_function("kl.kind", "kl_estimators", kl.kind_name)
-    yield from mistakes
-    yield from reading_mistakes("kl.kind", kl.kind_name, estimator, KL_INPUTS, ())
+    yield from named_function("algorithm.kl.kind", "kl_estimators", kl.kind_name, KL_INPUTS, ())[1]
     if kl.place == "none" and (kl.coef > 0 or kl.target is not None):
         key = "coef" if kl.coef > 0 else "target"
         yield ConfigIssue(
@@ -126,6 +126,10 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     if kl.straight_through and kl.place != "loss":
         yield ConfigIssue(
             "algorithm.kl.straight_through", f"is about gradients, and algorithm.kl.in={kl.place} has none."
+        )
+    if kl.place != "none" and kl.target is None and kl.changed("gain"):
+        yield ConfigIssue(
+            "algorithm.kl.gain", f"found {kl.gain}, but algorithm.kl.target is null: coef is fixed. Set a target."
         )
 
 
@@ -197,16 +201,14 @@ def _learns_otherwise(config: Config) -> bool:
 
 def _without_critic(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     """A value loss where there are no values."""
-    defaults = AlgorithmConfig()
-    for key in ("value_loss", "value_loss_options", "value_loss_coef", "value_clip_range", "critic_warmup_steps"):
-        value = getattr(algorithm, key)
-        if value != getattr(defaults, key):
-            yield ConfigIssue(
-                f"algorithm.{key}",
-                f"found {found(value)}, but {algorithm.advantage_name} has no critic, and so no value loss. Leave it "
-                "out, or use an estimator with one: advantage: gae.",
-                involves=("algorithm.name", "algorithm.advantage"),
-            )
+    keys = ("value_loss", "value_loss_options", "value_loss_coef", "value_clip_range", "critic_warmup_steps")
+    for key, value in algorithm.changed(*keys).items():
+        yield ConfigIssue(
+            f"algorithm.{key}",
+            f"found {found(value)}, but {algorithm.advantage_name} has no critic, and so no value loss. Leave it out, "
+            "or use an estimator with one: advantage: gae.",
+            involves=BY_NAME,
+        )
 
 
 def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]:
@@ -225,7 +227,7 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
         yield ConfigIssue(
             "algorithm.token_selector",
             f"found {found(algorithm.token_selector)}, but {name} does not read selected. Leave it out.",
-            involves=("algorithm.name", "algorithm.policy_loss"),
+            involves=BY_LOSS,
         )
     own = loss.options if selector is None else loss.options | selector.options
     clips = {"clip_range": "clip_low", "clip_range_high": "clip_high"}
@@ -235,7 +237,7 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
                 f"algorithm.{key}",
                 f"found {getattr(algorithm, key)}, but {name} has no {option}. Leave it out; {name} has: "
                 f"{listed(sorted(own)) or 'no options'}.",
-                involves=("algorithm.name", "algorithm.policy_loss"),
+                involves=BY_LOSS,
             )
     if selector is not None:
         both = replace(loss, options=own, required=(*loss.required, *selector.required))
@@ -248,27 +250,21 @@ def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list
     if algorithm.token_selector is None and name not in registered("token_selectors"):
         key, text = "algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector of its "
         return None, [ConfigIssue(key, f"{text}own. Name one: algorithm.token_selector.")]
-    selector, mistakes = named_function("token_selector", "token_selectors", name)
-    reads = reading_mistakes("token_selector", name, selector, SELECTOR_INPUTS, selector.required if selector else ())
-    return selector, [*mistakes, *reads]
+    return named_function("algorithm.token_selector", "token_selectors", name, SELECTOR_INPUTS)
 
 
 def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
     """Of an estimator with a critic."""
     name, given = algorithm.value_loss, algorithm.value_loss_options
-    loss, mistakes = named_function("value_loss", "value_losses", name)
+    loss, mistakes = named_function("algorithm.value_loss", "value_losses", name, VALUE_LOSS_INPUTS)
     yield from mistakes
     if loss is None:
         return
-    yield from reading_mistakes("value_loss", name, loss, VALUE_LOSS_INPUTS, loss.required)
     yield from option_mistakes("algorithm.value_loss_options", name, given, loss)
-    if algorithm.value_clip_range == AlgorithmConfig().value_clip_range:
+    if not algorithm.changed("value_clip_range"):
         return
     if "clip_range" in given:
-        yield ConfigIssue(
-            "algorithm.value_loss_options.clip_range",
-            "is set, and so is algorithm.value_clip_range. Use one of the two.",
-        )
+        yield _set_twice("value_loss_options.clip_range", "value_clip_range")
     elif "clip_range" not in loss.options:
         yield ConfigIssue(
             "algorithm.value_clip_range",
@@ -278,34 +274,32 @@ def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
 
 
 def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[ConfigIssue]:
-    correction = algorithm.correction
+    correction, at = algorithm.correction, "algorithm.correction"
+    limits = {"low": correction.low, "high": correction.high}
     if correction.kind == "none":
-        for key in ("low", "high"):
-            if getattr(correction, key) is not None:
-                yield ConfigIssue(f"algorithm.correction.{key}", "is set, but algorithm.correction.kind is none.")
+        for key in correction.changed(*limits):
+            yield ConfigIssue(f"{at}.{key}", "is set, but algorithm.correction.kind is none.")
         return
-    signature, mistakes = named_function("correction.kind", "corrections", correction.kind)
+    signature, mistakes = named_function(f"{at}.kind", "corrections", correction.kind, CORRECTION_INPUTS, [*limits])
     yield from mistakes
-    yield from reading_mistakes("correction.kind", correction.kind, signature, CORRECTION_INPUTS, ("low", "high"))
     if signature is not None:
-        if wrong := out_of_order(correction.model_dump()):
-            limits = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
-            yield ConfigIssue("algorithm.correction.low", limits, involves=("algorithm.correction.high",))
-        for key in ("low", "high"):
-            if getattr(correction, key) is not None and key not in signature.options:
-                yield ConfigIssue(f"algorithm.correction.{key}", f"is set, but {correction.kind} has no such limit.")
-            if getattr(correction, key) is None and key in signature.required:
-                yield ConfigIssue(f"algorithm.correction.{key}", f"is not set, and {correction.kind} needs it.")
+        if wrong := out_of_order(limits):
+            text = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
+            yield ConfigIssue(f"{at}.low", text, involves=(f"{at}.high",))
+        for key, limit in limits.items():
+            if limit is not None and key not in signature.options:
+                yield ConfigIssue(f"{at}.{key}", f"is set, but {correction.kind} has no such limit.")
+            if limit is None and key in signature.required:
+                yield ConfigIssue(f"{at}.{key}", f"is not set, and {correction.kind} needs it.")
     if loss is not None and "rollout_log_probs" in loss.inputs:
         yield ConfigIssue(
-            "algorithm.correction.kind",
+            f"{at}.kind",
             f"found {found(correction.kind)}; the ratio of {algorithm.policy_loss_name} is to the engine's policy "
             "already. Use none.",
             involves=("algorithm.policy_loss", "algorithm.name"),
         )
 
 
-_DEFAULTS = AlgorithmConfig()
 # Losses without a ratio to the policy that sampled, and estimators whose samples need not be the policy's own: what is
 # kept is learned like an answer, or nothing is.
 WITHOUT_RATIO, NOT_OF_SAMPLES = ("policy_gradient", "gpg"), ("raft", "none")
@@ -316,13 +310,12 @@ def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Confi
     """Between an advantage estimator and the rest of the configuration."""
     yield from _unread_by_estimator(config.algorithm, estimator)
     algorithm, name, given = config.algorithm, config.algorithm.advantage_name, config.algorithm.advantage_options
-    involves = ("algorithm.name", "algorithm.advantage")
     if name == "distillation" and config.reference.path in (None, config.model.path):
         yield ConfigIssue(
             "reference.path",
             f"is {'not set' if config.reference.path is None else 'model.path'}; distillation has every token judged "
             "by a teacher, and this one would teach the actor to stay as it is. Name the teacher's folder.",
-            involves=involves,
+            involves=BY_NAME,
         )
     if "values" in estimator.inputs and algorithm.critic_warmup_steps >= config.trainer.steps:
         yield ConfigIssue(
@@ -337,7 +330,7 @@ def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Confi
             "algorithm.kl.in",
             f"found reward, and {name} asks whether a reward reaches right_from: with the penalty in it a right "
             "response counts as wrong. Use in: loss.",
-            involves=involves,
+            involves=BY_NAME,
         )
     if name == "raft" and given.get("keep") == algorithm.group_size and given.get("right_from") is None:
         yield ConfigIssue(
@@ -350,7 +343,7 @@ def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[Confi
         yield ConfigIssue(
             "data.prompts_per_step",
             "found 1; reinforce_plus_plus compares a response with the others of its step, and needs at least 2.",
-            involves=("algorithm.group_size", *involves),
+            involves=("algorithm.group_size", *BY_NAME),
         )
 
 
@@ -360,21 +353,16 @@ def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> I
     readers = {"gamma": "gamma" in options, "lam": "lam" in options, "normalize_by_std": "normalize_std" in options}
     readers["normalize_advantages"] = "values" in estimator.inputs
     readers["bootstrap_truncated"] = "last_values" in estimator.optional_inputs
-    for key, is_read in readers.items():
-        value = getattr(algorithm, key)
-        if value == getattr(_DEFAULTS, key):
-            continue
+    for key, value in algorithm.changed(*readers).items():
         option = "normalize_std" if key == "normalize_by_std" else key
-        if not is_read:
+        if not readers[key]:
             yield ConfigIssue(
                 f"algorithm.{key}",
                 f"found {found(value)}, which {name} does not read. Leave it out, or use another estimator.",
-                involves=("algorithm.name", "algorithm.advantage"),
+                involves=BY_NAME,
             )
         elif option in algorithm.advantage_options:
-            yield ConfigIssue(
-                f"algorithm.advantage_options.{option}", f"is set, and so is algorithm.{key}. Use one of the two."
-            )
+            yield _set_twice(f"advantage_options.{option}", key)
 
 
 def loss_conflicts(
@@ -387,9 +375,7 @@ def loss_conflicts(
         if value is None or option not in loss.options:
             continue
         if option in given:
-            yield ConfigIssue(
-                f"algorithm.policy_loss_options.{option}", f"is set, and so is algorithm.{key}. Use one of the two."
-            )
+            yield _set_twice(f"policy_loss_options.{option}", key)
         if expected := out_of_range(option, value):
             yield ConfigIssue(f"algorithm.{key}", f"found {value}; as {option} of {name} expected {expected}.")
     if "clip_dual" in loss.options:
@@ -407,14 +393,14 @@ def loss_conflicts(
             "algorithm.num_epochs",
             f"found {algorithm.num_epochs}, but {name} has no ratio to the policy that sampled: in a second pass its "
             f"gradient is no longer that of the expected reward, and nothing bounds how far it goes. {WITH_RATIO}",
-            involves=("algorithm.name", "algorithm.policy_loss"),
+            involves=BY_LOSS,
         )
     if algorithm.loss_length is not None and aggregation is not None and "max_tokens" not in aggregation.options:
         yield ConfigIssue(
             "algorithm.loss_length",
             f"found {algorithm.loss_length}, which {algorithm.aggregation_name} does not read. Leave it out, or use "
             "loss_aggregation: fixed_length.",
-            involves=("algorithm.name", "algorithm.loss_aggregation"),
+            involves=BY_AGGREGATION,
         )
 
 
@@ -439,10 +425,5 @@ def _wants_on_policy(algorithm: AlgorithmConfig) -> bool:
     return algorithm.policy_loss_name in WITHOUT_RATIO and algorithm.advantage_name not in NOT_OF_SAMPLES
 
 
-def kl_conflicts(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
-    """Settings of a KL penalty whose coefficient does not move."""
-    kl = algorithm.kl
-    if kl.place != "none" and kl.target is None and kl.gain != KLConfig().gain:
-        yield ConfigIssue(
-            "algorithm.kl.gain", f"found {kl.gain}, but algorithm.kl.target is null: coef is fixed. Set a target."
-        )
+def _set_twice(option: str, key: str) -> ConfigIssue:
+    return ConfigIssue(f"algorithm.{option}", f"is set, and so is algorithm.{key}. Use one of the two.")

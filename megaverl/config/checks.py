@@ -19,7 +19,7 @@ from megaverl.config.rollout_checks import (
     stored_rollout_mistakes,
     temperature_mistakes,
 )
-from megaverl.config.run import RewardConfig, is_hub_name
+from megaverl.config.run import is_hub_name
 from megaverl.config.schema import Config
 from megaverl.config.training_checks import (
     mix_mistakes,
@@ -131,7 +131,8 @@ def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
                 f"{key}.name", f"is {entry.label!r}, and so is reward.{first}'s. Give each a name of its own."
             )
         if entry.path is not None:
-            yield from _learned(key, entry)
+            for other in entry.changed("function", "batched", "accuracy", "options"):
+                yield ConfigIssue(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
         elif entry.engine != "megatron":
             yield ConfigIssue(f"{key}.engine", "is set, and there is no path. It is of a reward model: leave it out.")
         elif entry.name is None and entry.function is None:
@@ -144,13 +145,6 @@ def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
                 f"{key}.function",
                 f"found {found(entry.function)}; expected module:function or path/to/file.py:function.",
             )
-
-
-def _learned(key: str, entry: RewardConfig) -> Iterator[ConfigIssue]:
-    """A reward model."""
-    for other in ("function", "batched", "accuracy", "options"):
-        if getattr(entry, other) != RewardConfig.model_fields[other].get_default(call_default_factory=True):
-            yield ConfigIssue(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
 
 
 def _named(key: str, name: str, options: dict[str, Any]) -> Iterator[ConfigIssue]:

@@ -206,7 +206,7 @@ def _suggest(path: Key) -> str:
     siblings = keys_of(section_at(Config, parents)) + [BASE] * (not parents)
     hint = did_you_mean(name, siblings)
     exact = [key for key in all_keys(Config) if key.rsplit(".", 1)[-1] == name]
-    exact += [f"{place}.{name}" for place, target in PLACES.items() if name in (target.settable() or {})]
+    exact += [f"{place}.{name}" for place, target in PLACES.items() if name in target.settable()]
     nearby = [key for key in exact if parents and key.startswith(parents[0] + ".")] or exact
     if nearby:
         return f" Did you mean `{nearby[0]}`?"

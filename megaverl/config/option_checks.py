@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
-from megaverl.config.signatures import Registered, fits, of_the_users_own, registered
+from megaverl.config.signatures import Registered, of_the_users_own, registered
 
 
 class Range(NamedTuple):
@@ -84,48 +84,49 @@ def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def named_function(key: str, registry: str, name: str) -> tuple[Registered | None, list[ConfigIssue]]:
-    """Its signature, None where that cannot be told; and what is wrong with its name.
+def named_function(
+    key: str,
+    registry: str,
+    name: str,
+    given: Sequence[str] | None = None,
+    settable: Sequence[str] | None = None,
+) -> tuple[Registered | None, list[ConfigIssue]]:
+    """Its signature, None where that cannot be told; and what is wrong with its name, or wanted and not given.
 
     Args:
-        key: under `algorithm`. registry: where it is registered, unless it is `module:function`.
+        registry: where it is registered, unless it is `module:function`.
+        given: the inputs that it may have. settable: the options that a key can give it. None: any.
     """
-    key = f"algorithm.{key}"
-    if ":" in name:
-        try:
-            return of_the_users_own(name), []
-        except LookupError as error:
-            return None, [ConfigIssue(key, f"found {found(name)}: {error}.")]
-    known = registered(registry)
-    if name not in known:
+    try:
+        function = of_the_users_own(name) if ":" in name else registered(registry)[name]
+    except KeyError:
+        known = registered(registry)
         text = f"found {found(name)}; known: {listed(sorted(known), most=40)}, or a function of your own as "
         return None, [ConfigIssue(key, f"{text}module:function.{did_you_mean(name, known)}")]
-    return known[name], []
+    except LookupError as error:
+        return None, [ConfigIssue(key, f"found {found(name)}: {error}.")]
+    mistakes = []
+    inputs, required = (function.inputs, function.required) if function else ((), ())
+    if given is not None and (unknown := [each for each in inputs if each not in given]):
+        text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}."
+        mistakes.append(ConfigIssue(key, text))
+    if settable is not None and (missing := [each for each in required if each not in settable]):
+        only = f"only {listed(settable)}" if settable else "none"
+        text = f"found {found(name)}, which needs the option {listed(missing)}, and {only} can be set. Give a default."
+        mistakes.append(ConfigIssue(key, text))
+    return function, mistakes
 
 
-def reading_mistakes(
-    key: str, name: str, function: Registered | None, given: Sequence[str], options: Sequence[str]
+def option_mistakes(
+    key: str, name: str, given: Mapping[str, Any], function: Registered, involves: str = "algorithm.name"
 ) -> Iterator[ConfigIssue]:
-    """What a function wants and is not given: inputs, and options without a default."""
-    if function is None:
-        return
-    key = f"algorithm.{key}"
-    if unknown := [each for each in function.inputs if each not in given]:
-        yield ConfigIssue(key, f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}.")
-    if missing := [each for each in function.required if each not in options]:
-        known = f"only {listed(options)}" if options else "none"
-        text = f"found {found(name)}, which needs the option {listed(missing)}, and {known} can be set. Give a default."
-        yield ConfigIssue(key, text)
-
-
-def option_mistakes(key: str, name: str, given: Mapping[str, Any], function: Registered) -> Iterator[ConfigIssue]:
     """Options that a function does not have, of a wrong type or out of range, and those that it needs."""
     options = function.options
     for option, value in given.items():
         if option not in options:
             known = f" It has: {listed(sorted(options))}." if options else " It has none."
             yield ConfigIssue(f"{key}.{option}", f"{name} has no such option.{did_you_mean(option, options) or known}")
-        elif not fits(value, options[option]):
+        elif not options[option].accepts(value):
             yield ConfigIssue(f"{key}.{option}", f"found {found(value)}; expected {options[option].type_text}.")
         elif expected := out_of_range(option, value):
             yield ConfigIssue(f"{key}.{option}", f"found {found(value)}; expected {expected}.")
@@ -134,12 +135,10 @@ def option_mistakes(key: str, name: str, given: Mapping[str, Any], function: Reg
         yield ConfigIssue(f"{key}.{low}", f"found {found(given[low])}; expected below {high}, {found(given[high])}.")
     for option in function.required:
         if option not in given:
-            yield ConfigIssue(f"{key}.{option}", f"is not set, and {name} needs it.", involves=("algorithm.name",))
+            yield ConfigIssue(f"{key}.{option}", f"is not set, and {name} needs it.", involves=(involves,))
 
 
 SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "weights")
-
-
 PAIR_INPUTS = (
     "chosen_log_probs",
     "rejected_log_probs",
@@ -149,45 +148,19 @@ PAIR_INPUTS = (
     "rejected_lengths",
     "weights",
 )
-
-
 REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
 
 
 def loss_mistakes(
     section: str, registry: str, name: str, options: dict[str, Any], *, has_margins: bool = False
 ) -> Iterator[ConfigIssue]:
-    """A loss by its name, its options, and what it reads of a pair."""
-    signature: Registered | None
-    if ":" in name:
-        try:
-            signature = of_the_users_own(name)
-        except LookupError as error:
-            yield ConfigIssue(f"{section}.loss", f"found {found(name)}: {error}.")
-            return
-    else:
-        known = registered(registry)
-        signature = known.get(name)
-        if signature is None:
-            text = f"found {found(name)}; known: {listed(sorted(known))}, or a function of your own as module:function."
-            yield ConfigIssue(f"{section}.loss", text + did_you_mean(name, known))
+    """A loss of pairs: its name, its options, and what it reads."""
+    key = f"{section}.loss"
+    signature, mistakes = named_function(key, registry, name)
+    yield from mistakes
     if signature is None:
         return
-    for option, value in options.items():
-        if option not in signature.options:
-            known_options = f" It has: {listed(sorted(signature.options))}." if signature.options else " It has none."
-            hint = did_you_mean(option, signature.options) or known_options
-            yield ConfigIssue(f"{section}.options.{option}", f"{name} has no such option.{hint}")
-        elif not fits(value, signature.options[option]):
-            expected = signature.options[option].type_text
-            yield ConfigIssue(f"{section}.options.{option}", f"found {found(value)}; expected {expected}.")
-        elif allowed := out_of_range(option, value):
-            yield ConfigIssue(f"{section}.options.{option}", f"found {found(value)}; expected {allowed}.")
-    for option in signature.required:
-        if option not in options:
-            yield ConfigIssue(
-                f"{section}.options.{option}", f"is not set, and {name} needs it.", involves=(f"{section}.loss",)
-            )
+    yield from option_mistakes(f"{section}.options", name, options, signature, key)
     of_policy = SINGLE_INPUTS if "desirable" in signature.inputs else PAIR_INPUTS
     given: tuple[str, ...] = REWARD_INPUTS if registry == "reward_model_losses" else of_policy
     given += ("margins",) if has_margins else ()
@@ -197,7 +170,6 @@ def loss_mistakes(
             "preference.margin_key", f"is not set, and {name} reads margins. Name the column that holds them."
         )
     elif unknown:
-        text = f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}."
-        yield ConfigIssue(f"{section}.loss", text)
-    if has_margins and "margins" not in signature.inputs + signature.optional_inputs:
+        yield ConfigIssue(key, f"found {found(name)}, which reads {listed(unknown)}; it is given: {listed(given)}.")
+    if has_margins and "margins" not in signature.reads:
         yield ConfigIssue("preference.margin_key", f"is set, and {name} reads no margins. Leave it out.")

@@ -8,11 +8,10 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, get_args, get_type_hints
 
-from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed, nearest
-from megaverl.config.signatures import DTYPES, External, choices, class_fields, fits, init_arguments, installed_version
+from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.signatures import DTYPES, External, class_fields, installed_version
 from megaverl.errors import ConfigError
 
 _FROM_MODEL = "It comes from the model's config.json."
@@ -157,60 +156,42 @@ class PassthroughClass:
     """The class that a mapping is given to.
 
     Attributes:
-        name: of the class.
         distributions: names under which its package may be installed.
-        fields: reads the fields; None where the package is absent.
         owned: fields that megaverl sets, with what to use instead.
     """
 
+    module: str
     name: str
     distributions: tuple[str, ...]
-    fields: Callable[[], dict[str, External] | None]
     owned: dict[str, str]
 
     @property
-    def version(self) -> str:
-        return installed_version(*self.distributions)
+    def owner(self) -> str:
+        return f"{self.name} of {installed_version(*self.distributions)}"
 
-    def settable(self) -> dict[str, External] | None:
-        fields = self.fields()
-        return fields and {name: f for name, f in fields.items() if name not in self.owned and name[0] != "_"}
+    def fields(self) -> dict[str, External] | None:
+        """Those of the installed version; None where the package is absent."""
+        return class_fields(self.module, self.name)
+
+    def settable(self) -> dict[str, External]:
+        fields = self.fields() or {}
+        return {name: field for name, field in fields.items() if name not in self.owned and name[0] != "_"}
 
 
 _core = "megatron.core."
 TARGETS: dict[str, PassthroughClass] = {
     "megatron": PassthroughClass(
-        "TransformerConfig",
-        _MEGATRON_CORE,
-        partial(class_fields, _core + "transformer.transformer_config", "TransformerConfig"),
-        MEGATRON,
+        _core + "transformer.transformer_config", "TransformerConfig", _MEGATRON_CORE, MEGATRON
     ),
-    "optimizer": PassthroughClass(
-        "OptimizerConfig",
-        _MEGATRON_CORE,
-        partial(class_fields, _core + "optimizer.optimizer_config", "OptimizerConfig"),
-        OPTIMIZER,
-    ),
+    "optimizer": PassthroughClass(_core + "optimizer.optimizer_config", "OptimizerConfig", _MEGATRON_CORE, OPTIMIZER),
     "scheduler": PassthroughClass(
-        "OptimizerParamScheduler",
-        _MEGATRON_CORE,
-        partial(init_arguments, _core + "optimizer_param_scheduler", "OptimizerParamScheduler"),
-        SCHEDULER,
+        _core + "optimizer_param_scheduler", "OptimizerParamScheduler", _MEGATRON_CORE, SCHEDULER
     ),
     "ddp": PassthroughClass(
-        "DistributedDataParallelConfig",
-        _MEGATRON_CORE,
-        partial(
-            class_fields,
-            _core + "distributed.distributed_data_parallel_config",
-            "DistributedDataParallelConfig",
-        ),
-        DDP,
+        _core + "distributed.distributed_data_parallel_config", "DistributedDataParallelConfig", _MEGATRON_CORE, DDP
     ),
-    "vllm": PassthroughClass("EngineArgs", _VLLM, partial(class_fields, "vllm.engine.arg_utils", "EngineArgs"), VLLM),
-    "sampling": PassthroughClass(
-        "SamplingParams", _VLLM, partial(class_fields, "vllm.sampling_params", "SamplingParams"), SAMPLING
-    ),
+    "vllm": PassthroughClass("vllm.engine.arg_utils", "EngineArgs", _VLLM, VLLM),
+    "sampling": PassthroughClass("vllm.sampling_params", "SamplingParams", _VLLM, SAMPLING),
 }
 
 # Every mapping of the configuration that is handed on, and the class it is for.
@@ -262,10 +243,10 @@ def _check(
         elif fields is not None and (name not in fields or str(name).startswith("_")):
             yield ConfigIssue(
                 key,
-                f"{target.name} of {target.version} has no such field.{_suggest(at, str(name), target)}",
+                f"{target.owner} has no such field.{_suggest(at, str(name), target)}",
                 place(key),
             )
-        elif fields is not None and not fits(value, fields[name]):
+        elif fields is not None and not fields[name].accepts(value):
             yield ConfigIssue(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
 
 
@@ -273,24 +254,21 @@ def _suggest(at: str, name: str, target: PassthroughClass) -> str:
     """The nearest field of this class, or the sister mapping that has the name exactly."""
     section = at.split(".")[0]
     for key, other in PLACES.items():
-        if key.split(".")[0] == section and other is not target and name in (other.settable() or {}):
+        if key.split(".")[0] == section and other is not target and name in other.settable():
             return f" Did you mean `{key}.{name}`?"
-    close = nearest(name, target.settable() or {})
-    return f" Did you mean `{close}`?" if close else ""
+    return did_you_mean(name, target.settable())
 
 
 def _allowed(value: Any, field: External, target: PassthroughClass) -> str:
-    owner = f"{target.name} of {target.version}"
-    names = [str(name) for name in choices(field)]
-    if names:
+    if names := [str(name) for name in field.choices]:
         hint = did_you_mean(value, names) if isinstance(value, str) else ""
         shown = listed(names) if len(names) <= 20 else f"one of {len(names)} names, such as {listed(names[:8])}"
-        return f"{owner} allows {shown}.{hint}"
+        return f"{target.owner} allows {shown}.{hint}"
     if "torch.dtype" in field.type_text:
-        return f"{owner} takes a dtype: {listed(DTYPES)}."
+        return f"{target.owner} takes a dtype: {listed(DTYPES)}."
     if "Callable" in field.type_text:
-        return f"{owner} takes a function, written module:function."
-    return f"{owner} takes {field.type_text}."
+        return f"{target.owner} takes a function, written module:function."
+    return f"{target.owner} takes {field.type_text}."
 
 
 _SHORT_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}

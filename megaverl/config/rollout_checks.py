@@ -8,7 +8,7 @@ from typing import Any
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.grids import used_roles
 from megaverl.config.option_checks import is_number
-from megaverl.config.rollout import SAMPLING, EnvironmentConfig, RolloutConfig
+from megaverl.config.rollout import SAMPLING, RolloutConfig
 from megaverl.config.run import DataConfig
 from megaverl.config.schema import Config
 from megaverl.config.yaml_source import MISSING
@@ -24,7 +24,7 @@ def sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
     rollout = config.rollout
     yield from _bounds(rollout)
     if not rollout.adaptive_sampling:
-        if rollout.sampling_rules != RolloutConfig().sampling_rules:
+        if rollout.changed("sampling_rules"):
             yield ConfigIssue(_KEY, "is set, but rollout.adaptive_sampling is false. Use adaptive_sampling: true.")
         return
     if not rollout.sampling_rules:
@@ -53,11 +53,10 @@ def _bounds(rollout: RolloutConfig) -> Iterator[ConfigIssue]:
             "kv_cache_memory_bytes) says. Leave it out.",
             involves=("rollout.engine",),
         )
-    for name in ("min_sequences", "max_sequences", "memory_budget_mb"):
-        if not rollout.use_dynamic_batching and getattr(rollout, name) != getattr(RolloutConfig(), name):
-            yield ConfigIssue(
-                f"rollout.{name}", "is set, but rollout.use_dynamic_batching is false. Use use_dynamic_batching: true."
-            )
+    unused = () if rollout.use_dynamic_batching else ("min_sequences", "max_sequences", "memory_budget_mb")
+    for name in rollout.changed(*unused) if unused else ():
+        text = "is set, but rollout.use_dynamic_batching is false. Use use_dynamic_batching: true."
+        yield ConfigIssue(f"rollout.{name}", text)
 
 
 def _rules(config: Config) -> Iterator[ConfigIssue]:
@@ -105,9 +104,8 @@ def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
 def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
     dynamic, key = config.algorithm.dynamic_sampling, "algorithm.dynamic_sampling"
     if dynamic.metric is None:
-        for name, field in type(dynamic).model_fields.items():
-            if getattr(dynamic, name) != field.default:
-                yield ConfigIssue(f"{key}.{name}", f"is set, but {key}.metric is null. Use metric: accuracy.")
+        for name in dynamic.changed():
+            yield ConfigIssue(f"{key}.{name}", f"is set, but {key}.metric is null. Use metric: accuracy.")
         return
     names = ["accuracy", "reward", *(entry.label for entry in config.reward)]
     if dynamic.metric not in names:
@@ -252,9 +250,8 @@ def environment_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """What makes no sense in `environment`, and between it and the rest."""
     environment = config.environment
     if environment.name is None:
-        for key, field in EnvironmentConfig.model_fields.items():
-            if getattr(environment, key) != field.get_default(call_default_factory=True):
-                yield ConfigIssue(f"environment.{key}", "is set, but environment.name is null. Name an environment.")
+        for key in environment.changed():
+            yield ConfigIssue(f"environment.{key}", "is set, but environment.name is null. Name an environment.")
         return
     total = config.rollout.sampling["max_tokens"]
     turn = environment.max_turn_tokens

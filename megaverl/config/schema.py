@@ -33,7 +33,7 @@ from megaverl.config.run import (
     rewards_as_list,
 )
 from megaverl.config.section import Section
-from megaverl.config.signatures import estimator_inputs, loss_inputs
+from megaverl.config.signatures import signature_of
 
 # What a preference loss reads of the reference.
 FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs", "reference_kl")
@@ -137,7 +137,7 @@ class Config(Section):
     @property
     def preference_needs_reference(self) -> bool:
         """Whether `preference.loss` compares with a frozen policy."""
-        return bool(set(FROZEN) & set(loss_inputs("preference_losses", self.preference.loss)))
+        return bool(set(FROZEN) & set(signature_of("preference_losses", self.preference.loss).reads))
 
     @property
     def uses_reward_model(self) -> bool:
@@ -172,7 +172,7 @@ class Config(Section):
 
     def estimator_reads(self, name: str) -> bool:
         """Whether the advantage estimator has an input called `name`."""
-        return name in estimator_inputs(self.algorithm.advantage_name)
+        return name in signature_of("advantage_estimators", self.algorithm.advantage_name).inputs
 
     @property
     def samples_per_step(self) -> int:

@@ -27,6 +27,12 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    def changed(self, *names: str) -> dict[str, Any]:
+        """What stands at those of `names` (or of all fields) that are not at their defaults."""
+        fields = type(self).model_fields
+        defaults = {name: fields[name].get_default(call_default_factory=True) for name in names or fields}
+        return {name: value for name, other in defaults.items() if (value := getattr(self, name)) != other}
+
 
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value

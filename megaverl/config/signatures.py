@@ -1,6 +1,7 @@
 """Fields of installed classes and signatures of registered functions, read from source without importing it.
 
-Importing megatron-core, vLLM or torch takes seconds; a configuration is checked before that.
+A configuration is checked before megatron-core, vLLM or torch are imported: that takes half a minute, and fails on a
+node without a GPU's libraries. What was read becomes a type that pydantic checks values against.
 """
 
 from __future__ import annotations
@@ -9,10 +10,40 @@ import ast
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origin
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic_core import PydanticSerializationError, to_json
+
+DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float64",
+    "fp32",
+    "fp16",
+    "bf16",
+    "float8_e4m3fn",
+    "uint8",
+    "int8",
+)
+# What a name of an annotation asks of a value from YAML, where a function is written module:function.
+_TYPES: dict[str, Any] = {
+    **{kind.__name__: kind for kind in (bool, float, int, str)},
+    **dict.fromkeys(("List", "list", "Sequence", "Iterable", "Set", "set", "frozenset"), list),
+    **dict.fromkeys(("Dict", "dict", "Mapping"), dict),
+    **dict.fromkeys(("Tuple", "tuple"), tuple),
+    "Callable": Annotated[str, Field(pattern=":")],
+    "torch.dtype": Annotated[str, Field(pattern=rf"^(torch\.)?({'|'.join(DTYPES)})$")],
+    "Literal": Literal,
+    "Optional": Optional,
+    "Union": Union,
+}
 
 
 @dataclass(frozen=True)
@@ -32,24 +63,27 @@ class SourceModule:
                 return node.value, self
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
                 return (node.value, self) if node.value is not None else None
+        package = self.name if self.is_package else self.name.rpartition(".")[0]
         for imported in (node for node in self.tree.body if isinstance(node, ast.ImportFrom)):
             for alias in imported.names:
                 if (alias.asname or alias.name) == name and depth:
-                    module = source_module(self._absolute(imported))
+                    dotted = "." * imported.level + (imported.module or "")
+                    module = source_module(importlib.util.resolve_name(dotted, package))
                     return module.resolve(alias.name, depth - 1) if module else None
         return None
 
-    def _absolute(self, node: ast.ImportFrom) -> str:
-        if not node.level:
-            return node.module or ""
-        parts = self.name.split(".")
-        parts = parts[: len(parts) - node.level + (1 if self.is_package else 0)]
-        return ".".join([*parts, *([node.module] if node.module else [])])
+    def class_named(self, name: str) -> tuple[ast.ClassDef, SourceModule] | None:
+        found = self.resolve(name)
+        return (found[0], found[1]) if found and isinstance(found[0], ast.ClassDef) else None
+
+    @property
+    def functions(self) -> Iterator[ast.FunctionDef]:
+        yield from (node for node in self.tree.body if isinstance(node, ast.FunctionDef))
 
 
 @dataclass(frozen=True)
 class External:
-    """A field or argument of another library's class."""
+    """A field or argument of another library's class, or an option of a function."""
 
     name: str
     annotation: ast.expr | None
@@ -60,6 +94,87 @@ class External:
     @property
     def type_text(self) -> str:
         return ast.unparse(self.annotation) if self.annotation is not None else "Any"
+
+    @cached_property
+    def type(self) -> Any:
+        """The annotation as a type for values from YAML; Any, and in it Any, where it is unclear."""
+        try:
+            kind = _type(self.annotation, self.module)
+        except (TypeError, ValueError, SyntaxError, RecursionError):
+            return Any
+        # `x: int = None` is common, and means an optional int.
+        is_none = isinstance(self.default, ast.Constant) and self.default.value is None
+        return kind | None if is_none and kind is not None else kind
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value from YAML can be given to it."""
+        adapter = TypeAdapter(self.type, config=ConfigDict(strict=True))
+        try:  # as JSON, in which a tuple is a list, and a key of a mapping is text
+            adapter.validate_json(to_json(value, inf_nan_mode="constants"))
+        except (ValidationError, PydanticSerializationError):
+            return False
+        return True
+
+    @property
+    def choices(self) -> list[Any]:
+        """The values that its Literal or Enum names; empty where it is neither."""
+        return _choices(self.type)
+
+
+def _type(node: ast.AST | None, module: SourceModule) -> Any:
+    match node:
+        case ast.Constant(value=None):
+            return None
+        case ast.Constant(value=str(text)):
+            return _type(ast.parse(text, mode="eval").body, module)
+        case ast.Constant(value=value):
+            return value  # the ... of a tuple of any length
+        case ast.BinOp(left=left, right=right):
+            return _TYPES["Union"][_type(left, module), _type(right, module)]
+        case ast.Subscript(value=outer, slice=inner):
+            return _generic(ast.unparse(outer).rpartition(".")[2], inner, module)
+        case ast.Name() | ast.Attribute():
+            return _named(ast.unparse(node), module)
+    return Any
+
+
+def _generic(name: str, inner: ast.expr, module: SourceModule) -> Any:
+    parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+    if name == "Literal":
+        one_by_one = [Literal[part.value] if isinstance(part, ast.Constant) else _type(part, module) for part in parts]
+        return _TYPES["Union"][tuple(one_by_one)]
+    if name == "Annotated":
+        return _type(parts[0], module)
+    if name == "Callable" or name not in _TYPES:
+        return _TYPES.get(name, Any)
+    arguments = tuple(_type(part, module) for part in parts)
+    return _TYPES[name][arguments if len(arguments) > 1 else arguments[0]]
+
+
+def _named(name: str, module: SourceModule) -> Any:
+    name = name if name in _TYPES else name.rpartition(".")[2]
+    if name in _TYPES:
+        return _TYPES[name]
+    node, where = module.resolve(name) or (None, module)
+    if not isinstance(node, ast.ClassDef):
+        return _type(node, where)
+    members = _members(node)
+    return _TYPES["Literal"][tuple(members)] if members else Any
+
+
+def _members(node: ast.ClassDef) -> list[str]:
+    """Names of an Enum's members; empty for any other class."""
+    if not any("Enum" in ast.unparse(base) for base in [*node.bases, *(each.value for each in node.keywords)]):
+        return []
+    targets = [target for each in node.body if isinstance(each, ast.Assign) for target in each.targets]
+    return [each.id for each in targets if isinstance(each, ast.Name) and not each.id.startswith("_")]
+
+
+def _choices(kind: Any) -> list[Any]:
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else ()
+    return [choice for part in parts for choice in _choices(part)]
 
 
 @cache
@@ -72,17 +187,12 @@ def source_file(module: str) -> tuple[Path, bool] | None:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
-    if spec is None:
+    for part in rest:
+        folders = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(part, folders) if folders else None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
-    if not rest:
-        return (Path(spec.origin), bool(spec.submodule_search_locations)) if spec.origin else None
-    for folder in spec.submodule_search_locations or ():
-        base = Path(folder, *rest)
-        if base.with_suffix(".py").is_file():
-            return base.with_suffix(".py"), False
-        if (base / "__init__.py").is_file():
-            return base / "__init__.py", True
-    return None
+    return Path(spec.origin), bool(spec.submodule_search_locations)
 
 
 @cache
@@ -97,43 +207,36 @@ def source_module(module: str) -> SourceModule | None:
 
 @cache
 def class_fields(module: str, name: str) -> dict[str, External] | None:
-    """The annotated fields of a class and of its bases, by name; None where the module is not installed."""
-    located = _class(module, name)
+    """The annotated fields of a class and of its bases by name, or else the arguments of its `__init__`.
+
+    None where the module is not installed.
+    """
+    source = source_module(module)
+    located = source.class_named(name) if source else None
     if located is None:
         return None
     node, source = located
     fields: dict[str, External] = {}
     for base in reversed(node.bases):
-        inherited = source.resolve(base.id) if isinstance(base, ast.Name) else None
-        if inherited and isinstance(inherited[0], ast.ClassDef):
+        inherited = source.class_named(base.id) if isinstance(base, ast.Name) else None
+        if inherited:
             fields |= class_fields(inherited[1].name, inherited[0].name) or {}
     body = node.body
-    for statement, following in zip(body, [*body[1:], None], strict=True):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            if "ClassVar" in ast.unparse(statement.annotation):
-                continue
-            field = statement.target.id
-            fields[field] = External(
-                field, statement.annotation, _default(statement.value), _docline(following), source
-            )
-    return fields
+    for each, following in zip(body, [*body[1:], None], strict=True):
+        match each:
+            case ast.AnnAssign(target=ast.Name(id=key)) if "ClassVar" not in ast.unparse(each.annotation):
+                fields[key] = External(key, each.annotation, _default(each.value), _docline(following), source)
+    made = (each for each in body if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+    return fields or {key: argument for each in made for key, argument in _arguments(each, source).items()}
 
 
-@cache
-def init_arguments(module: str, name: str) -> dict[str, External] | None:
-    """The arguments of a class's `__init__`, without `self`; None where the module is not installed."""
-    located = _class(module, name)
-    if located is None:
-        return None
-    node, source = located
-    for statement in node.body:
-        if isinstance(statement, ast.FunctionDef) and statement.name == "__init__":
-            arguments = [*statement.args.posonlyargs, *statement.args.args][1:]
-            defaults = [None] * (len(arguments) - len(statement.args.defaults)) + list(statement.args.defaults)
-            pairs = list(zip(arguments, defaults, strict=True))
-            pairs += list(zip(statement.args.kwonlyargs, statement.args.kw_defaults, strict=True))
-            return {arg.arg: External(arg.arg, arg.annotation, default, "", source) for arg, default in pairs}
-    return {}
+def _arguments(function: ast.FunctionDef, module: SourceModule) -> dict[str, External]:
+    """All but `self`."""
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + given.defaults + given.kw_defaults
+    pairs = zip([*positional, *given.kwonlyargs], defaults, strict=True)
+    return {each.arg: External(each.arg, each.annotation, default, "", module) for each, default in [*pairs][1:]}
 
 
 def installed_version(*distributions: str) -> str:
@@ -146,161 +249,19 @@ def installed_version(*distributions: str) -> str:
     return distributions[0]
 
 
-def _class(module: str, name: str) -> tuple[ast.ClassDef, SourceModule] | None:
-    source = source_module(module)
-    found = source.resolve(name) if source else None
-    return (found[0], found[1]) if found and isinstance(found[0], ast.ClassDef) else None
-
-
 def _default(value: ast.expr | None) -> ast.expr | None:
     """The default behind `field(default=...)`; a factory counts as unknown."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name | ast.Attribute):
-        function = value.func.id if isinstance(value.func, ast.Name) else value.func.attr
-        if function == "field":
-            return next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+    if isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] == "field":
+        return next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
     return value
 
 
 def _docline(following: ast.stmt | None) -> str:
     """The first line of the string that documents the field before it."""
-    if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-        text = following.value.value
-        return str(text).strip().split("\n")[0] if isinstance(text, str) else ""
+    match following:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return text.strip().split("\n")[0]
     return ""
-
-
-DTYPES = (
-    "float32",
-    "float16",
-    "bfloat16",
-    "float64",
-    "fp32",
-    "fp16",
-    "bf16",
-    "float8_e4m3fn",
-    "uint8",
-    "int8",
-)
-
-_SEQUENCES = {"List", "list", "Sequence", "Set", "set", "frozenset", "Iterable", "Tuple", "tuple"}
-_MAPPINGS = {"Dict", "dict", "Mapping"}
-
-
-def fits(value: Any, field: External) -> bool:
-    """True where `value` can be given to the field."""
-    if field.annotation is None:
-        return True
-    # `x: int = None` is common, and means an optional int.
-    if value is None and isinstance(field.default, ast.Constant) and field.default.value is None:
-        return True
-    return _fits(value, field.annotation, field.module)
-
-
-def choices(field: External) -> list[Any]:
-    """The values that a field's Literal or Enum names; empty where it is neither."""
-    return _choices(field.annotation, field.module) if field.annotation is not None else []
-
-
-def _fits(value: Any, node: ast.expr, module: SourceModule) -> bool:
-    if isinstance(node, ast.Constant):
-        if isinstance(node.value, str):
-            return _fits(value, ast.parse(node.value, mode="eval").body, module)
-        return node.value is not None or value is None
-    if isinstance(node, ast.BinOp):
-        return _fits(value, node.left, module) or _fits(value, node.right, module)
-    if isinstance(node, ast.Subscript):
-        return _fits_subscript(value, node, module)
-    if isinstance(node, ast.Attribute):
-        return _is_dtype(value) if ast.unparse(node) == "torch.dtype" else _fits_name(value, node.attr, module)
-    return _fits_name(value, node.id, module) if isinstance(node, ast.Name) else True
-
-
-def _fits_name(value: Any, name: str, module: SourceModule) -> bool:
-    number = isinstance(value, int) and not isinstance(value, bool)
-    plain: dict[str, bool] = {
-        "int": number,
-        "float": number or isinstance(value, float),
-        "bool": isinstance(value, bool),
-        "str": isinstance(value, str),
-        "None": value is None,
-        # a function is named as module:function
-        "Callable": isinstance(value, str) and ":" in value,
-    }
-    if name in plain:
-        return plain[name]
-    if name in _SEQUENCES:
-        return isinstance(value, list)
-    if name in _MAPPINGS:
-        return isinstance(value, dict)
-    found = module.resolve(name)
-    if found is None:
-        return True
-    node, where = found
-    if isinstance(node, ast.ClassDef):
-        members = _members(node)
-        return value in members if members else True
-    return _fits(value, node, where)
-
-
-def _fits_subscript(value: Any, node: ast.Subscript, module: SourceModule) -> bool:
-    outer = ast.unparse(node.value).rsplit(".", 1)[-1]
-    inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-    if outer == "Optional":
-        return value is None or _fits(value, inner[0], module)
-    if outer == "Union":
-        return any(_fits(value, part, module) for part in inner)
-    if outer == "Literal":
-        return any(value == choice and type(value) is type(choice) for choice in _choices(node, module))
-    if outer == "Annotated":
-        return _fits(value, inner[0], module)
-    if outer in ("Tuple", "tuple"):
-        if not isinstance(value, list):
-            return False
-        if isinstance(inner[-1], ast.Constant) and inner[-1].value is Ellipsis:
-            return all(_fits(item, inner[0], module) for item in value)
-        return len(value) == len(inner) and all(
-            _fits(item, part, module) for item, part in zip(value, inner, strict=True)
-        )
-    if outer in _SEQUENCES:
-        return isinstance(value, list) and all(_fits(item, inner[0], module) for item in value)
-    if outer in _MAPPINGS:
-        return isinstance(value, dict) and all(_fits(item, inner[-1], module) for item in value.values())
-    return _fits_name(value, "Callable", module) if outer == "Callable" else True
-
-
-def _choices(node: ast.expr, module: SourceModule) -> list[Any]:
-    if isinstance(node, ast.BinOp):
-        return [*_choices(node.left, module), *_choices(node.right, module)]
-    if isinstance(node, ast.Subscript):
-        inner = list(node.slice.elts) if isinstance(node.slice, ast.Tuple) else [node.slice]
-        outer = ast.unparse(node.value).rsplit(".", 1)[-1]
-        if outer == "Literal":
-            return [part.value for part in inner if isinstance(part, ast.Constant)]
-        return [c for part in inner for c in _choices(part, module)] if outer in ("Optional", "Union") else []
-    if isinstance(node, ast.Name):
-        found = module.resolve(node.id)
-        if found and isinstance(found[0], ast.ClassDef):
-            return _members(found[0])
-        return _choices(found[0], found[1]) if found and isinstance(found[0], ast.expr) else []
-    return []
-
-
-def _members(node: ast.ClassDef) -> list[str]:
-    """Names of an Enum's members; empty for any other class."""
-    keywords = [ast.unparse(keyword.value) for keyword in node.keywords]
-    if not any(ast.unparse(base).endswith("Enum") for base in node.bases) and not any("Enum" in k for k in keywords):
-        return []
-    return [
-        target.id
-        for statement in node.body
-        if isinstance(statement, ast.Assign)
-        for target in statement.targets
-        if isinstance(target, ast.Name) and not target.id.startswith("_")
-    ]
-
-
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, str) and value.removeprefix("torch.") in DTYPES
 
 
 ALGORITHMS = "megaverl.algorithms"
@@ -308,31 +269,39 @@ ALGORITHMS = "megaverl.algorithms"
 
 @dataclass(frozen=True)
 class Registered:
-    """A function's signature. inputs: those without a default. required: options without a default."""
+    """A function's signature: positional parameters are its inputs, those after the `*` its options.
 
-    inputs: tuple[str, ...]
-    optional_inputs: tuple[str, ...]
-    options: dict[str, External]
-    required: tuple[str, ...]
+    inputs: those without a default. required: options without a default.
+    """
+
+    inputs: tuple[str, ...] = ()
+    optional_inputs: tuple[str, ...] = ()
+    options: dict[str, External] = field(default_factory=dict)
+    required: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """All inputs, those with a default too."""
+        return self.inputs + self.optional_inputs
 
 
 @cache
 def registered(registry: str) -> dict[str, Registered]:
-    """The functions under `@{registry}.register("name")`, by name.
+    """The functions under `@{registry}.register("name")` of `megaverl.algorithms`, by name.
 
     Args:
         registry: as the code names it: `advantage_estimators`, `policy_losses`, `aggregations`, `corrections`, ...
     """
     package = source_file(ALGORITHMS)
     assert package is not None, "megaverl is not installed as source"
-    found: dict[str, Registered] = {}
-    for path in sorted(package[0].parent.glob("*.py")):
-        module = source_module(f"{ALGORITHMS}.{path.stem}")
-        for function in _functions(module):
-            for name in _names(function, registry):
-                assert module is not None
-                found[name] = _signature(function, module)
-    return found
+    modules = [source_module(f"{ALGORITHMS}.{path.stem}") for path in sorted(package[0].parent.glob("*.py"))]
+    return {
+        name: _signature(function, module)
+        for module in modules
+        if module is not None
+        for function in module.functions
+        for name in _names(function, registry)
+    }
 
 
 def of_the_users_own(path: str) -> Registered | None:
@@ -345,7 +314,7 @@ def of_the_users_own(path: str) -> Registered | None:
     module = source_module(module_name)
     if module is None:
         raise LookupError(f"module '{module_name}' is not found in {Path.cwd()} or among what is installed")
-    for function in _functions(module):
+    for function in module.functions:
         if function.name == function_name:
             return _signature(function, module)
     names = {node.id for node in ast.walk(module.tree) if isinstance(node, ast.Name)}
@@ -354,6 +323,15 @@ def of_the_users_own(path: str) -> Registered | None:
     if function_name not in names and "*" not in names:
         raise LookupError(f"module '{module_name}' has no function '{function_name}'")
     return None
+
+
+def signature_of(registry: str, name: str) -> Registered:
+    """Of a function, registered or `module:function`; an empty one where it cannot be told."""
+    try:
+        found = of_the_users_own(name) if ":" in name else registered(registry).get(name)
+    except LookupError:
+        found = None
+    return found or Registered()
 
 
 # Where a function of these registries is named in a configuration.
@@ -380,26 +358,12 @@ def place_of(name: str) -> str:
     return ""
 
 
-def estimator_inputs(name: str) -> tuple[str, ...]:
-    """The inputs of an advantage estimator, registered or `module:function`; none where that cannot be told."""
-    try:
-        signature = of_the_users_own(name) if ":" in name else registered("advantage_estimators").get(name)
-    except LookupError:
-        return ()
-    return signature.inputs if signature is not None else ()
-
-
-def _functions(module: SourceModule | None) -> Iterator[ast.FunctionDef]:
-    if module is not None:
-        yield from (node for node in module.tree.body if isinstance(node, ast.FunctionDef))
-
-
 def _names(function: ast.FunctionDef, registry: str) -> Iterator[str]:
     for decorator in function.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == f"{registry}.register":
-            argument = decorator.args[0]
-            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
-                yield argument.value
+        match decorator:
+            case ast.Call(func=called, args=[ast.Constant(value=str(name)), *_]):
+                if ast.unparse(called) == f"{registry}.register":
+                    yield name
 
 
 def _signature(function: ast.FunctionDef, module: SourceModule) -> Registered:
@@ -412,12 +376,3 @@ def _signature(function: ast.FunctionDef, module: SourceModule) -> Registered:
     }
     required = tuple(name for name, option in options.items() if option.default is None)
     return Registered(tuple(positional[:needed]), tuple(positional[needed:]), options, required)
-
-
-def loss_inputs(registry: str, name: str) -> tuple[str, ...]:
-    """The inputs of a loss, registered or `module:function`; none where that cannot be told."""
-    try:
-        signature = of_the_users_own(name) if ":" in name else registered(registry).get(name)
-    except LookupError:
-        return ()
-    return signature.inputs + signature.optional_inputs if signature is not None else ()

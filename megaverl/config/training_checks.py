@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
-from megaverl.config.option_checks import is_number, loss_mistakes, named_function, option_mistakes, reading_mistakes
+from megaverl.config.option_checks import is_number, loss_mistakes, named_function, option_mistakes
 from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
 from megaverl.config.run import MixConfig
 from megaverl.config.schema import Config
-from megaverl.config.signatures import loss_inputs
+from megaverl.config.signatures import signature_of
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -93,7 +93,7 @@ def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iter
         yield ConfigIssue(
             "preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs."
         )
-    crosses = "reference_kl" in loss_inputs("preference_losses", preference.loss)
+    crosses = "reference_kl" in signature_of("preference_losses", preference.loss).reads
     if command == "dpo" and crosses and preference.batch_size < 2:
         yield ConfigIssue(
             "preference.batch_size",
@@ -145,7 +145,7 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
             yield from loss_mistakes(
                 "preference", "preference_losses", config.preference.loss, config.preference.options
             )
-            if "desirable" in loss_inputs("preference_losses", config.preference.loss):
+            if "desirable" in signature_of("preference_losses", config.preference.loss).reads:
                 text = f"found {found(config.preference.loss)}, which is not of pairs, and mix has pairs. Use dpo."
                 yield ConfigIssue("preference.loss", text)
         learned = [each for each in config.reward if each.path is not None and each.engine == "megatron"]
@@ -170,7 +170,6 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
 
 
 KEY = "critic.share_backbone"
-_OF_THE_ACTOR = ("lora", "optimizer", "scheduler")
 
 
 def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
@@ -196,18 +195,12 @@ def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
                 f"actor.{name} is {found(getattr(actor, name))}. Leave it out.",
                 involves=(KEY,),
             )
-    for name in _OF_THE_ACTOR:
-        if getattr(critic, name) != CriticConfig.model_fields[name].get_default(call_default_factory=True):
-            yield ConfigIssue(
-                f"critic.{name}", f"is set, and with {KEY} there is one optimizer: set actor.{name}.", involves=(KEY,)
-            )
-    for key in ("critic", "critic_devices"):
-        if getattr(config.placement, key) is not None:
-            yield ConfigIssue(
-                f"placement.{key}",
-                f"is set, and with {KEY} the critic is the actor's model, on the actor's ranks. Use one of the two.",
-                involves=(KEY,),
-            )
+    for name in critic.changed("lora", "optimizer", "scheduler"):
+        text = f"is set, and with {KEY} there is one optimizer: set actor.{name}."
+        yield ConfigIssue(f"critic.{name}", text, involves=(KEY,))
+    for key in config.placement.changed("critic", "critic_devices"):
+        text = f"is set, and with {KEY} the critic is the actor's model, on the actor's ranks. Use one of the two."
+        yield ConfigIssue(f"placement.{key}", text, involves=(KEY,))
     if algorithm.critic_warmup_steps:
         yield ConfigIssue(
             "algorithm.critic_warmup_steps",
@@ -224,15 +217,13 @@ def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
     algorithm, key = config.algorithm, "algorithm.distillation"
     given, name = algorithm.distillation, algorithm.divergence_name
     if name is None:
-        for option, field in type(given).model_fields.items():
-            if getattr(given, option) != field.get_default(call_default_factory=True):
-                yield ConfigIssue(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
+        for option in given.changed():
+            yield ConfigIssue(f"{key}.{option}", f"is set, but {key}.divergence is null. Use jensen_shannon.")
         return
-    function, mistakes = named_function("distillation.divergence", "divergences", name)
+    function, mistakes = named_function(f"{key}.divergence", "divergences", name, DIVERGENCE_INPUTS)
     yield from mistakes
     if function is not None:
         yield from option_mistakes(f"{key}.options", name, given.options, function)
-        yield from reading_mistakes("distillation.divergence", name, function, DIVERGENCE_INPUTS, [*function.options])
     beta = given.options.get("beta")
     if name == "jensen_shannon" and isinstance(beta, int | float) and not 0 < beta < 1:
         yield ConfigIssue(
