@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megaverl.config import Config
 from megaverl.config.passthrough import PLACES
-from megaverl.config.section import described_keys
+from megaverl.config.section import described_keys, field_meanings
 
 ROOT = Path(__file__).resolve().parents[1]
 INTRODUCTION = """\
@@ -37,12 +37,13 @@ def keys_page() -> str:
     """The page, section by section."""
     places = "\n".join(f"| `{place}` | {target.name} |" for place, target in PLACES.items())
     lines = [INTRODUCTION.format(places=places)]
+    meanings = field_meanings(Config)
     section = None
     for entry in described_keys(Config):
         top = entry.key.partition(".")[0]
         if top != section:
             section = top
-            meaning = Config.model_fields[top].description or ""
+            meaning = meanings[top]
             lines += [f"## {top}", "", meaning, "", "| key | type | default | meaning |", "| --- | --- | --- | --- |"]
         cells = (f"`{entry.key}`", entry.type, f"`{entry.default}`", entry.meaning)
         lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")

@@ -43,8 +43,9 @@ def _lines(prefix: str) -> Iterator[str]:
         if prefix and _below(prefix, place):
             for name, field in target.settable().items():
                 if _below(f"{place}.{name}", prefix):
+                    summary = field.description.partition("\n")[0]
                     default = ast.unparse(field.default) if field.default is not None else "-"
-                    yield f"{place}.{name}: {field.type_text} = {default}\n    {field.description}".rstrip()
+                    yield f"{place}.{name}: {field.type_text} = {default}\n    {summary}".rstrip()
 
 
 def _below(key: str, prefix: str) -> bool:

@@ -91,29 +91,21 @@ PRESETS: dict[AlgorithmName, Preset] = {
 class KLConfig(Section):
     """`algorithm.kl`: what keeps the policy near the reference model."""
 
-    place: Literal["none", "reward", "loss"] = Field(
-        default="none",
-        alias="in",
-        description="Where the penalty enters: in the reward of each token, in the loss, or nowhere.",
-    )
-    kind: str | None = Field(
-        default=None,
-        description="Estimator of the KL (joschu.net/blog/kl-approx.html): k1 (no gradient in a loss), k2, k3, abs, "
-        "low_variance, or module:function. null: k1 in the reward, where no other one has the KL's gradient, else k3.",
-    )
-    allow_biased: bool = Field(
-        default=False,
-        description="In the reward: take a kind other than k1, whose gradient is not the KL's (arXiv 2510.01555).",
-    )
-    straight_through: bool = Field(
-        default=False, description="In the loss: the value of `kind`, with k2's gradient, that of the KL itself."
-    )
-    coef: float = Field(default=0.0, ge=0, description="Coefficient of the penalty; where an adaptive one starts.")
-    target: PositiveFloat | None = Field(
-        default=None,
-        description="KL per token, in nats, that coef is steered to (arXiv 1909.08593). null: coef is fixed.",
-    )
-    gain: PositiveFloat = Field(default=0.1, description="How fast the adaptive coefficient moves, per step.")
+    place: Literal["none", "reward", "loss"] = Field(default="none", alias="in")
+    """Where the penalty enters: in the reward of each token, in the loss, or nowhere."""
+    kind: str | None = None
+    """Estimator of the KL (joschu.net/blog/kl-approx.html): k1 (no gradient in a loss), k2, k3, abs, low_variance, or
+    module:function. null: k1 in the reward, where no other one has the KL's gradient, else k3."""
+    allow_biased: bool = False
+    """In the reward: take a kind other than k1, whose gradient is not the KL's (arXiv 2510.01555)."""
+    straight_through: bool = False
+    """In the loss: the value of `kind`, with k2's gradient, that of the KL itself."""
+    coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the penalty; where an adaptive one starts."""
+    target: PositiveFloat | None = None
+    """KL per token, in nats, that coef is steered to (arXiv 1909.08593). null: coef is fixed."""
+    gain: PositiveFloat = 0.1
+    """How fast the adaptive coefficient moves, per step."""
 
     @property
     def kind_name(self) -> str:
@@ -124,33 +116,26 @@ class KLConfig(Section):
 class CorrectionConfig(Section):
     """`algorithm.correction`: factors for the difference between the engine's policy and Megatron's."""
 
-    kind: str = Field(
-        default="none",
-        description="none, token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, or "
-        "module:function.",
-    )
-    low: float | None = Field(default=None, ge=0, description="Lower limit of the ratio. null: the kind's own.")
-    high: PositiveFloat | None = Field(default=None, description="Upper limit of the ratio. null: the kind's own.")
+    kind: str = "none"
+    """none, token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, or module:function."""
+    low: float | None = Field(default=None, ge=0)
+    """Lower limit of the ratio. null: the kind's own."""
+    high: PositiveFloat | None = None
+    """Upper limit of the ratio. null: the kind's own."""
 
 
 class DynamicSamplingConfig(Section):
     """`algorithm.dynamic_sampling`: groups whose responses all score alike make room for others (DAPO)."""
 
-    metric: str | None = Field(
-        default=None,
-        min_length=1,
-        description="What a group's responses must differ in for it to be kept: accuracy, reward (the weighted sum), "
-        "or one reward by its name. null: every group is kept.",
-    )
-    max_rounds: Positive = Field(default=4, description="Most rounds of generation in one step.")
-    prompts_per_round: Positive | None = Field(
-        default=None,
-        description="Prompts of each round. null: data.prompts_per_step in the first, then as many as are missing.",
-    )
-    if_short: Literal["fill", "stop"] = Field(
-        default="fill",
-        description="Too few groups after max_rounds: fill takes some that are all alike, stop ends the run.",
-    )
+    metric: str | None = Field(default=None, min_length=1)
+    """What a group's responses must differ in for it to be kept: accuracy, reward (the weighted sum), or one reward by
+    its name. null: every group is kept."""
+    max_rounds: Positive = 4
+    """Most rounds of generation in one step."""
+    prompts_per_round: Positive | None = None
+    """Prompts of each round. null: data.prompts_per_step in the first, then as many as are missing."""
+    if_short: Literal["fill", "stop"] = "fill"
+    """Too few groups after max_rounds: fill takes some that are all alike, stop ends the run."""
 
 
 class DistillationConfig(Section):
@@ -159,98 +144,83 @@ class DistillationConfig(Section):
     The teacher is the frozen `reference` (`reference.path`).
     """
 
-    divergence: str | None = Field(
-        default=None,
-        description="How far the actor is from the teacher, token by token over the whole vocabulary: forward_kl, "
-        "reverse_kl, jensen_shannon, or module:function. null: that of name, which has one for gkd alone.",
-    )
-    options: Passthrough = Field(default_factory=dict, description="Options of the divergence, such as beta.")
-    coef: PositiveFloat = Field(default=1.0, description="Factor on it in the policy's loss.")
+    divergence: str | None = None
+    """How far the actor is from the teacher, token by token over the whole vocabulary: forward_kl, reverse_kl,
+    jensen_shannon, or module:function. null: that of name, which has one for gkd alone."""
+    options: Passthrough = {}
+    """Options of the divergence, such as beta."""
+    coef: PositiveFloat = 1.0
+    """Factor on it in the policy's loss."""
 
 
 class AlgorithmConfig(Section):
     """`algorithm`."""
 
-    name: AlgorithmName = Field(
-        default="ppo",
-        description="Says what advantage, policy_loss and loss_aggregation leave open. ppo: critic, GAE "
-        "(arXiv 1707.06347). grpo: groups, no critic (arXiv 2402.03300).",
-    )
-    advantage: str | None = Field(
-        default=None,
-        description="Advantage estimator: a registered name, or module:function. null: that of name.",
-    )
-    advantage_options: Passthrough = Field(default_factory=dict, description="Options of the advantage estimator.")
-    policy_loss: str | None = Field(
-        default=None, description="Policy loss: a registered name, or module:function. null: that of name."
-    )
-    policy_loss_options: Passthrough = Field(
-        default_factory=dict, description="Options of the policy loss, and of its token selector if it has one."
-    )
-    token_selector: str | None = Field(
-        default=None,
-        description="Tokens that a policy loss which reads `selected` treats apart: kl_cov, clip_cov, or "
-        "module:function. null: the policy loss's own.",
-    )
-    group_size: Positive = Field(default=1, description="Responses sampled for each prompt; grpo needs at least 2.")
-    dynamic_sampling: DynamicSamplingConfig = Field(
-        default_factory=DynamicSamplingConfig, description="Refilling groups that tell nothing."
-    )
-    rollout_filter: str | None = Field(
-        default=None,
-        pattern=r"^.+:[A-Za-z_]\w*$",
-        description="Your own choice of the samples that train, as module:function: called with the batch and its "
-        "scores, it returns true or false for each. null: all.",
-    )
-    gamma: Fraction = Field(default=1.0, description="Discount per token, where the estimator has one.")
-    lam: Fraction = Field(default=0.95, description="Lambda of generalised advantage estimation (ppo).")
-    clip_range: PositiveFloat | None = Field(
-        default=None,
-        description="The policy ratio is clipped to 1 - this .. 1 + this. null: the loss's own, 0.2 for ppo_clip.",
-    )
-    clip_range_high: PositiveFloat | None = Field(
-        default=None, description="Another limit above 1 (arXiv 2503.14476). null: the same as clip_range."
-    )
-    correction: CorrectionConfig = Field(
-        default_factory=CorrectionConfig, description="Importance weights of samples that the engine drew."
-    )
-    value_loss: str = Field(default="clipped", description="The critic's loss: clipped, or module:function.")
-    value_loss_options: Passthrough = Field(default_factory=dict, description="Options of the value loss.")
-    value_clip_range: PositiveFloat | None = Field(
-        default=0.2,
-        description="How far a value may move before its loss is clipped (clip_range of value_loss). null: no clip.",
-    )
-    value_loss_coef: PositiveFloat = Field(default=1.0, description="Factor on the value loss (ppo).")
-    entropy_coef: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus in the policy loss.")
-    kl: KLConfig = Field(default_factory=KLConfig, description="Penalty on leaving the reference model.")
-    distillation: DistillationConfig = Field(
-        default_factory=DistillationConfig, description="A teacher over the whole vocabulary (arXiv 2306.13649)."
-    )
-    num_epochs: Positive = Field(default=1, description="Passes over the samples of one step.")
-    num_mini_batches: Positive = Field(
-        default=1,
-        description="Optimizer steps in one epoch; divides the samples of a step. Responses to one prompt lie in the "
-        "same one, as far as its size allows.",
-    )
-    normalize_advantages: bool = Field(default=True, description="Shift and scale advantages over all tokens (ppo).")
-    normalize_by_std: bool = Field(default=True, description="Divide by the group's standard deviation (grpo).")
-    loss_aggregation: str | None = Field(
-        default=None,
-        description="How token losses are averaged over the global mini-batch: token_mean, token_sum, "
-        "seq_mean_token_mean, seq_mean_token_sum, fixed_length, or module:function. null: that of name.",
-    )
-    loss_length: Positive | None = Field(
-        default=None, description="Tokens that fixed_length divides by, such as rollout.sampling.max_tokens."
-    )
-    bootstrap_truncated: bool = Field(
-        default=False,
-        description="For gae and turn_gae a response that the length limit cut off has not ended: what would have "
-        "followed counts as the critic's value after its last token. For rewards that come token by token, with gamma "
-        "below 1; a score of the whole response is the outcome of one that was cut off as well, and would count twice.",
-    )
-    critic_warmup_steps: NonNegative = Field(
-        default=0, description="First steps, in which only the critic is updated (ppo)."
-    )
+    name: AlgorithmName = "ppo"
+    """Says what advantage, policy_loss and loss_aggregation leave open. ppo: critic, GAE (arXiv 1707.06347). grpo:
+    groups, no critic (arXiv 2402.03300)."""
+    advantage: str | None = None
+    """Advantage estimator: a registered name, or module:function. null: that of name."""
+    advantage_options: Passthrough = {}
+    """Options of the advantage estimator."""
+    policy_loss: str | None = None
+    """Policy loss: a registered name, or module:function. null: that of name."""
+    policy_loss_options: Passthrough = {}
+    """Options of the policy loss, and of its token selector if it has one."""
+    token_selector: str | None = None
+    """Tokens that a policy loss which reads `selected` treats apart: kl_cov, clip_cov, or module:function. null: the
+    policy loss's own."""
+    group_size: Positive = 1
+    """Responses sampled for each prompt; grpo needs at least 2."""
+    dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
+    """Refilling groups that tell nothing."""
+    rollout_filter: str | None = Field(default=None, pattern=r"^.+:[A-Za-z_]\w*$")
+    """Your own choice of the samples that train, as module:function: called with the batch and its scores, it returns
+    true or false for each. null: all."""
+    gamma: Fraction = 1.0
+    """Discount per token, where the estimator has one."""
+    lam: Fraction = 0.95
+    """Lambda of generalised advantage estimation (ppo)."""
+    clip_range: PositiveFloat | None = None
+    """The policy ratio is clipped to 1 - this .. 1 + this. null: the loss's own, 0.2 for ppo_clip."""
+    clip_range_high: PositiveFloat | None = None
+    """Another limit above 1 (arXiv 2503.14476). null: the same as clip_range."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Importance weights of samples that the engine drew."""
+    value_loss: str = "clipped"
+    """The critic's loss: clipped, or module:function."""
+    value_loss_options: Passthrough = {}
+    """Options of the value loss."""
+    value_clip_range: PositiveFloat | None = 0.2
+    """How far a value may move before its loss is clipped (clip_range of value_loss). null: no clip."""
+    value_loss_coef: PositiveFloat = 1.0
+    """Factor on the value loss (ppo)."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus in the policy loss."""
+    kl: KLConfig = KLConfig()
+    """Penalty on leaving the reference model."""
+    distillation: DistillationConfig = DistillationConfig()
+    """A teacher over the whole vocabulary (arXiv 2306.13649)."""
+    num_epochs: Positive = 1
+    """Passes over the samples of one step."""
+    num_mini_batches: Positive = 1
+    """Optimizer steps in one epoch; divides the samples of a step. Responses to one prompt lie in the same one, as far
+    as its size allows."""
+    normalize_advantages: bool = True
+    """Shift and scale advantages over all tokens (ppo)."""
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation (grpo)."""
+    loss_aggregation: str | None = None
+    """How token losses are averaged over the global mini-batch: token_mean, token_sum, seq_mean_token_mean,
+    seq_mean_token_sum, fixed_length, or module:function. null: that of name."""
+    loss_length: Positive | None = None
+    """Tokens that fixed_length divides by, such as rollout.sampling.max_tokens."""
+    bootstrap_truncated: bool = False
+    """For gae and turn_gae a response that the length limit cut off has not ended: what would have followed counts as
+    the critic's value after its last token. For rewards that come token by token, with gamma below 1; a score of the
+    whole response is the outcome of one that was cut off as well, and would count twice."""
+    critic_warmup_steps: NonNegative = 0
+    """First steps, in which only the critic is updated (ppo)."""
 
     @property
     def advantage_name(self) -> str:

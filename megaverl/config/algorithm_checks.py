@@ -30,15 +30,7 @@ ESTIMATOR_INPUTS = (
     "implicit_rewards",
     "response_mask",
 )
-LOSS_INPUTS = (
-    "log_probs",
-    "old_log_probs",
-    "rollout_log_probs",
-    "ref_log_probs",
-    "advantages",
-    "weights",
-    "selected",
-)
+LOSS_INPUTS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "weights", "selected")
 
 SELECTOR_INPUTS = ("log_probs", "advantages", "response_mask", "draws")
 VALUE_LOSS_INPUTS = ("values", "old_values", "returns", "weights")

@@ -282,10 +282,7 @@ def placement_mistakes(
 
 
 def resolve_placement(
-    placement: PlacementConfig,
-    grids: Mapping[str, GridSizes | None],
-    size: int,
-    nodes: Sequence[Node] | None = None,
+    placement: PlacementConfig, grids: Mapping[str, GridSizes | None], size: int, nodes: Sequence[Node] | None = None
 ) -> ResolvedPlacement:
     """Who is where.
 

@@ -85,11 +85,7 @@ def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def named_function(
-    key: str,
-    registry: str,
-    name: str,
-    given: Sequence[str] | None = None,
-    settable: Sequence[str] | None = None,
+    key: str, registry: str, name: str, given: Sequence[str] | None = None, settable: Sequence[str] | None = None
 ) -> tuple[Registered | None, list[ConfigIssue]]:
     """Its signature, None where that cannot be told; and what is wrong with its name, or wanted and not given.
 

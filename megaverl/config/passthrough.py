@@ -49,22 +49,12 @@ MEGATRON: dict[str, str] = {
     "variable_seq_lengths": "Micro-batches are cut to their longest sample; see {role}.micro_batch_tokens.",
     "transformer_impl": "Transformer Engine is used where it is installed and a GPU is there.",
     **dict.fromkeys(
-        (
-            "timers",
-            "grad_scale_func",
-            "finalize_model_grads_func",
-            "no_sync_func",
-            "grad_sync_func",
-            "param_sync_func",
-        ),
+        ("timers", "grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
         _HOOK,
     ),
 }
 
-OPTIMIZER: dict[str, str] = {
-    **dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE),
-    "timers": _HOOK,
-}
+OPTIMIZER: dict[str, str] = {**dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE), "timers": _HOOK}
 
 SCHEDULER: dict[str, str] = {
     "optimizer": "It is the role's own optimizer.",
@@ -77,8 +67,7 @@ SCHEDULER: dict[str, str] = {
 DDP: dict[str, str] = {
     "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
     **dict.fromkeys(
-        ("use_megatron_fsdp", "use_custom_fsdp"),
-        "megaverl reshards from Megatron's own layout, not from FSDP's.",
+        ("use_megatron_fsdp", "use_custom_fsdp"), "megaverl reshards from Megatron's own layout, not from FSDP's."
     ),
     **dict.fromkeys(
         (
@@ -105,8 +94,7 @@ SAMPLING: dict[str, str] = {
     "logprob_token_ids": "The sampled token's log-probability is always taken.",
     **dict.fromkeys(("stop", "bad_words"), _NO_TEXT + " Use rollout.sampling.stop_token_ids."),
     **dict.fromkeys(
-        ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
-        _NO_TEXT,
+        ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"), _NO_TEXT
     ),
     **dict.fromkeys(("output_kind", "skip_clone", "output_text_buffer_length", "stream_interval"), _NO_TEXT),
 }
@@ -241,11 +229,7 @@ def _check(
         if name in target.owned:
             yield ConfigIssue(key, f"is set by megaverl. {target.owned[name].format(role=role)}", place(key))
         elif fields is not None and (name not in fields or str(name).startswith("_")):
-            yield ConfigIssue(
-                key,
-                f"{target.owner} has no such field.{_suggest(at, str(name), target)}",
-                place(key),
-            )
+            yield ConfigIssue(key, f"{target.owner} has no such field.{_suggest(at, str(name), target)}", place(key))
         elif fields is not None and not fields[name].accepts(value):
             yield ConfigIssue(key, f"found {found(value)}; {_allowed(value, fields[name], target)}", place(key))
 

@@ -35,33 +35,28 @@ def _whole_sequence(size: int) -> int:
 class GridConfig(Section):
     """A role's parallel grid; the data-parallel size is what is left of the world."""
 
-    tp: Positive = Field(default=1, description="Tensor-parallel size.")
-    pp: Positive = Field(default=1, description="Pipeline-parallel size.")
-    cp: Annotated[Positive, AfterValidator(_whole_sequence)] = Field(
-        default=1, description="Context-parallel size. Only 1: this version cuts no sequence over ranks."
-    )
-    ep: Positive = Field(default=1, description="Expert-parallel size.")
-    etp: Positive | None = Field(default=None, description="Tensor-parallel size inside an expert. null: tp.")
-    vpp: Positive | None = Field(
-        default=None, description="Model chunks (virtual stages) per pipeline rank. null: one."
-    )
-    micro_batch_tokens: Positive = Field(
-        default=4096, description="Most tokens (prompt and response) in one micro-batch: a hard cap."
-    )
-    pack_samples: bool = Field(
-        default=True,
-        description="Lay a micro-batch's samples end to end in one row, without padding and with a prompt that several "
-        "share only once. Where attention is PyTorch's own; Transformer Engine's and latent attention get padded rows.",
-    )
-    chunked_logits: bool = Field(
-        default=False,
-        description="Make log-probs from hidden states, some response tokens at a time: logits are never whole. For "
-        "long samples and large vocabularies; the backward pass computes them again.",
-    )
-    megatron: Passthrough = Field(
-        default_factory=dict,
-        description="Fields of megatron-core's TransformerConfig, under their own names.",
-    )
+    tp: Positive = 1
+    """Tensor-parallel size."""
+    pp: Positive = 1
+    """Pipeline-parallel size."""
+    cp: Annotated[Positive, AfterValidator(_whole_sequence)] = 1
+    """Context-parallel size. Only 1: this version cuts no sequence over ranks."""
+    ep: Positive = 1
+    """Expert-parallel size."""
+    etp: Positive | None = None
+    """Tensor-parallel size inside an expert. null: tp."""
+    vpp: Positive | None = None
+    """Model chunks (virtual stages) per pipeline rank. null: one."""
+    micro_batch_tokens: Positive = 4096
+    """Most tokens (prompt and response) in one micro-batch: a hard cap."""
+    pack_samples: bool = True
+    """Lay a micro-batch's samples end to end in one row, without padding and with a prompt that several share only
+    once. Where attention is PyTorch's own; Transformer Engine's and latent attention get padded rows."""
+    chunked_logits: bool = False
+    """Make log-probs from hidden states, some response tokens at a time: logits are never whole. For long samples and
+    large vocabularies; the backward pass computes them again."""
+    megatron: Passthrough = {}
+    """Fields of megatron-core's TransformerConfig, under their own names."""
 
 
 def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: bool) -> dict[str, Any]:
@@ -84,32 +79,31 @@ def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: 
 class LoraConfig(Section):
     """`lora`: train low-rank adapters (arXiv 2106.09685) and keep the model's own weights as they are."""
 
-    rank: Positive = Field(default=16, description="Rank of an adapter; peft's r.")
-    alpha: PositiveFloat = Field(default=32.0, description="Adapters are scaled by alpha / rank; peft's lora_alpha.")
-    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
-        default=0.0, description="Of an adapter's input, while training; peft's lora_dropout."
-    )
-    targets: str | list[str] = Field(
-        default="all-linear",
-        min_length=1,
-        description="Which layers have one: Hugging Face module names or their ends, such as q_proj; all-linear; or a "
-        "regular expression for whole names. peft's target_modules.",
-    )
-    path: str | None = Field(default=None, description="Folder of a peft adapter to start from. null: a new one.")
+    rank: Positive = 16
+    """Rank of an adapter; peft's r."""
+    alpha: PositiveFloat = 32.0
+    """Adapters are scaled by alpha / rank; peft's lora_alpha."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Of an adapter's input, while training; peft's lora_dropout."""
+    targets: str | list[str] = Field(default="all-linear", min_length=1)
+    """Which layers have one: Hugging Face module names or their ends, such as q_proj; all-linear; or a regular
+    expression for whole names. peft's target_modules."""
+    path: str | None = None
+    """Folder of a peft adapter to start from. null: a new one."""
 
 
 class OffloadConfig(Section):
     """`offload`: what is moved out of the accelerator's memory while the role does not need it."""
 
-    parameters: bool = Field(default=False, description="The weights, between the stages that use them.")
-    optimizer: bool = Field(default=False, description="Master weights and moments, between optimizer steps.")
-    gradients: bool = Field(default=False, description="The gradient buffers, between updates; nothing is copied.")
-    folder: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Move to memory-mapped files in this folder. null: to pinned host memory; on a machine without "
-        "an accelerator everything then stays where it is.",
-    )
+    parameters: bool = False
+    """The weights, between the stages that use them."""
+    optimizer: bool = False
+    """Master weights and moments, between optimizer steps."""
+    gradients: bool = False
+    """The gradient buffers, between updates; nothing is copied."""
+    folder: str | None = Field(default=None, min_length=1)
+    """Move to memory-mapped files in this folder. null: to pinned host memory; on a machine without an accelerator
+    everything then stays where it is."""
 
 
 def _all_or_some(value: Any) -> Any:
@@ -119,37 +113,27 @@ def _all_or_some(value: Any) -> Any:
 class TrainedConfig(GridConfig):
     """A role with an optimizer."""
 
-    lora: LoraConfig | None = Field(default=None, description="Train adapters only. null: train every weight.")
-    activation_checkpointing: Literal["none", "selective", "full"] = Field(
-        default="none",
-        description="What a forward pass keeps for the backward pass. none: everything. selective: not the insides of "
-        "attention's core and of the MLP (experts). full: the layers' inputs only. Fields of `megatron` "
-        "(recompute_*) go before it.",
-    )
-    gradient_accumulation: Positive = Field(
-        default=1,
-        description="Micro-batches that an optimizer step's gradient is summed over, at least; more where "
-        "micro_batch_tokens asks for more.",
-    )
-    offload: Annotated[OffloadConfig, BeforeValidator(_all_or_some)] = Field(
-        default_factory=OffloadConfig, description="What leaves the accelerator's memory; true: everything."
-    )
-    scheduler: Annotated[Passthrough, over(SCHEDULER)] = Field(
-        default_factory=lambda: dict(SCHEDULER),
-        description="Arguments of megatron-core's OptimizerParamScheduler; its unit is the optimizer step.",
-    )
-    ddp: Passthrough = Field(
-        default_factory=dict, description="Fields of megatron-core's DistributedDataParallelConfig."
-    )
+    lora: LoraConfig | None = None
+    """Train adapters only. null: train every weight."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What a forward pass keeps for the backward pass. none: everything. selective: not the insides of attention's core
+    and of the MLP (experts). full: the layers' inputs only. Fields of `megatron` (recompute_*) go before it."""
+    gradient_accumulation: Positive = 1
+    """Micro-batches that an optimizer step's gradient is summed over, at least; more where micro_batch_tokens asks for
+    more."""
+    offload: Annotated[OffloadConfig, BeforeValidator(_all_or_some)] = OffloadConfig()
+    """What leaves the accelerator's memory; true: everything."""
+    scheduler: Annotated[Passthrough, over(SCHEDULER)] = SCHEDULER
+    """Arguments of megatron-core's OptimizerParamScheduler; its unit is the optimizer step."""
+    ddp: Passthrough = {}
+    """Fields of megatron-core's DistributedDataParallelConfig."""
 
 
 class ActorConfig(TrainedConfig):
     """`actor`: the policy that is trained."""
 
-    optimizer: Annotated[Passthrough, over(ACTOR_OPTIMIZER)] = Field(
-        default_factory=lambda: dict(ACTOR_OPTIMIZER),
-        description="Fields of megatron-core's OptimizerConfig.",
-    )
+    optimizer: Annotated[Passthrough, over(ACTOR_OPTIMIZER)] = ACTOR_OPTIMIZER
+    """Fields of megatron-core's OptimizerConfig."""
 
 
 class CriticConfig(TrainedConfig):
@@ -158,23 +142,22 @@ class CriticConfig(TrainedConfig):
     What is left out of its grid, `micro_batch_tokens`, `megatron` and `ddp` is the actor's.
     """
 
-    path: str | None = Field(default=None, description="Hugging Face folder of the backbone. null: model.path.")
-    share_backbone: bool = Field(
-        default=False,
-        description="A value head on the actor's own backbone: one forward pass gives logits and values, one optimizer "
-        "(actor.optimizer) steps on the policy loss + algorithm.value_loss_coef x the value loss.",
-    )
-    optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = Field(
-        default_factory=lambda: dict(CRITIC_OPTIMIZER),
-        description="Fields of megatron-core's OptimizerConfig.",
-    )
+    path: str | None = None
+    """Hugging Face folder of the backbone. null: model.path."""
+    share_backbone: bool = False
+    """A value head on the actor's own backbone: one forward pass gives logits and values, one optimizer
+    (actor.optimizer) steps on the policy loss + algorithm.value_loss_coef x the value loss."""
+    optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = CRITIC_OPTIMIZER
+    """Fields of megatron-core's OptimizerConfig."""
 
 
 class ReferenceConfig(GridConfig):
     """`reference`: the frozen policy that KL is measured against. What is left out is the actor's."""
 
-    path: str | None = Field(default=None, description="Hugging Face folder. null: model.path.")
-    offload: bool = Field(default=False, description="Keep its weights in host memory while not in use.")
+    path: str | None = None
+    """Hugging Face folder. null: model.path."""
+    offload: bool = False
+    """Keep its weights in host memory while not in use."""
 
 
 Place = int | str | list[int | str] | dict[str, Any] | None
@@ -190,26 +173,33 @@ class PlacementConfig(Section):
     those that nobody names, another role's name (its ranks), `rest`, or `all`.
     """
 
-    actor: Place = Field(default=None, description="Place of the actor. null: what the other roles leave.")
-    critic: Place = Field(default=None, description="Place of the critic. null: the actor's.")
-    reference: Place = Field(default=None, description="Place of the reference. null: the actor's.")
-    reward: Place = Field(default=None, description="Place of the rewards. null: the rollout's.")
-    rollout: Place = Field(default=None, description="Place of the engines. null: the actor's.")
-    coordinator: Place = Field(default=None, description="The rank that decides. null: the actor's first.")
-    actor_devices: list[int | str] | None = Field(default=None, description="Short for actor: its ranks.")
-    critic_devices: list[int | str] | None = Field(default=None, description="Short for critic: its ranks.")
-    reference_devices: list[int | str] | None = Field(default=None, description="Short for reference: its ranks.")
-    reward_devices: list[int | str] | None = Field(default=None, description="Short for reward: its ranks.")
-    rollout_devices: list[int | str] | None = Field(default=None, description="Short for rollout: its ranks.")
-    actor_islands: Positive = Field(
-        default=1,
-        description="Worlds into which the actor's ranks are split; the coordinator joins their gradients.",
-    )
+    actor: Place = None
+    """Place of the actor. null: what the other roles leave."""
+    critic: Place = None
+    """Place of the critic. null: the actor's."""
+    reference: Place = None
+    """Place of the reference. null: the actor's."""
+    reward: Place = None
+    """Place of the rewards. null: the rollout's."""
+    rollout: Place = None
+    """Place of the engines. null: the actor's."""
+    coordinator: Place = None
+    """The rank that decides. null: the actor's first."""
+    actor_devices: list[int | str] | None = None
+    """Short for actor: its ranks."""
+    critic_devices: list[int | str] | None = None
+    """Short for critic: its ranks."""
+    reference_devices: list[int | str] | None = None
+    """Short for reference: its ranks."""
+    reward_devices: list[int | str] | None = None
+    """Short for reward: its ranks."""
+    rollout_devices: list[int | str] | None = None
+    """Short for rollout: its ranks."""
+    actor_islands: Positive = 1
+    """Worlds into which the actor's ranks are split; the coordinator joins their gradients."""
 
-    check_memory: bool = Field(
-        default=True,
-        description="Refuse a run that needs more memory than its GPUs have, as `megaverl plan` counts it.",
-    )
+    check_memory: bool = True
+    """Refuse a run that needs more memory than its GPUs have, as `megaverl plan` counts it."""
 
     @property
     def is_given(self) -> bool:
@@ -250,35 +240,34 @@ class RewardModelConfig(TrainedConfig):
     outcomes; `mix` trains one of `reward` on the run's own rollouts.
     """
 
-    path: str | None = Field(default=None, description="Hugging Face folder that it starts from. null: model.path.")
-    loss: str = Field(default="bradley_terry", description="Of pairs: bradley_terry, or module:function.")
-    options: Passthrough = Field(default_factory=dict, description="Options of the loss, such as center_coef.")
-    beta: PositiveFloat = Field(default=0.05, description="Scale of PRIME's implicit rewards.")
-    optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = Field(
-        default_factory=lambda: dict(CRITIC_OPTIMIZER), description="Fields of megatron-core's OptimizerConfig."
-    )
+    path: str | None = None
+    """Hugging Face folder that it starts from. null: model.path."""
+    loss: str = "bradley_terry"
+    """Of pairs: bradley_terry, or module:function."""
+    options: Passthrough = {}
+    """Options of the loss, such as center_coef."""
+    beta: PositiveFloat = 0.05
+    """Scale of PRIME's implicit rewards."""
+    optimizer: Annotated[Passthrough, over(CRITIC_OPTIMIZER)] = CRITIC_OPTIMIZER
+    """Fields of megatron-core's OptimizerConfig."""
 
 
 class CoordinatorConfig(Section):
     """`coordinator`: its rules; where it sits says `placement.coordinator`."""
 
-    on_nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="What a NaN or inf in a loss or gradient does: end the run, or skip the update."
-    )
-    skip_above: dict[str, PositiveFloat] = Field(
-        default_factory=dict,
-        description="Role -> gradient norm above which an update is skipped, as {actor: 10.0}.",
-    )
-    max_skips: NonNegative = Field(default=10, description="Skipped updates in a row after which the run ends.")
-    islands_every: Positive = Field(
-        default=1,
-        description="With placement.actor_islands: updates between meetings of the islands. 1: their gradients are "
-        "added up at every update; more: each goes its own way, and an outer optimizer takes the mean (DiLoCo).",
-    )
-    islands_compress: Literal["none", "bfloat16"] = Field(
-        default="none",
-        description="What goes from the islands to the coordinator: as it is, or rounded, with what "
-        "rounding took away added to the next.",
-    )
-    outer_lr: PositiveFloat = Field(default=0.7, description="Of the outer optimizer, SGD with Nesterov momentum.")
-    outer_momentum: Fraction = Field(default=0.9, description="Of the outer optimizer.")
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a NaN or inf in a loss or gradient does: end the run, or skip the update."""
+    skip_above: dict[str, PositiveFloat] = {}
+    """Role -> gradient norm above which an update is skipped, as {actor: 10.0}."""
+    max_skips: NonNegative = 10
+    """Skipped updates in a row after which the run ends."""
+    islands_every: Positive = 1
+    """With placement.actor_islands: updates between meetings of the islands. 1: their gradients are added up at every
+    update; more: each goes its own way, and an outer optimizer takes the mean (DiLoCo)."""
+    islands_compress: Literal["none", "bfloat16"] = "none"
+    """What goes from the islands to the coordinator: as it is, or rounded, with what rounding took away added to the
+    next."""
+    outer_lr: PositiveFloat = 0.7
+    """Of the outer optimizer, SGD with Nesterov momentum."""
+    outer_momentum: Fraction = 0.9
+    """Of the outer optimizer."""

@@ -34,84 +34,65 @@ def _default_backends() -> list[Backend]:
 class RunConfig(Section):
     """`run`: name, folder, seed and processes."""
 
-    name: str = Field(default="run", min_length=1, pattern=r"^[\w.+=,@-]+$", description="Names the run folder.")
-    dir: str = Field(default="runs", min_length=1, description="Folder of all runs; this one writes to dir/name.")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Every random draw comes from it.")
-    nproc: Positive | None = Field(
-        default=None,
-        description="Processes that the command starts on this machine when torchrun did not. "
-        "null: one per GPU; without a GPU, as many as the grids need.",
+    name: str = Field(default="run", min_length=1, pattern=r"^[\w.+=,@-]+$")
+    """Names the run folder."""
+    dir: str = Field(default="runs", min_length=1)
+    """Folder of all runs; this one writes to dir/name."""
+    seed: int = Field(default=0, ge=0, lt=2**31)
+    """Every random draw comes from it."""
+    nproc: Positive | None = None
+    """Processes that the command starts on this machine when torchrun did not. null: one per GPU; without a GPU, as
+    many as the grids need."""
+    timeout_minutes: PositiveFloat = 10.0
+    """How long a rank waits for the others before it stops."""
+    log_with: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = (
+        _default_backends()
     )
-    timeout_minutes: PositiveFloat = Field(
-        default=10.0, description="How long a rank waits for the others before it stops."
-    )
-    log_with: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
-        default_factory=_default_backends,
-        description="Where metrics go: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of "
-        "your own as module:object. Several at once.",
-    )
-    track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = Field(
-        default_factory=lambda: ["*"],
-        description="Which metrics go there: patterns such as reward/*; metrics.jsonl has all. Also --track_metrics.",
-    )
+    """Where metrics go: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of your own as
+    module:object. Several at once."""
+    track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = ["*"]
+    """Which metrics go there: patterns such as reward/*; metrics.jsonl has all. Also --track_metrics."""
 
 
 class ModelConfig(Section):
     """`model`: the Hugging Face folder that training starts from, or its name on a hub."""
 
-    path: str = Field(
-        default="",
-        description="Folder with config.json, safetensors and a tokenizer; or a model on a hub, as org/name: its "
-        "weights are loaded while they arrive.",
-    )
-    hub: Literal["huggingface", "modelscope"] = Field(
-        default="huggingface", description="Where org/name is looked for; modelscope needs the package of that name."
-    )
-    revision: str | None = Field(
-        default=None, min_length=1, description="Branch, tag or commit of model.path on the hub. null: its main branch."
-    )
-    offload_folder: str | None = Field(
-        default=None, min_length=1, description="Keep what is downloaded in this folder. null: in the hub's own cache."
-    )
-    config: str | None = Field(
-        default=None,
-        min_length=1,
-        description="A config.json, named from the folder of the YAML file; `megaverl plan` reads it where "
-        "model.path is not here.",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description="Folder of a Hugging Face tokenizer, or a sentencepiece .model file. null: model.path.",
-    )
-    init: Literal["weights", "random"] = Field(
-        default="weights", description="weights: read the safetensors. random: fresh weights, from run.seed."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="auto: bfloat16 on a GPU, float32 on a CPU."
-    )
-    trust_remote_code: bool = Field(
-        default=False,
-        description="Let transformers and vLLM run Python files that come with the model, with your rights. "
-        "Without it none is downloaded from a hub.",
-    )
+    path: str = ""
+    """Folder with config.json, safetensors and a tokenizer; or a model on a hub, as org/name: its weights are loaded
+    while they arrive."""
+    hub: Literal["huggingface", "modelscope"] = "huggingface"
+    """Where org/name is looked for; modelscope needs the package of that name."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of model.path on the hub. null: its main branch."""
+    offload_folder: str | None = Field(default=None, min_length=1)
+    """Keep what is downloaded in this folder. null: in the hub's own cache."""
+    config: str | None = Field(default=None, min_length=1)
+    """A config.json, named from the folder of the YAML file; `megaverl plan` reads it where model.path is not here."""
+    tokenizer: str | None = None
+    """Folder of a Hugging Face tokenizer, or a sentencepiece .model file. null: model.path."""
+    init: Literal["weights", "random"] = "weights"
+    """weights: read the safetensors. random: fresh weights, from run.seed."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    trust_remote_code: bool = False
+    """Let transformers and vLLM run Python files that come with the model, with your rights. Without it none is
+    downloaded from a hub."""
 
 
 class SourceConfig(Section):
     """Rows from one place."""
 
-    path: str = Field(
-        min_length=1,
-        description="A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a "
-        "data set on the hub as org/name (needs the package datasets), or your own as module:object.",
-    )
-    weight: PositiveFloat | None = Field(
-        default=None,
-        description="Its share of the prompts, over the sum of all weights. null, for all sources: as many as it has "
-        "rows.",
-    )
-    split: str = Field(default="train", min_length=1, description="Of a data set on the hub or of save_to_disk.")
-    subset: str | None = Field(default=None, min_length=1, description="Configuration of a data set on the hub.")
-    limit: Positive | None = Field(default=None, description="Only its first rows, so many.")
+    path: str = Field(min_length=1)
+    """A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a data set on the
+    hub as org/name (needs the package datasets), or your own as module:object."""
+    weight: PositiveFloat | None = None
+    """Its share of the prompts, over the sum of all weights. null, for all sources: as many as it has rows."""
+    split: str = Field(default="train", min_length=1)
+    """Of a data set on the hub or of save_to_disk."""
+    subset: str | None = Field(default=None, min_length=1)
+    """Configuration of a data set on the hub."""
+    limit: Positive | None = None
+    """Only its first rows, so many."""
 
     @model_serializer(mode="wrap")
     def _short(self, handler: SerializerFunctionWrapHandler) -> Any:
@@ -135,65 +116,61 @@ Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 class DataConfig(Section):
     """`data`: prompts, from files or data sets."""
 
-    train: Sources = Field(default_factory=list, description="Training prompts.")
-    validation: Sources = Field(default_factory=list, description="Held-out prompts.")
-    prompt_key: str = Field(default="prompt", description="Column of the prompt: text, or a list of chat messages.")
-    answer_key: str = Field(default="answer", description="Column of the reference answer that the reward sees.")
-    system_prompt: str | None = Field(default=None, description="Put before every prompt as the system message.")
-    chat_template: Literal["auto", "none"] = Field(
-        default="auto",
-        description="auto: the tokenizer's chat template where it has one. none: the text as it stands.",
-    )
-    tools_key: str = Field(
-        default="tools", description="Column of the tools that the chat template is shown, where a row has it."
-    )
-    tools: str | None = Field(
-        default=None, min_length=1, description="JSON file with the tools of every row that has none of its own."
-    )
-    min_prompt_tokens: NonNegative = Field(default=0, description="A shorter prompt is dropped, and counted.")
-    max_prompt_tokens: Positive = Field(
-        default=512,
-        description="Longest prompt. Where this or rollout.sampling.max_tokens is not given and the model's context "
-        "is smaller, what fits it is chosen.",
-    )
-    too_long: Literal["error", "drop", "truncate_left"] = Field(
-        default="error", description="What is done with a longer prompt; truncate_left keeps its last tokens."
-    )
-    prompts_per_step: Positive = Field(default=64, description="Prompts in one training step.")
-    shuffle: bool = Field(default=True, description="Shuffle the training prompts, anew in every epoch, from run.seed.")
-    streaming: bool = Field(
-        default=False,
-        description="Read the training prompts as they are needed, instead of all once at the start: for data sets "
-        "too large to be looked through, or that arrive over a network. A bad row is then found when it comes.",
-    )
-    shuffle_buffer: Positive = Field(
-        default=1024, description="With streaming: rows that are shuffled among each other, and held in memory."
-    )
+    train: Sources = []
+    """Training prompts."""
+    validation: Sources = []
+    """Held-out prompts."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of chat messages."""
+    answer_key: str = "answer"
+    """Column of the reference answer that the reward sees."""
+    system_prompt: str | None = None
+    """Put before every prompt as the system message."""
+    chat_template: Literal["auto", "none"] = "auto"
+    """auto: the tokenizer's chat template where it has one. none: the text as it stands."""
+    tools_key: str = "tools"
+    """Column of the tools that the chat template is shown, where a row has it."""
+    tools: str | None = Field(default=None, min_length=1)
+    """JSON file with the tools of every row that has none of its own."""
+    min_prompt_tokens: NonNegative = 0
+    """A shorter prompt is dropped, and counted."""
+    max_prompt_tokens: Positive = 512
+    """Longest prompt. Where this or rollout.sampling.max_tokens is not given and the model's context is smaller, what
+    fits it is chosen."""
+    too_long: Literal["error", "drop", "truncate_left"] = "error"
+    """What is done with a longer prompt; truncate_left keeps its last tokens."""
+    prompts_per_step: Positive = 64
+    """Prompts in one training step."""
+    shuffle: bool = True
+    """Shuffle the training prompts, anew in every epoch, from run.seed."""
+    streaming: bool = False
+    """Read the training prompts as they are needed, instead of all once at the start: for data sets too large to be
+    looked through, or that arrive over a network. A bad row is then found when it comes."""
+    shuffle_buffer: Positive = 1024
+    """With streaming: rows that are shuffled among each other, and held in memory."""
 
 
 class RewardConfig(Section):
     """One entry of `reward`; the reward is the weighted sum of all entries."""
 
-    name: str | None = Field(default=None, description="A built-in reward, or a label for a function or a model.")
-    function: str | None = Field(default=None, description="Your own: module:function, or path/to/file.py:function.")
-    path: str | None = Field(
-        default=None,
-        min_length=1,
-        description="A reward model: a Hugging Face folder of a sequence classifier with one label, as `megaverl "
-        "reward` writes. A response is correct where it gives more than 0.",
-    )
-    engine: Literal["megatron", "transformers"] = Field(
-        default="megatron",
-        description="Of a reward model. megatron: on the grid of `reward_model`. transformers: any classifier that "
-        "transformers knows, with a tokenizer and chat template of its own, whole on every rank; never trained.",
-    )
-    weight: float = Field(default=1.0, description="Factor in the sum.")
-    batched: bool = Field(default=False, description="The function takes and returns lists.")
-    accuracy: bool = Field(
-        default=False,
-        description="A response is correct where this one gives 1 or more. None marked: the first.",
-    )
-    options: Passthrough = Field(default_factory=dict, description="Keyword arguments of the reward.")
+    name: str | None = None
+    """A built-in reward, or a label for a function or a model."""
+    function: str | None = None
+    """Your own: module:function, or path/to/file.py:function."""
+    path: str | None = Field(default=None, min_length=1)
+    """A reward model: a Hugging Face folder of a sequence classifier with one label, as `megaverl reward` writes. A
+    response is correct where it gives more than 0."""
+    engine: Literal["megatron", "transformers"] = "megatron"
+    """Of a reward model. megatron: on the grid of `reward_model`. transformers: any classifier that transformers knows,
+    with a tokenizer and chat template of its own, whole on every rank; never trained."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    batched: bool = False
+    """The function takes and returns lists."""
+    accuracy: bool = False
+    """A response is correct where this one gives 1 or more. None marked: the first."""
+    options: Passthrough = {}
+    """Keyword arguments of the reward."""
 
     @property
     def label(self) -> str:
@@ -215,141 +192,127 @@ def named_reward(name: str) -> dict[str, str]:
 class LoopConfig(Section):
     """`trainer`."""
 
-    steps: Positive = Field(default=100, description="Training steps: each one rollout and its updates.")
-    validate_every: NonNegative = Field(
-        default=10,
-        description="Steps between validations; 0: never, and the default without data.validation.",
-    )
-    validate_at_start: bool = Field(default=True, description="Validate before the first step as well.")
-    validation_prompts: Positive | None = Field(default=None, description="How many held-out prompts. null: all.")
-    validation_samples: Positive = Field(default=1, description="Responses per held-out prompt.")
-    validation_sampling: Passthrough = Field(
-        default_factory=dict,
-        description="Fields of SamplingParams that differ in validation from rollout.sampling.",
-    )
-    pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = Field(
-        default_factory=lambda: [1], description="The k of each pass@k; none above validation_samples."
-    )
-    operators: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = Field(
-        default_factory=list,
-        description="Functions of your own, as module:function, that add operators to the step's flow, to watch or to "
-        "change what flows: each is called with the DataFlow (megaverl flow show).",
-    )
-    best_metric: Literal["accuracy", "reward"] = Field(
-        default="accuracy", description="Validation metric by which the best checkpoint is remembered."
-    )
-    save_samples: NonNegative = Field(
-        default=4, description="Sample generations written to the run folder at each step."
-    )
-    store_rollouts: bool = Field(
-        default=False, description="Store every step's responses and scores, for replay_rollouts, in dir/name/rollouts."
-    )
-    rollout_only: bool = Field(
-        default=False, description="Generate, score and store; train nothing. Also `megaverl train --rollout-only`."
-    )
-    replay_rollouts: str | None = Field(
-        default=None,
-        min_length=1,
-        description="A folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH.",
-    )
+    steps: Positive = 100
+    """Training steps: each one rollout and its updates."""
+    validate_every: NonNegative = 10
+    """Steps between validations; 0: never, and the default without data.validation."""
+    validate_at_start: bool = True
+    """Validate before the first step as well."""
+    validation_prompts: Positive | None = None
+    """How many held-out prompts. null: all."""
+    validation_samples: Positive = 1
+    """Responses per held-out prompt."""
+    validation_sampling: Passthrough = {}
+    """Fields of SamplingParams that differ in validation from rollout.sampling."""
+    pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = [1]
+    """The k of each pass@k; none above validation_samples."""
+    operators: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = []
+    """Functions of your own, as module:function, that add operators to the step's flow, to watch or to change what
+    flows: each is called with the DataFlow (megaverl flow show)."""
+    best_metric: Literal["accuracy", "reward"] = "accuracy"
+    """Validation metric by which the best checkpoint is remembered."""
+    save_samples: NonNegative = 4
+    """Sample generations written to the run folder at each step."""
+    store_rollouts: bool = False
+    """Store every step's responses and scores, for replay_rollouts, in dir/name/rollouts."""
+    rollout_only: bool = False
+    """Generate, score and store; train nothing. Also `megaverl train --rollout-only`."""
+    replay_rollouts: str | None = Field(default=None, min_length=1)
+    """A folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH."""
 
 
 class SFTConfig(Section):
     """`sft`: the warm-up by supervised fine-tuning, with the actor's grid and optimizer."""
 
-    train: Sources = Field(default_factory=list, description="Prompt/answer pairs. Empty: data.train.")
-    steps: Positive = Field(default=100, description="Optimizer steps.")
-    batch_size: Positive = Field(default=32, description="Pairs in one step, over all ranks.")
-    lr: PositiveFloat = Field(default=1e-5, description="Highest learning rate.")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="How the learning rate falls to 0 after warm-up."
-    )
-    lr_warmup_steps: NonNegative = Field(default=0, description="Steps in which the learning rate rises from 0.")
-    max_answer_tokens: Positive | None = Field(
-        default=None,
-        description="Longest answer; a longer one is an error. null: rollout.sampling.max_tokens.",
-    )
+    train: Sources = []
+    """Prompt/answer pairs. Empty: data.train."""
+    steps: Positive = 100
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Pairs in one step, over all ranks."""
+    lr: PositiveFloat = 1e-5
+    """Highest learning rate."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls to 0 after warm-up."""
+    lr_warmup_steps: NonNegative = 0
+    """Steps in which the learning rate rises from 0."""
+    max_answer_tokens: Positive | None = None
+    """Longest answer; a longer one is an error. null: rollout.sampling.max_tokens."""
 
 
 class CheckpointConfig(Section):
     """`checkpoint`."""
 
-    save_interval: NonNegative = Field(default=0, description="Steps between checkpoints; 0: only after the last step.")
-    keep_last_k: Positive = Field(default=3, description="How many are kept, besides the best one and milestones.")
-    keep_best: bool = Field(default=True, description="Keep the one with the best validation as well.")
-    milestone_interval: NonNegative = Field(
-        default=0, description="Checkpoints of every so many steps are kept for good; 0: none."
-    )
-    async_save: bool = Field(
-        default=True,
-        description="Training waits for a copy in host memory only, which is as large as the checkpoint; writing goes "
-        "on beside it.",
-    )
-    on_write_error: Literal["stop", "continue"] = Field(
-        default="stop",
-        description="A checkpoint that cannot be written: stop ends the run, continue says so and goes on. "
-        "The ones before it are kept either way.",
-    )
-    resume: str = Field(
-        default="auto",
-        min_length=1,
-        description="auto: the newest of this run folder, if any. latest: the same, and it must be there. "
-        "never: start anew. Or a checkpoint folder. Also `megaverl train --resume`.",
-    )
-    export_hf: bool = Field(default=True, description="Write a Hugging Face folder at the end.")
+    save_interval: NonNegative = 0
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_last_k: Positive = 3
+    """How many are kept, besides the best one and milestones."""
+    keep_best: bool = True
+    """Keep the one with the best validation as well."""
+    milestone_interval: NonNegative = 0
+    """Checkpoints of every so many steps are kept for good; 0: none."""
+    async_save: bool = True
+    """Training waits for a copy in host memory only, which is as large as the checkpoint; writing goes on beside it."""
+    on_write_error: Literal["stop", "continue"] = "stop"
+    """A checkpoint that cannot be written: stop ends the run, continue says so and goes on. The ones before it are kept
+    either way."""
+    resume: str = Field(default="auto", min_length=1)
+    """auto: the newest of this run folder, if any. latest: the same, and it must be there. never: start anew. Or a
+    checkpoint folder. Also `megaverl train --resume`."""
+    export_hf: bool = True
+    """Write a Hugging Face folder at the end."""
 
 
 class PreferenceConfig(Section):
     """`preference`: pairs of a better and a worse response, of `megaverl dpo` and `megaverl reward`."""
 
-    train: Paths = Field(
-        default_factory=list,
-        description="Files of rows with a prompt and two responses; for loss: kto also with one and its label.",
-    )
-    validation: Paths = Field(default_factory=list, description="Files of held-out rows.")
-    chosen_key: str = Field(default="chosen", description="Column of the better response: text, or chat messages.")
-    rejected_key: str = Field(default="rejected", description="Column of the worse one.")
-    completion_key: str = Field(
-        default="completion", description="With loss: kto, in rows that have no pair: column of a single response."
-    )
-    label_key: str = Field(default="label", description="Column of whether that one is desirable: true or false.")
-    margin_key: str | None = Field(
-        default=None,
-        description="Column of how much better it is, of `megaverl reward` (arXiv 2307.09288).",
-    )
-    loss: str = Field(
-        default="dpo", description="Of `megaverl dpo`: dpo, ipo, simpo, orpo, kto, or module:function of your own."
-    )
-    options: Passthrough = Field(default_factory=dict, description="Options of the loss, such as beta.")
-    steps: Positive = Field(default=100, description="Optimizer steps.")
-    batch_size: Positive = Field(default=32, description="Rows in one step, over all ranks.")
-    lr: PositiveFloat = Field(default=1e-6, description="Highest learning rate.")
-    lr_decay_style: Literal["constant", "linear", "cosine"] = Field(
-        default="cosine", description="How the learning rate falls to 0 after warm-up."
-    )
-    lr_warmup_steps: NonNegative = Field(default=0, description="Steps in which the learning rate rises from 0.")
-    validate_every: NonNegative = Field(default=0, description="Steps between validations; 0: at the end.")
-    max_response_tokens: Positive | None = Field(
-        default=None, description="Longest response; a longer one is an error. null: rollout.sampling.max_tokens."
-    )
+    train: Paths = []
+    """Files of rows with a prompt and two responses; for loss: kto also with one and its label."""
+    validation: Paths = []
+    """Files of held-out rows."""
+    chosen_key: str = "chosen"
+    """Column of the better response: text, or chat messages."""
+    rejected_key: str = "rejected"
+    """Column of the worse one."""
+    completion_key: str = "completion"
+    """With loss: kto, in rows that have no pair: column of a single response."""
+    label_key: str = "label"
+    """Column of whether that one is desirable: true or false."""
+    margin_key: str | None = None
+    """Column of how much better it is, of `megaverl reward` (arXiv 2307.09288)."""
+    loss: str = "dpo"
+    """Of `megaverl dpo`: dpo, ipo, simpo, orpo, kto, or module:function of your own."""
+    options: Passthrough = {}
+    """Options of the loss, such as beta."""
+    steps: Positive = 100
+    """Optimizer steps."""
+    batch_size: Positive = 32
+    """Rows in one step, over all ranks."""
+    lr: PositiveFloat = 1e-6
+    """Highest learning rate."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate falls to 0 after warm-up."""
+    lr_warmup_steps: NonNegative = 0
+    """Steps in which the learning rate rises from 0."""
+    validate_every: NonNegative = 0
+    """Steps between validations; 0: at the end."""
+    max_response_tokens: Positive | None = None
+    """Longest response; a longer one is an error. null: rollout.sampling.max_tokens."""
 
 
 class MixConfig(Section):
     """One entry of `mix`: a further update in the training step, on the responses that it has generated and scored."""
 
-    update: Literal["rejection", "preference", "reward_model", "sft"] | None = Field(
-        default=None,
-        description="rejection: cross-entropy on the best response of each group (RAFT, best-of-n). preference: "
-        "`preference.loss` on the best and the worst of each group. reward_model: pairs of the same train the learned "
-        "reward. sft: cross-entropy on the prompts' reference answers.",
-    )
-    every: Positive = Field(default=1, description="In each so-many-th step.")
-    weight: PositiveFloat = Field(default=1.0, description="Factor on the loss.")
-    judge: str = Field(
-        default="reward",
-        min_length=1,
-        description="What best and worst go by: reward (the weighted sum), accuracy, or one reward by its name.",
-    )
+    update: Literal["rejection", "preference", "reward_model", "sft"] | None = None
+    """rejection: cross-entropy on the best response of each group (RAFT, best-of-n). preference: `preference.loss` on
+    the best and the worst of each group. reward_model: pairs of the same train the learned reward. sft: cross-entropy
+    on the prompts' reference answers."""
+    every: Positive = 1
+    """In each so-many-th step."""
+    weight: PositiveFloat = 1.0
+    """Factor on the loss."""
+    judge: str = Field(default="reward", min_length=1)
+    """What best and worst go by: reward (the weighted sum), accuracy, or one reward by its name."""
 
 
 REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

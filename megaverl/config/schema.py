@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, PrivateAttr, model_validator
 
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import (
@@ -42,42 +42,47 @@ FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs", "re
 class Config(Section):
     """A whole run. Made by `load_config`, which also checks what one section alone cannot know."""
 
-    run: RunConfig = Field(default_factory=RunConfig, description="Name, folder, seed, processes.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="What training starts from.")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="How rewards become gradients.")
-    actor: ActorConfig = Field(default_factory=ActorConfig, description="The policy.")
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="The value model (ppo).")
-    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="The frozen policy (with a KL).")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="Generation.")
-    environment: EnvironmentConfig = Field(
-        default_factory=EnvironmentConfig, description="Several turns: tools, games."
-    )
-    reshard: ReshardConfig = Field(default_factory=ReshardConfig, description="Weights, from actor to engine.")
-    placement: PlacementConfig = Field(
-        default_factory=PlacementConfig, description="Which role has which ranks. Empty: every role has all."
-    )
-    coordinator: CoordinatorConfig = Field(
-        default_factory=CoordinatorConfig, description="Which updates are applied, skipped, or the end."
-    )
-    data: DataConfig = Field(default_factory=DataConfig, description="Prompts.")
-    reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = Field(
-        default_factory=list, description="Rewards, summed with their weights."
-    )
-    reward_modules: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = Field(
-        default_factory=list,
-        description="Modules, or path/to/file.py, that register rewards (@register_reward); imported before names are "
-        "looked up. Also as reward.modules beside one reward.",
-    )
-    trainer: LoopConfig = Field(default_factory=LoopConfig, description="Steps and validation.")
-    sft: SFTConfig = Field(default_factory=SFTConfig, description="`megaverl sft`.")
-    preference: PreferenceConfig = Field(
-        default_factory=PreferenceConfig, description="Pairs of responses: `megaverl dpo`, `megaverl reward`."
-    )
-    reward_model: RewardModelConfig = Field(
-        default_factory=RewardModelConfig, description="A reward that is trained: PRIME, `megaverl reward`, `mix`."
-    )
-    mix: list[MixConfig] = Field(default_factory=list, description="Further updates in a training step.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving and resuming.")
+    run: RunConfig = RunConfig()
+    """Name, folder, seed, processes."""
+    model: ModelConfig = ModelConfig()
+    """What training starts from."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """How rewards become gradients."""
+    actor: ActorConfig = ActorConfig()
+    """The policy."""
+    critic: CriticConfig = CriticConfig()
+    """The value model (ppo)."""
+    reference: ReferenceConfig = ReferenceConfig()
+    """The frozen policy (with a KL)."""
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """Several turns: tools, games."""
+    reshard: ReshardConfig = ReshardConfig()
+    """Weights, from actor to engine."""
+    placement: PlacementConfig = PlacementConfig()
+    """Which role has which ranks. Empty: every role has all."""
+    coordinator: CoordinatorConfig = CoordinatorConfig()
+    """Which updates are applied, skipped, or the end."""
+    data: DataConfig = DataConfig()
+    """Prompts."""
+    reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = []
+    """Rewards, summed with their weights."""
+    reward_modules: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = []
+    """Modules, or path/to/file.py, that register rewards (@register_reward); imported before names are looked up. Also
+    as reward.modules beside one reward."""
+    trainer: LoopConfig = LoopConfig()
+    """Steps and validation."""
+    sft: SFTConfig = SFTConfig()
+    """`megaverl sft`."""
+    preference: PreferenceConfig = PreferenceConfig()
+    """Pairs of responses: `megaverl dpo`, `megaverl reward`."""
+    reward_model: RewardModelConfig = RewardModelConfig()
+    """A reward that is trained: PRIME, `megaverl reward`, `mix`."""
+    mix: list[MixConfig] = []
+    """Further updates in a training step."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _choices: tuple[str, ...] = PrivateAttr(default=())

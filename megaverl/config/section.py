@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
+from megaverl.config.signatures import class_fields
+
 
 class Section(BaseModel):
     """A mapping of the configuration file.
@@ -19,12 +21,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        validate_by_name=True,
-        validate_by_alias=True,
-        allow_inf_nan=False,
+        extra="forbid", strict=True, frozen=True, validate_by_name=True, validate_by_alias=True, allow_inf_nan=False
     )
 
     def changed(self, *names: str) -> dict[str, Any]:
@@ -67,6 +64,7 @@ class KeyDescription(NamedTuple):
 
 def described_keys(section: type[BaseModel], prefix: str = "") -> Iterator[KeyDescription]:
     """Every key that holds a value; the entries of a list are called N."""
+    meanings = field_meanings(section)
     for name, field in section.model_fields.items():
         key = f"{prefix}{field.alias or name}"
         inner = _model_of(field.annotation)
@@ -74,7 +72,13 @@ def described_keys(section: type[BaseModel], prefix: str = "") -> Iterator[KeyDe
             yield from described_keys(inner, f"{key}.N." if get_origin(field.annotation) is list else f"{key}.")
         else:
             default = "(must be given)" if field.is_required() else json.dumps(_default(field))
-            yield KeyDescription(key, type_text(field.annotation), default, field.description or "")
+            yield KeyDescription(key, type_text(field.annotation), default, meanings[name])
+
+
+def field_meanings(section: type[BaseModel]) -> dict[str, str]:
+    """What is written below each field, in one line."""
+    fields = class_fields(section.__module__, section.__name__) or {}
+    return {name: " ".join(field.description.split()) for name, field in fields.items()}
 
 
 def _default(field: FieldInfo) -> Any:

@@ -20,18 +20,7 @@ from typing import Annotated, Any, Literal, Optional, Union, get_args, get_origi
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 
-DTYPES = (
-    "float32",
-    "float16",
-    "bfloat16",
-    "float64",
-    "fp32",
-    "fp16",
-    "bf16",
-    "float8_e4m3fn",
-    "uint8",
-    "int8",
-)
+DTYPES = ("float32", "float16", "bfloat16", "float64", "fp32", "fp16", "bf16", "float8_e4m3fn", "uint8", "int8")
 # What a name of an annotation asks of a value from YAML, where a function is written module:function.
 _TYPES: dict[str, Any] = {
     **{kind.__name__: kind for kind in (bool, float, int, str)},
@@ -257,10 +246,10 @@ def _default(value: ast.expr | None) -> ast.expr | None:
 
 
 def _docline(following: ast.stmt | None) -> str:
-    """The first line of the string that documents the field before it."""
+    """The string that documents the field before it."""
     match following:
         case ast.Expr(value=ast.Constant(value=str(text))):
-            return text.strip().split("\n")[0]
+            return text.strip()
     return ""
 
 

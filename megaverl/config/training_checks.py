@@ -37,9 +37,7 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
     if warmup and warmup >= decay:
         source = "lr_decay_steps" if "lr_decay_steps" in scheduler else "the run's optimizer steps"
         yield ConfigIssue(
-            f"{at}.lr_warmup_steps",
-            f"found {warmup}; expected below {source}, {decay}.",
-            involves=("trainer.steps",),
+            f"{at}.lr_warmup_steps", f"found {warmup}; expected below {source}, {decay}.", involves=("trainer.steps",)
         )
     if scheduler.get("lr_decay_style") == "WSD":
         missing = [key for key in ("wsd_decay_steps", "lr_wsd_decay_style") if scheduler.get(key) is None]

@@ -220,9 +220,7 @@ def _locate(source: YamlSource, places: dict[Key, str], node: yaml.Node, at: Key
         path = (*at, name)
         if name in seen and name != "<<":
             source.add(
-                ".".join(path),
-                f"stands twice in {file}, in lines {seen[name]} and {line}. Keep one of them.",
-                where="",
+                ".".join(path), f"stands twice in {file}, in lines {seen[name]} and {line}. Keep one of them.", where=""
             )
         seen[name] = line
         places[path] = f"{file}, line {line}"

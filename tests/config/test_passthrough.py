@@ -142,7 +142,8 @@ def test_right_fields_of_every_kind(load):
         "init_method: 'torch.nn.init:zeros_', moe_router_dtype: null}",
         "actor.optimizer.exp_avg_dtype=bf16",
         "actor.ddp={bucket_size: null, overlap_grad_reduce: true}",
-        "rollout.vllm={gpu_memory_utilization: 1, kv_cache_dtype: auto, compilation_config: {level: 0}, runner: generate}",
+        "rollout.vllm={gpu_memory_utilization: 1, kv_cache_dtype: auto, compilation_config: {level: 0}}",
+        "rollout.vllm.runner=generate",
         "rollout.sampling={logit_bias: {5: 1.5}, allowed_token_ids: [1, 2], min_p: 0}",
     )
     assert config.actor.megatron["window_size"] == [4, 4]
