@@ -4,42 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import Field
 
-from megaverl.config.section import Fraction, NonNegative, Passthrough, Positive, PositiveFloat, Section
-
-AlgorithmName = Literal[
-    "ppo",
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "sapo",
-    "cispo",
-    "gmpo",
-    "dppo_tv",
-    "dppo_kl",
-    "clip_cov",
-    "kl_cov",
-    "rloo",
-    "remax",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "opo",
-    "gpg",
-    "gdpo",
-    "pass_at_k",
-    "best_of_group",
-    "optimal_token_baseline",
-    "distillation",
-    "gkd",
-    "turn_ppo",
-    "turn_grpo",
-    "prime",
-    "raft",
-]
+from megaverl.config.section import (
+    Fraction,
+    Function,
+    NonNegative,
+    NonNegativeFloat,
+    Passthrough,
+    Positive,
+    PositiveFloat,
+    Section,
+    Text,
+)
 
 
 class Preset(NamedTuple):
@@ -56,7 +35,7 @@ class Preset(NamedTuple):
     divergence: str | None = None
 
 
-PRESETS: dict[AlgorithmName, Preset] = {
+PRESETS: dict[str, Preset] = {
     "ppo": Preset("gae"),
     "grpo": Preset("grpo"),
     "dr_grpo": Preset("dr_grpo", aggregation="fixed_length"),
@@ -86,6 +65,10 @@ PRESETS: dict[AlgorithmName, Preset] = {
     "prime": Preset("prime"),
     "raft": Preset("raft", "policy_gradient"),
 }
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[tuple(PRESETS)]
 
 
 class KLConfig(Section):
@@ -100,7 +83,7 @@ class KLConfig(Section):
     """In the reward: take a kind other than k1, whose gradient is not the KL's (arXiv 2510.01555)."""
     straight_through: bool = False
     """In the loss: the value of `kind`, with k2's gradient, that of the KL itself."""
-    coef: float = Field(default=0.0, ge=0)
+    coef: NonNegativeFloat = 0.0
     """Coefficient of the penalty; where an adaptive one starts."""
     target: PositiveFloat | None = None
     """KL per token, in nats, that coef is steered to (arXiv 1909.08593). null: coef is fixed."""
@@ -118,7 +101,7 @@ class CorrectionConfig(Section):
 
     kind: str = "none"
     """none, token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, or module:function."""
-    low: float | None = Field(default=None, ge=0)
+    low: NonNegativeFloat | None = None
     """Lower limit of the ratio. null: the kind's own."""
     high: PositiveFloat | None = None
     """Upper limit of the ratio. null: the kind's own."""
@@ -127,7 +110,7 @@ class CorrectionConfig(Section):
 class DynamicSamplingConfig(Section):
     """`algorithm.dynamic_sampling`: groups whose responses all score alike make room for others (DAPO)."""
 
-    metric: str | None = Field(default=None, min_length=1)
+    metric: Text | None = None
     """What a group's responses must differ in for it to be kept: accuracy, reward (the weighted sum), or one reward by
     its name. null: every group is kept."""
     max_rounds: Positive = 4
@@ -174,7 +157,7 @@ class AlgorithmConfig(Section):
     """Responses sampled for each prompt; grpo needs at least 2."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Refilling groups that tell nothing."""
-    rollout_filter: str | None = Field(default=None, pattern=r"^.+:[A-Za-z_]\w*$")
+    rollout_filter: Function | None = None
     """Your own choice of the samples that train, as module:function: called with the batch and its scores, it returns
     true or false for each. null: all."""
     gamma: Fraction = 1.0
@@ -195,7 +178,7 @@ class AlgorithmConfig(Section):
     """How far a value may move before its loss is clipped (clip_range of value_loss). null: no clip."""
     value_loss_coef: PositiveFloat = 1.0
     """Factor on the value loss (ppo)."""
-    entropy_coef: float = Field(default=0.0, ge=0)
+    entropy_coef: NonNegativeFloat = 0.0
     """Weight of the entropy bonus in the policy loss."""
     kl: KLConfig = KLConfig()
     """Penalty on leaving the reference model."""

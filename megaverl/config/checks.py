@@ -27,6 +27,7 @@ from megaverl.config.training_checks import (
     preference_mistakes,
     reward_model_mistakes,
     shared_critic_mistakes,
+    warmup_mistakes,
 )
 from megaverl.errors import MegaverlError, ModelError, RewardError
 from megaverl.rewards import find_reward, load_modules, reward_names
@@ -56,14 +57,8 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes += preference_mistakes(config, command, check_paths)
     if command in (*REINFORCING, "eval"):
         mistakes += [*_validation(config), *_rewards(config, check_paths)]
-    if command in ("sft", "quickstart") and config.sft.lr_warmup_steps >= config.sft.steps:
-        mistakes.append(
-            ConfigIssue(
-                "sft.lr_warmup_steps",
-                f"found {config.sft.lr_warmup_steps}; expected below sft.steps={config.sft.steps}.",
-                involves=("sft.steps",),
-            )
-        )
+    if command in ("sft", "quickstart"):
+        mistakes += warmup_mistakes("sft", config.sft)
     here = (_files(config, command), _run_folder(config), _packages(config, command))
     return [*mistakes, *(mistake for found in here if check_paths for mistake in found)]
 
@@ -83,14 +78,15 @@ def _model(config: Config) -> tuple[ModelSpec | None, list[ConfigIssue]]:
 
 
 def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:
-    if command in REINFORCING and not config.data.train:
-        yield ConfigIssue("data.train", "is empty. Give one or more JSONL or Parquet files: data.train=FILE.")
-    if command == "sft" and not (config.sft.train or config.data.train):
-        yield ConfigIssue(
-            "sft.train", "and data.train are empty. Give one or more JSONL or Parquet files: data.train=FILE."
-        )
-    if command == "eval" and not config.data.validation:
-        yield ConfigIssue("data.validation", "is empty. Give one or more JSONL or Parquet files: data.validation=FILE.")
+    data, fix = config.data, "Give one or more JSONL or Parquet files:"
+    if command in REINFORCING and not data.train:
+        yield ConfigIssue("data.train", f"is empty. {fix} data.train=FILE.")
+    if command == "sft" and not (config.sft.train or data.train):
+        yield ConfigIssue("sft.train", f"and data.train are empty. {fix} data.train=FILE.")
+    if command == "eval" and not data.validation:
+        yield ConfigIssue("data.validation", f"is empty. {fix} data.validation=FILE.")
+    if command in ("dpo", "reward") and not config.preference.train:
+        yield ConfigIssue("preference.train", f"is empty. {fix} preference.train=FILE.")
 
 
 def _validation(config: Config) -> Iterator[ConfigIssue]:
@@ -172,20 +168,18 @@ def _files(config: Config, command: str) -> Iterator[ConfigIssue]:
         for index, source in enumerate(paths):
             if problem := _source_problem(source.path):
                 yield ConfigIssue(f"{key}.{index}", f"found {found(source.path)}, {problem}")
-    for key in ("critic", "reference", "reward_model"):
-        key, folder = f"{key}.path", getattr(config, key).path
+    models = {role: getattr(config, role).path for role in ("critic", "reference", "reward_model")}
+    models |= {f"reward.{index}": entry.path for index, entry in enumerate(config.reward)}
+    for key, folder in models.items():
         if folder is not None and not is_hub_name(folder) and not (Path(folder) / "config.json").is_file():
-            yield ConfigIssue(key, f"found {found(folder)}, which is not a Hugging Face folder with config.json.")
+            text = f"found {found(folder)}, which is not a Hugging Face folder with config.json."
+            yield ConfigIssue(f"{key}.path", text)
     for role in ("actor", "critic"):
         lora = getattr(config, role).lora
         if lora is not None and lora.path is not None and not (Path(lora.path) / "adapter_config.json").is_file():
             yield ConfigIssue(
                 f"{role}.lora.path", f"found {found(lora.path)}, which has no adapter_config.json of peft."
             )
-    for index, entry in enumerate(config.reward):
-        if entry.path and not is_hub_name(entry.path) and not (Path(entry.path) / "config.json").is_file():
-            at = f"reward.{index}.path"
-            yield ConfigIssue(at, f"found {found(entry.path)}, which is not a Hugging Face folder with config.json.")
     tokenizer = config.model.tokenizer
     if tokenizer is not None and not Path(tokenizer).exists() and not is_hub_name(tokenizer):
         yield ConfigIssue("model.tokenizer", f"found {found(tokenizer)}, which does not exist.")

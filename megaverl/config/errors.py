@@ -12,7 +12,7 @@ from megaverl.errors import ConfigError
 
 @dataclass(frozen=True)
 class ConfigIssue:
-    """One thing to mend.
+    """One thing to fix.
 
     Attributes:
         key: dotted, as in the file.

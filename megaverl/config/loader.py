@@ -13,6 +13,10 @@ Both forms may stand in one file; a key that is set twice, once in each form, is
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import operator
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +35,7 @@ from megaverl.config.rollout_checks import fitted_lengths
 from megaverl.config.schema import Config
 from megaverl.config.section import all_keys, keys_of, section_at
 from megaverl.config.signatures import place_of
-from megaverl.config.yaml_source import BASE, Key, YamlSource, read_source
+from megaverl.config.yaml_source import BASE, MISSING, Key, YamlSource, put, read_source, take, value_at
 
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
@@ -47,7 +51,7 @@ def load_config(
     """Read, merge, resolve and check the configuration of one run, before anything is built.
 
     Args:
-        path: YAML file, or what one would hold, or None for the defaults. The flat form is understood (`flat.py`).
+        path: YAML file, or what one would hold, or None for the defaults. The flat form is understood (above).
         overrides: `key=value`, dotted keys, values as YAML; later ones win, mappings merge, lists replace.
         command: what the configuration must be complete for.
         check_paths: False leaves out every check that needs the model folder or the data files to be there,
@@ -163,12 +167,11 @@ def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
 
 def _written(loc: tuple[int | str, ...], values: Any) -> bool:
     """False where another role only inherited the actor's mistake."""
-    for part in loc[:-1]:
-        try:
-            values = values[part]
-        except (KeyError, IndexError, TypeError):
-            return False
-    return not isinstance(values, dict) or loc[-1] in values or loc[0] not in INHERITED
+    try:
+        around = functools.reduce(operator.getitem, loc[:-1], values)
+    except (KeyError, IndexError, TypeError):
+        return False
+    return not isinstance(around, dict) or loc[-1] in around or loc[0] not in INHERITED
 
 
 def _mistake(detail: ErrorDetails, source: YamlSource) -> ConfigIssue:
@@ -215,22 +218,13 @@ def _suggest(path: Key) -> str:
 
 def _without(values: Any, loc: tuple[int | str, ...]) -> Any:
     """A copy of `values` that lacks what stands at `loc`."""
-    head, *rest = loc
-    if isinstance(values, dict):
-        if head not in values:
-            return values
-        if not rest:
-            return {key: value for key, value in values.items() if key != head}
-        return {**values, head: _without(values[head], tuple(rest))}
-    if isinstance(values, list) and isinstance(head, int) and head < len(values):
-        if not rest:
-            return values[:head] + values[head + 1 :]
-        return [_without(item, tuple(rest)) if index == head else item for index, item in enumerate(values)]
+    values = copy.deepcopy(values)
+    with contextlib.suppress(KeyError, IndexError, TypeError):  # it is gone with what is around it
+        del functools.reduce(operator.getitem, loc[:-1], values)[loc[-1]]
     return values
 
 
 ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"}
-MISSING = object()
 
 
 class Flat(NamedTuple):
@@ -244,6 +238,12 @@ def _engine(value: Any) -> Any:
     if value not in ENGINES:
         raise ValueError(f"found {found(value)}; allowed: {listed(ENGINES)} (who generates; training is megatron's).")
     return ENGINES[value]
+
+
+def _megatron(value: Any) -> Any:
+    if value != "megatron":
+        raise ValueError(f"found {found(value)}; allowed: megatron, which trains actor and critic.")
+    return MISSING
 
 
 def _no_fsdp(value: Any) -> Any:
@@ -266,14 +266,14 @@ FLAT: dict[str, Flat] = {
     "data.batch_size_per_gpu": Flat("data.prompts_per_step"),  # times engine.num_gpus
     "engine.actor_type": Flat("rollout.engine", _engine),
     "engine.num_gpus": Flat("run.nproc"),
-    "engine.critic_type": Flat(""),  # only checked
+    "engine.critic_type": Flat("", _megatron),
     "fsdp_config": Flat("", _no_fsdp),
     "checkpoint_config": Flat("checkpoint"),
     "log_with": Flat("run.log_with"),
     "output_dir": Flat("run.dir"),
     "seed": Flat("run.seed"),
 }
-PER_GPU, NUM_GPUS, CRITIC = "data.batch_size_per_gpu", "engine.num_gpus", "engine.critic_type"
+PER_GPU, NUM_GPUS = "data.batch_size_per_gpu", "engine.num_gpus"
 
 
 def translate(source: YamlSource) -> None:
@@ -285,7 +285,7 @@ def translate(source: YamlSource) -> None:
     _check_engine(source, engine)
     num_gpus = engine.get("num_gpus") if isinstance(engine, dict) else None
     for name, (key, convert) in FLAT.items():
-        value = _take(source.values, name.split("."))
+        value = take(source.values, name.split("."))
         if value is MISSING:
             continue
         try:
@@ -293,11 +293,9 @@ def translate(source: YamlSource) -> None:
         except ValueError as error:
             source.add(name, str(error))
             continue
-        if name == CRITIC:
-            if value != "megatron":
-                source.add(name, f"found {found(value)}; allowed: megatron, which trains actor and critic.")
+        if value is MISSING:  # it was only checked
             continue
-        existing = _get(source.values, key.split("."))
+        existing = value_at(source.values, key.split("."))
         over = 1 if existing is MISSING else source.layer(name) - source.layer(key)
         if over == 0:
             source.add(name, f"is set, and so is {key}, which is the same. Use one of them.")
@@ -338,42 +336,8 @@ def _per_gpu(value: Any, num_gpus: Any) -> int:
     return value * num_gpus
 
 
-def _get(values: Any, path: list[str]) -> Any:
-    for part in path:
-        if not isinstance(values, dict) or part not in values:
-            return MISSING
-        values = values[part]
-    return values
-
-
-def _take(values: dict[str, Any], path: list[str]) -> Any:
-    """What stands at `path`, taken out; and the mapping around it, if that is empty then."""
-    *parents, last = path
-    around = _get(values, parents)
-    if not isinstance(around, dict) or last not in around:
-        return MISSING
-    value = around.pop(last)
-    if parents and not around:
-        values.pop(parents[0])
-    return value
-
-
-def put(values: dict[str, Any], path: list[str], value: Any) -> bool:
-    """Set what stands at `path`, making the mappings around it; False where one of these is something else."""
-    *parents, last = path
-    around: Any = values
-    for part in parents:
-        if around.get(part) is None:
-            around[part] = {}
-        around = around[part]
-        if not isinstance(around, dict):
-            return False
-    around[last] = value
-    return True
-
-
 def _move_places(source: YamlSource, old: Key, new: Key, is_over: bool) -> None:
-    if len(old) == 1 and isinstance(_get(source.values, list(new)), dict):  # a whole section under another name
+    if len(old) == 1 and isinstance(value_at(source.values, new), dict):  # a whole section under another name
         for path in [path for path in source.places if path[:1] == old]:
             place = source.places.pop(path)
             if is_over or (*new, *path[1:]) not in source.places:

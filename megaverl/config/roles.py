@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from megaverl.config.errors import ConfigIssue
-from megaverl.config.section import Fraction, NonNegative, Passthrough, Positive, PositiveFloat, Section, over
+from megaverl.config.section import Fraction, NonNegative, Passthrough, Positive, PositiveFloat, Section, Text, over
 from megaverl.distributed.placement import ROLES, Wanted, parse_wanted
 
 # Fields that decide which rank holds which part of a model, and how it computes.
@@ -101,7 +101,7 @@ class OffloadConfig(Section):
     """Master weights and moments, between optimizer steps."""
     gradients: bool = False
     """The gradient buffers, between updates; nothing is copied."""
-    folder: str | None = Field(default=None, min_length=1)
+    folder: Text | None = None
     """Move to memory-mapped files in this folder. null: to pinned host memory; on a machine without an accelerator
     everything then stays where it is."""
 

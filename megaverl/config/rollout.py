@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from megaverl.config.section import NonNegative, NonNegativeFloat, Passthrough, Positive, PositiveFloat, Section, over
+from megaverl.config.section import (
+    Function,
+    NonNegative,
+    NonNegativeFloat,
+    Passthrough,
+    Positive,
+    PositiveFloat,
+    Section,
+    Text,
+    known_or_own,
+    over,
+)
 
 ENGINES = ("vllm", "hf")
-
-
-def _known_engine(value: str) -> str:
-    if value not in ENGINES and not all(value.rpartition(":")[::2]):
-        # in pydantic's own words for a Literal, so that the message and its hint are the same
-        raise PydanticCustomError("literal_error", "no such engine", {"expected": "vllm, hf, module:function"})
-    return value
-
-
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
 
 
@@ -53,7 +54,7 @@ def short_greedy_long_narrow() -> list[SamplingRule]:
 class RolloutConfig(Section):
     """`rollout`."""
 
-    engine: Annotated[str, AfterValidator(_known_engine)] = "vllm"
+    engine: Annotated[str, known_or_own(ENGINES, "module:function")] = "vllm"
     """vllm; hf: plain transformers, slow, for tests and for comparison; or your own as module:function, see
     docs/extend/engine.md."""
     tp: Positive = 1
@@ -65,7 +66,7 @@ class RolloutConfig(Section):
     sample's own distribution, the trainer's as well."""
     sampling_rules: list[SamplingRule] = short_greedy_long_narrow()
     """With adaptive_sampling: the first rule that holds for a prompt; without one, rollout.sampling."""
-    function: str | None = Field(default=None, pattern=r"^.+:[A-Za-z_]\w*$")
+    function: Function | None = None
     """Your own way to generate, as module:function: called with the engine's generate, prompts, sampling and seeds, it
     returns the responses that train. null: one call of the engine."""
     vllm: Passthrough = {}
@@ -95,7 +96,7 @@ class RolloutConfig(Section):
 class EnvironmentConfig(Section):
     """`environment`: what answers the model's turns."""
 
-    name: str | None = Field(default=None, min_length=1)
+    name: Text | None = None
     """tools, guess, signals, or a class of your own as module:object. null: one response to each prompt."""
     options: Passthrough = {}
     """Keyword arguments of the environment."""
@@ -127,5 +128,5 @@ class ReshardConfig(Section):
     """Reshards between comparisons of fingerprints of all weights on both sides; 0: the first only. -1: never."""
     timeout_minutes: PositiveFloat | None = None
     """How long a rank waits for another in a reshard before it stops. null: run.timeout_minutes."""
-    folder: str | None = Field(default=None, min_length=1)
+    folder: Text | None = None
     """Shared folder through which weights go between nodes that have no fast network. null: none."""

@@ -6,29 +6,23 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer
 
-from megaverl.config.section import NonNegative, Passthrough, Paths, Positive, PositiveFloat, Section
+from megaverl.config.section import (
+    AS_LIST,
+    Function,
+    NonNegative,
+    Passthrough,
+    Paths,
+    Positive,
+    PositiveFloat,
+    Section,
+    Text,
+    known_or_own,
+)
 
 TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")
-
-
-def _known_tracker(value: str) -> str:
-    """One of `TRACKERS`, or a class of the user's own: module:object, file.py:object."""
-    if value not in TRACKERS and not all(value.rpartition(":")[::2]):
-        # in pydantic's own words for a Literal, so that the message and its hint are the same
-        raise PydanticCustomError(
-            "literal_error", "no such tracker", {"expected": ", ".join([*TRACKERS, "module:object"])}
-        )
-    return value
-
-
-Backend = Annotated[str, AfterValidator(_known_tracker)]
-
-
-def _default_backends() -> list[Backend]:
-    return ["jsonl", "tensorboard"]
+Backend = Annotated[str, known_or_own(TRACKERS, "module:object")]
 
 
 class RunConfig(Section):
@@ -36,7 +30,7 @@ class RunConfig(Section):
 
     name: str = Field(default="run", min_length=1, pattern=r"^[\w.+=,@-]+$")
     """Names the run folder."""
-    dir: str = Field(default="runs", min_length=1)
+    dir: Text = "runs"
     """Folder of all runs; this one writes to dir/name."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Every random draw comes from it."""
@@ -45,9 +39,7 @@ class RunConfig(Section):
     many as the grids need."""
     timeout_minutes: PositiveFloat = 10.0
     """How long a rank waits for the others before it stops."""
-    log_with: Annotated[list[Backend], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = (
-        _default_backends()
-    )
+    log_with: Annotated[list[Backend], AS_LIST] = ["jsonl", "tensorboard"]
     """Where metrics go: jsonl (always written), csv, tensorboard, wandb, mlflow, swanlab, or a class of your own as
     module:object. Several at once."""
     track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = ["*"]
@@ -62,11 +54,11 @@ class ModelConfig(Section):
     while they arrive."""
     hub: Literal["huggingface", "modelscope"] = "huggingface"
     """Where org/name is looked for; modelscope needs the package of that name."""
-    revision: str | None = Field(default=None, min_length=1)
+    revision: Text | None = None
     """Branch, tag or commit of model.path on the hub. null: its main branch."""
-    offload_folder: str | None = Field(default=None, min_length=1)
+    offload_folder: Text | None = None
     """Keep what is downloaded in this folder. null: in the hub's own cache."""
-    config: str | None = Field(default=None, min_length=1)
+    config: Text | None = None
     """A config.json, named from the folder of the YAML file; `megaverl plan` reads it where model.path is not here."""
     tokenizer: str | None = None
     """Folder of a Hugging Face tokenizer, or a sentencepiece .model file. null: model.path."""
@@ -82,14 +74,14 @@ class ModelConfig(Section):
 class SourceConfig(Section):
     """Rows from one place."""
 
-    path: str = Field(min_length=1)
+    path: Text
     """A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a data set on the
     hub as org/name (needs the package datasets), or your own as module:object."""
     weight: PositiveFloat | None = None
     """Its share of the prompts, over the sum of all weights. null, for all sources: as many as it has rows."""
-    split: str = Field(default="train", min_length=1)
+    split: Text = "train"
     """Of a data set on the hub or of save_to_disk."""
-    subset: str | None = Field(default=None, min_length=1)
+    subset: Text | None = None
     """Configuration of a data set on the hub."""
     limit: Positive | None = None
     """Only its first rows, so many."""
@@ -130,7 +122,7 @@ class DataConfig(Section):
     """auto: the tokenizer's chat template where it has one. none: the text as it stands."""
     tools_key: str = "tools"
     """Column of the tools that the chat template is shown, where a row has it."""
-    tools: str | None = Field(default=None, min_length=1)
+    tools: Text | None = None
     """JSON file with the tools of every row that has none of its own."""
     min_prompt_tokens: NonNegative = 0
     """A shorter prompt is dropped, and counted."""
@@ -157,7 +149,7 @@ class RewardConfig(Section):
     """A built-in reward, or a label for a function or a model."""
     function: str | None = None
     """Your own: module:function, or path/to/file.py:function."""
-    path: str | None = Field(default=None, min_length=1)
+    path: Text | None = None
     """A reward model: a Hugging Face folder of a sequence classifier with one label, as `megaverl reward` writes. A
     response is correct where it gives more than 0."""
     engine: Literal["megatron", "transformers"] = "megatron"
@@ -206,7 +198,7 @@ class LoopConfig(Section):
     """Fields of SamplingParams that differ in validation from rollout.sampling."""
     pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = [1]
     """The k of each pass@k; none above validation_samples."""
-    operators: list[Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]] = []
+    operators: list[Function] = []
     """Functions of your own, as module:function, that add operators to the step's flow, to watch or to change what
     flows: each is called with the DataFlow (megaverl flow show)."""
     best_metric: Literal["accuracy", "reward"] = "accuracy"
@@ -217,7 +209,7 @@ class LoopConfig(Section):
     """Store every step's responses and scores, for replay_rollouts, in dir/name/rollouts."""
     rollout_only: bool = False
     """Generate, score and store; train nothing. Also `megaverl train --rollout-only`."""
-    replay_rollouts: str | None = Field(default=None, min_length=1)
+    replay_rollouts: Text | None = None
     """A folder of stored rollouts to train on, without an engine. Also --replay-rollouts PATH."""
 
 
@@ -256,7 +248,7 @@ class CheckpointConfig(Section):
     on_write_error: Literal["stop", "continue"] = "stop"
     """A checkpoint that cannot be written: stop ends the run, continue says so and goes on. The ones before it are kept
     either way."""
-    resume: str = Field(default="auto", min_length=1)
+    resume: Text = "auto"
     """auto: the newest of this run folder, if any. latest: the same, and it must be there. never: start anew. Or a
     checkpoint folder. Also `megaverl train --resume`."""
     export_hf: bool = True
@@ -311,7 +303,7 @@ class MixConfig(Section):
     """In each so-many-th step."""
     weight: PositiveFloat = 1.0
     """Factor on the loss."""
-    judge: str = Field(default="reward", min_length=1)
+    judge: Text = "reward"
     """What best and worst go by: reward (the weighted sum), accuracy, or one reward by its name."""
 
 

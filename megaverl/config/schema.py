@@ -32,7 +32,7 @@ from megaverl.config.run import (
     SFTConfig,
     rewards_as_list,
 )
-from megaverl.config.section import Section
+from megaverl.config.section import Paths, Section
 from megaverl.config.signatures import signature_of
 
 # What a preference loss reads of the reference.
@@ -68,7 +68,7 @@ class Config(Section):
     """Prompts."""
     reward: Annotated[list[RewardConfig], BeforeValidator(rewards_as_list)] = []
     """Rewards, summed with their weights."""
-    reward_modules: Annotated[list[str], BeforeValidator(lambda v: [v] if isinstance(v, str) else v)] = []
+    reward_modules: Paths = []
     """Modules, or path/to/file.py, that register rewards (@register_reward); imported before names are looked up. Also
     as reward.modules beside one reward."""
     trainer: LoopConfig = LoopConfig()

@@ -7,8 +7,9 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from megaverl.config.signatures import class_fields
 
@@ -31,14 +32,11 @@ class Section(BaseModel):
         return {name: value for name, other in defaults.items() if (value := getattr(self, name)) != other}
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+# One may stand alone: `data.train=train.jsonl` is `data.train=[train.jsonl]`.
+AS_LIST = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Paths = Annotated[list[str], AS_LIST]
 
-
-# One path may stand alone: `data.train=train.jsonl` is `data.train=[train.jsonl]`.
-Paths = Annotated[list[str], BeforeValidator(_as_list)]
-
-# A mapping handed to another library under that library's own names; `installed.py` checks it.
+# A mapping handed to another library under that library's own names; `passthrough.py` checks it.
 Passthrough = dict[str, Any]
 
 Positive = Annotated[int, Field(ge=1)]
@@ -46,11 +44,25 @@ NonNegative = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+# The user's own, module:function.
+Function = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]
 
 
 def over(defaults: dict[str, Any]) -> BeforeValidator:
     """The user's mapping laid over `defaults`, key by key; anything else is left for pydantic to refuse."""
     return BeforeValidator(lambda value: {**defaults, **value} if isinstance(value, dict) else value)
+
+
+def known_or_own(names: Sequence[str], own: str) -> AfterValidator:
+    """One of `names`, or the user's own, written as `own` says; refused in pydantic's words for a Literal."""
+
+    def check(value: str) -> str:
+        if value not in names and not all(value.rpartition(":")[::2]):
+            raise PydanticCustomError("literal_error", "unknown name", {"expected": ", ".join([*names, own])})
+        return value
+
+    return AfterValidator(check)
 
 
 class KeyDescription(NamedTuple):

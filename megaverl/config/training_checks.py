@@ -9,7 +9,7 @@ from typing import Any
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.option_checks import is_number, loss_mistakes, named_function, option_mistakes
 from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
-from megaverl.config.run import MixConfig
+from megaverl.config.run import MixConfig, PreferenceConfig, SFTConfig
 from megaverl.config.schema import Config
 from megaverl.config.signatures import signature_of
 
@@ -74,19 +74,16 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
         yield from scheduler_mistakes(role, section, config.total_updates)
 
 
+def warmup_mistakes(name: str, section: SFTConfig | PreferenceConfig) -> Iterator[ConfigIssue]:
+    if section.lr_warmup_steps >= section.steps:
+        text = f"found {section.lr_warmup_steps}; expected below {name}.steps={section.steps}."
+        yield ConfigIssue(f"{name}.lr_warmup_steps", text, involves=(f"{name}.steps",))
+
+
 def preference_mistakes(config: Config, command: str, check_paths: bool) -> Iterator[ConfigIssue]:
     """Of the pairs of `megaverl dpo` and `megaverl reward`."""
     preference = config.preference
-    if not preference.train:
-        yield ConfigIssue(
-            "preference.train", "is empty. Give one or more JSONL or Parquet files: preference.train=FILE."
-        )
-    if preference.lr_warmup_steps >= preference.steps:
-        yield ConfigIssue(
-            "preference.lr_warmup_steps",
-            f"found {preference.lr_warmup_steps}; expected below preference.steps={preference.steps}.",
-            involves=("preference.steps",),
-        )
+    yield from warmup_mistakes("preference", preference)
     if preference.validate_every and not preference.validation:
         yield ConfigIssue(
             "preference.validate_every", "is set, but preference.validation is empty. Give held-out pairs."

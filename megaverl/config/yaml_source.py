@@ -9,7 +9,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def read_source(
     _drop_unresolvable(source, tree, ())
     source.values = OmegaConf.to_container(tree, resolve=True)  # type: ignore[assignment]
     for key in borrowed:
-        _remove(source.values, key.split("."))
+        take(source.values, key.split("."))
     return source
 
 
@@ -264,9 +264,7 @@ def _borrow(tree: DictConfig, defaults: dict[str, Any]) -> list[str]:
     text = OmegaConf.to_yaml(tree, resolve=False)
     borrowed = []
     for key in sorted(set(_REFERENCE.findall(text))):
-        value: Any = defaults
-        for part in key.split("."):
-            value = value.get(part, MISSING) if isinstance(value, dict) else MISSING
+        value = value_at(defaults, key.split("."))
         if isinstance(value, str | int | float) and OmegaConf.select(tree, key) is None:
             with contextlib.suppress(OmegaConfBaseException):  # a file that is wrong there is reported later
                 OmegaConf.update(tree, key, value, force_add=True)
@@ -274,14 +272,35 @@ def _borrow(tree: DictConfig, defaults: dict[str, Any]) -> list[str]:
     return borrowed
 
 
-def _remove(values: dict[str, Any], path: list[str]) -> None:
-    """Take out what stands at `path`, and the mappings that are empty without it."""
+def value_at(values: Any, path: Sequence[str]) -> Any:
+    """What stands at `path`; MISSING where nothing does."""
+    for part in path:
+        if not isinstance(values, dict) or part not in values:
+            return MISSING
+        values = values[part]
+    return values
+
+
+def put(values: dict[str, Any], path: Sequence[str], value: Any) -> bool:
+    """Set what stands at `path`, making the mappings around it; False where one of these is something else."""
     head, *rest = path
-    if rest and isinstance(values.get(head), dict):
-        _remove(values[head], rest)
-        if values[head]:
-            return
-    values.pop(head, None)
+    if not rest:
+        values[head] = value
+        return True
+    if values.get(head) is None:
+        values[head] = {}
+    return isinstance(values[head], dict) and put(values[head], rest, value)
+
+
+def take(values: dict[str, Any], path: Sequence[str]) -> Any:
+    """What stands at `path`, taken out with the mappings that are empty without it; MISSING where nothing does."""
+    *around, last = path
+    if (value := value_at(values, path)) is not MISSING:
+        inner = value_at(values, around)
+        inner.pop(last)
+        if around and not inner:
+            take(values, around)
+    return value
 
 
 def _drop_unresolvable(source: YamlSource, tree: Any, at: Key) -> None:
