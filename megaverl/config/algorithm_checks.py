@@ -44,6 +44,12 @@ BY_LOSS = ("algorithm.name", "algorithm.policy_loss")
 BY_AGGREGATION = ("algorithm.name", "algorithm.loss_aggregation")
 
 
+# Losses without a ratio to the policy that sampled, and estimators whose samples need not be the policy's own: what is
+# kept is learned like an answer, or nothing is.
+WITHOUT_RATIO, NOT_OF_SAMPLES = ("policy_gradient", "gpg"), ("raft", "none")
+WITH_RATIO = "Use 1, or a policy loss with a ratio, such as importance_sampling or ppo_clip."
+
+
 def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Every mistake in `algorithm`, and between it and the other sections."""
     algorithm = config.algorithm
@@ -211,7 +217,7 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
             "algorithm.policy_loss",
             f"found {found(name)}, which reads {listed(unknown)}; an update has: {listed(LOSS_INPUTS)}.",
         )
-    selector: Registered | None = Registered((), (), {}, ())
+    selector: Registered | None = Registered()
     if "selected" in loss.inputs:
         selector, mistakes = _token_selector(algorithm)
         yield from mistakes
@@ -222,22 +228,24 @@ def _loss(algorithm: AlgorithmConfig, loss: Registered) -> Iterator[ConfigIssue]
             involves=BY_LOSS,
         )
     own = loss.options if selector is None else loss.options | selector.options
-    clips = {"clip_range": "clip_low", "clip_range_high": "clip_high"}
-    for key, option in clips.items():
-        if getattr(algorithm, key) is not None and option not in own:
-            yield ConfigIssue(
-                f"algorithm.{key}",
-                f"found {getattr(algorithm, key)}, but {name} has no {option}. Leave it out; {name} has: "
-                f"{listed(sorted(own)) or 'no options'}.",
-                involves=BY_LOSS,
-            )
+    for key, option in (("clip_range", "clip_low"), ("clip_range_high", "clip_high")):
+        value = getattr(algorithm, key)
+        if value is None:
+            continue
+        if option not in own:
+            text = f"found {value}, but {name} has no {option}. Leave it out; {name} has: "
+            yield ConfigIssue(f"algorithm.{key}", f"{text}{listed(sorted(own)) or 'no options'}.", involves=BY_LOSS)
+        elif option in algorithm.policy_loss_options:
+            yield _set_twice(f"policy_loss_options.{option}", key)
+        if option in own and (expected := out_of_range(option, value)):
+            yield ConfigIssue(f"algorithm.{key}", f"found {value}; as {option} of {name} expected {expected}.")
     if selector is not None:
         both = replace(loss, options=own, required=(*loss.required, *selector.required))
         yield from option_mistakes("algorithm.policy_loss_options", name, algorithm.policy_loss_options, both)
 
 
 def _token_selector(algorithm: AlgorithmConfig) -> tuple[Registered | None, list[ConfigIssue]]:
-    """Of a policy loss that reads `selected`: its selector, None where that cannot be told; and what is wrong."""
+    """Of a policy loss that reads `selected`: its selector, None where that is unknown; and what is wrong."""
     name = algorithm.token_selector_name
     if algorithm.token_selector is None and name not in registered("token_selectors"):
         key, text = "algorithm.policy_loss", f"found {found(name)}, which reads selected, and has no selector of its "
@@ -290,12 +298,6 @@ def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator
             "already. Use none.",
             involves=("algorithm.policy_loss", "algorithm.name"),
         )
-
-
-# Losses without a ratio to the policy that sampled, and estimators whose samples need not be the policy's own: what is
-# kept is learned like an answer, or nothing is.
-WITHOUT_RATIO, NOT_OF_SAMPLES = ("policy_gradient", "gpg"), ("raft", "none")
-WITH_RATIO = "Use 1, or a policy loss with a ratio, such as importance_sampling or ppo_clip."
 
 
 def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
@@ -360,16 +362,8 @@ def _unread_by_estimator(algorithm: AlgorithmConfig, estimator: Registered) -> I
 def loss_conflicts(
     algorithm: AlgorithmConfig, loss: Registered, aggregation: Registered | None
 ) -> Iterator[ConfigIssue]:
-    """Between a policy loss, or the aggregation of losses, and the keys that set their options."""
+    """Between a policy loss, or the aggregation of losses, and other keys."""
     name, given = algorithm.policy_loss_name, algorithm.policy_loss_options
-    for key, option in (("clip_range", "clip_low"), ("clip_range_high", "clip_high")):
-        value = getattr(algorithm, key)
-        if value is None or option not in loss.options:
-            continue
-        if option in given:
-            yield _set_twice(f"policy_loss_options.{option}", key)
-        if expected := out_of_range(option, value):
-            yield ConfigIssue(f"algorithm.{key}", f"found {value}; as {option} of {name} expected {expected}.")
     if "clip_dual" in loss.options:
         high = given.get("clip_high", algorithm.clip_range_high or algorithm.clip_range or 0.2)
         dual = given.get("clip_dual", 3.0)

@@ -37,6 +37,9 @@ _UNEVEN = (
 )
 
 
+CLAIMS = "MEGAVERL_ROLE"  # environment variable: what this node is, of `--role`
+
+
 def used_roles(config: Config, command: str) -> list[str]:
     """The Megatron roles that a command builds."""
     if command == "reward":
@@ -51,8 +54,8 @@ def used_roles(config: Config, command: str) -> list[str]:
 
 def is_placed(config: Config, command: str = "train") -> bool:
     """Whether the run's roles have ranks of their own, by `placement` or by what nodes say: for training alone."""
-    said = config.placement.is_given or bool(os.environ.get(CLAIMS))
-    return command == "train" and said and not config.trainer.rollout_only
+    is_given = config.placement.is_given or bool(os.environ.get(CLAIMS))
+    return command == "train" and is_given and not config.trainer.rollout_only
 
 
 def smallest_world(config: Config, command: str = "train") -> int:
@@ -89,7 +92,7 @@ def grid_mistakes(
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
         if role != "actor" and _sizes(grid) == actor_sizes:
-            continue  # the same grid: what is wrong with it was said of the actor
+            continue  # the same grid: what is wrong with it is reported for the actor
         if grid.vpp is not None and grid.vpp > 1 and grid.pp == 1:
             yield ConfigIssue(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
         if spec:
@@ -237,9 +240,6 @@ def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Con
 def _engine_against_model(tp: int, expert_parallel: bool, spec: ModelSpec) -> Iterator[ConfigIssue]:
     for misfit in misfits(spec, tp=tp, etp=1 if expert_parallel else tp):
         yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
-
-
-CLAIMS = "MEGAVERL_ROLE"  # environment variable: what this node is, of `--role`
 
 
 class Sizes(NamedTuple):

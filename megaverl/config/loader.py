@@ -100,7 +100,7 @@ def _own_defaults() -> dict[str, Any]:
 
 
 def _world_size(config: Config) -> int | None:
-    if os.environ.get(CLAIMS):  # what ranks the roles have is known when all nodes have said what they are
+    if os.environ.get(CLAIMS):  # the roles' ranks are known when all nodes have met
         return None
     if os.environ.get("WORLD_SIZE", "").isdigit():
         return int(os.environ["WORLD_SIZE"])

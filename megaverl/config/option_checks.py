@@ -9,6 +9,18 @@ from typing import Any, NamedTuple
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.signatures import Registered, of_the_users_own, registered
 
+SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "weights")
+PAIR_INPUTS = (
+    "chosen_log_probs",
+    "rejected_log_probs",
+    "ref_chosen_log_probs",
+    "ref_rejected_log_probs",
+    "chosen_lengths",
+    "rejected_lengths",
+    "weights",
+)
+REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
+
 
 class Range(NamedTuple):
     """low, high: its ends, which belong to it unless it is `above` the one or `below` the other."""
@@ -87,7 +99,7 @@ def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:
 def named_function(
     key: str, registry: str, name: str, given: Sequence[str] | None = None, settable: Sequence[str] | None = None
 ) -> tuple[Registered | None, list[ConfigIssue]]:
-    """Its signature, None where that cannot be told; and what is wrong with its name, or wanted and not given.
+    """Its signature, None where that is unknown; and what is wrong with its name, or wanted and not given.
 
     Args:
         registry: where it is registered, unless it is `module:function`.
@@ -132,19 +144,6 @@ def option_mistakes(
     for option in function.required:
         if option not in given:
             yield ConfigIssue(f"{key}.{option}", f"is not set, and {name} needs it.", involves=(involves,))
-
-
-SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "weights")
-PAIR_INPUTS = (
-    "chosen_log_probs",
-    "rejected_log_probs",
-    "ref_chosen_log_probs",
-    "ref_rejected_log_probs",
-    "chosen_lengths",
-    "rejected_lengths",
-    "weights",
-)
-REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
 
 
 def loss_mistakes(

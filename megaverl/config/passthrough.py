@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, get_args, get_type_hints
 
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.signatures import DTYPES, External, class_fields, installed_version
-from megaverl.errors import ConfigError
+from megaverl.plugins import load_object
 
 _FROM_MODEL = "It comes from the model's config.json."
 _DTYPE = "Use model.dtype."
@@ -292,17 +291,9 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
             if isinstance(option, type) and issubclass(option, enum.Enum) and value in option.__members__:
                 return option[value]
         if ":" in value and any("Callable" in str(option) for option in options):
-            return _function(value, key)
+            return load_object(value, key)
     if isinstance(value, dict):
         for option in options:
             if isinstance(option, type) and dataclasses.is_dataclass(option):
                 return option(**coerce(option, value, key))
     return value
-
-
-def _function(path: str, key: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{key}: found '{path}', which cannot be imported: {error}.") from error

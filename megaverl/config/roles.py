@@ -23,6 +23,10 @@ CRITIC_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-5}
 SCHEDULER: dict[str, Any] = {"lr_decay_style": "constant", "lr_warmup_steps": 0}
 
 
+Place = int | str | list[int | str] | dict[str, Any] | None
+_DEVICES = "_devices"
+
+
 def _whole_sequence(size: int) -> int:
     if size > 1:
         raise PydanticCustomError(
@@ -160,12 +164,6 @@ class ReferenceConfig(GridConfig):
     """Keep its weights in host memory while not in use."""
 
 
-Place = int | str | list[int | str] | dict[str, Any] | None
-
-
-_DEVICES = "_devices"
-
-
 class PlacementConfig(Section):
     """`placement`: empty, all roles share all ranks.
 
@@ -203,9 +201,8 @@ class PlacementConfig(Section):
 
     @property
     def is_given(self) -> bool:
-        """Whether anything is said at all."""
-        places = (name for name in type(self).model_fields if name not in ("actor_islands", "check_memory"))
-        return self.actor_islands > 1 or any(getattr(self, name) is not None for name in places)
+        """Whether anything is set at all."""
+        return bool(self.changed().keys() - {"check_memory"})
 
     def wanted(self) -> tuple[dict[str, Wanted], list[ConfigIssue]]:
         """Every role's entry, read; and what could not be."""

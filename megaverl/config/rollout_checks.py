@@ -19,6 +19,19 @@ from megaverl.sharding.model_spec import ModelSpec
 _KEY = "rollout.sampling_rules"
 
 
+PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
+DEFAULTS: dict[str, int] = {
+    PROMPT: DataConfig.model_fields["max_prompt_tokens"].default,
+    RESPONSE: SAMPLING["max_tokens"],
+}
+# Of commands that learn responses from rows: the key that goes before RESPONSE.
+OWN_RESPONSE = {
+    "sft": "sft.max_answer_tokens",
+    "dpo": "preference.max_response_tokens",
+    "reward": "preference.max_response_tokens",
+}
+
+
 def sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Every mistake in how samples are drawn by the length of their prompt, and in how many are drawn at once."""
     rollout = config.rollout
@@ -132,19 +145,6 @@ def dynamic_sampling_mistakes(config: Config) -> Iterator[ConfigIssue]:
             f"found {found(dynamic.metric)}, but trainer.replay_rollouts trains on what was kept before. Leave it out.",
             involves=("trainer.replay_rollouts",),
         )
-
-
-PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
-DEFAULTS: dict[str, int] = {
-    PROMPT: DataConfig.model_fields["max_prompt_tokens"].default,
-    RESPONSE: SAMPLING["max_tokens"],
-}
-# Of commands that learn responses from rows: the key that goes before RESPONSE.
-OWN_RESPONSE = {
-    "sft": "sft.max_answer_tokens",
-    "dpo": "preference.max_response_tokens",
-    "reward": "preference.max_response_tokens",
-}
 
 
 def fitted_lengths(values: dict[str, Any], command: str) -> tuple[dict[str, int], str]:

@@ -35,6 +35,23 @@ _TYPES: dict[str, Any] = {
 }
 
 
+ALGORITHMS = "megaverl.algorithms"
+# Where a function of these registries is named in a configuration.
+_PLACES = {
+    "advantage_estimators": "algorithm.advantage",
+    "policy_losses": "algorithm.policy_loss",
+    "token_selectors": "algorithm.token_selector",
+    "aggregations": "algorithm.loss_aggregation",
+    "value_losses": "algorithm.value_loss",
+    "corrections": "algorithm.correction.kind",
+    "kl_estimators": "algorithm.kl.kind",
+    "divergences": "algorithm.distillation.divergence",
+    "preference_losses": "preference.loss",
+    "reward_model_losses": "reward_model.loss",
+}
+_COMMANDS = {"preference.loss": " of `megaverl dpo`", "reward_model.loss": " of `megaverl reward`"}
+
+
 @dataclass(frozen=True)
 class SourceModule:
     """A parsed module: its dotted name and its top-level statements."""
@@ -253,9 +270,6 @@ def _docline(following: ast.stmt | None) -> str:
     return ""
 
 
-ALGORITHMS = "megaverl.algorithms"
-
-
 @dataclass(frozen=True)
 class Registered:
     """A function's signature: positional parameters are its inputs, those after the `*` its options.
@@ -294,7 +308,7 @@ def registered(registry: str) -> dict[str, Registered]:
 
 
 def of_the_users_own(path: str) -> Registered | None:
-    """The signature of `module:function`; None where it cannot be told without importing it.
+    """The signature of `module:function`; None where only importing it would show it.
 
     Raises:
         LookupError: there is no such module, or nothing of that name in it.
@@ -315,28 +329,12 @@ def of_the_users_own(path: str) -> Registered | None:
 
 
 def signature_of(registry: str, name: str) -> Registered:
-    """Of a function, registered or `module:function`; an empty one where it cannot be told."""
+    """Of a function, registered or `module:function`; an empty one where it is unknown."""
     try:
         found = of_the_users_own(name) if ":" in name else registered(registry).get(name)
     except LookupError:
         found = None
     return found or Registered()
-
-
-# Where a function of these registries is named in a configuration.
-_PLACES = {
-    "advantage_estimators": "algorithm.advantage",
-    "policy_losses": "algorithm.policy_loss",
-    "token_selectors": "algorithm.token_selector",
-    "aggregations": "algorithm.loss_aggregation",
-    "value_losses": "algorithm.value_loss",
-    "corrections": "algorithm.correction.kind",
-    "kl_estimators": "algorithm.kl.kind",
-    "divergences": "algorithm.distillation.divergence",
-    "preference_losses": "preference.loss",
-    "reward_model_losses": "reward_model.loss",
-}
-_COMMANDS = {"preference.loss": " of `megaverl dpo`", "reward_model.loss": " of `megaverl reward`"}
 
 
 def place_of(name: str) -> str:

@@ -18,6 +18,10 @@ WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 
+KEY = "critic.share_backbone"
+DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
+
+
 def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates: int) -> Iterator[ConfigIssue]:
     """What it would refuse by an assertion; `num_updates` optimizer steps make the run."""
     at, scheduler = f"{name}.scheduler", role.scheduler
@@ -164,9 +168,6 @@ def mix_mistakes(config: Config) -> Iterator[ConfigIssue]:
             )
 
 
-KEY = "critic.share_backbone"
-
-
 def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
     """Every setting of a critic with a model of its own, and what would move the policy by the values alone."""
     critic, actor, algorithm = config.critic, config.actor, config.algorithm
@@ -203,9 +204,6 @@ def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
             "out, or give the critic a model of its own.",
             involves=(KEY,),
         )
-
-
-DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
 
 
 def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:

@@ -58,9 +58,16 @@ def test_none_stays_none():
     assert coerce(Settings, {"dtype": None, "function": None}) == {"dtype": None, "function": None}
 
 
-@pytest.mark.parametrize("path", ["no_such_module_here:f", "math:no_such_function"])
-def test_a_function_that_is_not_there(path):
-    with pytest.raises(ConfigError, match=r"actor\.megatron\.function: found '.*', which cannot be imported"):
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("no_such_module_here:f", "no_such_module_here cannot be imported: ModuleNotFoundError"),
+        ("math:no_such_function", "math has no 'no_such_function'"),
+        ("math:logg", r"math has no 'logg' \(did you mean 'log.?'\?\)"),
+    ],
+)
+def test_a_function_that_is_not_there(path, problem):
+    with pytest.raises(ConfigError, match=rf"actor\.megatron\.function: {problem}"):
         coerce(Settings, {"function": path}, "actor.megatron")
 
 
