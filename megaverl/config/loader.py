@@ -33,7 +33,7 @@ from megaverl.config.passthrough import PLACES, passthrough_mistakes
 from megaverl.config.roles import INHERITED
 from megaverl.config.rollout_checks import fitted_lengths
 from megaverl.config.schema import Config
-from megaverl.config.section import all_keys, keys_of, section_at
+from megaverl.config.section import BOUNDS, all_keys, keys_of, section_at
 from megaverl.config.signatures import place_of
 from megaverl.config.yaml_source import BASE, MISSING, Key, YamlSource, put, read_source, take, value_at
 
@@ -145,7 +145,6 @@ _EXPECTED = {
     "model_attributes_type": "a mapping (key: value)",
 }
 _NAME_LETTERS = "letters, digits and . _ + = , @ - only"
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def validate(source: YamlSource) -> tuple[Config, list[ConfigIssue]]:
@@ -199,7 +198,7 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         return f"{shown}; expected {'module:function or file.py:function' if own else _NAME_LETTERS}."
     if kind in _EXPECTED:
         return f"{shown}; expected {_EXPECTED[kind]}."
-    bounds = [f"{word} {context[name]}" for name, word in _BOUNDS.items() if name in context]
+    bounds = [f"{word} {context[name]}" for name, word in BOUNDS.items() if name in context]
     return f"{shown}; expected {' and '.join(bounds)}." if bounds else f"{shown}: {detail['msg']}."
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.section import BOUNDS, Fraction, NonNegativeFloat, PositiveFloat
 from megaverl.config.signatures import Registered, of_the_users_own, registered
 
 SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "weights")
@@ -20,56 +22,18 @@ PAIR_INPUTS = (
     "weights",
 )
 REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
-
-
-class Range(NamedTuple):
-    """low, high: its ends, which belong to it unless it is `above` the one or `below` the other."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-    below: bool = False
-
-    def holds(self, value: float) -> bool:
-        """Whether a number lies in it; one that is no number does not."""
-        over = value > self.low if self.above else value >= self.low
-        under = value < self.high if self.below else value <= self.high
-        return over and under and math.isfinite(value)
-
-    def __str__(self) -> str:
-        ends = []
-        if self.low > -math.inf:
-            ends.append(f"{'above' if self.above else 'at least'} {self.low:g}")
-        if self.high < math.inf:
-            ends.append(f"{'below' if self.below else 'at most'} {self.high:g}")
-        return " and ".join(ends) or "a finite number"
-
-
-ABOVE_ZERO, NOT_NEGATIVE, SHARE = Range(0.0, above=True), Range(0.0), Range(0.0, 1.0)
-RANGES: dict[str, Range] = {
-    "beta": ABOVE_ZERO,
-    "gamma": NOT_NEGATIVE,
-    "lam": NOT_NEGATIVE,
-    "label_smoothing": Range(0.0, 0.5, below=True),
-    "desirable_weight": NOT_NEGATIVE,
-    "undesirable_weight": NOT_NEGATIVE,
-    "center_coef": NOT_NEGATIVE,
-    "clip_low": SHARE,
-    "clip_high": ABOVE_ZERO,
-    "clip_range": ABOVE_ZERO,
-    "clip_dual": Range(1.0, above=True),
-    "tau_positive": ABOVE_ZERO,
-    "tau_negative": ABOVE_ZERO,
-    "threshold": ABOVE_ZERO,
-    "penalty": NOT_NEGATIVE,
-    "fraction": Range(0.0, 1.0, above=True),
-    "covariance_low": Range(),
-    "covariance_high": Range(),
-    "eps": ABOVE_ZERO,
-    "limit": ABOVE_ZERO,
-    "right_from": Range(),
-    "k": Range(1.0),
-    "keep": Range(1.0),
+# Which values an option may have, by its name, which means the same wherever it stands.
+RANGES: dict[str, Any] = {
+    **dict.fromkeys(("beta", "clip_high", "clip_range", "eps", "limit"), PositiveFloat),
+    **dict.fromkeys(("tau_positive", "tau_negative", "threshold"), PositiveFloat),
+    **dict.fromkeys(("gamma", "lam", "penalty", "center_coef"), NonNegativeFloat),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight"), NonNegativeFloat),
+    **dict.fromkeys(("covariance_low", "covariance_high", "right_from"), Annotated[float, Field()]),
+    **dict.fromkeys(("k", "keep"), Annotated[float, Field(ge=1)]),
+    "clip_low": Fraction,
+    "clip_dual": Annotated[float, Field(gt=1)],
+    "fraction": Annotated[float, Field(gt=0, le=1)],
+    "label_smoothing": Annotated[float, Field(ge=0, lt=0.5)],
 }
 # The first must be below the second.
 ORDERED = (("covariance_low", "covariance_high"), ("low", "high"))
@@ -81,10 +45,16 @@ def is_number(value: Any) -> bool:
 
 def out_of_range(name: str, value: Any) -> str | None:
     """What is expected of an option's value, where it is a number that does not do; nothing where it does."""
-    known = RANGES.get(name)
-    if known is None or isinstance(value, bool) or not isinstance(value, int | float) or known.holds(value):
+    kind = RANGES.get(name)
+    if kind is None or not is_number(value):
         return None
-    return str(known)
+    try:
+        TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+    except ValidationError:
+        limits = kind.__metadata__[0].metadata
+        ends = [f"{BOUNDS[at]} {getattr(each, at):g}" for each in limits for at in BOUNDS if hasattr(each, at)]
+        return " and ".join(ends) or "a finite number"
+    return None
 
 
 def out_of_order(options: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -39,6 +39,9 @@ Paths = Annotated[list[str], AS_LIST]
 # A mapping handed to another library under that library's own names; `passthrough.py` checks it.
 Passthrough = dict[str, Any]
 
+# Limits of a number, as a message names them.
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
