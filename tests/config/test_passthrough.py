@@ -7,6 +7,7 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -16,6 +17,7 @@ from megaverl.config import passthrough
 from megaverl.config.errors import nearest
 from megaverl.config.passthrough import TARGETS, PassthroughClass
 from megaverl.config.signatures import class_fields, source_file
+from megaverl.config.yaml_source import MISSING, put, take, value_at
 from megaverl.platform import platform
 
 
@@ -210,3 +212,48 @@ def test_no_value_breaks_the_check(value):
         assert TARGETS["megatron"].fields()[name].accepts(value) in (True, False)
     for name in ("logit_bias", "stop", "structured_outputs"):
         assert TARGETS["sampling"].fields()[name].accepts(value) in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "right", "wrong"),
+    [
+        ("int", [1, -3], [True, 1.0, "1", None]),
+        ("float", [1, 0.5], [True, "0.5"]),
+        ("int | None", [1, None], ["null"]),
+        ("Optional['Kind']", ["a", "b", 3, None], ["c", True]),
+        ("Literal['auto', Kind]", ["auto", "a", 3], ["c", None]),
+        ("Colour", ["red"], ["green", "_hidden", 1]),
+        ("tuple[int, str]", [[1, "a"]], [[1], ["a", 1], [1, "a", 2], "ab"]),
+        ("Tuple[int, ...]", [[], [1, 2]], [["a"], 1]),
+        ("set[str]", [["a"]], ["a", [1]]),
+        ("Sequence[float]", [[1, 0.5]], [["a"], 1.0]),
+        ("Dict[int, List[str]]", [{1: ["a"]}, {"2": []}], [{"a": []}, {1: [1]}, []]),
+        ("Callable[[int], str]", ["module:function"], ["function", 1]),
+        ("torch.dtype", ["bf16", "torch.float32"], ["float31", "torch.", 16]),
+        ("Annotated[int, Limits(ge=0)]", [1], ["a"]),
+        ("Tree", [{"a": 1}, "a"], []),  # it names itself: unclear
+        ("Unknown[int]", [1, "a", None], []),
+        ("ClassOfNoKnownShape", [{"a": 1}, 1], []),
+    ],
+)
+def test_an_annotation_becomes_a_type(tmp_path, annotation, right, wrong):
+    file = tmp_path / "settings.py"
+    file.write_text(
+        "Kind = Literal['a', 'b', 3]\nTree = Dict[str, 'Tree']\nclass ClassOfNoKnownShape: ...\n"
+        "class Colour(Enum):\n    red = 1\n    _hidden = 2\n"
+        f"class Settings:\n    value: {annotation}\n    left_out: int = None\n"
+    )
+    fields = class_fields(str(file), "Settings")
+    assert fields is not None and fields["left_out"].accepts(None) and not fields["left_out"].accepts("a")
+    assert [value for value in right if not fields["value"].accepts(value)] == []
+    assert [value for value in wrong if fields["value"].accepts(value)] == []
+
+
+@given(st.lists(st.text("abc", min_size=1, max_size=1), min_size=1, max_size=3), st.integers())
+def test_what_is_put_is_found_and_taken(path, value):
+    values: dict[str, Any] = {"z": {"kept": 1}}
+    assert put(values, path, value) and value_at(values, path) == value
+    assert take(values, path) == value
+    assert values == {"z": {"kept": 1}}
+    assert take(values, path) is value_at(values, ["z", "kept", "below"]) is MISSING
+    assert not put(values, ["z", "kept", "below"], value)
