@@ -33,8 +33,6 @@ _TYPES: dict[str, Any] = {
     "Optional": Optional,
     "Union": Union,
 }
-
-
 ALGORITHMS = "megaverl.algorithms"
 # Where a function of these registries is named in a configuration.
 _PLACES = {
@@ -74,7 +72,10 @@ class SourceModule:
             for alias in imported.names:
                 if (alias.asname or alias.name) == name and depth:
                     dotted = "." * imported.level + (imported.module or "")
-                    module = source_module(importlib.util.resolve_name(dotted, package))
+                    try:
+                        module = source_module(importlib.util.resolve_name(dotted, package))
+                    except ImportError:  # relative, in a file that is in no package
+                        return None
                     return module.resolve(alias.name, depth - 1) if module else None
         return None
 
@@ -133,8 +134,8 @@ def _type(node: ast.AST | None, module: SourceModule) -> Any:
             return None
         case ast.Constant(value=str(text)):
             return _type(ast.parse(text, mode="eval").body, module)
-        case ast.Constant(value=value):
-            return value  # the ... of a tuple of any length
+        case ast.Constant(value=value) if value is ...:
+            return value
         case ast.BinOp(left=left, right=right):
             return _TYPES["Union"][_type(left, module), _type(right, module)]
         case ast.Subscript(value=outer, slice=inner):

@@ -234,11 +234,13 @@ def test_no_value_breaks_the_check(value):
         ("Tree", [{"a": 1}, "a"], []),  # it names itself: unclear
         ("Unknown[int]", [1, "a", None], []),
         ("ClassOfNoKnownShape", [{"a": 1}, 1], []),
+        ("Elsewhere", [{"a": 1}, 1], []),
     ],
 )
 def test_an_annotation_becomes_a_type(tmp_path, annotation, right, wrong):
     file = tmp_path / "settings.py"
     file.write_text(
+        "from .nowhere import Elsewhere\n"
         "Kind = Literal['a', 'b', 3]\nTree = Dict[str, 'Tree']\nclass ClassOfNoKnownShape: ...\n"
         "class Colour(Enum):\n    red = 1\n    _hidden = 2\n"
         f"class Settings:\n    value: {annotation}\n    left_out: int = None\n"
