@@ -4,8 +4,15 @@ from megaverl.config.algorithm import AlgorithmConfig, KLConfig
 from megaverl.config.errors import ConfigIssue, InvalidConfig
 from megaverl.config.grids import smallest_world
 from megaverl.config.loader import load_config
-from megaverl.config.roles import ActorConfig, CriticConfig, GridConfig, ReferenceConfig, TrainedConfig
-from megaverl.config.rollout import ReshardConfig, RolloutConfig
+from megaverl.config.roles import (
+    ActorConfig,
+    CriticConfig,
+    GridConfig,
+    ReferenceConfig,
+    ReshardConfig,
+    RolloutConfig,
+    TrainedConfig,
+)
 from megaverl.config.run import (
     CheckpointConfig,
     DataConfig,

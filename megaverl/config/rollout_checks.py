@@ -8,7 +8,7 @@ from typing import Any
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.grids import used_roles
 from megaverl.config.option_checks import is_number
-from megaverl.config.rollout import SAMPLING, RolloutConfig
+from megaverl.config.roles import SAMPLING, RolloutConfig
 from megaverl.config.run import DataConfig
 from megaverl.config.schema import Config
 from megaverl.config.yaml_source import MISSING
@@ -17,8 +17,6 @@ from megaverl.rollout.environments import agents_of, check_options, environment_
 from megaverl.sharding.model_spec import ModelSpec
 
 _KEY = "rollout.sampling_rules"
-
-
 PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
 DEFAULTS: dict[str, int] = {
     PROMPT: DataConfig.model_fields["max_prompt_tokens"].default,

@@ -15,11 +15,13 @@ from megaverl.config.roles import (
     ActorConfig,
     CoordinatorConfig,
     CriticConfig,
+    EnvironmentConfig,
     PlacementConfig,
     ReferenceConfig,
+    ReshardConfig,
     RewardModelConfig,
+    RolloutConfig,
 )
-from megaverl.config.rollout import EnvironmentConfig, ReshardConfig, RolloutConfig
 from megaverl.config.run import (
     CheckpointConfig,
     DataConfig,

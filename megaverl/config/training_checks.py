@@ -16,8 +16,6 @@ from megaverl.config.signatures import signature_of
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
 WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
-
-
 KEY = "critic.share_backbone"
 DIVERGENCE_INPUTS = ("student_log_probs", "teacher_log_probs")
 

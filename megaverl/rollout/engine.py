@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megaverl.config.rollout import RolloutConfig, SamplingRule
+    from megaverl.config.roles import RolloutConfig, SamplingRule
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.sharding.weight import Weight

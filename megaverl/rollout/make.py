@@ -11,7 +11,7 @@ from megaverl.rollout.engine import Engine, InFlight, OnLoad
 if TYPE_CHECKING:
     import torch
 
-    from megaverl.config.rollout import RolloutConfig
+    from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.sharding.weight import Weight

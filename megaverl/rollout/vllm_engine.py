@@ -42,7 +42,7 @@ from megaverl.sharding.vllm import vllm_layouts
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
 
-    from megaverl.config.rollout import RolloutConfig
+    from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.weight import Weight
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.config.rollout import EnvironmentConfig
+from megaverl.config.roles import EnvironmentConfig
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import EpisodeError, MegaverlError

@@ -12,8 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megaverl.config.roles import LoraConfig
-from megaverl.config.rollout import ReshardConfig
+from megaverl.config.roles import LoraConfig, ReshardConfig
 from megaverl.distributed.collectives import together
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaverl.config.rollout import RolloutConfig
+from megaverl.config.roles import RolloutConfig
 from megaverl.distributed.worlds import default_group
 from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of

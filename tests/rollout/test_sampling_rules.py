@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megaverl.config.rollout import RolloutConfig
+from megaverl.config.roles import RolloutConfig
 from megaverl.rollout.engine import SamplingOptions, drawing, of_each, sampling_of
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megaverl.config.roles import LoraConfig
-from megaverl.config.rollout import RolloutConfig
+from megaverl.config.roles import LoraConfig, RolloutConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation, SamplingOptions

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megaverl.config.rollout import ReshardConfig, RolloutConfig
+from megaverl.config.roles import ReshardConfig, RolloutConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.worlds import default_group
 from megaverl.errors import ReshardError

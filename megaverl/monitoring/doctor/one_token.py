@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megaverl.config.rollout import RolloutConfig
+from megaverl.config.roles import RolloutConfig
 from megaverl.monitoring.doctor.trials import answer, scratch
 from megaverl.platform import platform
 
