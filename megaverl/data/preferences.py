@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megaverl.config.run import PreferenceConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.prompts import PromptEncoder, value_at
@@ -34,6 +35,11 @@ class PreferenceColumns:
     completion: str = "completion"
     label: str = "label"
     margin: str | None = None
+
+    @classmethod
+    def of(cls, config: PreferenceConfig) -> PreferenceColumns:
+        """Those that the section `preference` names."""
+        return cls(config.chosen_key, config.rejected_key, config.completion_key, config.label_key, config.margin_key)
 
     def fit(self, row: Mapping[str, Any]) -> bool:
         """Whether a row has any of them."""

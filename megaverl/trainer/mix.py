@@ -6,26 +6,24 @@ pairs of the best and the worst response for a preference loss or for the learne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 
-from megaverl.algorithms import aggregations, count_denominators
 from megaverl.config import Config
 from megaverl.config.run import MixConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.preferences import best_and_worst, best_of_each, pairs_of
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.errors import DataError
-from megaverl.models.packing import MicroBatch
 from megaverl.trainer.roles import Roles
 from megaverl.workers.micro_batches import micro_batches_for
 from megaverl.workers.pairs import PreferenceUpdates, RewardModelUpdates, as_metrics
 from megaverl.workers.policy import Actor
 from megaverl.workers.remote import local
 from megaverl.workers.reward import Scores
-from megaverl.workers.updates import share
+from megaverl.workers.updates import Weighting, cross_entropy
 
 Metrics = dict[str, float]
 
@@ -58,14 +56,11 @@ class Mix:
         warms_up = step < self.config.algorithm.critic_warmup_steps and entry.update != "reward_model"
         if (step + 1) % entry.every or warms_up:
             return
-        updates: Mapping[str | None, Callable[[MixConfig, RolloutBatch, torch.Tensor], Metrics]] = {
-            "rejection": self._rejection,
-            "preference": self._preference,
-            "reward_model": self._reward_model,
-            "sft": self._answers,
-        }
-        metrics = updates[entry.update](entry, rollouts, scores.metric(entry.judge))
-        self.record(f"mix_{entry.update}", metrics)
+        if entry.update == "rejection":
+            update = self._rejection
+        else:
+            update = self._answers if entry.update == "sft" else self._pairs
+        self.record(f"mix_{entry.update}", update(entry, rollouts, scores.metric(entry.judge)))
 
     def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
         """Cross-entropy on the best response of every group whose responses differ (RAFT, arXiv 2304.06767)."""
@@ -74,38 +69,32 @@ class Mix:
         metrics = answers_update(self.actor, rollouts.select(best), weight=entry.weight) if best else {}
         return metrics | {"samples": float(len(best))}
 
-    def _preference(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
-        """The best and the worst response of every group, by `preference.loss`."""
+    def _pairs(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
+        """The best and the worst response of every group: by `preference.loss`, or for the learned reward to rank."""
         pairs = best_and_worst(judged, rollouts.group_ids)
-        if not pairs:
-            return {"samples": 0.0}
-        preference = self.config.preference
-        updates = PreferenceUpdates(
+        metrics = self._pair_updates(entry).update(rollouts.select(pairs)) if pairs else {}
+        return metrics | {"samples": float(len(pairs))}
+
+    def _pair_updates(self, entry: MixConfig) -> PreferenceUpdates | RewardModelUpdates:
+        config, roles = self.config, self._roles()
+        if entry.update == "reward_model":
+            assert roles.learned is not None
+            section = config.reward_model
+            return RewardModelUpdates(
+                roles.learned,
+                section.loss,
+                section.options,
+                micro_batch_tokens=section.micro_batch_tokens,
+                weight=entry.weight,
+            )
+        return PreferenceUpdates(
             self.actor.trainable,
-            preference.loss,
-            preference.options,
+            config.preference.loss,
+            config.preference.options,
+            local(roles.reference) if config.preference_needs_reference else None,
             micro_batch_tokens=self.actor.micro_batch_tokens,
             weight=entry.weight,
         )
-        reference = local(self._roles().reference) if self.config.preference_needs_reference else None
-        return updates.update(rollouts.select(pairs), reference) | {"samples": float(len(pairs))}
-
-    def _reward_model(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
-        """The best and the worst response of every group, for the learned reward to tell apart."""
-        learned = self._roles().learned
-        assert learned is not None
-        pairs = best_and_worst(judged, rollouts.group_ids)
-        if not pairs:
-            return {"samples": 0.0}
-        section = self.config.reward_model
-        updates = RewardModelUpdates(
-            learned,
-            section.loss,
-            section.options,
-            micro_batch_tokens=section.micro_batch_tokens,
-            weight=entry.weight,
-        )
-        return updates.update(rollouts.select(pairs)) | {"samples": float(len(pairs))}
 
     def _answers(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
         """Cross-entropy on the reference answer of every prompt.
@@ -131,14 +120,7 @@ class Mix:
 
 def answers_update(actor: Actor, batch: RolloutBatch, *, weight: float = 1.0) -> Metrics:
     """One optimizer step of the actor: the mean cross-entropy of the tokens under the mask, times `weight`."""
-    model, mask = actor.model, batch.response_mask
-    inputs = {"response_mask": mask, "denominators": count_denominators(mask)}
-    weights = aggregations.get("token_mean")(inputs) * weight
-    micro = micro_batches_for(model, batch, actor.micro_batch_tokens, {"weights": weights})
-
-    def loss(logits: torch.Tensor, part: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        log_probs, _ = model.log_probs(logits, part)
-        value = -(part.fields["weights"] * log_probs).sum()
-        return value, {"loss": share(value)}
-
-    return as_metrics(actor.trainable.update(micro, loss))
+    mask = batch.response_mask
+    weights = Weighting("token_mean").weights(mask) * weight
+    micro = micro_batches_for(actor.model, batch, actor.micro_batch_tokens, {"weights": weights})
+    return as_metrics(actor.trainable.update(micro, cross_entropy(actor.model)))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megaverl.config import Config
+from megaverl.config.roles import ActorConfig
+from megaverl.config.stages import PreferenceConfig, RewardModelConfig
+from megaverl.config.trainer import SFTConfig
 from megaverl.data.datasets import PromptDataset, PromptRecord
+from megaverl.data.sources import Entry
 from megaverl.errors import MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.memory import memory_metrics
@@ -20,6 +24,7 @@ from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, unhear
 from megaverl.trainer.loop import kept_objects
 from megaverl.trainer.records import Records
 from megaverl.trainer.saving import Saving, check_origin, settle_file, tokenizer_digest
+from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -35,43 +40,53 @@ def with_longest(config: Config, longest: int | None) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
 
 
+def with_optimizer(
+    builder: Builder, model: MegatronModel, role: ActorConfig | RewardModelConfig, stage: SFTConfig | PreferenceConfig
+) -> TrainableModel:
+    """`model` with its role's optimizer, at the learning rate and for the steps of a stage."""
+    schedule = {"lr_decay_style": stage.lr_decay_style, "lr_warmup_steps": stage.lr_warmup_steps}
+    role = role.model_copy(update={"scheduler": schedule})
+    return builder.trainable(model, role, {**role.optimizer, "lr": stage.lr}, stage.steps)
+
+
 class OfflineTrainer(ABC):
     """Every rank makes one and calls `train`. A stage says what is trained, and what a step is.
 
     Args:
-        steps: optimizer steps of the run. batch_size: rows of one.
+        stage: its settings: steps, rows of one.
+        sources: where rows come from: paths, or entries of `data.train`.
+
+    Attributes:
+        trained: what a checkpoint holds, by role; the stage makes it after this, when it is known what it goes on from.
+        validate_every: steps between validations; 0: at the end only.
     """
 
     name: str  # of the stage, in metrics
+    trained: dict[str, TrainableModel]
+    validate_every = 0
 
     def __init__(
-        self, config: Config, builder: Builder, console: Console, job: Job | None, *, steps: int, batch_size: int
+        self,
+        config: Config,
+        builder: Builder,
+        console: Console,
+        job: Job | None,
+        stage: SFTConfig | PreferenceConfig,
+        sources: Sequence[Entry],
     ) -> None:
         self.config, self.builder, self.console = config, builder, console
-        self.steps, self.is_first = steps, dist.get_rank() == 0
+        self.steps, self.is_first = stage.steps, dist.get_rank() == 0
         self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else unheard)
-        self.data = self.dataset(self.train_sources)
-        self.sampler = self.data.sampler(batch_size, config.run.seed, shuffle=config.data.shuffle)
+        self.data = self.dataset(sources)
+        self.sampler = self.data.sampler(stage.batch_size, config.run.seed, shuffle=config.data.shuffle)
         self.saving = Saving(config.checkpoint, builder.run_dir, self.stages.note, console)
         builder.resumes = self.saving.resumed_from is not None
         self.leave = PreemptionHandler()
         self.records = Records(config, builder.run_dir, console, keeps=self.is_first)
         self.next_step = 0
 
-    # --- what a stage is ------------------------------------------------------------------------------------------
-
-    @property
     @abstractmethod
-    def trained(self) -> dict[str, TrainableModel]:
-        """What a checkpoint holds, by role."""
-
-    @property
-    @abstractmethod
-    def train_sources(self) -> list[Any]:
-        """Where rows come from: paths, or entries of `data.train`."""
-
-    @abstractmethod
-    def dataset(self, sources: list[Any]) -> PromptDataset:
+    def dataset(self, sources: Sequence[Entry]) -> PromptDataset:
         """The rows of sources, checked."""
 
     @abstractmethod
@@ -85,13 +100,6 @@ class OfflineTrainer(ABC):
     def validate(self) -> dict[str, float]:
         """Metrics on held-out rows; none where there are no such rows."""
         return {}
-
-    @property
-    def validate_every(self) -> int:
-        """Steps between validations; 0: at the end only."""
-        return 0
-
-    # --- the loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the last validation's metrics, or the last step's.

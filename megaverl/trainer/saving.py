@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from megaverl.config.run import CheckpointConfig
 from megaverl.data.tokenizers import Tokenizer
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.errors import CheckpointError
+from megaverl.models.classifier import classifier_config
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
 from megaverl.workers.megatron_model import MegatronModel
@@ -171,3 +174,24 @@ def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
     model.export(folder, source_folder=builder.folder, tokenizer_folder=tokenizer, overwrite=True)
     if model.adapters is not None:
         model.save_adapters(folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path)
+
+
+def export_classifier(model: MegatronModel, builder: Builder, folder: Path, *, path: str | None) -> None:
+    """Write a reward model as Hugging Face's `...ForSequenceClassification` with one label. Every rank takes part.
+
+    Args:
+        path: of the model that it started from; None: `model.path`.
+    """
+    source = builder.files(path).folder
+
+    def describe() -> str:
+        own = Path(tempfile.mkdtemp(prefix="classifier_", dir=builder.run_dir))
+        config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+        described = classifier_config(config, pad_token_id=builder.tokenizer.pad_token_id)
+        (own / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        builder.tokenizer.save(own)
+        return str(own)
+
+    described = on_first_rank(describe, model.grid.world)
+    model.export(folder, source_folder=described, overwrite=True)
+    on_first_rank(lambda: shutil.rmtree(described), model.grid.world)

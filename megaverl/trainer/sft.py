@@ -2,69 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from megaverl.config import Config
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.prompts import PromptEncoder
+from megaverl.data.sources import Entry
 from megaverl.distributed.collectives import together
 from megaverl.errors import DataError
-from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
-from megaverl.trainer.offline import OfflineTrainer
+from megaverl.trainer.offline import OfflineTrainer, with_optimizer
 from megaverl.trainer.saving import export_model
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.responses import rollout_batch
-from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.updates import Weighting, run_updates, share
+from megaverl.workers.updates import Weighting, cross_entropy, run_updates
 
 
 class AnswerUpdates:
     """Cross-entropy on the answers' tokens, given the prompts: the actor's model, and its optimizer steps."""
 
     def __init__(self, config: Config, builder: Builder) -> None:
-        sft, actor = config.sft, config.actor
         self.config, self.encoder = config, builder.encoder()
-        self.algorithm, self.micro_batch_tokens, self.seed = (
-            AlgorithmConfig(),
-            actor.micro_batch_tokens,
-            config.run.seed,
-        )
-        self.model = builder.model(actor, "actor", trained=actor.lora is None)
-        self.trainable = TrainableModel(
-            self.model,
-            optimizer={**actor.optimizer, "lr": sft.lr},
-            scheduler={"lr_decay_style": sft.lr_decay_style, "lr_warmup_steps": sft.lr_warmup_steps},
-            ddp=actor.ddp,
-            total_updates=sft.steps,
-            gradient_accumulation=actor.gradient_accumulation,
-            offload=actor.offload,
-        )
+        self.algorithm, self.seed = AlgorithmConfig(), config.run.seed
+        self.micro_batch_tokens = config.actor.micro_batch_tokens
+        self.model = builder.model(config.actor, "actor", trained=config.actor.lora is None)
+        self.trainable = with_optimizer(builder, self.model, config.actor, config.sft)
 
     def update(self, records: Sequence[PromptRecord], step: int) -> dict[str, float]:
         """One optimizer step on these pairs; every rank takes part."""
         return run_updates(
             self,
             answers_batch(self.config, self.encoder, records),
-            self._loss,
+            cross_entropy(self.model),
             weighting=Weighting("token_mean"),
             fields={},
             step=step,
         )
-
-    def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        log_probs, _ = self.model.log_probs(logits, micro)
-        loss = -(micro.fields["weights"] * log_probs).sum()
-        return loss, {"loss": share(loss)}
 
 
 class SFTTrainer(OfflineTrainer):
@@ -73,18 +52,11 @@ class SFTTrainer(OfflineTrainer):
     name = "sft"
 
     def __init__(self, config: Config, builder: Builder, console: Console, job: Job | None = None) -> None:
-        super().__init__(config, builder, console, job, steps=config.sft.steps, batch_size=config.sft.batch_size)
+        super().__init__(config, builder, console, job, config.sft, answer_sources(config))
         self.updates = AnswerUpdates(config, builder)
+        self.trained = {"actor": self.updates.trainable}
 
-    @property
-    def trained(self) -> dict[str, TrainableModel]:
-        return {"actor": self.updates.trainable}
-
-    @property
-    def train_sources(self) -> list[Any]:
-        return answer_sources(self.config)
-
-    def dataset(self, sources: list[Any]) -> PromptDataset:
+    def dataset(self, sources: Sequence[Entry]) -> PromptDataset:
         dataset, encoder = self.builder.dataset(sources), self.builder.encoder()
         with together():  # a bad answer ends the run before it starts
             for number in range(len(dataset)):
@@ -111,7 +83,7 @@ def warm_up(config: Config, builder: Builder, console: Console) -> MegatronModel
     return updates.model
 
 
-def answer_sources(config: Config) -> list[Any]:
+def answer_sources(config: Config) -> Sequence[Entry]:
     """Where prompts with answers come from."""
     return config.sft.train or config.data.train
 

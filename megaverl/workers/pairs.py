@@ -94,7 +94,8 @@ class PreferenceUpdates(PairUpdates):
     """DPO and its relatives on a policy.
 
     Args:
-        policy: the one that is trained; its log-probs, and a reference's, are at temperature 1.
+        policy: the one that is trained; its log-probs, and the reference's, are at temperature 1.
+        reference: None where the loss has none.
         weight: a factor on the loss.
     """
 
@@ -103,6 +104,7 @@ class PreferenceUpdates(PairUpdates):
         policy: TrainableModel,
         name: str,
         options: Mapping[str, Any],
+        reference: Policy | None = None,
         *,
         micro_batch_tokens: int,
         weight: float = 1.0,
@@ -111,10 +113,11 @@ class PreferenceUpdates(PairUpdates):
         super().__init__(policy, entry, options, micro_batch_tokens=micro_batch_tokens, weight=weight)
         self._single = of_single_responses(name)
         self._plain = Policy(policy.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens)
+        self._reference = None if reference is None else reference.untempered()
 
-    def update(self, batch: RolloutBatch, reference: Policy | None) -> dict[str, float]:
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
         """One optimizer step. Returns the loss's metrics."""
-        reference = None if reference is None else reference.untempered()
+        reference = self._reference
         fields: dict[str, torch.Tensor] = {}
         if reference is not None:
             fields["ref"] = response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
@@ -125,13 +128,13 @@ class PreferenceUpdates(PairUpdates):
             return self.run(batch, fields, self._loss)
         return self.run(batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1)
 
-    def evaluate(self, batch: RolloutBatch, reference: Policy | None) -> dict[str, float]:
+    def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
         """`accuracy`: how often the better response is the likelier one, next to the reference if there is one.
 
         Of single responses: how often one is likelier than the reference finds it, if it is desirable, and less likely
         if it is not; next to what KTO compares with.
         """
-        reference = None if reference is None else reference.untempered()
+        reference = self._reference
         sums, lengths = response_log_probs(self._plain.log_probs(batch), batch.response_mask)
         if reference is not None:
             sums = sums - response_log_probs(reference.log_probs(batch), batch.response_mask)[0]

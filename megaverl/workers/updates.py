@@ -13,7 +13,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.megatron_model import Loss
+from megaverl.workers.megatron_model import Loss, MegatronModel
 from megaverl.workers.micro_batches import MicroBatchPlan, micro_batches_of, of_each_rank, plan_for
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 
@@ -134,6 +134,17 @@ def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Te
     mask = torch.zeros_like(response_mask)
     mask[samples] = response_mask[samples]
     return mask
+
+
+def cross_entropy(model: MegatronModel) -> Loss:
+    """The loss -log p of every token, times the field `weights`."""
+
+    def loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        log_probs, _ = model.log_probs(logits, micro)
+        value = -(micro.fields["weights"] * log_probs).sum()
+        return value, {"loss": share(value)}
+
+    return loss
 
 
 def share(loss: torch.Tensor) -> torch.Tensor:

@@ -81,13 +81,13 @@ def pair_updates(
     reference = Policy(model(), temperature=0.7, micro_batch_tokens=micro_batch_tokens)
     found: dict[str, Any] = {}
     for name, options in losses.items():
-        updates = PreferenceUpdates(trainable(model()), name, options, micro_batch_tokens=micro_batch_tokens)
-        found[name] = [updates.update(pairs, reference) for _ in range(2)] + [updates.evaluate(pairs, reference)]
+        updates = PreferenceUpdates(trainable(model()), name, options, reference, micro_batch_tokens=micro_batch_tokens)
+        found[name] = [updates.update(pairs) for _ in range(2)] + [updates.evaluate(pairs)]
     single = pairs.select([0, 3, 4, 5, 1]).with_(
         group_ids=torch.arange(5)
     )  # two desirable ones, and three that are not
-    updates = PreferenceUpdates(trainable(model()), "kto", {}, micro_batch_tokens=micro_batch_tokens)
-    found["single"] = [updates.update(single, reference) for _ in range(2)] + [updates.evaluate(single, reference)]
+    updates = PreferenceUpdates(trainable(model()), "kto", {}, reference, micro_batch_tokens=micro_batch_tokens)
+    found["single"] = [updates.update(single) for _ in range(2)] + [updates.evaluate(single)]
     margins = torch.arange(len(pairs)).float() // 2 / 10
     ranking = RewardModelUpdates(
         trainable(model(value_head=1)), "bradley_terry", {"center_coef": 0.01}, micro_batch_tokens=micro_batch_tokens

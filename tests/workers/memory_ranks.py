@@ -97,7 +97,7 @@ def every_kind_of_update(folder: str, shape: dict[str, int], offload: dict[str, 
             update = {
                 "preference": lambda own=trainable, cap=cap: PreferenceUpdates(
                     own, "simpo", {}, micro_batch_tokens=cap
-                ).update(pairs, None),
+                ).update(pairs),
                 "reward_model": lambda own=trainable, cap=cap: RewardModelUpdates(
                     own, "bradley_terry", {}, micro_batch_tokens=cap
                 ).update(pairs),
