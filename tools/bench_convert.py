@@ -89,7 +89,7 @@ def peak_of(arguments: list[str]) -> tuple[float, float]:
         "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"  # ru_maxrss counts the parent's
     )
     idle = "import torch.distributed.checkpoint, megaverl.cli.convert; from megaverl.checkpoint.convert import run"
-    busy = f"from megaverl.cli.convert import main\nassert main({arguments!r}) == 0"
+    busy = f"from megaverl.cli.main import main\nassert main({['convert', *arguments]!r}) == 0"
     peaks = []
     for body in (idle, busy):
         command = ending_with_parent([sys.executable, "-c", code.format(body)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from megaverl.cli.convert import main
+from megaverl.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(["--to", "megatron", *sys.argv[1:]]))
+    sys.exit(main(["convert", "--to", "megatron", *sys.argv[1:]]))

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from megaverl.config.run import is_hub_name
-from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError
+from megaverl.cli.options import Subcommand
+from megaverl.errors import FAILED, INTERRUPTED, ConfigError, MegaverlError
 
 DESCRIPTION = """\
 Convert a model. The output appears only when it is whole, and takes configuration, tokenizer and chat template along.
@@ -24,30 +22,11 @@ Convert a model. The output appears only when it is whole, and takes configurati
 A critic or reward model (score.weight) is known by its files. Runs without torchrun; under torchrun (--nproc-per-node
 N, one or more machines on one file system) the ranks share the work.
 """
+GRID = ("tp", "pp", "ep", "etp", "vpp")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _parser().parse_args(argv)
-    first = os.environ.get("RANK", "0") == "0"
-    try:
-        _convert(arguments)
-    except MegaverlError as error:
-        if first:  # all ranks raise the same
-            print(f"error: {error}", file=sys.stderr)
-        return MISTAKE if isinstance(error, ConfigError) else FAILED
-    except KeyboardInterrupt:
-        print("interrupted: nothing was kept", file=sys.stderr)
-        return 130
-    if first:
-        print(f"{arguments.source} -> {arguments.output}")
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="megaverl convert", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         type=Path,
@@ -58,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         "--to", choices=("megatron", "hf"), help="default: megatron from a Hugging Face folder, hf from all others"
     )
     grid = parser.add_argument_group("a Megatron target's grid (any other grid can read the checkpoint too)")
-    for name in ("tp", "pp", "ep", "etp", "vpp"):
+    for name in GRID:
         grid.add_argument(f"--{name}", type=int, metavar="N", default=None if name in ("etp", "vpp") else 1)
     grid.add_argument("--prefix", default="", help="in front of every key, such as actor.")
     grid.add_argument(
@@ -79,46 +58,42 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--logits", action="store_true", help="run both models and compare logits (implies --verify)")
     parser.add_argument("--force", action="store_true", help="replace the output if it exists")
     parser.add_argument("--quiet", action="store_true", help="no progress")
-    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        _convert(arguments)
+    except MegaverlError:
+        if first:  # all ranks raise the same
+            raise
+        return FAILED
+    except KeyboardInterrupt:
+        print("interrupted: nothing was kept", file=sys.stderr)
+        return INTERRUPTED
+    if first:
+        print(f"{arguments.source} -> {arguments.output}")
+    return 0
 
 
 def _convert(arguments: argparse.Namespace) -> None:
     import torch
 
-    from megaverl.checkpoint.convert.run import ConversionRequest, check_output, convert, parse_size, process_group
-    from megaverl.checkpoint.convert.source import kind_of
-    from megaverl.distributed.collectives import together
+    from megaverl.checkpoint.convert.run import ConversionRequest, convert_any, kind_of_name, parse_size, target_grid
 
-    kind = kind_of(arguments.source)
-    if kind != "gguf" and is_hub_name(str(arguments.source)):
-        kind = "hugging_face"
+    kind = kind_of_name(arguments.source)
     to = arguments.to or ("megatron" if kind == "hugging_face" else "hf")
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     shard_bytes = parse_size(arguments.shard_size) if arguments.shard_size else None
     _check(arguments, kind, to)
-    if kind == "gguf":
-        from megaverl.checkpoint.convert.gguf import convert_gguf
-
-        options = {"shard_bytes": shard_bytes} if shard_bytes else {}
-        convert_gguf(
-            arguments.source,
-            arguments.output,
-            dtype=dtype or torch.float32,
-            tokenizer_folder=arguments.tokenizer,
-            model_folder=arguments.model,
-            force=arguments.force,
-            quiet=arguments.quiet,
-            **options,
-        )
-        return
-    request = partial(
-        ConversionRequest,
+    request = ConversionRequest(
+        source=arguments.source,
         output=arguments.output,
         to="hugging_face" if to == "hf" else to,
-        shape=_shape(arguments),
-        dtype=dtype,
+        shape=target_grid(**{name: getattr(arguments, name) for name in GRID}),
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         role=arguments.role,
         prefix=arguments.prefix,
+        model_folder=arguments.model,
         tokenizer=arguments.tokenizer,
         shard_bytes=shard_bytes,
         transformer_engine=arguments.layer_spec == "transformer_engine",
@@ -127,21 +102,7 @@ def _convert(arguments: argparse.Namespace) -> None:
         force=arguments.force,
         quiet=arguments.quiet,
     )
-    with process_group():
-        with together():
-            check_output(arguments.output, arguments.source, force=arguments.force)
-        source = _fetched(arguments.source, arguments.revision)
-        model = arguments.model and _fetched(arguments.model, arguments.revision, with_weights=False)
-        convert(request(source=source, model_folder=model))
-
-
-def _fetched(path: Path, revision: str | None, *, with_weights: bool = True) -> Path:
-    """A folder; a model on a hub is downloaded first. Every rank takes part."""
-    from megaverl.models.hub import find_model
-
-    if path.suffix == ".gguf" or not is_hub_name(str(path)):
-        return path
-    return find_model(str(path), revision=revision, with_weights=with_weights).wait()
+    convert_any(request, kind, revision=arguments.revision)
 
 
 def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
@@ -153,7 +114,7 @@ def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
         mistakes.append("--verify, --logits: dequantised weights have nothing to be compared with, leave these out")
     if kind == "gguf" and "RANK" in os.environ:
         mistakes.append("torchrun: a .gguf file is converted by one process, leave it away")
-    given = [f"--{name}" for name in ("tp", "pp", "ep", "etp", "vpp") if getattr(arguments, name) not in (None, 1)]
+    given = [f"--{name}" for name in GRID if getattr(arguments, name) not in (None, 1)]
     given += ["--prefix"] if arguments.prefix else []
     if to == "hf" and given:
         mistakes.append(f"{', '.join(given)}: only for a Megatron target (--to megatron)")
@@ -161,14 +122,4 @@ def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:
         raise ConfigError("\n".join(mistakes))
 
 
-def _shape(arguments: argparse.Namespace):  # type: ignore[no-untyped-def]  # its module is imported late
-    """The smallest grid with these sizes: as many data-parallel ranks as the experts ask for."""
-    from megaverl.distributed.grid import GridShape
-
-    tp, ep, etp = arguments.tp, arguments.ep, arguments.etp or arguments.tp
-    dp = next((dp for dp in range(1, max(1, ep * etp) + 1) if tp * dp % (ep * etp) == 0), 1)
-    return GridShape(tp=tp, pp=arguments.pp, ep=ep, dp=dp, vpp=arguments.vpp, etp=arguments.etp)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+COMMANDS = {"convert": Subcommand(DESCRIPTION, _options, _run)}

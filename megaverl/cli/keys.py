@@ -1,36 +1,70 @@
-"""`megaverl keys [PREFIX]`: the configuration's keys: type, default, meaning; other libraries' included."""
+"""Commands about what can be typed: `keys` lists the configuration's keys, `completion` has a shell complete them."""
 
 from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
+from megaverl.cli.options import Subcommand, UsageError
 from megaverl.config import Config
 from megaverl.config.errors import did_you_mean
 from megaverl.config.passthrough import PLACES
 from megaverl.config.section import described_keys
+from megaverl.errors import MISTAKE
 
-EXAMPLES = """\
+KEYS = """\
+The configuration's keys: type, default, meaning; other libraries' included.
+
   megaverl keys                        all of this project's keys
   megaverl keys algorithm.kl           one section
   megaverl keys rollout.sampling       those of vLLM's SamplingParams, as installed"""
+COMPLETION = """\
+Print what makes the shell complete commands, options and the configuration's keys.
+
+  source <(megaverl completion bash)          for this shell; put it into ~/.bashrc for all
+  source <(megaverl completion zsh)           the same for zsh
+  megaverl completion fish > ~/.config/fish/completions/megaverl.fish
+"""
+SCRIPTS = {
+    "bash": """\
+_megaverl() {
+    local IFS=$'\\n'
+    COMPREPLY=($(megaverl completion --words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *= ]] && compopt -o nospace
+    return 0
+}
+COMP_WORDBREAKS=${COMP_WORDBREAKS//=/}
+complete -o default -F _megaverl megaverl
+""",
+    "zsh": """\
+_megaverl() {
+    local -a found
+    found=("${(@f)$(megaverl completion --words "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+    if [[ -n ${found[1]} ]]; then compadd -S '' -- "${found[@]}"; else _files; fi
+}
+compdef _megaverl megaverl
+""",
+    "fish": """\
+complete -c megaverl -a '(megaverl completion --words (commandline -opc)[2..-1] (commandline -ct))'
+""",
+}
+TAKE_KEYS = ("train", "sft", "eval", "generate", "quickstart", "plan", "flow", "keys")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    described = argparse.ArgumentParser(
-        prog="megaverl keys",
-        description=f"{__doc__}\n\n{EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    described.add_argument("prefix", nargs="?", default="", help="such as actor, algorithm.kl or rollout.vllm")
-    prefix = described.parse_args(argv).prefix.strip(".")
+def _keys_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefix", nargs="?", default="", help="such as actor, algorithm.kl or rollout.vllm")
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    prefix = arguments.prefix.strip(".")
     lines = list(_lines(prefix))
     if not lines:
         known = [key for key, *_ in described_keys(Config)]
         print(f"megaverl keys: no key begins with `{prefix}`.{did_you_mean(prefix, known)}", file=sys.stderr)
-        return 2
+        return MISTAKE
     print("\n".join(lines))
     return 0
 
@@ -52,5 +86,53 @@ def _below(key: str, prefix: str) -> bool:
     return not prefix or key == prefix or key.startswith(prefix + ".")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _completion_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", nargs="?", choices=tuple(SCRIPTS))
+    parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    if arguments.words is not None:
+        print("\n".join(words(arguments.argv[1:])))  # as given: argparse drops a `--`
+    elif arguments.shell is None:
+        raise UsageError(f"name a shell: {', '.join(SCRIPTS)}")
+    else:
+        print(SCRIPTS[arguments.shell], end="")
+    return 0
+
+
+def words(typed: Sequence[str]) -> Iterator[str]:
+    """What the last of the words after `megaverl` may become."""
+    from megaverl.cli.main import COMMANDS, parser_of
+
+    *before, last = typed or [""]
+    if not before:
+        yield from (name for name in COMMANDS if name.startswith(last))
+    elif before[0] not in COMMANDS:
+        return
+    elif last.startswith("-"):
+        lines = [line for line in parser_of(before[0]).format_help().splitlines() if line.startswith("  -")]
+        options = dict.fromkeys(re.findall(r"(?<![\w-])--[a-z][a-z_-]*", "\n".join(lines)))
+        yield from (option for option in options if option.startswith(last))
+    elif before[0] == "check-plugin" and len(before) == 1:
+        from megaverl.trainer.contracts import KINDS
+
+        yield from (kind for kind in KINDS if kind.startswith(last))
+    elif before[0] in TAKE_KEYS and "/" not in last:
+        yield from _next_parts(last, "" if before[0] == "keys" else "=")
+
+
+def _next_parts(begin: str, end: str) -> Iterator[str]:
+    """Keys of the configuration; only the next part of a name, so that the list stays short."""
+    found = set()
+    for entry in described_keys(Config):
+        if entry.key.startswith(begin) and ".N." not in entry.key:
+            rest = entry.key[len(begin) :]
+            found.add(begin + rest.partition(".")[0] + ("." if "." in rest else end))
+    yield from sorted(found)
+
+
+COMMANDS = {
+    "keys": Subcommand(KEYS, _keys_options, _keys),
+    "completion": Subcommand(COMPLETION, _completion_options, _completion),
+}

@@ -1,32 +1,39 @@
-"""`megaverl COMMAND`: the one entry point. A command is a module of this folder, imported when it is asked for."""
+"""`megaverl COMMAND`: the one entry point. A command's module is imported when the command is asked for."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError
 from megaverl.version import __version__
 
-# name -> what --help says of it; the module megaverl.cli.<name> has `main(argv) -> exit code`
+if TYPE_CHECKING:
+    from megaverl.cli.options import Subcommand
+
+
+# name -> the module of this folder whose `COMMANDS` has it, and what `megaverl --help` says of it
 COMMANDS = {
-    "train": "reinforcement learning: PPO, GRPO and 22 more",
-    "sft": "a warm-up by supervised fine-tuning on prompt/answer pairs",
-    "dpo": "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO",
-    "reward": "a reward model from pairs of responses",
-    "quickstart": "the whole job on a tiny model made on the spot; downloads nothing",
-    "generate": "responses to prompts",
-    "eval": "validation only: mean reward, accuracy, pass@k",
-    "plan": "memory, bytes and seconds of a configuration on a given cluster, before there is one",
-    "convert": "Hugging Face <-> Megatron checkpoint on any grid, Megatron <-> Megatron, GGUF",
-    "check-plugin": "whether a reward, loss, environment, ... of your own keeps to its contract",
-    "data": "check: what is wrong with which rows of a data set",
-    "flow": "show: the operators of a configuration's training step",
-    "report": "one HTML page about a run, or about several side by side",
-    "doctor": "what this machine has and lacks, and how to mend it",
-    "completion": "what makes bash, zsh or fish complete commands and keys",
-    "keys": "every key of the configuration: type, default, meaning",
+    "train": ("train", "reinforcement learning: PPO, GRPO and 22 more"),
+    "sft": ("train", "a warm-up by supervised fine-tuning on prompt/answer pairs"),
+    "dpo": ("train", "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward": ("train", "a reward model from pairs of responses"),
+    "quickstart": ("train", "the whole job on a tiny model made on the spot; downloads nothing"),
+    "generate": ("generate", "responses to prompts"),
+    "eval": ("generate", "validation only: mean reward, accuracy, pass@k"),
+    "plan": ("plan", "memory, bytes and seconds of a configuration on a given cluster, before there is one"),
+    "convert": ("convert", "Hugging Face <-> Megatron checkpoint on any grid, Megatron <-> Megatron, GGUF"),
+    "check-plugin": ("check", "whether a reward, loss, environment, ... of your own keeps to its contract"),
+    "data": ("check", "check: what is wrong with which rows of a data set"),
+    "flow": ("plan", "show: the operators of a configuration's training step"),
+    "report": ("report", "one HTML page about a run, or about several side by side"),
+    "doctor": ("report", "what this machine has and lacks, and how to mend it"),
+    "completion": ("keys", "what makes bash, zsh or fish complete commands and keys"),
+    "keys": ("keys", "every key of the configuration: type, default, meaning"),
 }
 
 _USAGE = """usage: megaverl COMMAND [--config FILE] [key=value ...]
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage(), end="", file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
+        return 0 if arguments else MISTAKE
     if arguments[0] == "--version":
         print(__version__)
         return 0
@@ -58,9 +65,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"megaverl: no command `{name}`.{did_you_mean(name, COMMANDS)}\n", file=sys.stderr)
         print(usage(), end="", file=sys.stderr)
-        return 2
+        return MISTAKE
     try:
-        code: int = importlib.import_module(f"megaverl.cli.{name.replace('-', '_')}").main(rest)
+        code = _run(name, rest)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read it has read enough; nor must the interpreter's own flush at exit find this
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,7 +77,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    return _USAGE.format(commands="\n".join(f"  {name:<{width}}  {what}" for name, what in COMMANDS.items()))
+    return _USAGE.format(commands="\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items()))
+
+
+def parser_of(name: str, command: Subcommand | None = None) -> argparse.ArgumentParser:
+    """The parser of a command's arguments."""
+    command = command or _command(name)
+    parser = argparse.ArgumentParser(
+        prog=f"megaverl {name}",
+        description=command.description,
+        epilog=command.epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_options(parser)
+    return parser
+
+
+def _command(name: str) -> Subcommand:
+    found: Subcommand = importlib.import_module(f"megaverl.cli.{COMMANDS[name][0]}").COMMANDS[name]
+    return found
+
+
+def _run(name: str, argv: list[str]) -> int:
+    from megaverl.cli.options import UsageError
+
+    command = _command(name)
+    parser = parser_of(name, command)
+    arguments = parser.parse_intermixed_args(argv)
+    arguments.argv = argv
+    try:
+        return command.run(arguments)
+    except UsageError as error:
+        parser.error(str(error))
+    except MegaverlError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE if isinstance(error, ConfigError) else FAILED
 
 
 if __name__ == "__main__":

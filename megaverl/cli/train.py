@@ -1,29 +1,30 @@
-"""`megaverl train`, `python -m megaverl.cli.train`: reinforcement learning with PPO or GRPO."""
+"""Commands that train: `train` (also `python -m megaverl.cli.train`), `sft`, `dpo`, `reward`, `quickstart`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 
-from megaverl.cli.command import parser, run
+from megaverl.cli.options import UsageError
+from megaverl.cli.ranks import rank_command
+from megaverl.config import load_config
 from megaverl.config.grids import CLAIMS
+from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import SAVED_AND_LEFT
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 failed; 2 a mistake in the configuration; 130 interrupted; "
+    " Exit codes: 0 done; 1 failed; 2 a mistake in the configuration; 130 interrupted; "
     f"{SAVED_AND_LEFT} saved and left on SIGTERM or SIGUSR1: start it again to go on."
 )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    described = parser("train", "Reinforcement learning: PPO or GRPO.")
-    described.add_argument("--rollout-only", action="store_true", help="generate, score and store; train nothing")
-    described.add_argument("--replay-rollouts", metavar="PATH", help="train on stored rollouts, without an engine")
-    described.add_argument(
+def _train_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rollout-only", action="store_true", help="generate, score and store; train nothing")
+    parser.add_argument("--replay-rollouts", metavar="PATH", help="train on stored rollouts, without an engine")
+    parser.add_argument(
         "--track_metrics",
         "--track-metrics",
         nargs="?",
@@ -31,21 +32,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="PATTERNS",
         help="which metrics the trackers get, such as 'reward/*,actor/*'; alone: all (run.track_metrics)",
     )
-    described.add_argument(
+    parser.add_argument(
         "--role",
         action="append",
         metavar="ROLES",
         help="what this node is, under torchrun: train, rollout, reward, critic, reference, coordinator; several with "
         "commas, or with an option each; where no node says train, those of the rollout train as well",
     )
-    described.epilog = f"{described.epilog} {EXIT_CODES}"
-    arguments = described.parse_intermixed_args(given)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    """The options of `train` as overrides; the roles of this node go into its environment."""
     if arguments.role is not None:
         roles = ",".join(arguments.role)
         try:
             parse_claims(roles)
         except ValueError as error:
-            described.error(f"--role: {error}")
+            raise UsageError(f"--role: {error}") from error
         os.environ[CLAIMS] = roles
     if arguments.rollout_only:
         arguments.overrides.append("trainer.rollout_only=true")
@@ -56,8 +59,63 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.overrides.append(arguments.track_metrics)
             arguments.track_metrics = "*"
         arguments.overrides.append(f"run.track_metrics={json.dumps(arguments.track_metrics.split(','))}")
-    return run("train", arguments, given, {})
 
+
+def _quickstart(arguments: argparse.Namespace) -> None:
+    arguments.config = arguments.config or str(recipe("quickstart"))
+    if arguments.dry_run:
+        arguments.no_file_checks = True  # the files are made by the run
+    elif "RANK" not in os.environ:  # the process that starts the ranks makes what they read
+        config = load_config(arguments.config, arguments.overrides, command="quickstart", check_paths=False)
+        from megaverl.trainer.quickstart import prepare
+
+        prepare(config)
+
+
+COMMANDS = {
+    "train": rank_command(
+        "train",
+        "Reinforcement learning: PPO or GRPO.",
+        """\
+  megaverl train --config configs/gsm8k_smollm2/ppo.yaml model.path=DIR 'data.train=[train.jsonl]'
+  megaverl train --config FILE actor.tp=2 rollout.tp=2 --nproc 4
+  megaverl train --config FILE --dry-run""",
+        _train_options,
+        _train,
+        EXIT_CODES,
+    ),
+    "sft": rank_command(
+        "sft",
+        "Supervised fine-tuning on prompt/answer pairs; the section `sft` has its settings.",
+        """\
+  megaverl sft --config configs/gsm8k_smollm2/sft.yaml model.path=DIR 'data.train=[train.jsonl]' sft.steps=200""",
+    ),
+    "dpo": rank_command(
+        "dpo",
+        "A policy from pairs of responses (DPO, IPO, KTO, SimPO, ORPO); settings in `preference`.",
+        """\
+  megaverl dpo --config configs/preferences_smollm2/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]'
+  megaverl dpo --config configs/preferences_smollm2/dpo.yaml model.path=DIR 'preference.train=[pairs.jsonl]' \\
+      preference.loss=simpo""",
+    ),
+    "reward": rank_command(
+        "reward",
+        "A reward model from pairs of responses; settings in `preference` and `reward_model`.",
+        """\
+  megaverl reward --config configs/preferences_smollm2/reward_model.yaml model.path=DIR \\
+      'preference.train=[pairs.jsonl]'""",
+    ),
+    "quickstart": rank_command(
+        "quickstart",
+        "Teach a tiny model from nothing: warm-up, then PPO. Downloads nothing.",
+        """\
+  megaverl quickstart
+  megaverl quickstart run.seed=1 trainer.steps=50""",
+        apply=_quickstart,
+    ),
+}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from megaverl.cli.main import main
+
+    sys.exit(main(["train", *sys.argv[1:]]))

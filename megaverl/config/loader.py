@@ -36,8 +36,25 @@ from megaverl.config.schema import Config
 from megaverl.config.section import BOUNDS, all_keys, keys_of, section_at
 from megaverl.config.signatures import place_of
 from megaverl.config.yaml_source import BASE, MISSING, Key, YamlSource, put, read_source, take, value_at
+from megaverl.errors import ConfigError
 
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
+
+
+def load_any(path: str, overrides: list[str]) -> Config:
+    """A configuration of whichever command that trains it is one; files need not be here.
+
+    Raises:
+        ConfigError: of none; the mistakes are those of `train`.
+    """
+    commands: tuple[Command, ...] = ("train", "sft", "dpo", "reward")
+    refusals: list[ConfigError] = []
+    for command in commands:
+        try:
+            return load_config(path, overrides, command=command, check_paths=False)
+        except ConfigError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def load_config(

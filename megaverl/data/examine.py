@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from megaverl.config import Config
+from megaverl.config.run import DataConfig
 from megaverl.data.preferences import Judged, PreferenceColumns
-from megaverl.data.prompts import Columns, PromptEncoder, RowColumns, value_at
-from megaverl.data.sources import RowSource
+from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, RowColumns, load_tools, value_at
+from megaverl.data.sources import RowChain, RowSource, as_source, open_source
+from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import DataError
 
 SHARES = (0.0, 0.5, 0.9, 0.99, 1.0)
@@ -81,6 +84,31 @@ class Examined:
             "problems": [vars(problem) for problem in self.problems],
         }
 
+    def as_text(self, name: str, most: int | None = None) -> str:
+        """What a person reads of the data set `name`, with `most` problems or all."""
+        lines = [f"{name}: {self.num_rows} rows, {self.num_usable} can be used"]
+        if self.num_long or self.num_short:
+            lines.append(f"  too long: {self.num_long}   too short: {self.num_short}")
+        if self.num_pairs:
+            lines.append(f"  pairs of responses: {self.num_pairs}")
+        if self.num_desirable + self.num_undesirable:
+            lines.append(f"  single responses: {self.num_desirable} desirable, {self.num_undesirable} undesirable")
+        for what, values in (("prompt tokens", self.lengths), ("answer characters", self.answer_lengths)):
+            if values:
+                numbers = "   ".join(f"{word} {value}" for word, value in quantiles(values).items())
+                lines.append(f"  {what}: {numbers}")
+        lines.append(f"  columns: {', '.join(f'{key} ({count})' for key, count in self.keys.items())}")
+        if self.example:
+            example = self.example if len(self.example) <= 400 else self.example[:400] + " ..."
+            lines += ["  the first prompt, as the model sees it:", *(f"    | {line}" for line in example.splitlines())]
+        shown = self.problems[:most]
+        lines += [f"  {problem}" for problem in shown]
+        if len(shown) < len(self.problems):
+            lines.append(f"  ... and {len(self.problems) - len(shown)} more (--all)")
+        if not self.problems:
+            lines.append("  nothing is wrong with it")
+        return "\n".join(lines)
+
 
 def examine(
     rows: RowSource, encoder: PromptEncoder | None, columns: Columns, preferences: PreferenceColumns | None = None
@@ -107,6 +135,38 @@ def examine(
             found.problems.append(DataProblem(where, "error", str(error).removeprefix(f"{where}: ")))
     found.problems += _about_the_whole(found, encoder)
     return found
+
+
+def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Examined]:
+    """The training and the held-out data of a configuration, by its keys, and what stands in both.
+
+    Args:
+        tokenizer: in place of the configuration's own.
+    """
+    data, model, found = config.data, config.model, {}
+    too_long = "drop" if data.too_long == "error" else data.too_long
+    encoder = encoder_of(
+        data.model_copy(update={"too_long": too_long}),
+        tokenizer or model.tokenizer or model.path,
+        trust_remote_code=model.trust_remote_code,
+    )
+    columns = Columns(data.prompt_key, data.answer_key, data.tools_key, load_tools(data.tools) if data.tools else None)
+    for section in ("data", "preference"):
+        judged = PreferenceColumns.of(config.preference) if section == "preference" else None
+        for part in ("train", "validation"):
+            sources = [as_source(each) for each in getattr(getattr(config, section), part)]
+            if sources:
+                rows = RowChain([open_source(source) for source in sources])
+                found[f"{section}.{part}"] = examine(rows, encoder, columns, judged)
+        if f"{section}.train" in found and f"{section}.validation" in found:
+            held_out = found[f"{section}.validation"]
+            held_out.problems += overlap(found[f"{section}.train"], held_out)
+    return found
+
+
+def encoder_of(data: DataConfig, tokenizer: str, *, trust_remote_code: bool = False) -> PromptEncoder:
+    """What renders prompts as a run does whose section `data` is this."""
+    return PromptEncoder(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code), PromptFormat.of(data))
 
 
 def _usual(row: Mapping[str, Any], columns: Columns) -> PreferenceColumns | None:

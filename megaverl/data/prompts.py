@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:
+    from megaverl.config.run import DataConfig
     from megaverl.data.tokenizers import Tokenizer
 
 
@@ -55,6 +56,17 @@ class PromptFormat:
     min_tokens: int = 0
     max_tokens: int | None = None
     too_long: TooLong = "error"
+
+    @classmethod
+    def of(cls, data: DataConfig) -> PromptFormat:
+        """As the section `data` wants it."""
+        return cls(
+            chat_template=data.chat_template,
+            system_prompt=data.system_prompt,
+            min_tokens=data.min_prompt_tokens,
+            max_tokens=data.max_prompt_tokens,
+            too_long=data.too_long,
+        )
 
 
 def check_prompt(prompt: Any, where: str, key: str) -> str | list[Message]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from megaverl.distributed.placement import ranks_text
 from megaverl.errors import ConfigError
 
 # role -> its ranks in the job
@@ -325,3 +326,60 @@ def _on_both_sides(edges: Sequence[Edge], source: set[int], dest: set[int]) -> I
             same = (first.value, first.maker) == (second.value, second.maker)
             if same and source.issubset(first.dest) and dest.issubset(second.dest):
                 yield first.value
+
+
+def as_dict(plan: CompiledFlow) -> dict[str, Any]:
+    """The flow as JSON."""
+    return {
+        "operators": [
+            {
+                "name": each.name,
+                "roles": list(each.roles),
+                "takes": list(each.takes),
+                "gives": list(each.gives),
+                "ranks": None if plan.ranks[each.name] is None else list(plan.ranks[each.name] or ()),
+            }
+            for each in plan.operators
+        ],
+        "stages": [list(stage) for stage in plan.stages],
+        "moves": [
+            {"value": edge.value, "from": list(edge.source), "to": list(edge.dest), "for": list(edge.takers)}
+            for edge in plan.edges
+        ],
+    }
+
+
+def as_text(plan: CompiledFlow) -> str:
+    """A line for each operator, stage by stage; what stands in one stage can run side by side."""
+    rows = []
+    by_name = {each.name: each for each in plan.operators}
+    for number, stage in enumerate(plan.stages, start=1):
+        for place, name in enumerate(stage):
+            each, ranks = by_name[name], plan.ranks[name]
+            where = ", ".join(each.roles) or "all"
+            if ranks is not None:
+                where += f" (ranks {ranks_text(ranks)})"
+            takes, gives = ", ".join(each.takes), ", ".join(each.gives) or "-"
+            rows.append((str(number) if place == 0 else "", name, where, f"{takes} -> {gives}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
+    ]
+    moves = [
+        f"  {edge.value}: ranks {ranks_text(edge.source)} -> {ranks_text(edge.dest)}, for {', '.join(edge.takers)}"
+        for edge in plan.edges
+    ]
+    return "\n".join([*lines, *(["", "moves:", *moves] if moves else [])])
+
+
+def as_mermaid(plan: CompiledFlow) -> str:
+    """A flow chart that GitHub and MkDocs draw."""
+    lines = ["flowchart LR"]
+    for each in plan.operators:
+        label = f"{each.name}<br/><small>{', '.join(each.roles)}</small>" if each.roles else each.name
+        lines.append(f'    {each.name}["{label}"]')
+    for each in plan.operators:
+        for value, maker in plan.makers[each.name].items():
+            if maker:
+                lines.append(f"    {maker} -- {value} --> {each.name}")
+    return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -14,6 +15,7 @@ from megaverl.config.roles import GridConfig, TrainedConfig, recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import Node, ResolvedPlacement
 from megaverl.distributed.placement_resolver import resolve
+from megaverl.errors import ConfigError
 from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model
 from megaverl.models.lora.low_rank import LowRank, low_ranks
@@ -144,6 +146,38 @@ class PlannedJob:
     @property
     def actor(self) -> Role:
         return self.roles[0]
+
+
+def find_spec(config: Config, model_config: str | None = None, *, beside: str | None = None) -> ModelSpec:
+    """The model that a plan is for: of a config.json, of the model folder, or of the recipe's `model.config`.
+
+    Args:
+        model_config: `--model-config`.
+        beside: the recipe's file, which its `model.config` is relative to.
+
+    Raises:
+        ConfigError: there is none of them, or one that cannot be read.
+    """
+    if model_config is not None:
+        return _read_spec("--model-config", Path(model_config))
+    if (Path(config.model.path) / "config.json").is_file():
+        return ModelSpec.from_folder(config.model.path)
+    if config.model.config is not None:
+        return _read_spec("model.config", Path(beside or "").parent / config.model.config)
+    raise ConfigError(
+        f"model.path: {config.model.path} is not here. Give the model's config.json: --model-config FILE, or "
+        "model.config in the recipe (configs/llama3_70b/config.json is one)."
+    )
+
+
+def _read_spec(key: str, path: Path) -> ModelSpec:
+    if not path.is_file():
+        raise ConfigError(f"{key}: {path} does not exist. Give the path of a model's config.json.")
+    try:
+        described = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} is not valid JSON ({error}).") from error
+    return ModelSpec.from_config(described, source=str(path))
 
 
 def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | None = None) -> PlannedJob:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
+from megaverl.config import Config
+from megaverl.config.grids import is_placed, resolve_placement, role_grids, used_roles
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow import DataFlow, Operator
-from megaverl.dataflow.plan import Places
+from megaverl.dataflow.plan import CompiledFlow, Places
 from megaverl.errors import ConfigError
 from megaverl.rollout.engine import Engine
 from megaverl.rollout.environments import agents_of
 from megaverl.trainer.build import Builder
+from megaverl.trainer.launcher import default_nproc
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.step import RLStep
+from megaverl.trainer.stored_rollouts import RolloutFolder
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout
 
@@ -90,6 +95,23 @@ class AgentsStep(RLStep):
             self.metrics[f"{agent}/{name}"] = value
             if not name.startswith("reward/"):  # what a person watches: the mean over the agents
                 self.metrics[name] = self.metrics.get(name, 0.0) + value / count
+
+
+def plan_of(config: Config, world_size: int | None = None) -> CompiledFlow:
+    """The compiled flow of the trainer that this configuration makes; no role is built.
+
+    Args:
+        world_size: ranks of the job, where roles have ranks of their own; None: `run.nproc`, or as many as needed.
+    """
+    places = None
+    if is_placed(config):
+        size = world_size or config.run.nproc or default_nproc(config, "train")
+        grids = role_grids(config, used_roles(config, "train"))
+        places = resolve_placement(config.placement, grids, size).ranks
+    replay = config.trainer.replay_rollouts
+    nobody = cast(Roles, None)  # the roles are only needed when the flow runs
+    make_step = AgentsStep if config.environment.agents == "own" else RLStep
+    return make_step(config, nobody, RolloutFolder(replay) if replay else None).flow(places).plan
 
 
 def own_samples(rollouts: RolloutBatch, rows: list[int]) -> RolloutBatch:

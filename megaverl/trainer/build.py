@@ -388,17 +388,7 @@ class Builder:
         return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.gain)
 
     def encoder(self) -> PromptEncoder:
-        data = self.config.data
-        return PromptEncoder(
-            self.tokenizer,
-            PromptFormat(
-                chat_template=data.chat_template,
-                system_prompt=data.system_prompt,
-                min_tokens=data.min_prompt_tokens,
-                max_tokens=data.max_prompt_tokens,
-                too_long=data.too_long,
-            ),
-        )
+        return PromptEncoder(self.tokenizer, PromptFormat.of(self.config.data))
 
     def columns(self, *, needs_answer: bool = True) -> Columns:
         """Which columns of the data are read."""

@@ -10,9 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaverl.config import Config
-from megaverl.config.roles import ActorConfig
-from megaverl.config.stages import PreferenceConfig, RewardModelConfig
-from megaverl.config.trainer import SFTConfig
+from megaverl.config.roles import ActorConfig, RewardModelConfig
+from megaverl.config.run import PreferenceConfig, SFTConfig
 from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.sources import Entry
 from megaverl.errors import MegaverlError

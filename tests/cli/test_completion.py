@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.cli.completion import main, words
-from megaverl.cli.main import COMMANDS
+from megaverl.cli.keys import words
+from megaverl.cli.main import COMMANDS, main
 
 
 @pytest.mark.parametrize(
@@ -33,6 +33,17 @@ def test_what_is_offered(typed: list[str], offered: list[str]) -> None:
     assert list(words(typed)) == offered
 
 
+def test_the_shells_hand_over_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever it looks like: `megaverl report --<Tab>`."""
+    for typed, offered in (
+        (["report", "--"], ["--help", "--output"]),
+        (["train", "--he"], ["--help"]),
+        (["da"], ["data"]),
+    ):
+        assert main(["completion", "--words", *typed]) == 0
+        assert capsys.readouterr().out.split() == offered
+
+
 def test_bash_takes_it(tmp_path: Path) -> None:
     (tmp_path / "megaverl").write_text(f'#!/bin/sh\nexec {sys.executable} -m megaverl.cli.main "$@"\n')
     (tmp_path / "megaverl").chmod(0o755)
@@ -47,8 +58,11 @@ def test_bash_takes_it(tmp_path: Path) -> None:
 
 def test_the_scripts_are_valid(capsys: pytest.CaptureFixture[str]) -> None:
     for shell in ("bash", "zsh", "fish"):
-        assert main([shell]) == 0
+        assert main(["completion", shell]) == 0
         text = capsys.readouterr().out
         if shutil.which(shell):
             subprocess.run([shell, "-n"], input=text, text=True, check=True)
-    assert main(["tcsh"]) == 2
+    for wrong in (["tcsh"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(["completion", *wrong])
+        assert caught.value.code == 2

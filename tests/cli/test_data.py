@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.cli.data import main
+from megaverl.cli.main import main as megaverl
 from tests.trainer.conftest import make_inputs
+
+
+def main(arguments: list[str]) -> int:
+    """`megaverl data`"""
+    return megaverl(["data", *arguments])
+
 
 ROWS = [
     '{"prompt": "one two three", "answer": "1"}',

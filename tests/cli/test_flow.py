@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.cli.flow import main
+from megaverl.cli.main import main as megaverl
+
+
+def main(arguments: list[str]) -> int:
+    """`megaverl flow`"""
+    return megaverl(["flow", *arguments])
+
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "gsm8k_smollm2" / "ppo.yaml")
 

@@ -102,7 +102,7 @@ def test_data_sets_of_the_hubs_library(tmp_path: Path) -> None:
 
 ON_THE_HUB = """
 import json, sys
-from megaverl.cli.data import main
+from megaverl.cli.main import main
 from megaverl.config.run import SourceConfig
 from megaverl.data.prompts import Columns
 from megaverl.data.prompts import PromptEncoder, PromptFormat
@@ -124,7 +124,7 @@ for source in (SourceConfig(path="org/none"), SourceConfig(path="org/sums", spli
         open_source(source)
     except DataError as error:
         said.append(str(error))
-code = main(["check", "org/sums", "--split", "test"])
+code = main(["data", "check", "org/sums", "--split", "test"])
 print(json.dumps({
     "test": [test[i] for i in range(len(test))], "said": said, "code": code,
     "whole": [record.prompt for record in whole.take(14)], "rest": [record.prompt for record in second.take(10)],

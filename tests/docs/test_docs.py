@@ -25,8 +25,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megaverl.cli import convert
-from megaverl.cli.main import COMMANDS, main
+from megaverl.cli.main import COMMANDS, main, parser_of
 from megaverl.config import load_config
 from megaverl.config.loader import FLAT
 from megaverl.config.schema import Config
@@ -162,7 +161,7 @@ def run_megaverl(block: Block, words: list[str]) -> None:
         assert left.value.code == 0, block
         return
     if command == "convert":
-        convert._parser().parse_args(words[1:])
+        parser_of("convert").parse_args(words[1:])
         return
     if command == "doctor":
         words = [*words, "--no-trials"]

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megaverl.cli.main import main as megaverl
 from tests.faults.injector import install
 from tests.faults.networks import VARIABLE, enter
 
@@ -38,8 +38,7 @@ def main(argv: Sequence[str]) -> int:
     if VARIABLE in os.environ:
         enter(os.environ[VARIABLE], int(os.environ["RANK"]))
     install(os.environ, int(os.environ["RANK"]))
-    code: int = importlib.import_module(f"megaverl.cli.{argv[0]}").main(list(argv[1:]))
-    return code
+    return megaverl(argv)
 
 
 if __name__ == "__main__":

@@ -92,9 +92,9 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 def megaverl(command: str, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """`python -m megaverl.cli.<command>`: the real command, which starts its own ranks."""
+    """`megaverl <command>`: the real command, which starts its own ranks."""
     return subprocess.run(
-        ending_with_parent([sys.executable, "-m", f"megaverl.cli.{command}", *arguments]),
+        ending_with_parent([sys.executable, "-m", "megaverl.cli.main", command, *arguments]),
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from megaverl.checkpoint.convert.source import (
     carry_files,
     check_tokenizer,
     converted_config,
+    kind_of,
     open_source,
     write_conversion,
 )
@@ -32,10 +33,12 @@ from megaverl.checkpoint.convert.target import (
     megatron_target,
 )
 from megaverl.checkpoint.convert.verify import compare_bytes, compare_twins
+from megaverl.config.run import is_hub_name
 from megaverl.distributed.collectives import on_first_rank, raise_together, together
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.store import job_store
 from megaverl.errors import CheckpointError, ConfigError
+from megaverl.models.hub import find_model
 from megaverl.models.options import padded_vocab_size
 from megaverl.weights.export import SHARD_BYTES
 from megaverl.weights.load import BESIDE_KEY
@@ -98,6 +101,54 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def kind_of_name(source: Path) -> str:
+    """`kind_of` a path; of a name on a hub, `hugging_face`."""
+    kind = kind_of(source)
+    return "hugging_face" if kind != "gguf" and is_hub_name(str(source)) else kind
+
+
+def target_grid(*, tp: int, pp: int, ep: int, etp: int | None, vpp: int | None) -> GridShape:
+    """The smallest grid with these sizes: as many data-parallel ranks as the experts ask for."""
+    etp = etp or tp
+    dp = next((dp for dp in range(1, max(1, ep * etp) + 1) if tp * dp % (ep * etp) == 0), 1)
+    return GridShape(tp=tp, pp=pp, ep=ep, dp=dp, vpp=vpp, etp=etp)
+
+
+def convert_any(request: ConversionRequest, kind: str, *, revision: str | None = None) -> None:
+    """`convert`, as torchrun's ranks or alone; a GGUF file by this process, a model on a hub after its download.
+
+    Args:
+        kind: `kind_of_name` of the source.
+        revision: of a model on a hub.
+    """
+    if kind == "gguf":
+        from megaverl.checkpoint.convert.gguf import convert_gguf
+
+        convert_gguf(
+            request.source,
+            request.output,
+            dtype=request.dtype or torch.float32,
+            tokenizer_folder=request.tokenizer,
+            model_folder=request.model_folder,
+            force=request.force,
+            quiet=request.quiet,
+            shard_bytes=request.shard_bytes or SHARD_BYTES,
+        )
+        return
+
+    def fetched(path: Path, *, with_weights: bool = True) -> Path:
+        if path.suffix == ".gguf" or not is_hub_name(str(path)):
+            return path
+        return find_model(str(path), revision=revision, with_weights=with_weights).wait()
+
+    with process_group():
+        with together():
+            check_output(request.output, request.source, force=request.force)
+        source, model = fetched(request.source), request.model_folder
+        model = model and fetched(model, with_weights=False)
+        convert(replace(request, source=source, model_folder=model))
 
 
 def convert(request: ConversionRequest) -> None:

@@ -15,9 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megaverl.cli.convert import main
+from megaverl.cli.main import main as megaverl
 from megaverl.weights.torch_dist_index import INDEX_FILE, read_arrays
 from tests.checkpoint.convert.folders import as_reward_model, converted, make_model, make_tokenizer, nothing_changes
+
+
+def main(arguments: list[str]) -> int:
+    """`megaverl convert`"""
+    return megaverl(["convert", *arguments])
+
 
 Mess = Callable[[Path], object]
 

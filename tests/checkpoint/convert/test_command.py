@@ -18,7 +18,7 @@ from megaverl.checkpoint.convert.items import bar
 from megaverl.checkpoint.convert.run import process_group
 from megaverl.checkpoint.convert.source import open_source
 from megaverl.checkpoint.convert.verify import compare_bytes, compare_logits
-from megaverl.cli.convert import main
+from megaverl.cli.main import main as megaverl
 from megaverl.errors import CheckpointError
 from megaverl.processes import ending_with_parent
 from megaverl.weights.stored import StoredArrayReader
@@ -26,6 +26,12 @@ from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import assert_same_files, converted, make_model
 from tests.launcher import ROOT
 from tests.terminals import read_to_the_end
+
+
+def main(arguments: list[str]) -> int:
+    """`megaverl convert`"""
+    return megaverl(["convert", *arguments])
+
 
 MB = 2**20
 
@@ -45,7 +51,7 @@ def test_the_scripts_and_the_command_are_one(folder: Path, tmp_path: Path, capsy
     assert "compared" in said.err and "logits agree" in said.err
     assert_same_files(folder, Path(back))
     for name in ("hf_to_megatron", "megatron_to_hf", "megatron_to_megatron"):
-        assert "from megaverl.cli.convert import main" in (ROOT / "tools" / f"convert_{name}.py").read_text()
+        assert "from megaverl.cli.main import main" in (ROOT / "tools" / f"convert_{name}.py").read_text()
 
 
 def test_verify_names_what_differs(folder: Path, tmp_path: Path) -> None:

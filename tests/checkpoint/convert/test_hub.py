@@ -139,7 +139,17 @@ def test_a_run_starts_from_a_hub(hub: FakeHub, folder: Path, tmp_path: Path) -> 
 
 def test_the_command_takes_a_name(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
     """In a process of its own, which finds the hub by HF_ENDPOINT."""
-    command = [sys.executable, "-m", "megaverl.cli.convert", NAME, str(tmp_path / "out"), "--to", "hf", "--verify"]
+    command = [
+        sys.executable,
+        "-m",
+        "megaverl.cli.main",
+        "convert",
+        NAME,
+        str(tmp_path / "out"),
+        "--to",
+        "hf",
+        "--verify",
+    ]
     ended = subprocess.run(
         ending_with_parent(command),
         cwd=ROOT,

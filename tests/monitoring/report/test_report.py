@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.cli.report import main
+from megaverl.cli.main import main as megaverl
 from megaverl.errors import DataError
 from megaverl.monitoring.report import write_report
 from megaverl.monitoring.report.charts import busy_shares, covered, gantt, idle_share, nice_ticks, windows
@@ -36,6 +36,12 @@ from megaverl.monitoring.report.summaries import (
     time_parts,
 )
 from tools.bench_report import STAGES, make_run
+
+
+def main(arguments: list[str]) -> int:
+    """`megaverl report`"""
+    return megaverl(["report", *arguments])
+
 
 STEPS_MADE = 400
 

@@ -6,9 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.cli.check_plugin import main
+from megaverl.cli.main import main as megaverl
 from megaverl.errors import ConfigError
 from megaverl.trainer.contracts import KINDS, check
+
+
+def main(arguments: list[str]) -> int:
+    """`megaverl check-plugin`"""
+    return megaverl(["check-plugin", *arguments])
+
 
 PLUGINS = "tests.trainer.contracts.plugins:"
 GOOD = [
