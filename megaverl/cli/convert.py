@@ -79,7 +79,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> None:
     import torch
 
-    from megaverl.checkpoint.convert.run import ConversionRequest, convert_any, kind_of_name, parse_size, target_grid
+    from megaverl.checkpoint.convert.run import ConversionRequest, convert_named, kind_of_name, parse_size, target_grid
 
     kind = kind_of_name(arguments.source)
     to = arguments.to or ("megatron" if kind == "hugging_face" else "hf")
@@ -102,7 +102,22 @@ def _convert(arguments: argparse.Namespace) -> None:
         force=arguments.force,
         quiet=arguments.quiet,
     )
-    convert_any(request, kind, revision=arguments.revision)
+    if kind != "gguf":
+        convert_named(request, revision=arguments.revision)
+        return
+    from megaverl.checkpoint.convert.gguf import convert_gguf
+    from megaverl.weights.export import SHARD_BYTES
+
+    convert_gguf(
+        request.source,
+        request.output,
+        dtype=request.dtype or torch.float32,
+        tokenizer_folder=request.tokenizer,
+        model_folder=request.model_folder,
+        force=request.force,
+        quiet=request.quiet,
+        shard_bytes=shard_bytes or SHARD_BYTES,
+    )
 
 
 def _check(arguments: argparse.Namespace, kind: str, to: str) -> None:

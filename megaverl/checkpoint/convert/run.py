@@ -116,27 +116,12 @@ def target_grid(*, tp: int, pp: int, ep: int, etp: int | None, vpp: int | None) 
     return GridShape(tp=tp, pp=pp, ep=ep, dp=dp, vpp=vpp, etp=etp)
 
 
-def convert_any(request: ConversionRequest, kind: str, *, revision: str | None = None) -> None:
-    """`convert`, as torchrun's ranks or alone; a GGUF file by this process, a model on a hub after its download.
+def convert_named(request: ConversionRequest, *, revision: str | None = None) -> None:
+    """`convert`, as torchrun's ranks or alone, of what may be a model on a hub: it is downloaded first.
 
     Args:
-        kind: `kind_of_name` of the source.
         revision: of a model on a hub.
     """
-    if kind == "gguf":
-        from megaverl.checkpoint.convert.gguf import convert_gguf
-
-        convert_gguf(
-            request.source,
-            request.output,
-            dtype=request.dtype or torch.float32,
-            tokenizer_folder=request.tokenizer,
-            model_folder=request.model_folder,
-            force=request.force,
-            quiet=request.quiet,
-            shard_bytes=request.shard_bytes or SHARD_BYTES,
-        )
-        return
 
     def fetched(path: Path, *, with_weights: bool = True) -> Path:
         if path.suffix == ".gguf" or not is_hub_name(str(path)):
