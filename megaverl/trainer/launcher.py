@@ -69,5 +69,6 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
             "--log-dir": log_dir,
             "--monitor-interval": "0.1",
         }
-        options = ["--standalone", *(word for option in agent.items() for word in option), "--no-python"]
+        # after "--" nothing is taken for an option of the agent, such as the command's own --nproc
+        options = ["--standalone", *(word for option in agent.items() for word in option), "--no-python", "--"]
         return elastic_agent.main([*options, sys.executable, *arguments], log_hint)
