@@ -14,7 +14,8 @@ import pytest
 
 from megaverl.processes import ending_with_parent
 from megaverl.rewards.line_process import LineProcess
-from tests.launcher import ROOT
+from tests.launcher import ROOT, start
+from tests.rank import do_once
 
 PATIENCE = 60.0  # seconds; more than a busy machine needs to start an interpreter with torch
 GONE_WITHIN = 5.0  # seconds; what the kernel ends is gone in milliseconds, what ends by itself may need minutes
@@ -38,11 +39,11 @@ STARTERS = {
     ),
     "ranks of the tests": (
         "from tests.launcher import Launcher; Launcher().ranks(2, 'signal:pause', deadline=600)",
-        4,  # multiprocessing's server and tracker
+        3,  # the server of copies too
     ),
     "ranks of the tests in new interpreters": (
         "from tests.launcher import Launcher; Launcher().world(2, 'signal:pause', bare=True)",
-        3,
+        2,
     ),
     "a benchmark's sides": (
         "import dataclasses, json, pathlib; from tools.bench_step import Job, measure\n"
@@ -65,14 +66,19 @@ def test_nothing_stays_behind(kind: str, number: int, tmp_path: Path) -> None:
     program, count = STARTERS[kind]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(tmp_path)}
     environment["MEGAVERL_TEST_PRELOADS_NOTHING"] = "1"
-    starter = subprocess.Popen(ending_with_parent([sys.executable, "-c", program]), cwd=tmp_path, env=environment)
+    target, given = f"{__name__}:run", {"program": program, "folder": str(tmp_path)}
+    arguments = (tmp_path / "log", environment, target, given, tmp_path / "result")
+    # a copy's own ranks would be copies of the same server, and none of its descendants
+    starter = start(do_once, *arguments, bare="ranks of the tests" in kind)
     started: set[tuple[int, str]] = set()
     deadline = time.monotonic() + PATIENCE
-    while len(started := descendants(starter.pid)) < count and starter.poll() is None and time.monotonic() < deadline:
+    while len(started := descendants(starter.pid)) < count and starter.is_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(started) >= count, f"{kind} ended with {starter.poll()} and has started {len(started)} of {count}"
-    starter.send_signal(number)
-    starter.wait(timeout=PATIENCE)
+    found = f"{kind} ended with {starter.exitcode} and has started {len(started)} of {count}"
+    assert len(started) >= count, f"{found}\n{(tmp_path / 'log').read_text()}"
+    os.kill(starter.pid, number)
+    starter.join(PATIENCE)
+    assert starter.exitcode is not None, f"{kind} goes on after {signal.Signals(number).name}"
     deadline = time.monotonic() + GONE_WITHIN
     try:
         while (remaining := {each for each in started if is_alive(*each)}) and time.monotonic() < deadline:
@@ -82,6 +88,12 @@ def test_nothing_stays_behind(kind: str, number: int, tmp_path: Path) -> None:
         for pid, begun in started:
             if is_alive(pid, begun):
                 os.kill(pid, signal.SIGKILL)
+
+
+def run(program: str, folder: str) -> None:
+    """What a starter does."""
+    os.chdir(folder)
+    exec(program, {})
 
 
 def test_a_worker_outlives_the_thread_that_needed_it_first() -> None:

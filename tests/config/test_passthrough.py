@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from megaverl.config.passthrough import TARGETS, PassthroughClass
 from megaverl.config.signatures import class_fields, source_file
 from megaverl.config.yaml_source import MISSING, put, take, value_at
 from megaverl.platform import platform
+from tests.launcher import Launcher
 
 
 def test_the_fields_that_are_read_are_the_fields_that_are_there():
@@ -38,20 +37,19 @@ def test_the_fields_that_are_read_are_the_fields_that_are_there():
     assert list(TARGETS["scheduler"].fields()) == arguments
 
 
-def test_vllms_fields_too():
+def test_vllms_fields_too(launch: Launcher):
     """In a process of its own: importing vLLM here would turn this one's logging and environment."""
-    code = """
-import dataclasses, json
-from megaverl.platform import platform
-platform.adapt_vllm()
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
-print(json.dumps([[f.name for f in dataclasses.fields(EngineArgs)], list(SamplingParams.__struct_fields__)]))
-"""
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    engine, sampling = __import__("json").loads(output.strip().splitlines()[-1])
+    [[engine, sampling]] = launch.ranks(1, "tests.config.test_passthrough:fields_of_vllm").check()
     assert set(TARGETS["vllm"].fields()) == set(engine)
     assert set(TARGETS["sampling"].fields()) == set(sampling)
+
+
+def fields_of_vllm() -> list[list[str]]:
+    platform.adapt_vllm()
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import SamplingParams
+
+    return [[field.name for field in dataclasses.fields(EngineArgs)], list(SamplingParams.__struct_fields__)]
 
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)

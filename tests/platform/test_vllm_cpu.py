@@ -29,9 +29,16 @@ def test_the_list_is_whole_and_says_why() -> None:
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)
 
 
+@pytest.fixture(scope="module")
+def adapted(launch: Launcher) -> list[Any]:
+    """What `adapt_cuda_then_cpu` found in an interpreter of its own."""
+    [found] = launch.world(1, f"{RANKS}:adapt_cuda_then_cpu", bare=True)
+    return list(found)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")
-def test_each_changes_what_it_says_and_twice_is_once(launch: Launcher) -> None:
-    before, once, twice = launch.world(1, f"{RANKS}:apply_twice", bare=True)[0]
+def test_each_changes_what_it_says_and_twice_is_once(adapted: list[Any]) -> None:
+    before, once, twice = adapted[1]
     assert before == {"weight_kept": False, "wrapped": [0, 0], "own_norm": False, "opaque": True, "ranks": [2]}
     assert (
         once
@@ -50,8 +57,8 @@ def test_norms_in_one_kernel_are_those_of_pytorch(launch: Launcher) -> None:
     assert all(error < 2.0 for error in errors.values()), errors
 
 
-def test_nothing_happens_on_cuda(launch: Launcher) -> None:
-    assert launch.world(1, f"{RANKS}:adapt_cuda", bare=True) == [[]]
+def test_nothing_happens_on_cuda(adapted: list[Any]) -> None:
+    assert adapted[0] == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="adapts a CPU")

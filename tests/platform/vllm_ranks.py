@@ -12,6 +12,11 @@ from megaverl.platform import Platform
 from megaverl.platform.vllm_cpu import ADAPTATIONS, shared_memory_name
 
 
+def adapt_cuda_then_cpu() -> list[Any]:
+    """In one new interpreter: `adapt_cuda`, and where there is no GPU `apply_twice`."""
+    return [adapt_cuda(), [] if torch.cuda.is_available() else apply_twice()]
+
+
 def apply_twice() -> list[dict[str, Any]]:
     """What the adaptations change: before them, after them, and after them again."""
     import vllm.v1.worker.cpu_worker as cpu_worker

@@ -14,13 +14,6 @@ from tests.trainer.conftest import ROOT, command_arguments, environment, inputs 
 from tools.check_reshard import add_up, kind_of
 
 
-def check(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = ending_with_parent([sys.executable, "tools/check_reshard.py", *arguments])
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=300, check=False
-    )
-
-
 @pytest.fixture
 def tiny(inputs: Path, tmp_path: Path) -> list[str]:  # noqa: F811
     """A tiny configuration whose actor and engine lie differently, on the engine that starts fastest."""
@@ -29,7 +22,8 @@ def tiny(inputs: Path, tmp_path: Path) -> list[str]:  # noqa: F811
 
 
 def test_every_weight_of_a_configuration_arrives(tiny: list[str]) -> None:
-    done = check(*tiny)
+    command = ending_with_parent([sys.executable, "tools/check_reshard.py", *tiny])
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=300)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     [fused] = [line for line in lines if line.startswith("model.layers.*.self_attn.q_proj.weight")]
@@ -44,11 +38,12 @@ def test_a_flipped_bit_is_named_and_fails(tiny: list[str], launch: Launcher, tmp
     assert "of the destination on rank 1 is not what the source holds on rank" in ended.text
 
 
-def test_plans_of_a_large_configuration_are_proved_without_weights() -> None:
-    done = check("configs/llama3_70b/grpo_128_nodes.yaml", "--plan-only", "--world", "64")
-    assert done.returncode == 0, done.stderr
-    assert "64 plans are exact" in done.stdout
-    assert "model.layers.*.mlp.down_proj.weight" in done.stdout
+def test_plans_of_a_large_configuration_are_proved_without_weights(launch: Launcher, tmp_path: Path) -> None:
+    given = ["configs/llama3_70b/grpo_128_nodes.yaml", "--plan-only", "--world", "64"]
+    ended = launch.command(["tools/check_reshard.py", *given], ranks=1, logs=tmp_path)
+    assert ended.codes == [0], ended.text
+    assert "64 plans are exact" in ended.text
+    assert "model.layers.*.mlp.down_proj.weight" in ended.text
 
 
 @pytest.mark.parametrize(
@@ -59,10 +54,12 @@ def test_plans_of_a_large_configuration_are_proved_without_weights() -> None:
         (["configs/llama3_70b/grpo_128_nodes.yaml", "--plan-only", "actor.tq=8"], "actor.tq"),
     ],
 )
-def test_mistakes_are_named_without_a_traceback(arguments: list[str], message: str) -> None:
-    done = check(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_are_named_without_a_traceback(
+    launch: Launcher, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    ended = launch.command(["tools/check_reshard.py", *arguments], ranks=1, logs=tmp_path)
+    assert ended.codes == [2], ended.text
+    assert message in ended.text and "Traceback" not in ended.text
 
 
 def test_layers_and_experts_of_one_kind_are_counted_together() -> None:
