@@ -160,8 +160,8 @@ def num_messages(plan: Plan) -> int:
     """Messages that the rank sends and receives in one reshard with the default bucket."""
     import torch  # only here: it would hide what the plan itself takes
 
+    from megaverl.weights.transfer import BUCKET_BYTES, messages
     from megaverl.weights.transports.point_to_point import SLOTS
-    from megaverl.weights.transports.registry import BUCKET_BYTES, messages
 
     lists = [*plan.sends.values(), *plan.receives.values()]
     return sum(len(messages(boxes, lambda _: torch.bfloat16, BUCKET_BYTES // SLOTS)) for boxes in lists)

@@ -37,7 +37,8 @@ from megaverl.sharding.plan import Plan, make_plan
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck, box_fingerprint
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.tensors import view
+from megaverl.weights.transfer import view
+from megaverl.weights.transports import TransportOptions
 from megaverl.workers.megatron_model import MegatronModel
 from tools.reshard_peers import Bridge, CoreResharding, PlainExchange
 
@@ -139,7 +140,8 @@ class Ours:
     ) -> None:
         start = time.perf_counter()
         self.plan = make_plan(source_of, dest_of, dist.get_world_size(), dist.get_rank())
-        self._resharder = Resharder(self.plan, source, dest, bucket_bytes=bucket_bytes, alias=True, ipc=ipc)
+        options = TransportOptions(bucket_bytes=bucket_bytes, alias=True, ipc=ipc)
+        self._resharder = Resharder(self.plan, source, dest, options=options)
         self.setup_seconds = time.perf_counter() - start
 
     def run(self) -> None:

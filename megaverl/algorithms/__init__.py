@@ -41,9 +41,7 @@ from megaverl.algorithms.metrics import (
     masked_std,
     mean_pass_at_k,
     moments,
-    pack_metrics,
     pass_at_k,
-    unpack_metrics,
 )
 from megaverl.algorithms.policy_losses import binary_kl, binary_tv, gmpo, gspo, policy_gradient, policy_losses, ppo_clip
 from megaverl.algorithms.preference_losses import (
@@ -104,7 +102,6 @@ __all__ = [
     "opo",
     "optimal_token_baseline",
     "outcome_cross_entropy",
-    "pack_metrics",
     "pass_at_k",
     "policy_gradient",
     "policy_losses",
@@ -123,7 +120,6 @@ __all__ = [
     "token_selectors",
     "turn_gae",
     "turn_grpo",
-    "unpack_metrics",
     "value_losses",
     "whiten",
 ]

@@ -34,17 +34,6 @@ def add_metrics(total: MetricSums, more: Mapping[str, Tensor]) -> MetricSums:
     return joined
 
 
-def pack_metrics(sums: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
-    """All metrics as one tensor `[number of metrics, 3]`, in the order of their names, for one all-reduce."""
-    names = sorted(sums)
-    return names, torch.stack([sums[name] for name in names]) if names else torch.zeros(0, 3).double()
-
-
-def unpack_metrics(names: list[str], packed: Tensor) -> MetricSums:
-    """Undo `pack_metrics`."""
-    return dict(zip(names, packed, strict=True))
-
-
 def mean(sums: Tensor) -> float:
     """Sum over count; 0.0 where nothing was counted."""
     count, total, _ = sums.tolist()

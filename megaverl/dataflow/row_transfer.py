@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,11 +11,11 @@ from torch import Tensor
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS, field_of
 from megaverl.distributed.p2p import Channel, PendingSends
-from megaverl.distributed.ragged import Table, merge, pack, unpack
+from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
 from megaverl.platform import platform
-from megaverl.sharding.rows import Move, Rows, plan_moves
+from megaverl.sharding.rows import Move, Rows, moves_of, plan_rows
 
 _MAGIC = 0x6D6F7665
 _LENGTHS = {"S": "prompt_lengths", "R": "response_lengths"}
@@ -46,26 +46,22 @@ class Moving:
         Raises:
             DataError: rows that are wanted and not there.
         """
-        moves = plan_moves(source, dest, fabric.placement.node_of)
-        for rank, rows in dest.items():
-            if not rows and rank not in source and source:
-                moves.append(Move(min(source), rank, ()))
-        mine = tuple(move for move in moves if fabric.rank in (move.source, move.dest))
-        return cls(
-            name, tuple(source.get(fabric.rank, ())), tuple(dest.get(fabric.rank, ())), mine, fabric.rank in dest
-        )
+        plans, rank = plan_rows(source, dest, fabric.placement.node_of), fabric.rank
+        moves = moves_of(plans[rank]) if rank < len(plans) else []
+        empty = [
+            Move(min(source), other, ()) for other, rows in dest.items() if source and not (rows or other in source)
+        ]
+        moves += [move for move in empty if rank in (move.source, move.dest)]
+        return cls(name, tuple(source.get(rank, ())), tuple(dest.get(rank, ())), tuple(moves), rank in dest)
 
 
-def move_batch(
-    fabric: Fabric, moving: Moving, batch: RolloutBatch | None, *, names: Iterable[str] | None = None
-) -> RolloutBatch | None:
+def move_batch(fabric: Fabric, moving: Moving, batch: RolloutBatch | None) -> RolloutBatch | None:
     """Every rank's rows of a batch, padded to the longest of its senders' widths.
 
     Every rank that has a move takes part; one that has none may leave the call out.
 
     Args:
         batch: with the rows `moving.held`, in their order; None on a rank that holds none.
-        names: the tensors that travel, besides those that every batch has; None: all. Columns travel all.
 
     Returns: the rows `moving.wanted`, in their order; None on a rank that is none of the receivers.
 
@@ -73,16 +69,9 @@ def move_batch(
         DataError: a batch that does not have the rows, or a column that JSON cannot hold.
         TrainingStopped: a rank that did not send or take its rows in time, by number and role.
     """
-    table = None
-    if batch is not None:
-        keep = None if names is None else {*names, "input_ids", "prompt_lengths", "generated_ids", "response_mask"}
-        keep = None if keep is None else keep | {"response_lengths"}
-        tensors = {name: tensor for name, tensor in batch.tensors.items() if keep is None or name in keep}
-        table = table_of(tensors, batch, batch.columns)
-    moved = _move(fabric, moving, table)
-    if moved is None:
-        return None
-    return RolloutBatch(moved.tensors, moved.columns)
+    ragged = None if batch is None else as_ragged(batch.tensors, batch, batch.columns)
+    moved = _move(fabric, moving, ragged)
+    return None if moved is None else RolloutBatch(moved.tensors, moved.columns)
 
 
 def move_tensors(
@@ -96,47 +85,47 @@ def move_tensors(
 
     Returns: by name, the rows `moving.wanted`; None on a rank that is none of the receivers.
     """
-    table = None
+    ragged = None
     if tensors is not None:
         if batch is None:
             raise DataError(f"{', '.join(tensors)}: the batch that they belong to is missing; its lengths are needed")
-        table = table_of(tensors, batch)
-    moved = _move(fabric, moving, table)
+        ragged = as_ragged(tensors, batch)
+    moved = _move(fabric, moving, ragged)
     return None if moved is None else dict(moved.tensors)
 
 
-def table_of(
+def as_ragged(
     tensors: Mapping[str, Tensor], batch: RolloutBatch, columns: Mapping[str, Sequence[object]] | None = None
-) -> Table:
+) -> RaggedBatch:
     """Fields of a batch, ragged by its lengths."""
     axes = {name: axis for name in tensors if (axis := field_of(name).axes) in _LENGTHS}
     lengths = {axis: batch[_LENGTHS[axis]] for axis in sorted(set(axes.values()))}
-    return Table(tensors, axes, lengths, _fills(), columns or {})
+    return RaggedBatch(tensors, axes, lengths, _fills(), columns or {})
 
 
 def _fills() -> dict[str, float | bool]:
     return {name: field.fill for name, field in FIELDS.items()}
 
 
-def _move(fabric: Fabric, moving: Moving, table: Table | None) -> Table | None:
-    _check_held(moving, table)
-    sent, out = _announce(fabric, moving, table)
+def _move(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
+    _check_held(moving, ragged)
+    sent, out = _announce(fabric, moving, ragged)
     headers, into = _hear(fabric, moving)
     Channel(fabric, moving.name).exchange(fabric.group, out, into)
     sent.wait()
-    return _merged(fabric, moving, table, headers, into)
+    return _merged(fabric, moving, ragged, headers, into)
 
 
-def send_rows(fabric: Fabric, moving: Moving, table: Table | None) -> PendingSends:
+def send_rows(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> PendingSends:
     """The half of a move that a rank has which receives nothing: its messages are on their way when this returns."""
-    _check_held(moving, table)
-    sent, out = _announce(fabric, moving, table)
+    _check_held(moving, ragged)
+    sent, out = _announce(fabric, moving, ragged)
     for dest, payload in out.items():
         sent.add(Channel(fabric, moving.name).send(fabric.group_between(fabric.rank, dest), {dest: payload}))
     return sent
 
 
-def receive_rows(fabric: Fabric, moving: Moving) -> Table | None:
+def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
     """The half of a move that a rank has which sends nothing: its rows, when they are here."""
     headers, into = _hear(fabric, moving)
     for source, payload in into.items():
@@ -144,42 +133,46 @@ def receive_rows(fabric: Fabric, moving: Moving) -> Table | None:
     return _merged(fabric, moving, None, headers, into)
 
 
-def _check_held(moving: Moving, table: Table | None) -> None:
-    if moving.held and table is None:
+def _check_held(moving: Moving, ragged: RaggedBatch | None) -> None:
+    if moving.held and ragged is None:
         raise DataError(f"{moving.name}: this rank holds {len(moving.held)} rows, and gave none")
-    if table is not None and (wrong := {len(tensor) for tensor in table.tensors.values()} - {len(moving.held)}):
+    if ragged is not None and (wrong := {len(tensor) for tensor in ragged.tensors.values()} - {len(moving.held)}):
         raise DataError(
             f"{moving.name}: tensors of {sorted(wrong)} rows for the {len(moving.held)} rows that this rank holds"
         )
 
 
 def _merged(
-    fabric: Fabric, moving: Moving, table: Table | None, headers: Mapping[int, bytes], payloads: Mapping[int, Tensor]
-) -> Table | None:
+    fabric: Fabric,
+    moving: Moving,
+    ragged: RaggedBatch | None,
+    headers: Mapping[int, bytes],
+    payloads: Mapping[int, Tensor],
+) -> RaggedBatch | None:
     place = {row: number for number, row in enumerate(moving.held)}
     to = {row: number for number, row in enumerate(moving.wanted)}
     if not moving.receives:
         return None
-    parts: list[tuple[Sequence[int], Table, Sequence[int]]] = []
-    if table is not None:
+    parts: list[tuple[Sequence[int], RaggedBatch, Sequence[int]]] = []
+    if ragged is not None:
         kept = [row for row in moving.wanted if row in place]
-        parts.append(([to[row] for row in kept], table, [place[row] for row in kept]))
+        parts.append(([to[row] for row in kept], ragged, [place[row] for row in kept]))
     for move in moving.moves:
         if move.dest == fabric.rank:
-            one = unpack(headers[move.source], payloads[move.source], _fills())
+            one = RaggedBatch.unpack(headers[move.source], payloads[move.source], _fills())
             parts.append(([to[row] for row in move.rows], one, range(len(move.rows))))
     if parts and any(here for here, _, _ in parts):  # what brings no rows must not widen those that do
         parts = [part for part in parts if part[0]]
     return merge(len(moving.wanted), parts) if parts else None
 
 
-def _announce(fabric: Fabric, moving: Moving, table: Table | None) -> tuple[PendingSends, dict[int, Tensor]]:
+def _announce(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> tuple[PendingSends, dict[int, Tensor]]:
     """Sizes and headers, over the control group, to every receiver; and the bytes that are to follow."""
     place = {row: number for number, row in enumerate(moving.held)}
     call, sent, out = Channel(fabric, moving.name), PendingSends(), {}
     for move in moving.moves:
-        if move.source == fabric.rank and table is not None:
-            header, payload = pack(table, [place[row] for row in move.rows])
+        if move.source == fabric.rank and ragged is not None:
+            header, payload = ragged.pack([place[row] for row in move.rows])
             data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             sent.add(call.send(fabric.control, {move.dest: torch.tensor([_MAGIC, data.numel(), payload.numel()])}))
             sent.add(call.send(fabric.control, {move.dest: data}))

@@ -15,10 +15,10 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths, prompt_numbers
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
-from megaverl.dataflow.row_transfer import Moving, receive_rows, send_rows, table_of
+from megaverl.dataflow.row_transfer import Moving, as_ragged, receive_rows, send_rows
 from megaverl.dataflow.tensor_channel import redistribute, scatter_rows
 from megaverl.distributed.p2p import PendingSends, receive_json, send_json
-from megaverl.distributed.ragged import Table, merge
+from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
 from megaverl.sharding.rows import Move
@@ -97,7 +97,7 @@ class StreamingCarrier(Carrier):
             TrainingStopped: an engine's rank did not send its part in time, by number and role.
             DataError: samples are missing.
         """
-        parts: list[tuple[list[int], Table]] = []
+        parts: list[tuple[list[int], RaggedBatch]] = []
         known: dict[int, tuple[int, int, int]] = {}  # of each sample, its lengths and prompt
         waiting = list(self.speakers)
         while waiting:
@@ -105,10 +105,10 @@ class StreamingCarrier(Carrier):
                 with span("wait"):
                     head: dict[str, Any] = receive_json(self.fabric, _name(edge), sender)
                     moving = _moving(edge, head["rows"], sender, self.fabric.rank, receives=True)
-                    table = receive_rows(self.fabric, moving) if head["holds"] else None
-                if table is not None:
-                    parts.append((head["rows"], table))
-                    each(head["rows"], RolloutBatch(table.tensors, table.columns))
+                    ragged = receive_rows(self.fabric, moving) if head["holds"] else None
+                if ragged is not None:
+                    parts.append((head["rows"], ragged))
+                    each(head["rows"], RolloutBatch(ragged.tensors, ragged.columns))
                 if head["lengths"] is not None:
                     known |= {row: (prompt, response, number) for row, prompt, response, number in head["lengths"]}
                     waiting.remove(sender)
@@ -195,7 +195,7 @@ class Outgoing:
         self.sent.add(send_json(self.fabric, _name(self.edge), dest, head))
         if part is not None:
             moving = _moving(self.edge, rows, self.fabric.rank, dest, receives=False)
-            self.sent.add(send_rows(self.fabric, moving, table_of(part.tensors, part, part.columns)))
+            self.sent.add(send_rows(self.fabric, moving, as_ragged(part.tensors, part, part.columns)))
 
 
 def lengths_from(known: Mapping[int, tuple[int, int, int]]) -> SequenceLengths:

@@ -8,7 +8,6 @@ knows how long the others will be: who works on which follows from the lengths o
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,9 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors, receive_rows, send_rows, table_of
+from megaverl.dataflow.row_transfer import Moving, as_ragged, move_batch, move_tensors, receive_rows, send_rows
 from megaverl.distributed.p2p import Channel, PendingSends, receive_json, send_json
-from megaverl.distributed.ragged import DTYPES
+from megaverl.distributed.ragged import pack_tensors, unpack_tensors
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
 from megaverl.platform import platform
@@ -86,7 +85,8 @@ class TensorChannel:
             scattered: the receivers say which samples of a batch they read, and get no others.
         """
         self._sent.forget_done()
-        receivers, head, tensors, table = self._my_receivers(source, dest), dict[str, Any](), list[Tensor](), None
+        receivers, head, tensors = self._my_receivers(source, dest), dict[str, Any](), dict[str, Tensor]()
+        ragged, payload = None, None
         if isinstance(value, RolloutBatch):
             over = base if base is not None and value.tensors["input_ids"] is base.tensors["input_ids"] else None
             known = over.tensors if over is not None else {}
@@ -94,18 +94,20 @@ class TensorChannel:
             head = {"kind": "batch", "over_base": over is not None, "count": len(value)}
             if scattered and over is None:
                 head["lengths"] = sequence_lengths(value)
-            table = table_of(fresh, value, value.columns if over is None else {})
+            ragged = as_ragged(fresh, value, value.columns if over is None else {})
         elif isinstance(value, Tensor) and base is not None and value.shape == _shape_of(name, base):
-            head, table = {"kind": "field", "count": len(base)}, table_of({name: value}, base)
+            head, ragged = {"kind": "field", "count": len(base)}, as_ragged({name: value}, base)
         else:
             head = {"kind": "plain", "value": _flat(value, tensors, self.known)}
-            head["tensors"] = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
+            head["parts"], payload = pack_tensors({key: tensor.to(platform.device) for key, tensor in tensors.items()})
+            head["bytes"] = payload.numel()
         for rank in receivers:
             self._sent.add(send_json(self.fabric, name, rank, head))
-            for tensor in tensors:
-                self._sent.add(self._bytes_to(name, rank, tensor))
-        if table is not None:
-            self._sent.add(send_rows(self.fabric, self._moving(name, head, source, dest), table))
+            if payload is not None:
+                group = self.fabric.group_between(self.fabric.rank, rank)
+                self._sent.add(Channel(self.fabric, name).send(group, {rank: payload}))
+        if ragged is not None:
+            self._sent.add(send_rows(self.fabric, self._moving(name, head, source, dest), ragged))
 
     def receive(
         self,
@@ -129,22 +131,24 @@ class TensorChannel:
         sender = sender_of(self.fabric.rank, source, dest, self.fabric.placement.node_of)
         head = receive_json(self.fabric, name, sender)
         if head["kind"] == "plain":
-            tensors = [self._bytes_from(name, sender, dtype, shape) for dtype, shape in head["tensors"]]
-            return _whole(head["value"], tensors, self.known)
+            data = torch.empty(head["bytes"], dtype=torch.uint8, device=platform.device)
+            Channel(self.fabric, name).receive(self.fabric.group_between(sender, self.fabric.rank), {sender: data})
+            self.fabric.traffic.received += data.numel()
+            return _whole(head["value"], unpack_tensors(head["parts"], data.cpu()), self.known)
         moving = self._moving(name, head, source, dest)
-        table = receive_rows(self.fabric, moving)
-        assert table is not None
+        ragged = receive_rows(self.fabric, moving)
+        assert ragged is not None
         rows = list(moving.wanted)
         if head["kind"] == "field":
             if base is None:
                 raise DataError(f"{name}: a field came, and this rank has no batch that it belongs to")
-            return _field_of_all(name, table.tensors[name], rows, base)
+            return _field_of_all(name, ragged.tensors[name], rows, base)
         if head["over_base"]:
             if base is None:
                 raise DataError(f"{name}: a batch came that adds to another, which this rank has not")
-            fields = {key: _field_of_all(key, tensor, rows, base) for key, tensor in table.tensors.items()}
+            fields = {key: _field_of_all(key, tensor, rows, base) for key, tensor in ragged.tensors.items()}
             return base.with_(**fields)
-        batch = RolloutBatch(table.tensors, table.columns)
+        batch = RolloutBatch(ragged.tensors, ragged.columns)
         if "lengths" not in head:
             return batch
         if reads is None:
@@ -168,18 +172,6 @@ class TensorChannel:
         node_of = self.fabric.placement.node_of
         return [rank for rank in dest if sender_of(rank, source, dest, node_of) == self.fabric.rank]
 
-    def _bytes_to(self, name: str, dest: int, tensor: Tensor) -> PendingSends:
-        data = tensor.detach().to(platform.device).contiguous().flatten().view(torch.uint8)
-        return Channel(self.fabric, name).send(self.fabric.group_between(self.fabric.rank, dest), {dest: data})
-
-    def _bytes_from(self, name: str, source: int, dtype: str, shape: Sequence[int]) -> Tensor:
-        if dtype not in DTYPES:
-            raise DataError(f"{name}: a tensor of {dtype} came, which does not travel")
-        data = torch.empty(math.prod(shape) * DTYPES[dtype].itemsize, dtype=torch.uint8, device=platform.device)
-        Channel(self.fabric, name).receive(self.fabric.group_between(source, self.fabric.rank), {source: data})
-        self.fabric.traffic.received += data.numel()
-        return data.view(DTYPES[dtype]).reshape(list(shape)).cpu()
-
 
 def sender_of(rank: int, source: Sequence[int], dest: Sequence[int], node_of: Callable[[int], int]) -> int:
     """Who tells `rank`: of the holders on its node, or else of all, each serves as many, up to one."""
@@ -200,13 +192,13 @@ def _shape_of(name: str, base: RolloutBatch) -> tuple[int, ...] | None:
     return tuple({"S": base.input_ids.shape, "R": base.generated_ids.shape}.get(FIELDS[name].axes, (len(base),)))
 
 
-def _flat(value: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:
-    """`value` as JSON, with its tensors taken out into the list."""
+def _flat(value: Any, tensors: dict[str, Tensor], known: Mapping[str, type]) -> Any:
+    """`value` as JSON, with its tensors taken out under names of their own."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
-        tensors.append(value)
-        return {"tensor": len(tensors) - 1}
+        tensors[key := f"tensor {len(tensors)}"] = value
+        return {"tensor": key}
     if isinstance(value, list | tuple):
         return {"list" if isinstance(value, list) else "tuple": [_flat(each, tensors, known) for each in value]}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
@@ -220,7 +212,7 @@ def _flat(value: Any, tensors: list[Tensor], known: Mapping[str, type]) -> Any:
     )
 
 
-def _whole(value: Any, tensors: Sequence[Tensor], known: Mapping[str, type]) -> Any:
+def _whole(value: Any, tensors: Mapping[str, Tensor], known: Mapping[str, type]) -> Any:
     """Undo `_flat`."""
     if not isinstance(value, dict):
         return value

@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megaverl.distributed.collectives import gather_json, gather_rows
 from megaverl.errors import DataError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -31,8 +33,46 @@ DTYPES: dict[str, torch.dtype] = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+def pack_tensors(tensors: Mapping[str, Tensor]) -> tuple[list[list[Any]], Tensor]:
+    """Tensors of one device as one run of bytes, and `[name, dtype, shape]` of each.
+
+    The widest elements go first, so that each tensor begins at a multiple of its element.
+
+    Raises:
+        DataError: a tensor of a dtype that does not travel.
+    """
+    entries, chunks = [], []
+    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
+        if tensor.dtype not in _NAMES:
+            raise DataError(
+                f"'{name}' is of {tensor.dtype}, which does not travel; dtypes that do: {', '.join(DTYPES)}"
+            )
+        entries.append([name, _NAMES[tensor.dtype], list(tensor.shape)])
+        chunks.append(tensor.detach().contiguous().flatten().view(torch.uint8))
+    return entries, torch.cat(chunks) if chunks else torch.empty(0, dtype=torch.uint8)
+
+
+def unpack_tensors(entries: Sequence[Sequence[Any]], payload: Tensor) -> dict[str, Tensor]:
+    """Undo `pack_tensors`: views of the payload, by name.
+
+    Raises:
+        ValueError, KeyError, TypeError, RuntimeError: the entries do not go with the bytes.
+    """
+    found: dict[str, Tensor] = {}
+    start = 0
+    for name, dtype, shape in entries:
+        stop = start + math.prod(shape) * DTYPES[dtype].itemsize
+        if stop > payload.numel():
+            raise ValueError(f"the message ends at byte {payload.numel()}, within '{name}'")
+        found[name] = payload[start:stop].view(DTYPES[dtype]).reshape(shape)
+        start = stop
+    if start != payload.numel():
+        raise ValueError(f"{payload.numel()} bytes came, and the header speaks of {start}")
+    return found
+
+
 @dataclass(frozen=True)
-class Table:
+class RaggedBatch:
     """Rows, as they are held by a rank.
 
     Attributes:
@@ -49,116 +89,90 @@ class Table:
     fills: Mapping[str, float | bool] = field(default_factory=dict)
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
-    def widths(self) -> dict[str, int]:
-        """Axis -> size of dimension 1 of the tensors on it."""
-        return {axis: int(self.tensors[name].shape[1]) for name, axis in self.axes.items()}
+    def pack(self, places: Sequence[int]) -> tuple[bytes, Tensor]:
+        """The rows at these places, as a header and bytes on the tensors' device.
 
-
-def pack(table: Table, places: Sequence[int]) -> tuple[bytes, Tensor]:
-    """The rows at these places, as a header and bytes on the tensors' device."""
-    device = next((tensor.device for tensor in table.tensors.values()), torch.device("cpu"))
-    index = torch.tensor(places, dtype=torch.int64, device=device)
-    lengths = {axis: values.to(device)[index] for axis, values in table.lengths.items()}
-    chunks: list[tuple[str, Tensor]] = []
-    entries: list[dict[str, Any]] = []
-    # the widest elements first, so that every run begins at a multiple of its element
-    order = sorted(table.tensors, key=lambda name: (-table.tensors[name].element_size(), name))
-    for name in order:
-        tensor = table.tensors[name]
-        if tensor.dtype not in _NAMES:
+        Raises:
+            DataError: a dtype or a column that does not travel.
+        """
+        device = next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+        index = torch.tensor(places, dtype=torch.int64, device=device)
+        lengths = {axis: values.to(device)[index].to(torch.int64) for axis, values in self.lengths.items()}
+        rows = {name: tensor[index] for name, tensor in self.tensors.items()}
+        ragged = {name: [axis, list(rows[name].shape)] for name, axis in self.axes.items()}
+        for name, axis in self.axes.items():
+            rows[name] = rows[name][_mask(lengths[axis], rows[name].shape[1])]
+        parts, payload = pack_tensors({_length_of(axis): values for axis, values in lengths.items()} | rows)
+        columns = {name: [column[place] for place in places] for name, column in self.columns.items()}
+        try:
+            header = json.dumps({"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns})
+        except (TypeError, ValueError) as error:
             raise DataError(
-                f"'{name}' is of {tensor.dtype}, which does not travel; dtypes that do: {', '.join(DTYPES)}"
-            )
-        rows = tensor[index]
-        axis = table.axes.get(name, "")
-        entries.append({"name": name, "dtype": _NAMES[tensor.dtype], "axis": axis, "shape": list(rows.shape)})
-        if axis:
-            rows = rows[_mask(lengths[axis], rows.shape[1])]
-        chunks.append((name, rows.contiguous().flatten().view(torch.uint8)))
-    # the lengths are 64 bits wide as well, so before all else
-    heads = [values.to(torch.int64).contiguous().view(torch.uint8) for _, values in sorted(lengths.items())]
-    header = {
-        "rows": len(places),
-        "axes": sorted(lengths),
-        "tensors": entries,
-        "columns": {name: [column[place] for place in places] for name, column in table.columns.items()},
-    }
-    try:
-        text = json.dumps(header, allow_nan=True)
-    except (TypeError, ValueError) as error:
-        raise DataError(
-            f"a column of {', '.join(table.columns)} holds what JSON cannot, and cannot go to another rank: {error}"
-        ) from error
-    parts = [*heads, *(chunk for _, chunk in chunks)]
-    payload = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
-    return text.encode(), payload
+                f"a column of {', '.join(self.columns)} holds what JSON cannot, and cannot go to another rank: {error}"
+            ) from error
+        return header.encode(), payload.to(device)
+
+    def gather(self, group: dist.ProcessGroup | None = None) -> RaggedBatch:
+        """The rows of all ranks of the group, in rank order, on the host of each."""
+        header, payload = self.pack(range(len(next(iter(self.tensors.values())))))
+        headers = gather_json([header.decode(), payload.numel()], group)
+        payloads = gather_rows(payload, group).cpu().split([size for _, size in headers])
+        parts, count = [], 0
+        for (text, _), data in zip(headers, payloads, strict=True):
+            one = RaggedBatch.unpack(text.encode(), data.clone(), self.fills)  # a start of its own, for wide elements
+            num_rows = len(next(iter(one.tensors.values())))
+            parts.append((range(count, count + num_rows), one, range(num_rows)))
+            count += num_rows
+        return merge(count, parts)
+
+    @classmethod
+    def unpack(cls, header: bytes, payload: Tensor, fills: Mapping[str, float | bool]) -> RaggedBatch:
+        """Undo `pack`; the rows are on the host, wherever their bytes have arrived.
+
+        Raises:
+            DataError: the header does not go with the bytes.
+        """
+        payload = payload.cpu()  # in one copy, instead of one for each field
+        try:
+            found = json.loads(header)
+            tensors = unpack_tensors(found["parts"], payload)
+            lengths = {axis: tensors.pop(_length_of(axis)) for axis in found["axes"]}
+            axes = {name: axis for name, (axis, _) in found["ragged"].items()}
+            for name, (axis, shape) in found["ragged"].items():
+                rows = payload.new_full(shape, fills.get(name, 0), dtype=tensors[name].dtype)
+                rows[_mask(lengths[axis], shape[1])] = tensors[name]
+                tensors[name] = rows
+            return cls(tensors, axes, lengths, fills, found["columns"])
+        except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
+            raise DataError(f"a message of rows cannot be read: {error}") from error
 
 
-def unpack(header: bytes, payload: Tensor, fills: Mapping[str, float | bool]) -> Table:
-    """Undo `pack`; the rows are on the host, wherever their bytes have arrived.
-
-    Raises:
-        DataError: the header does not go with the bytes.
-    """
-    payload = payload.cpu()  # in one copy, instead of one for each field
-    try:
-        said = json.loads(header)
-        count, places = int(said["rows"]), 0
-        lengths: dict[str, Tensor] = {}
-        for axis in said["axes"]:
-            lengths[axis] = _take(payload, places, count, torch.int64)
-            places += count * 8
-        tensors: dict[str, Tensor] = {}
-        axes: dict[str, str] = {}
-        for entry in said["tensors"]:
-            name, dtype, axis, shape = entry["name"], DTYPES[entry["dtype"]], entry["axis"], tuple(entry["shape"])
-            mask = _mask(lengths[axis], shape[1]) if axis else None
-            num = math.prod(shape) if mask is None else int(mask.sum()) * math.prod(shape[2:])
-            flat = _take(payload, places, num, dtype)
-            places += num * dtype.itemsize
-            if mask is None:
-                tensors[name] = flat.reshape(shape)
-            else:
-                axes[name] = axis
-                tensors[name] = payload.new_full(shape, fills.get(name, 0), dtype=dtype)
-                tensors[name][mask] = flat.reshape(-1, *shape[2:])
-        if places != payload.numel():
-            raise ValueError(f"{payload.numel()} bytes came, and the header speaks of {places}")
-    except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise DataError(f"a message of rows cannot be read: {error}") from error
-    return Table(tensors, axes, lengths, fills, said["columns"])
-
-
-def _take(payload: Tensor, start: int, count: int, dtype: torch.dtype) -> Tensor:
-    part = payload[start : start + count * dtype.itemsize]
-    if part.numel() != count * dtype.itemsize:
-        raise ValueError(f"the message ends at byte {payload.numel()}, within a tensor")
-    # a view where the start allows, which it always does for what `pack` made
-    return (part if start % dtype.itemsize == 0 else part.clone()).view(dtype)
+def _length_of(axis: str) -> str:
+    return f"length of {axis}"
 
 
 def _mask(lengths: Tensor, width: int) -> Tensor:
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(1)
 
 
-def merge(count: int, parts: Sequence[tuple[Sequence[int], Table, Sequence[int]]]) -> Table:
-    """One table of `count` rows from parts of others, on the host, wherever those are.
+def merge(count: int, parts: Sequence[tuple[Sequence[int], RaggedBatch, Sequence[int]]]) -> RaggedBatch:
+    """One batch of `count` rows from parts of others, on the host, wherever those are.
 
     Args:
-        parts: (places here, table, places in it). Together they fill every row once; an empty one gives its names.
+        parts: (places here, batch, places in it). Together they fill every row once; an empty one gives its names.
 
     Raises:
-        DataError: tables that do not hold the same names.
+        DataError: batches that do not hold the same names.
     """
     first = parts[0][1]
-    for _, table, _ in parts:
-        for mine, other in ((first.tensors, table.tensors), (first.columns, table.columns)):
+    for _, part, _ in parts:
+        for mine, other in ((first.tensors, part.tensors), (first.columns, part.columns)):
             if different := mine.keys() ^ other.keys():
                 raise DataError(f"the ranks' rows differ in what they hold: {', '.join(sorted(different))}")
     widths: dict[str, int] = {}
-    for _, table, _ in parts:
-        for axis, width in table.widths().items():
-            widths[axis] = max(width, widths.get(axis, 0))
+    for _, part, _ in parts:
+        for name, axis in part.axes.items():
+            widths[axis] = max(int(part.tensors[name].shape[1]), widths.get(axis, 0))
     tensors: dict[str, Tensor] = {}
     for name, like in first.tensors.items():
         axis = first.axes.get(name, "")
@@ -166,19 +180,19 @@ def merge(count: int, parts: Sequence[tuple[Sequence[int], Table, Sequence[int]]
         tensors[name] = torch.full(shape, first.fills.get(name, 0), dtype=like.dtype)
     lengths = {axis: torch.zeros(count, dtype=values.dtype) for axis, values in first.lengths.items()}
     columns: dict[str, list[Any]] = {name: [None] * count for name in first.columns}
-    for here, table, there in parts:
+    for here, part, there in parts:
         if not here:
             continue
         to, index = torch.tensor(list(here)), torch.tensor(list(there))
-        for axis, values in table.lengths.items():
+        for axis, values in part.lengths.items():
             lengths[axis][to] = values[index].cpu()
-        for name, tensor in table.tensors.items():
+        for name, tensor in part.tensors.items():
             rows = tensor[index].cpu()
             if first.axes.get(name):
                 tensors[name][to, : rows.shape[1]] = rows
             else:
                 tensors[name][to] = rows
-        for name, column in table.columns.items():
+        for name, column in part.columns.items():
             for target, origin in zip(here, there, strict=True):
                 columns[name][target] = column[origin]
-    return Table(tensors, first.axes, lengths, first.fills, columns)
+    return RaggedBatch(tensors, first.axes, lengths, first.fills, columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -73,6 +73,14 @@ def subtract(box: Box, hole: Box) -> list[Box]:
         if high < stop[axis]:
             rest.append(Box((*start[:axis], high, *start[axis + 1 :]), tuple(stop)))
         start[axis], stop[axis] = low, high
+    return rest
+
+
+def subtract_all(box: Box, holes: Iterable[Box]) -> list[Box]:
+    """The disjoint boxes that make up `box` without any of the holes."""
+    rest = [box]
+    for hole in holes:
+        rest = [part for left in rest for part in subtract(left, hole)]
     return rest
 
 

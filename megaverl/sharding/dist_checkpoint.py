@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.megatron import megatron_layout
+from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 
@@ -60,7 +60,7 @@ def checkpoint_layout(
             parameter. None: the names that a run writes.
         transformer_engine: without `present`: names of Transformer Engine's layer spec, else of the local one.
     """
-    single = megatron_layout(weights, spec, GridShape(), 0, padded_vocab_size=padded_vocab_size)
+    single = megatron_layouts(weights, spec, GridShape(), padded_vocab_size=padded_vocab_size)(0)
     with_engine = {weight.megatron: weight.transformer_engine or weight.megatron for weight in weights}
     counts = spec.num_layers, spec.moe.num_experts if spec.moe else 0
 
@@ -102,8 +102,8 @@ def _candidates(
         if not transformer_engine:
             names = names[1:]
     stacked = [CheckpointKey(f"decoder.layers.{each}", (layer, *index)) for each in names]
-    apart = [CheckpointKey(f"decoder.layers.{layer}.{each}", index) for each in names]
-    yield from apart + stacked if stores_each_layer(spec) else stacked + apart
+    separate = [CheckpointKey(f"decoder.layers.{layer}.{each}", index) for each in names]
+    yield from separate + stacked if stores_each_layer(spec) else stacked + separate
 
 
 def _front(place: CheckpointKey, counts: tuple[int, int]) -> tuple[int, ...]:

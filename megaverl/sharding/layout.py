@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -44,6 +44,18 @@ class Layout:
         for piece in self.pieces:
             index.setdefault(piece.tensor, []).append(piece)
         return index
+
+    def without(self, tensors: Collection[str]) -> Layout:
+        """All but these global tensors, and but the local ones that hold nothing else; pure padding stays."""
+        if not tensors:
+            return self
+        pieces = tuple(piece for piece in self.pieces if piece.tensor not in tensors)
+        gone = {piece.local for piece in self.pieces} - {piece.local for piece in pieces}
+        return Layout(
+            pieces,
+            {name: shape for name, shape in self.local_shapes.items() if name not in gone},
+            {name: shape for name, shape in self.global_shapes.items() if name not in tensors},
+        )
 
     @property
     def numel(self) -> int:
@@ -89,13 +101,6 @@ def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
     return Fill(tuple(parts), (offset if rows is None else rows, *tail))
 
 
-class Named(NamedTuple):
-    """A global tensor of which no more is known."""
-
-    name: str
-    shape: tuple[int, ...]
-
-
 class LayoutBuilder:
     """Collects the pieces of one rank, local tensor by local tensor."""
 
@@ -104,7 +109,7 @@ class LayoutBuilder:
         self._local_shapes: dict[str, tuple[int, ...]] = {}
         self._global_shapes: dict[str, tuple[int, ...]] = {}
 
-    def add(self, local: str, weights: Sequence[Weight | Named], fill: Fill) -> None:
+    def add(self, local: str, weights: Sequence[Weight], fill: Fill) -> None:
         """A local tensor, the weights that it holds, and how they fill it."""
         for number, box, local_box in fill.parts:
             self._pieces.append(Piece(weights[number].name, box, local, local_box))
@@ -112,27 +117,15 @@ class LayoutBuilder:
             self._global_shapes[weight.name] = weight.shape
         self._local_shapes[local] = fill.shape
 
-    def add_stacked(
-        self, local: str, parts: Sequence[tuple[str, tuple[int, ...], Box]], rows: int | None = None
-    ) -> None:
-        """A local tensor made of boxes stacked along axis 0: `(global name, global shape, box)`, as in `stack`."""
-        fill = stack([(number, box) for number, (_, _, box) in enumerate(parts)], rows)
-        self.add(local, [Named(name, tuple(shape)) for name, shape, _ in parts], fill)
-
-    def add_whole(self, tensor: str, shape: Sequence[int], local: str | None = None) -> None:
-        """A global tensor held whole, under its own name unless `local` says otherwise."""
-        self.add_stacked(local or tensor, [(tensor, tuple(shape), whole(shape))])
-
     def build(self) -> Layout:
         return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes)
 
 
 def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:
     """Every tensor whole, local names equal to global ones: what a folder or a single process holds."""
-    builder = LayoutBuilder()
-    for name, shape in shapes:
-        builder.add_whole(name, shape)
-    return builder.build()
+    held = {name: tuple(shape) for name, shape in shapes}
+    boxes = {name: whole(shape) for name, shape in held.items()}
+    return Layout(tuple(Piece(name, box, name, box) for name, box in boxes.items() if box.numel), held, held)
 
 
 def padded_tensors(layout: Layout) -> list[str]:
@@ -157,15 +150,3 @@ def even_layout(weights: Sequence[Weight], world: int, rank: int) -> Layout:
         part = cut(weight.shape, 0, low, min(low + chunk, rows))
         builder.add(weight.name, [weight], stack([(0, part)]))
     return builder.build()
-
-
-def even_layouts(weights: Sequence[Weight], world: int) -> Callable[[int], Layout]:
-    """`rank -> layout`, each made once."""
-    layouts: dict[int, Layout] = {}
-
-    def layout_of(rank: int) -> Layout:
-        if rank not in layouts:
-            layouts[rank] = even_layout(weights, world, rank)
-        return layouts[rank]
-
-    return layout_of

@@ -1,151 +1,27 @@
-"""Who serves whom: the ranks that hold the same boxes share out those that need them, as evenly as can be.
+"""Who holds what, who wants it, and who serves whom: as few bytes as can be, from near by, as evenly as can be.
 
-The rule, the same on every rank: a holder on the needing rank's own node, else any holder. Those who need
-boxes of one size stand in a line, each with as many requests as there are tensors alike; the line is cut into
-equal runs, one a holder. So holders differ by one request at most, and a rank meets few holders. Large boxes
-are dealt first, and what does not come out even goes on where the last deal ended: over all sizes, the holders
-differ by one largest box at most.
+A model of a hundred layers with a hundred experts each has few ways in which its tensors are spread. Tensors that the
+same ranks hold and want in the same boxes are one `TensorGroup`, and are planned as one.
+
+The rule for serving, the same on every rank: a holder on the needing rank's own node, else any holder. Those who need
+boxes of one size stand in a line, by class and rank, each with a request for every tensor; the line is cut into equal
+runs, one a holder. So holders differ by one request at most, and a rank meets few holders. Large boxes are dealt first,
+and what does not come out even goes on where the last deal ended: over all sizes, the holders differ by one largest box
+at most.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
-from megaverl.sharding.boxes import Box, BoxIndex, first_overlap, intersect, subtract
+from megaverl.sharding.boxes import Box, BoxIndex, first_overlap, intersect, subtract, subtract_all
 from megaverl.sharding.layout import Layout
 
 ANYWHERE = -1  # the pool of all holders, beside those of single nodes
-
-
-class ShardRange(NamedTuple):
-    """Bundle `bundle` of tensors `low` to `high` (not included) of a geometry, both by their number."""
-
-    geometry: int
-    low: int
-    high: int
-    bundle: int
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Requests of one size to one pool: request `place * num_tensors + i` is for tensor i, from the rank at
-    that place of `needing`. The first `extra` holders from `start` on get one more than the others."""
-
-    pool: Sequence[int]
-    start: int
-    needing: dict[int, int]
-    num_tensors: int
-
-    @property
-    def share(self) -> tuple[int, int]:
-        return divmod(len(self.needing) * self.num_tensors, len(self.pool))
-
-    def holders(self, rank: int) -> Iterator[tuple[int, int, int]]:
-        """`(holder, low, high)`: who gives `rank` tensors low to high."""
-        each, extra = self.share
-        first = self.needing[rank] * self.num_tensors
-        request = first
-        while request < first + self.num_tensors:
-            longer = extra * (each + 1)
-            turn = request // (each + 1) if request < longer else extra + (request - longer) // each
-            end = min(self._first_request(turn + 1), first + self.num_tensors)
-            yield self.pool[(self.start + turn) % len(self.pool)], request - first, end - first
-            request = end
-
-    def served(self, place: int, ranks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-        """`(rank, low, high)`: to whom the holder at a place of the pool gives tensors low to high."""
-        turn = (place - self.start) % len(self.pool)
-        request, end = self._first_request(turn), self._first_request(turn + 1)
-        while request < end:
-            number, low = divmod(request, self.num_tensors)
-            high = min(self.num_tensors, low + end - request)
-            yield ranks[number], low, high
-            request += high - low
-
-    def _first_request(self, turn: int) -> int:
-        each, extra = self.share
-        return turn * each + min(turn, extra)
-
-
-class Dealer:
-    """All deals of one set of holders: the ranks of some classes of the source.
-
-    Args:
-        classes: the classes.
-        wanted: `(size, geometry, bundle, class of the destination)` for all that the holders have and
-            somebody wants, by numbers.
-    """
-
-    def __init__(
-        self,
-        classes: Iterable[int],
-        wanted: Iterable[tuple[int, int, int, int]],
-        geometries: Sequence[TensorGroup],
-        source: RankLayouts,
-        dest: RankLayouts,
-        node_of: Sequence[int],
-    ) -> None:
-        self._holders = frozenset(classes)
-        self._node_of = node_of
-        self._pools = self._make_pools(source)
-        self._place = {key: {rank: i for i, rank in enumerate(pool)} for key, pool in self._pools.items()}
-        self._deals: dict[tuple[int, int, int], dict[int, Deal]] = {}
-        starts = dict.fromkeys(self._pools, 0)
-        lines: dict[tuple[int, int, int], list[int]] = {}
-        for size, geometry, bundle, number in wanted:
-            lines.setdefault((-size, geometry, bundle), []).append(number)
-        for (size, geometry, bundle), numbers in sorted(lines.items()):
-            deals = self._deals[geometry, bundle, -size] = {}
-            for key, needing in self._lines(numbers, source, dest).items():
-                deal = Deal(self._pools[key], starts[key], needing, len(geometries[geometry].tensors))
-                starts[key] = (deal.start + deal.share[1]) % len(deal.pool)
-                deals[key] = deal
-
-    def _make_pools(self, source: RankLayouts) -> dict[int, list[int]]:
-        """The holders of each node, and all; of each class first one on every node, then the next."""
-        on_node: dict[tuple[int, int], int] = {}
-        order = []
-        for number in sorted(self._holders):
-            for rank in source.ranks[number]:
-                node = self._node_of[rank]
-                nth = on_node[number, node] = on_node.get((number, node), -1) + 1
-                order.append((number, nth, node, rank))
-        pools: dict[int, list[int]] = {ANYWHERE: []}
-        for _, _, node, rank in sorted(order):
-            pools[ANYWHERE].append(rank)
-            pools.setdefault(node, []).append(rank)
-        return pools
-
-    def _lines(self, numbers: Sequence[int], source: RankLayouts, dest: RankLayouts) -> dict[int, dict[int, int]]:
-        lines: dict[int, dict[int, int]] = {}
-        for number in numbers:
-            for rank in dest.ranks[number]:
-                if source.class_of[rank] not in self._holders:
-                    line = lines.setdefault(self._pool_of(rank), {})
-                    line[rank] = len(line)
-        return lines
-
-    def _pool_of(self, rank: int) -> int:
-        node = self._node_of[rank]
-        return node if node in self._pools else ANYWHERE
-
-    def fetched(self, rank: int, geometry: int, bundle: int, size: int) -> Iterator[tuple[int, ShardRange]]:
-        """From whom `rank`, which is none of the holders, gets what."""
-        deal = self._deals[geometry, bundle, size][self._pool_of(rank)]
-        for holder, low, high in deal.holders(rank):
-            yield holder, ShardRange(geometry, low, high, bundle)
-
-    def served(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
-        """To whom `rank`, one of the holders, gives what."""
-        for (geometry, bundle, _), deals in self._deals.items():
-            for key in (ANYWHERE, self._node_of[rank]):
-                if key in deals:
-                    deal = deals[key]
-                    for other, low, high in deal.served(self._place[key][rank], list(deal.needing)):
-                        yield other, ShardRange(geometry, low, high, bundle)
-
 
 Boxes = tuple[Box, ...]
 
@@ -168,21 +44,16 @@ class RankLayouts:
         self.ranks: list[list[int]] = []
         self.layouts: list[Layout] = []
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.boxes: list[Boxes] = []
         self.disagreements: list[str] = []
         numbers: dict[int, int] = {}
         for rank in range(world):
             layout = layouts(rank)
-            number = numbers.get(id(layout))
-            if number is None:
-                number = numbers[id(layout)] = len(self.ranks)
+            number = numbers.setdefault(id(layout), len(self.ranks))
+            if number == len(self.ranks):
                 self.ranks.append([])
                 self.layouts.append(layout)
             self.class_of.append(number)
             self.ranks[number].append(rank)
-        self.held = self._index()
-
-    def _index(self) -> dict[str, tuple[int, ...]]:
         held: dict[str, list[int]] = {}
         number_of: dict[Boxes, int] = {}
         for number, layout in enumerate(self.layouts):
@@ -197,7 +68,7 @@ class RankLayouts:
             for tensor, boxes in boxes_of.items():
                 held.setdefault(tensor, []).extend((number, number_of.setdefault(boxes, len(number_of))))
         self.boxes = list(number_of)
-        return {tensor: tuple(classes) for tensor, classes in held.items()}
+        self.held = {tensor: tuple(classes) for tensor, classes in held.items()}
 
     def holding(self, classes: tuple[int, ...]) -> Iterator[tuple[int, Boxes]]:
         """The classes of an entry of `held`, each with its boxes."""
@@ -219,31 +90,31 @@ class TensorGroup:
 
     Attributes:
         tensors: their names, in the order of the source's layouts.
-        bundles: every element that is held, by who holds it.
-        wanted: for each class of the destination, how many elements it wants of each bundle that it meets.
+        shards: every element that is held, by who holds it.
+        wanted: for each class of the destination, how many elements it wants of each shard set that it meets.
         missing: a box that each class of the destination wants and nobody holds, where there is one.
     """
 
     tensors: list[str]
-    bundles: tuple[ShardSet, ...]
+    shards: tuple[ShardSet, ...]
     wanted: Mapping[int, Mapping[int, int]]
     missing: Mapping[int, Box]
 
 
-def find_geometries(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
-    """The geometries of all tensors that both sides know and the destination wants some of."""
+def group_tensors(source: RankLayouts, dest: RankLayouts) -> list[TensorGroup]:
+    """All tensors that both sides know and the destination wants some of."""
     alike: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
     for tensor in source.shapes:
         if tensor in dest.held:
             alike.setdefault((source.held.get(tensor, ()), dest.held[tensor]), []).append(tensor)
-    return [_geometry(source, dest, *held, tensors) for held, tensors in alike.items()]
+    return [_group(source, dest, *held, tensors) for held, tensors in alike.items()]
 
 
-def _geometry(
+def _group(
     source: RankLayouts, dest: RankLayouts, held: tuple[int, ...], wanted_by: tuple[int, ...], tensors: list[str]
 ) -> TensorGroup:
-    bundles = _bundles(source, held)
-    cells = [(number, cell) for number, bundle in enumerate(bundles) for cell in bundle.cells]
+    shards = _shard_sets(source, held)
+    cells = [(number, cell) for number, shard_set in enumerate(shards) for cell in shard_set.cells]
     index = BoxIndex([cell for _, cell in cells])
     wanted: dict[int, dict[int, int]] = {}
     missing: dict[int, Box] = {}
@@ -256,19 +127,19 @@ def _geometry(
                 rest = box.numel
                 met = list(index.meeting(box))
                 for cell, common in met:
-                    bundle = cells[cell][0]
-                    amounts[bundle] = amounts.get(bundle, 0) + common.numel
+                    shard_set = cells[cell][0]
+                    amounts[shard_set] = amounts.get(shard_set, 0) + common.numel
                     rest -= common.numel
                 if rest:
-                    unheld = _rest(box, [common for _, common in met])
+                    unheld = subtract_all(box, [common for _, common in met])[0]
             seen[boxes] = amounts, unheld
         wanted[number], unheld = seen[boxes]
         if unheld is not None:
             missing[number] = unheld
-    return TensorGroup(tensors, bundles, wanted, missing)
+    return TensorGroup(tensors, shards, wanted, missing)
 
 
-def _bundles(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, ...]:
+def _shard_sets(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, ...]:
     holders: dict[Box, set[int]] = {}
     for number, boxes in source.holding(held):
         for box in boxes:
@@ -276,10 +147,10 @@ def _bundles(source: RankLayouts, held: tuple[int, ...]) -> tuple[ShardSet, ...]
     cells = list(holders.items())
     if first_overlap(list(holders)) is not None:
         cells = _disjoint(cells)
-    bundles: dict[tuple[int, ...], list[Box]] = {}
+    by_classes: dict[tuple[int, ...], list[Box]] = {}
     for cell, classes in cells:
-        bundles.setdefault(tuple(sorted(classes)), []).append(cell)
-    return tuple(ShardSet(classes, tuple(sorted(boxes))) for classes, boxes in sorted(bundles.items()))
+        by_classes.setdefault(tuple(sorted(classes)), []).append(cell)
+    return tuple(ShardSet(classes, tuple(sorted(boxes))) for classes, boxes in sorted(by_classes.items()))
 
 
 def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]:
@@ -287,7 +158,6 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
     cells: list[tuple[Box, set[int]]] = []
     for box, classes in holders:
         cut: list[tuple[Box, set[int]]] = []
-        rest = [box]
         for cell, others in cells:
             common = intersect(cell, box)
             if common is None:
@@ -295,13 +165,144 @@ def _disjoint(holders: list[tuple[Box, set[int]]]) -> list[tuple[Box, set[int]]]
                 continue
             cut.append((common, others | classes))
             cut += [(part, others) for part in subtract(cell, box)]
-            rest = [part for whole in rest for part in subtract(whole, cell)]
-        cells = cut + [(part, classes) for part in rest]
+        cells = cut + [(part, classes) for part in subtract_all(box, [cell for cell, _ in cells])]
     return cells
 
 
-def _rest(box: Box, covered: list[Box]) -> Box:
-    rest = [box]
-    for hole in covered:
-        rest = [part for whole in rest for part in subtract(whole, hole)]
-    return rest[0]
+class ShardRange(NamedTuple):
+    """Shard set `shards` of tensors `low` to `high` (not included) of a group, all by their numbers."""
+
+    group: int
+    low: int
+    high: int
+    shards: int
+
+
+# class of the destination -> (elements of a box, shard set of a group) of all that it wants
+Asked = Mapping[int, Sequence[tuple[int, ShardRange]]]
+
+
+class Deal:
+    """Requests of one size to one pool of holders, in a line rank by rank and cut into equal runs, one a holder.
+
+    Args:
+        pool: the holders. The one at place `start` has the first run; where the runs are not equal, those from there
+            on have one request more.
+        wanted: rank -> what it asks for, one request for each tensor; in the order of the line.
+
+    Attributes:
+        end: the place of the first holder that has the fewest.
+    """
+
+    def __init__(self, pool: Sequence[int], start: int, wanted: Mapping[int, Sequence[ShardRange]]) -> None:
+        self.pool, self.start, self.wanted = pool, start, wanted
+        self._ranks = list(wanted)
+        numbers = [sum(part.high - part.low for part in wanted[rank]) for rank in self._ranks]
+        self._firsts = [0, *accumulate(numbers)]
+        self._place = {rank: place for place, rank in enumerate(self._ranks)}
+        self._each, self._extra = divmod(self._firsts[-1], len(pool))
+        self.end = (start + self._extra) % len(pool)
+
+    def fetched(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
+        """From whom a rank gets what."""
+        place = self._place[rank]
+        low, high = self._firsts[place], self._firsts[place + 1]
+        while low < high:
+            turn = self._turn_of(low)
+            end = min(self._first_of(turn + 1), high)
+            yield from self._parts(self.pool[(self.start + turn) % len(self.pool)], rank, low, end)
+            low = end
+
+    def served(self, place: int) -> Iterator[tuple[int, ShardRange]]:
+        """To whom the holder at a place of the pool gives what."""
+        turn = (place - self.start) % len(self.pool)
+        low, high = self._first_of(turn), self._first_of(turn + 1)
+        while low < high:
+            number = bisect_right(self._firsts, low) - 1
+            end = min(self._firsts[number + 1], high)
+            yield from self._parts(self._ranks[number], self._ranks[number], low, end)
+            low = end
+
+    def _parts(self, other: int, rank: int, low: int, high: int) -> Iterator[tuple[int, ShardRange]]:
+        """`(other, part)` of what the requests `low` to `high`, all of one rank, ask for."""
+        first = self._firsts[self._place[rank]]
+        for part in self.wanted[rank]:
+            if first >= high:
+                return
+            start, stop = max(low - first, 0), min(high - first, part.high - part.low)
+            if start < stop:
+                yield other, part._replace(low=part.low + start, high=part.low + stop)
+            first += part.high - part.low
+
+    def _first_of(self, turn: int) -> int:
+        return turn * self._each + min(turn, self._extra)
+
+    def _turn_of(self, request: int) -> int:
+        longer = self._extra * (self._each + 1)
+        return request // (self._each + 1) if request < longer else self._extra + (request - longer) // self._each
+
+
+class Dealer:
+    """All deals of one set of holders: the ranks of some classes of the source.
+
+    Args:
+        classes: the classes.
+        asked: what is wanted of all that the holders have.
+    """
+
+    def __init__(
+        self,
+        classes: Iterable[int],
+        asked: Asked,
+        source: RankLayouts,
+        dest: RankLayouts,
+        node_of: Sequence[int],
+    ) -> None:
+        self._holders, self._node_of = frozenset(classes), node_of
+        self._pools = self._make_pools(source)
+        self._place = {key: {rank: i for i, rank in enumerate(pool)} for key, pool in self._pools.items()}
+        self._deals: dict[int, list[Deal]] = {key: [] for key in self._pools}
+        by_size: dict[int, dict[int, list[ShardRange]]] = {}
+        for number, requests in asked.items():
+            for size, part in requests:
+                by_size.setdefault(size, {}).setdefault(number, []).append(part)
+        for size in sorted(by_size, reverse=True):
+            lines: dict[int, dict[int, list[ShardRange]]] = {}
+            for number, parts in sorted(by_size[size].items()):
+                for rank in dest.ranks[number]:
+                    if source.class_of[rank] not in self._holders:
+                        lines.setdefault(self._pool_of(rank), {})[rank] = parts
+            for key, line in lines.items():
+                earlier = self._deals[key]
+                earlier.append(Deal(self._pools[key], earlier[-1].end if earlier else 0, line))
+
+    def _make_pools(self, source: RankLayouts) -> dict[int, list[int]]:
+        """The holders of each node, and all; of each class first one on every node, then the next."""
+        on_node: dict[tuple[int, int], int] = {}
+        order = []
+        for number in sorted(self._holders):
+            for rank in source.ranks[number]:
+                node = self._node_of[rank]
+                nth = on_node[number, node] = on_node.get((number, node), -1) + 1
+                order.append((number, nth, node, rank))
+        pools: dict[int, list[int]] = {ANYWHERE: []}
+        for _, _, node, rank in sorted(order):
+            pools[ANYWHERE].append(rank)
+            pools.setdefault(node, []).append(rank)
+        return pools
+
+    def _pool_of(self, rank: int) -> int:
+        node = self._node_of[rank]
+        return node if node in self._pools else ANYWHERE
+
+    def fetched(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
+        """From whom `rank`, which is none of the holders, gets what."""
+        for deal in self._deals[self._pool_of(rank)]:
+            if rank in deal.wanted:
+                yield from deal.fetched(rank)
+
+    def served(self, rank: int) -> Iterator[tuple[int, ShardRange]]:
+        """To whom `rank`, one of the holders, gives what."""
+        for key in (ANYWHERE, self._node_of[rank]):
+            for deal in self._deals[key]:
+                yield from deal.served(self._place[key][rank])

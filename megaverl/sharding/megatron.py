@@ -29,27 +29,6 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Split, Weight, even_part
 
 
-def megatron_layout(
-    weights: Sequence[Weight],
-    spec: ModelSpec,
-    shape: GridShape,
-    rank: int,
-    *,
-    padded_vocab_size: int,
-    transformer_engine: bool = False,
-    layer_split: Sequence[int] | None = None,
-) -> Layout:
-    """What `rank` of the grid holds, under GPTModel's parameter names; arguments and errors as `megatron_layouts`."""
-    return megatron_layouts(
-        weights,
-        spec,
-        shape,
-        padded_vocab_size=padded_vocab_size,
-        transformer_engine=transformer_engine,
-        layer_split=layer_split,
-    )(rank)
-
-
 def megatron_layouts(
     weights: Sequence[Weight],
     spec: ModelSpec,

@@ -2,7 +2,7 @@
 
 Every rank computes its own plan by arithmetic alone, and the rules are the same everywhere, so that the
 sends of one rank are the receives of another without a word between them. What a rank holds itself it copies;
-the rest comes from a holder on its node, else from any, shared out as `dealing` says.
+the rest comes from a holder on its node, else from any, shared out as `load_balance` says.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple, overload
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box, carry, contains, intersect, join, same_up_to_ones
 from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.load_balance import Dealer, RankLayouts, ShardRange, TensorGroup, find_geometries
+from megaverl.sharding.load_balance import Dealer, RankLayouts, ShardRange, TensorGroup, group_tensors
 from megaverl.sharding.weight import listed
 
 MAX_NAMED = 8
@@ -86,14 +86,20 @@ def make_plan(
 
 
 def make_plans(
-    source_layouts: Layouts, dest_layouts: Layouts, world: int, node_of: NodeOf | None = None
+    source_layouts: Layouts,
+    dest_layouts: Layouts,
+    world: int,
+    node_of: NodeOf | None = None,
+    *,
+    allow_unused: bool = False,
 ) -> Sequence[Plan]:
     """The plans of all ranks, each made when it is asked for, and not kept.
 
-    Args and errors as for `make_plan`.
+    Args:
+        allow_unused: the source may have tensors that the destination lacks. The others and errors as `make_plan`.
     """
     with _collector_at_rest():
-        return _Plans(_Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0)))
+        return _Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused)
 
 
 def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
@@ -102,24 +108,7 @@ def intersect_layouts(source: Layout, dest: Layout) -> list[Transfer]:
     Raises:
         ReshardError: elements of `dest` that `source` lacks.
     """
-    return list(_Planner(lambda _: source, lambda _: dest, 1, lambda _: 0, allow_unused=True).plan(0).copies)
-
-
-class _Plans(Sequence[Plan]):
-    def __init__(self, planner: _Planner) -> None:
-        self._planner = planner
-
-    def __len__(self) -> int:
-        return self._planner.world
-
-    @overload
-    def __getitem__(self, rank: int) -> Plan: ...
-    @overload
-    def __getitem__(self, rank: slice) -> list[Plan]: ...
-    def __getitem__(self, rank: int | slice) -> Plan | list[Plan]:
-        ranks = range(self._planner.world)[rank]
-        with _collector_at_rest():
-            return self._planner.plan(ranks) if isinstance(ranks, int) else [self._planner.plan(r) for r in ranks]
+    return list(make_plans(lambda _: source, lambda _: dest, 1, allow_unused=True)[0].copies)
 
 
 @contextmanager
@@ -146,86 +135,86 @@ class _Row(NamedTuple):
     dest_box: Box
 
 
-class _Planner:
+class _Planner(Sequence[Plan]):
     def __init__(
-        self,
-        source_layouts: Layouts,
-        dest_layouts: Layouts,
-        world: int,
-        node_of: NodeOf,
-        allow_unused: bool = False,
+        self, source_layouts: Layouts, dest_layouts: Layouts, world: int, node_of: NodeOf, allow_unused: bool
     ) -> None:
-        self.world = world
-        self.source = RankLayouts(source_layouts, world)
-        self.dest = RankLayouts(dest_layouts, world)
+        self._world = world
+        self._source = RankLayouts(source_layouts, world)
+        self._dest = RankLayouts(dest_layouts, world)
         nodes: dict[int, int] = {}
-        self.node_of = [nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)]
+        self._node_of = [nodes.setdefault(node_of(rank), len(nodes)) for rank in range(world)]
         self._refuse_mismatch(allow_unused)
-        self.geometries = find_geometries(self.source, self.dest)
+        self._groups = group_tensors(self._source, self._dest)
         self._refuse_missing()
-        # by class of the destination what it wants, by set of holders what is wanted of it
-        self._wanted: list[list[int]] = [[] for _ in self.dest.layouts]
-        self._asked: dict[tuple[int, ...], list[tuple[int, int, int, int]]] = {}
-        self._holder_sets: list[list[tuple[int, ...]]] = [[] for _ in self.source.layouts]
-        for number, geometry in enumerate(self.geometries):
-            for dest_class, amounts in geometry.wanted.items():
-                self._wanted[dest_class].append(number)
-                for bundle, size in amounts.items():
-                    classes = geometry.bundles[bundle].classes
-                    self._asked.setdefault(classes, []).append((size, number, bundle, dest_class))
-        for classes in self._asked:
+        # what each class of the destination wants of each set of holders, and the sets that a class has to do with
+        self._asked: dict[tuple[int, ...], dict[int, list[tuple[int, ShardRange]]]] = {}
+        for number, group in enumerate(self._groups):
+            for dest_class, amounts in group.wanted.items():
+                for shards, size in amounts.items():
+                    part = ShardRange(number, 0, len(group.tensors), shards)
+                    asked = self._asked.setdefault(group.shards[shards].classes, {})
+                    asked.setdefault(dest_class, []).append((size, part))
+        self._gives: list[list[tuple[int, ...]]] = [[] for _ in self._source.layouts]
+        self._takes: list[list[tuple[int, ...]]] = [[] for _ in self._dest.layouts]
+        for classes, asked in self._asked.items():
             for source_class in classes:
-                self._holder_sets[source_class].append(classes)
+                self._gives[source_class].append(classes)
+            for dest_class in asked:
+                self._takes[dest_class].append(classes)
         self._dealers: dict[tuple[int, ...], Dealer] = {}
         self._rows: dict[tuple[int, tuple[int, ...], int, int], list[list[_Row]]] = {}
         self._merged: dict[object, list[tuple[Box, int, Box, int, Box]]] = {}
 
-    def plan(self, rank: int) -> Plan:
-        incoming = self._incoming(rank)
+    def __len__(self) -> int:
+        return self._world
+
+    @overload
+    def __getitem__(self, rank: int) -> Plan: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[Plan]: ...
+    def __getitem__(self, rank: int | slice) -> Plan | list[Plan]:
+        ranks = range(self._world)[rank]
+        with _collector_at_rest():
+            return self._plan(ranks) if isinstance(ranks, int) else [self._plan(r) for r in ranks]
+
+    def _plan(self, rank: int) -> Plan:
+        own, wants = self._source.class_of[rank], self._dest.class_of[rank]
+        copies: list[ShardRange] = []
+        incoming: dict[int, list[ShardRange]] = {}
         outgoing: dict[int, list[ShardRange]] = {}
-        for classes in self._holder_sets[self.source.class_of[rank]]:
+        for classes in self._takes[wants]:
+            if own in classes:
+                copies += [part for _, part in self._asked[classes][wants]]
+            else:
+                for holder, part in self._dealer(classes).fetched(rank):
+                    incoming.setdefault(holder, []).append(part)
+        for classes in self._gives[own]:
             for other, part in self._dealer(classes).served(rank):
                 outgoing.setdefault(other, []).append(part)
         return Plan(
             rank=rank,
-            world=self.world,
-            source_layout=self.source.layouts[self.source.class_of[rank]],
-            dest_layout=self.dest.layouts[self.dest.class_of[rank]],
-            copies=self._transfers(rank, rank, incoming.pop(rank, [])),
+            world=self._world,
+            source_layout=self._source.layouts[own],
+            dest_layout=self._dest.layouts[wants],
+            copies=self._transfers(rank, rank, copies),
             sends={peer: self._transfers(rank, peer, outgoing[peer]) for peer in sorted(outgoing)},
             receives={peer: self._transfers(peer, rank, incoming[peer]) for peer in sorted(incoming)},
         )
 
-    def _incoming(self, rank: int) -> dict[int, list[ShardRange]]:
-        """Where each element that `rank` needs comes from."""
-        own, wants = self.source.class_of[rank], self.dest.class_of[rank]
-        incoming: dict[int, list[ShardRange]] = {}
-        for number in self._wanted[wants]:
-            geometry = self.geometries[number]
-            for bundle, size in geometry.wanted[wants].items():
-                classes = geometry.bundles[bundle].classes
-                if own in classes:
-                    incoming.setdefault(rank, []).append(ShardRange(number, 0, len(geometry.tensors), bundle))
-                    continue
-                for holder, part in self._dealer(classes).fetched(rank, number, bundle, size):
-                    incoming.setdefault(holder, []).append(part)
-        return incoming
-
     def _dealer(self, classes: tuple[int, ...]) -> Dealer:
         if classes not in self._dealers:
-            self._dealers[classes] = Dealer(
-                classes, self._asked[classes], self.geometries, self.source, self.dest, self.node_of
-            )
+            self._dealers[classes] = Dealer(classes, self._asked[classes], self._source, self._dest, self._node_of)
         return self._dealers[classes]
 
     def _transfers(self, source: int, dest: int, parts: list[ShardRange]) -> tuple[Transfer, ...]:
-        """What goes from one rank to another, in an order that both know: by geometry, tensor and box."""
-        source_class, dest_class = self.source.class_of[source], self.dest.class_of[dest]
+        """What goes from one rank to another, in an order that both know: by group, tensor and box."""
+        source_class, dest_class = self._source.class_of[source], self._dest.class_of[dest]
         new = tuple.__new__  # a world's plans hold tens of millions of transfers: skip the named tuple's own
         transfers: list[Transfer] = []
-        for number, same in groupby(sorted(parts), key=lambda part: part.geometry):
-            for low, high, bundles in _segments(list(same)):
-                rows = self._rows_of(number, bundles, source_class, dest_class)
+        for number, same in groupby(sorted(parts), key=lambda part: part.group):
+            for low, high, shards in _segments(list(same)):
+                rows = self._rows_of(number, shards, source_class, dest_class)
                 transfers += [
                     new(Transfer, (tensor, box, source, source_local, source_box, dest, dest_local, dest_box))
                     for of_tensor in rows[low:high]
@@ -233,19 +222,19 @@ class _Planner:
                 ]
         return tuple(transfers)
 
-    def _rows_of(self, number: int, bundles: tuple[int, ...], source_class: int, dest_class: int) -> list[list[_Row]]:
-        """For each tensor of a geometry, what of these bundles goes from one class to another."""
-        key = (number, bundles, source_class, dest_class)
+    def _rows_of(self, number: int, shards: tuple[int, ...], source_class: int, dest_class: int) -> list[list[_Row]]:
+        """For each tensor of a group, what of these shard sets goes from one class to another."""
+        key = (number, shards, source_class, dest_class)
         if key not in self._rows:
-            geometry = self.geometries[number]
-            held_by, wanted_by = self.source.layouts[source_class].by_tensor, self.dest.layouts[dest_class].by_tensor
+            group = self._groups[number]
+            held_by, wanted_by = self._source.layouts[source_class].by_tensor, self._dest.layouts[dest_class].by_tensor
             self._rows[key] = rows = []
-            for tensor in geometry.tensors:
+            for tensor in group.tensors:
                 held, wanted = held_by[tensor], wanted_by[tensor]
                 # tensors alike differ at most in the place of their boxes inside fused local tensors
-                shape = (number, bundles, _places(held), _places(wanted))
+                shape = (number, shards, _places(held), _places(wanted))
                 if shape not in self._merged:
-                    self._merged[shape] = _merge(_overlaps(geometry, bundles, held, wanted))
+                    self._merged[shape] = _merge(_overlaps(group, shards, held, wanted))
                 rows.append(
                     [
                         _Row(tensor, box, held[i].local, source_box, wanted[j].local, dest_box)
@@ -255,14 +244,14 @@ class _Planner:
         return self._rows[key]
 
     def _refuse_mismatch(self, allow_unused: bool) -> None:
-        problems = [*self.source.disagreements, *self.dest.disagreements]
+        problems = [*self._source.disagreements, *self._dest.disagreements]
         problems += [
             f"{tensor}: the source has no such tensor"
-            for tensor in self.dest.shapes
-            if tensor not in self.source.shapes
+            for tensor in self._dest.shapes
+            if tensor not in self._source.shapes
         ]
-        for tensor, shape in self.source.shapes.items():
-            wanted = self.dest.shapes.get(tensor)
+        for tensor, shape in self._source.shapes.items():
+            wanted = self._dest.shapes.get(tensor)
             if wanted is None:
                 if not allow_unused:
                     problems.append(f"{tensor}: the destination has no place for it")
@@ -273,24 +262,24 @@ class _Planner:
 
     def _refuse_missing(self) -> None:
         problems = []
-        for geometry in self.geometries:
-            for number, box in geometry.missing.items():
-                by_tensor, rank = self.dest.layouts[number].by_tensor, self.dest.ranks[number][0]
+        for group in self._groups:
+            for number, box in group.missing.items():
+                by_tensor, rank = self._dest.layouts[number].by_tensor, self._dest.ranks[number][0]
                 problems += [
                     f"{tensor}: rank {rank} needs {box} for {by_tensor[tensor][0].local}, but no rank holds it"
-                    for tensor in geometry.tensors
+                    for tensor in group.tensors
                 ]
         if problems:
             raise ReshardError(f"the source lacks what the destination needs: {'; '.join(listed(problems))}.")
 
 
 def _segments(parts: list[ShardRange]) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Runs of tensors with the bundles that all of the run come in, from the parts of one geometry."""
+    """Runs of tensors with the shard sets that all of the run come in, from the parts of one group."""
     cuts = sorted({part.low for part in parts} | {part.high for part in parts})
-    for low, high in zip(cuts, cuts[1:], strict=False):
-        bundles = tuple(sorted(part.bundle for part in parts if part.low <= low and high <= part.high))
-        if bundles:
-            yield low, high, bundles
+    for low, high in pairwise(cuts):
+        shards = tuple(sorted(part.shards for part in parts if part.low <= low and high <= part.high))
+        if shards:
+            yield low, high, shards
 
 
 def _places(pieces: list[Piece]) -> tuple[object, ...]:
@@ -314,9 +303,9 @@ class _Overlap(NamedTuple):
 
 
 def _overlaps(
-    geometry: TensorGroup, bundles: tuple[int, ...], held: list[Piece], wanted: list[Piece]
+    group: TensorGroup, shards: tuple[int, ...], held: list[Piece], wanted: list[Piece]
 ) -> Iterator[_Overlap]:
-    cells = [cell for bundle in bundles for cell in geometry.bundles[bundle].cells]
+    cells = [cell for number in shards for cell in group.shards[number].cells]
     places = [next((i, p) for i, p in enumerate(held) if contains(p.box, cell)) for cell in cells]
     for j, piece in enumerate(wanted):
         for cell, (i, origin) in zip(cells, places, strict=True):

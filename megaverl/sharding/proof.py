@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megaverl.errors import ReshardError
-from megaverl.sharding.boxes import Box, carry, contains, first_overlap, intersect, same_up_to_ones, subtract, whole
+from megaverl.sharding.boxes import Box, carry, contains, first_overlap, intersect, same_up_to_ones, subtract_all, whole
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import Plan, Transfer
 
@@ -37,7 +37,7 @@ def check_plans(plans: Sequence[Plan]) -> None:
         ReshardError: names tensor, box and both ranks.
     """
     checker = _Checker()
-    said: dict[tuple[int, int], int] = {}
+    digests: dict[tuple[int, int], int] = {}
     for rank, plan in enumerate(plans):
         if (plan.rank, plan.world) != (rank, len(plans)):
             raise ReshardError(f"plan {rank} of {len(plans)} is that of rank {plan.rank} of {plan.world}.")
@@ -47,12 +47,12 @@ def check_plans(plans: Sequence[Plan]) -> None:
         for pair, transfers in traffic:
             if transfers:
                 digest = hash(transfers)
-                other = said.pop(pair, None)
+                other = digests.pop(pair, None)
                 if other is None:
-                    said[pair] = digest
+                    digests[pair] = digest
                 elif other != digest:
                     _refuse_difference(plans, *pair)
-    for sender, receiver in said:
+    for sender, receiver in digests:
         _refuse_difference(plans, sender, receiver)
 
 
@@ -84,7 +84,7 @@ class _Checker:
         self._sound: dict[int, Layout] = {}
         self._written: set[object] = set()
         self._read: set[object] = set()
-        self._apart: set[object] = set()
+        self._fetched: set[object] = set()
 
     def check(self, plan: Plan) -> None:
         if id(plan.dest_layout) not in self._sound:
@@ -152,7 +152,7 @@ class _Checker:
         number, _ = source.places(tensor)
         for transfer in transfers:
             key = (number, transfer.box)
-            if transfer.source == rank or key in self._apart:
+            if transfer.source == rank or key in self._fetched:
                 continue
             for piece in source.layout.by_tensor[tensor]:
                 if common := intersect(piece.box, transfer.box):
@@ -160,7 +160,7 @@ class _Checker:
                         f"{_where(transfer)} fetches {common} from rank {transfer.source}, "
                         f"but holds it itself in {piece.local}."
                     )
-            self._apart.add(key)
+            self._fetched.add(key)
 
 
 def _traffic(plan: Plan) -> list[tuple[int, int, Sequence[Transfer]]]:
@@ -204,10 +204,7 @@ def _prove_written(tensor: str, transfers: Sequence[Transfer], pieces: Sequence[
             a, b = (boxes[i] for i in both)
             raise ReshardError(f"{tensor}: on rank {rank}, {local} {intersect(a, b)} is written twice.")
         for piece in pieces:
-            rest = [piece.local_box] if piece.local == local else []
-            for box in boxes:
-                rest = [part for whole_ in rest for part in subtract(whole_, box)]
-            if rest:
+            if piece.local == local and (rest := subtract_all(piece.local_box, boxes)):
                 raise ReshardError(f"{tensor}: rank {rank} never gets {rest[0]} of {local}.")
 
 

@@ -1,15 +1,20 @@
-"""Which rows of a batch go from whom to whom: arithmetic, the same on every rank, and nothing is asked of anyone."""
+"""The rows of a batch as layouts: a row is a one-dimensional box, held at some place of a rank's batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from megaverl.distributed.grid import GridShape
 from megaverl.errors import DataError
+from megaverl.sharding.boxes import Box, whole
+from megaverl.sharding.layout import EMPTY, Layout, Piece
+from megaverl.sharding.plan import Plan, Transfer, make_plans
 
 # rank of the job -> the rows of the step's batch that it holds, or wants, in this order. Who is left out has none.
 Rows = Mapping[int, Sequence[int]]
+
+BATCH = "batch"  # the local tensor of every row
+ONE = whole((1,))
 
 
 class Move(NamedTuple):
@@ -18,23 +23,6 @@ class Move(NamedTuple):
     source: int
     dest: int
     rows: tuple[int, ...]
-
-
-def rows_of_grid(ranks: Sequence[int], grid: GridShape, parts: Sequence[Sequence[int]]) -> dict[int, Sequence[int]]:
-    """Rows of every rank of a role whose data-parallel rank d works on `parts[d]`.
-
-    A replica's tensor, context and pipeline ranks all hold its rows.
-
-    Args:
-        ranks: of the job; the grid counts them from 0.
-        parts: one for each data-parallel rank.
-
-    Raises:
-        DataError: as many ranks or parts as the grid does not have.
-    """
-    if grid.world_size != len(ranks) or grid.dp != len(parts):
-        raise DataError(f"{len(ranks)} ranks and {len(parts)} parts of a batch do not fit the grid {grid}")
-    return {rank: parts[grid.coords(number).dp] for number, rank in enumerate(ranks)}
 
 
 def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
@@ -46,100 +34,44 @@ def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
     return {rank: sorted(rows) for rank, rows in found.items()}
 
 
-def rows_of_engines(ranks: Sequence[int], tp: int, parts: Sequence[Sequence[int]]) -> dict[int, Sequence[int]]:
-    """Rows of every rank of engines of `tp` neighbours each; engine e works on `parts[e]`."""
-    return rows_of_grid(ranks, GridShape.fit(len(ranks), tp=tp, role="rollout"), parts)
-
-
-def plan_moves(source: Rows, dest: Rows, node_of: Callable[[int], int] = lambda rank: 0) -> list[Move]:
-    """The fewest rows that bring every rank what it wants, each row from one of its nearest holders.
-
-    A rank receives each row that it wants and does not hold, once. Rows held by the same ranks are shared out over
-    those of them on the receiver's node, or over all where there is none, evenly up to one row, and in runs, so that
-    messages are few. Whoever has sent least so far begins.
+def plan_rows(source: Rows, dest: Rows, node_of: Callable[[int], int] | None = None) -> Sequence[Plan]:
+    """The plans of all ranks that bring each the rows that it wants: every row is a tensor of one element.
 
     Args:
         source: rows that every rank holds now; dest: rows that it wants.
-        node_of: the node of a rank.
-
-    Returns: one move for each pair of ranks, ordered by source, then by dest; rows in the order of dest.
+        node_of: the node of a rank; None: all on one.
 
     Raises:
         DataError: rows that are wanted and that nobody holds, or that one rank wants twice.
     """
-    holders = _holders(source)
-    _check(holders, dest)
-    load = dict.fromkeys(source, 0)
-    found: dict[tuple[int, int], list[int]] = {}
-    for ranks, wanted in _classes(source, holders, dest).items():
-        for pool, requests in _pools(ranks, wanted, node_of).items():
-            for holder, share in zip(
-                sorted(pool, key=lambda r: (load[r], r)), _shares(requests, len(pool)), strict=True
-            ):
-                for receiver, rows in share:
-                    load[holder] += len(rows)
-                    found.setdefault((holder, receiver), []).extend(rows)
-    place = {(rank, row): number for rank, rows in dest.items() for number, row in enumerate(rows)}
-    return [
-        Move(holder, receiver, tuple(sorted(rows, key=lambda row: place[receiver, row])))
-        for (holder, receiver), rows in sorted(found.items())
-    ]
-
-
-def _holders(source: Rows) -> dict[int, tuple[int, ...]]:
-    """Row -> the ranks that hold it; ranks that hold the same rows are looked at once."""
-    alike: dict[tuple[int, ...], list[int]] = {}
-    for rank, rows in source.items():
-        alike.setdefault(tuple(rows), []).append(rank)
-    holders: dict[int, tuple[int, ...]] = {}
-    for rows, ranks in alike.items():
-        for row in rows:
-            holders[row] = (*holders.get(row, ()), *ranks)
-    return {row: tuple(sorted(set(ranks))) for row, ranks in holders.items()}
-
-
-def _check(holders: Mapping[int, Sequence[int]], dest: Rows) -> None:
+    held = set().union(*source.values())
     for rank, rows in dest.items():
-        if len(set(rows)) < len(rows):
-            twice = sorted({row for row in rows if list(rows).count(row) > 1})
+        if twice := len(rows) - len(set(rows)) and sorted({row for row in rows if list(rows).count(row) > 1}):
             raise DataError(f"rank {rank} wants the rows {twice[:8]} more than once")
-        if nowhere := [row for row in rows if row not in holders]:
+        if nowhere := [row for row in rows if row not in held]:
             raise DataError(f"rank {rank} wants the rows {nowhere[:8]}, which no rank holds")
+    world = max([*source, *dest], default=-1) + 1
+    return make_plans(_layouts(source), _layouts(dest), world, node_of, allow_unused=True)
 
 
-def _classes(
-    source: Rows, holders: Mapping[int, tuple[int, ...]], dest: Rows
-) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """Holders -> receiver -> the rows that it lacks, of all rows that exactly these ranks hold."""
-    classes: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for rank in sorted(dest):
-        held = set(source.get(rank, ()))
-        for row in dest[rank]:
-            if row not in held:
-                classes.setdefault(holders[row], {}).setdefault(rank, []).append(row)
-    return dict(sorted(classes.items()))
+def moves_of(plan: Plan) -> list[Move]:
+    """What one rank sends and receives, rows in the order in which they are wanted; one message for a pair."""
+    out = [Move(plan.rank, peer, _rows(transfers)) for peer, transfers in plan.sends.items()]
+    return out + [Move(peer, plan.rank, _rows(transfers)) for peer, transfers in plan.receives.items()]
 
 
-def _pools(
-    ranks: Sequence[int], wanted: Mapping[int, list[int]], node_of: Callable[[int], int]
-) -> dict[tuple[int, ...], dict[int, list[int]]]:
-    """The holders that serve -> receiver -> rows: those on the receiver's node, or all."""
-    pools: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for receiver, rows in wanted.items():
-        near = tuple(rank for rank in ranks if node_of(rank) == node_of(receiver))
-        pools.setdefault(near or tuple(ranks), {})[receiver] = rows
-    return pools
+def _rows(transfers: Sequence[Transfer]) -> tuple[int, ...]:
+    return tuple(int(transfer.tensor) for transfer in sorted(transfers, key=lambda transfer: transfer.dest_box))
 
 
-def _shares(requests: Mapping[int, Sequence[int]], count: int) -> Iterator[list[tuple[int, Sequence[int]]]]:
-    """All requests in a row, cut into `count` runs of equal length up to one, the longer ones first."""
-    line = [(receiver, row) for receiver, rows in requests.items() for row in rows]
-    each, extra = divmod(len(line), count)
-    start = 0
-    for number in range(count):
-        stop = start + each + (number < extra)
-        run: dict[int, list[int]] = {}
-        for receiver, row in line[start:stop]:
-            run.setdefault(receiver, []).append(row)
-        yield list(run.items())
-        start = stop
+def _layouts(rows_of: Rows) -> Callable[[int], Layout]:
+    """Ranks with the same rows share a layout, as plans like it."""
+    made: dict[tuple[int, ...], Layout] = {(): EMPTY}
+    by_rank: dict[int, Layout] = {}
+    for rank, rows in rows_of.items():
+        key = tuple(rows)
+        if key not in made:
+            pieces = [Piece(str(row), ONE, BATCH, Box((place,), (place + 1,))) for place, row in enumerate(key)]
+            made[key] = Layout(tuple(pieces), {BATCH: (len(key),)}, {piece.tensor: ONE.stop for piece in pieces})
+        by_rank[rank] = made[key]
+    return lambda rank: by_rank.get(rank, EMPTY)

@@ -33,20 +33,6 @@ Placement = Literal["linear", "round_robin"]
 _Kind = tuple[tuple[Split, tuple[int, ...]], ...]
 
 
-def vllm_layout(
-    weights: Sequence[Weight],
-    spec: ModelSpec,
-    tp_size: int,
-    tp_rank: int,
-    *,
-    expert_parallel: bool = False,
-    expert_placement: Placement = "linear",
-) -> Layout:
-    """What one tensor-parallel rank of vLLM holds; arguments and errors as `vllm_layouts`."""
-    layouts = vllm_layouts(weights, spec, tp_size, expert_parallel=expert_parallel, expert_placement=expert_placement)
-    return layouts(tp_rank)
-
-
 def vllm_layouts(
     weights: Sequence[Weight],
     spec: ModelSpec,

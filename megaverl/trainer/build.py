@@ -245,7 +245,8 @@ class Builder:
         def node_of(rank: int) -> int:
             return rank // ranks_per_node
 
-        engine = engine or self._engine(weights_come=True, on_load=adopting(actor, world, node_of, reshard))
+        on_load = adopting(actor, world, node_of, reshard)
+        engine = engine or self._engine(weights_come=True, on_load=on_load)
         sync = WeightSync(
             ActorWeights.of(actor),
             engine.layouts(actor.weights, self.spec),
@@ -254,6 +255,7 @@ class Builder:
             node_of=node_of,
             config=reshard,
             timeout=self._reshard_timeout,
+            plan=on_load.plan if on_load is not None else None,
         )
         return Rollout(engine, world, sync)
 

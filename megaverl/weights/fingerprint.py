@@ -18,8 +18,7 @@ import hashlib
 import json
 import math
 import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -30,16 +29,14 @@ import torch.distributed as dist
 from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
-from megaverl.sharding.boxes import Box, carry, intersect
+from megaverl.sharding.boxes import Box, BoxIndex, carry
 from megaverl.sharding.layout import Layout, Piece
-from megaverl.sharding.plan import MAX_NAMED
-from megaverl.weights.tensors import Tensors, view
+from megaverl.sharding.plan import MAX_NAMED, Layouts
+from megaverl.weights.transfer import Tensors, agree_on_dtypes, view
 
 # Elements that are widened to 64 bits at a time: what a CPU's cache holds, and what keeps a GPU busy.
 CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-LayoutOf = Callable[[int], Layout]
 
 
 def fingerprints(layout: Layout, tensors: Tensors, dtype: torch.dtype | None = None) -> dict[str, int]:
@@ -171,8 +168,8 @@ class ReshardCheck:
 
     def __init__(
         self,
-        source_layouts: LayoutOf,
-        dest_layouts: LayoutOf,
+        source_layouts: Layouts,
+        dest_layouts: Layouts,
         source_tensors: Tensors,
         dest_tensors: Tensors,
         group: dist.ProcessGroup | None = None,
@@ -205,9 +202,8 @@ class ReshardCheck:
         if self._cells is None:
             rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
             self._cells = _Cells(self._layouts["source"], self._layouts["destination"], world, rank)
-            self._dtypes = _agree_on_dtypes(
-                self._layouts["destination"](rank), self._tensors["destination"], self._group
-            )
+            mine = {"destination": (self._layouts["destination"](rank), self._tensors["destination"])}
+            self._dtypes = agree_on_dtypes(mine, self._group)["destination"].of
         cells = self._cells
         nbytes, values = 0, torch.zeros(len(cells.held), dtype=torch.int64, device=platform.device)
         for i, held in enumerate(cells.held):
@@ -268,21 +264,6 @@ def _odd_ones(copies: list[_Copy]) -> Iterator[Difference]:
             yield Difference(copy.tensor, copy.box, copy.side, copy.local, copy.rank, holder)
 
 
-def compare_fingerprints(
-    source_layouts: LayoutOf,
-    source_tensors: Tensors,
-    dest_layouts: LayoutOf,
-    dest_tensors: Tensors,
-    group: dist.ProcessGroup | None = None,
-) -> CheckStats:
-    """Compare both sides of a reshard once; see `ReshardCheck`.
-
-    Raises:
-        ReshardError: on every rank; names tensor, box, local tensor and rank of what differs.
-    """
-    return ReshardCheck(source_layouts, dest_layouts, source_tensors, dest_tensors, group).compare()
-
-
 class _Cells:
     """The cells of two sides, numbered alike on every rank, and those that this rank holds.
 
@@ -290,7 +271,7 @@ class _Cells:
         given: positions in `held` of the copies whose values this rank gives to all.
     """
 
-    def __init__(self, source_layouts: LayoutOf, dest_layouts: LayoutOf, world: int, rank: int) -> None:
+    def __init__(self, source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int) -> None:
         sources, dests = _holders(source_layouts, world), _holders(dest_layouts, world)
         own_source, own_dest = _own(source_layouts(rank)), _own(dest_layouts(rank))
         self.num_tensors, self.num_cells = len(sources), 0
@@ -298,17 +279,14 @@ class _Cells:
         self.given: list[int] = []
         for tensor in sorted(sources):
             boxes = sorted(dests.get(tensor, {}))
+            index = BoxIndex(boxes)
             for box in sorted(sources[tensor]):
                 mine = own_source.get((tensor, box), ())
-                # boxes are sorted by their start: those from here on begin below this one
-                for other in boxes[: bisect_left(boxes, Box(box.stop, ()))] if box.start else boxes:
-                    common = intersect(box, other)
-                    if common is None:
-                        continue
+                for number, common in index.meeting(box):
                     if mine and sources[tensor][box] == rank:
                         self.given.append(len(self.held))
                     self._add(mine, common, "source")
-                    self._add(own_dest.get((tensor, other), ()), common, "destination")
+                    self._add(own_dest.get((tensor, boxes[number]), ()), common, "destination")
                     self.num_cells += 1
 
     def _add(self, pieces: Iterable[Piece], common: Box, side: str) -> None:
@@ -317,7 +295,7 @@ class _Cells:
             self.held.append(Held(self.num_cells, side, piece.tensor, common, piece.local, local_box))
 
 
-def _holders(layouts: LayoutOf, world: int) -> dict[str, dict[Box, int]]:
+def _holders(layouts: Layouts, world: int) -> dict[str, dict[Box, int]]:
     """Tensor -> distinct box -> first rank that holds it."""
     found: dict[str, dict[Box, int]] = {}
     seen: dict[int, Layout] = {}
@@ -337,51 +315,20 @@ def _own(layout: Layout) -> dict[tuple[str, Box], list[Piece]]:
     return found
 
 
-def _agree_on_dtypes(
-    layout: Layout, tensors: Tensors, group: dist.ProcessGroup | None
-) -> Callable[[str], torch.dtype | None]:
-    """Global tensor -> the destination's dtype, also on ranks that hold nothing of it."""
-    mine = {piece.tensor: str(tensors[piece.local].dtype).removeprefix("torch.") for piece in layout.pieces}
-    found = {name for names in gather_json(sorted(set(mine.values())), group) for name in names}
-    if len(found) == 1:
-        only: torch.dtype = getattr(torch, found.pop())
-        return lambda tensor: only
-    by_tensor = {tensor: name for part in gather_json(mine, group) for tensor, name in part.items()}
-    return lambda tensor: getattr(torch, by_tensor[tensor]) if tensor in by_tensor else None
-
-
-def model_identity(
-    layouts: Callable[[int], Layout], tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None = None
-) -> str:
+def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup | None = None) -> str:
     """16 hexadecimal digits that depend on every element of every weight. Every rank of the group takes part.
 
     Args:
         layouts: rank -> layout; of boxes that several ranks hold, the first one's counts.
         tensors: this rank's, by local name.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    first: dict[tuple[str, Box], int] = {}
-    for other, layout in _distinct(layouts, world):
-        for piece in layout.pieces:
-            first.setdefault((piece.tensor, piece.box), other)
-    mine, counted = [], set()
-    layout = layouts(rank)
-    for piece in layout.pieces:
-        key = piece.tensor, piece.box
-        if first[key] == rank and key not in counted:
-            counted.add(key)
-            mine.append(piece)
-    parts = fingerprints(Layout(tuple(mine), layout.local_shapes, layout.global_shapes), tensors)
+    rank = dist.get_rank(group)
+    layout, first = layouts(rank), _holders(layouts, dist.get_world_size(group))
+    counted = {(p.tensor, p.box): p for p in reversed(layout.pieces) if first[p.tensor][p.box] == rank}
+    own = Layout(tuple(counted.values()), layout.local_shapes, layout.global_shapes)
+    parts = fingerprints(own, tensors)
     total: dict[str, int] = {}
     for part in gather_json({name: str(value) for name, value in parts.items()}, group):  # 64 bits: no JSON number
         for name, value in part.items():
             total[name] = (total.get(name, 0) + int(value)) % 2**64
     return hashlib.blake2b(json.dumps(sorted(total.items())).encode(), digest_size=8).hexdigest()
-
-
-def _distinct(layouts: Callable[[int], Layout], world: int) -> list[tuple[int, Layout]]:
-    """The first rank of each layout, where ranks share one object."""
-    found: dict[int, tuple[int, Layout]] = {}
-    for other in range(world):
-        found.setdefault(id(layouts(other)), (other, layouts(other)))
-    return list(found.values())

@@ -17,9 +17,9 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
 from megaverl.sharding.weight import Weight, as_block
 from megaverl.weights.stored import StoredArray, StoredArrayReader, stored_arrays
-from megaverl.weights.tensors import check_tensors, view
 from megaverl.weights.torch_dist import locate
 from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_arrays
+from megaverl.weights.transfer import check_tensors, view
 
 MAX_READ = 1 << 24  # elements that are read at a time, where they cannot go straight to their place
 # Tensors that some files hold though no model reads them: buffers that are computed from the configuration.
@@ -42,7 +42,7 @@ def load_folder(
     Args:
         folder: a Hugging Face folder, one safetensors file or sharded with an index; or a Megatron distributed
             checkpoint with a config.json in it, as `megaverl convert` writes it.
-        layout: this rank's layout, from `megatron_layout` or another.
+        layout: this rank's layout, from `megatron_layouts` or another.
         tensors: local name -> tensor or parameter, any device and floating dtype; more may be in it.
         weights: all weights of the model, so that every rank finds the same mistakes.
         optional: names that the folder may lack, such as a critic's `score.weight`.
@@ -63,7 +63,7 @@ def load_folder(
     check_stored(folder, stored, weights, absent)
     # the weights decide which tensors are read: a second head stored beside tied embeddings is none of them
     held = {weight.name: stored[weight.name] for weight in weights if weight.name in stored}
-    wanted = _without(layout, absent)
+    wanted = layout.without(absent)
     clear_padding(wanted, tensors)
     fill(folder_layout(held), stored_arrays(held), wanted, tensors)
     return absent
@@ -100,7 +100,12 @@ class ArrivingFolder:
         stored = read_header(file)
         check_shapes(self._folder, stored, self._weights)
         held = {name: tensor for name, tensor in stored.items() if name in self._names}
-        fill(folder_layout(held), stored_arrays(held), _only(self._layout, held), self._tensors)
+        fill(
+            folder_layout(held),
+            stored_arrays(held),
+            self._layout.without(self._layout.global_shapes.keys() - held.keys()),
+            self._tensors,
+        )
         self._seen.update(stored)
 
     def finish(self) -> list[str]:
@@ -122,7 +127,7 @@ def _load_checkpoint(
     opened = open_checkpoint(folder)
     absent = without_head(weights, opened, optional)
     source = opened.layout([weight for weight in weights if weight.name not in absent], ModelSpec.from_folder(folder))
-    wanted = _without(layout, absent)
+    wanted = layout.without(absent)
     clear_padding(wanted, tensors)
     fill(source, opened.arrays(source), wanted, tensors)
     return absent
@@ -147,30 +152,6 @@ def clear_padding(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> None:
     with torch.no_grad():
         for name in padded_tensors(layout):
             tensors[name].zero_()
-
-
-def _only(layout: Layout, names: Collection[str]) -> Layout:
-    """The local tensors that hold any of these weights, with the pieces of these."""
-    pieces = tuple(piece for piece in layout.pieces if piece.tensor in names)
-    held = {piece.local for piece in pieces}
-    return Layout(
-        pieces,
-        {name: shape for name, shape in layout.local_shapes.items() if name in held},
-        {name: shape for name, shape in layout.global_shapes.items() if name in names},
-    )
-
-
-def _without(layout: Layout, absent: Collection[str]) -> Layout:
-    if not absent:
-        return layout
-    pieces = tuple(piece for piece in layout.pieces if piece.tensor not in absent)
-    # a tensor that is padding alone, of a small vocabulary cut in many, has no pieces and stays
-    gone = {piece.local for piece in layout.pieces} - {piece.local for piece in pieces}
-    return Layout(
-        pieces,
-        {name: shape for name, shape in layout.local_shapes.items() if name not in gone},
-        {name: shape for name, shape in layout.global_shapes.items() if name not in absent},
-    )
 
 
 def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight], absent: Collection[str]) -> None:

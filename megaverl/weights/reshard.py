@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,9 +21,8 @@ from megaverl.platform import platform
 from megaverl.sharding.plan import Plan, Transfer
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import listed
-from megaverl.weights.double_buffer import Background, Staging
-from megaverl.weights.tensors import agree_on_dtypes, check_tensors, converting, wire_dtypes
-from megaverl.weights.transports import BUCKET_BYTES, Moved, TransferJob, TransportOptions, assign
+from megaverl.weights.transfer import agree_on_dtypes, check_tensors, converting, wire_dtypes
+from megaverl.weights.transports import Moved, TransferJob, TransportOptions, assign
 from megaverl.weights.transports.local import Alias
 
 
@@ -52,7 +53,7 @@ class Resharder:
 
     Making one is collective over `group`, and so is every run. Between `start` and `finish` the source's tensors
     must stay as they are, and the destination holds neither version whole, unless `overlap` moves the new one
-    into a set of its own. After a run that failed the destination counts as torn until a whole one has passed.
+    into a set of its own. After a run that failed the destination counts as inconsistent until a whole one has passed.
 
     Args:
         plan: this rank's plan; checked here.
@@ -60,18 +61,11 @@ class Resharder:
             up anew at every run, so that offloading may move them in between.
         dest_tensors: the same for the destination.
         group: the ranks of the plan, in order; None: all.
-        bucket_bytes: buffer for each of sending and receiving, and all the extra memory of a run.
-        alias: let destination tensors take the source's storage where layout, dtype and device agree. From then
-            on they change when the source does: call `source_changes` before.
-        may_rebind: False where captured graphs hold the addresses of the destination's tensors.
+        options: how weights may be moved. With `alias`, destination tensors that share the source's storage change when
+            the source does: call `source_changes` before.
         overlap: move in the background, into a second set of the destination's tensors; nothing is aliased.
-        node_of: the node of a rank; None: all on one.
-        timeout: how long to wait for another rank; None: the group's own timeout.
-        folder: a shared folder, through which weights go between nodes; None: over the network.
-        ipc: let processes of one node read each other's memory, where they can: faster, and needs no buffer.
-        apart: destination tensors that are written to after a run, and so are never aliased.
-        changing: the weights that the source changes or `apart` speaks of; the others travel until they have arrived
-            whole, and then no more. None: all.
+        changing: the weights that the source changes or `options.never_alias` speaks of; the others travel until they
+            have arrived whole, and then no more. None: all.
 
     Raises:
         ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
@@ -84,22 +78,18 @@ class Resharder:
         source_tensors: Mapping[str, torch.Tensor],
         dest_tensors: Mapping[str, torch.Tensor],
         group: dist.ProcessGroup | None = None,
+        options: TransportOptions | None = None,
         *,
-        bucket_bytes: int = BUCKET_BYTES,
-        alias: bool = False,
-        may_rebind: bool = True,
         overlap: bool = False,
-        node_of: Callable[[int], int] | None = None,
-        timeout: timedelta | None = None,
-        folder: str | Path | None = None,
-        ipc: bool = False,
-        apart: Collection[str] = (),
         changing: Collection[str] | None = None,
     ) -> None:
         self.version = 0
-        self.torn: str | None = "no version has been moved yet"
+        self.inconsistent: str | None = "no version has been moved yet"
         self._plan, self._group = plan, group
-        self._timeout = timeout
+        options = options or TransportOptions()
+        if overlap:
+            options = replace(options, alias=False)
+        self._timeout = options.timeout
         with together(group) if plan.world > 1 else nullcontext():
             check_plan(plan)
             check_tensors(plan.source_layout, source_tensors, "the source", ReshardError, exact=True)
@@ -107,28 +97,18 @@ class Resharder:
         source, dest = dict(source_tensors), dict(dest_tensors)
         sides = {"source": (plan.source_layout, source), "destination": (plan.dest_layout, dest)}
         dtypes = agree_on_dtypes(sides, group)
-        self._staging: Staging | None = None
+        self._buffer: DoubleBuffer | None = None
         moving = group
         if overlap:
             with together(group) if plan.world > 1 else nullcontext():
-                self._staging = Staging(dest, may_rebind)
-            dest = self._staging.tensors
+                self._buffer = DoubleBuffer(dest, options.may_rebind)
+            dest = self._buffer.tensors
             if plan.world > 1:
                 # a group of its own: what moves in the background must not meet the main thread's collectives
                 ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
                 everyone = len(ranks) == dist.get_world_size()
-                moving = dist.new_group(ranks, timeout=timeout, use_local_synchronization=not everyone)
-        self._failures = Failures(group, plan.rank, timeout)
-        options = TransportOptions(
-            bucket_bytes=bucket_bytes,
-            alias=alias and not overlap,
-            may_rebind=may_rebind,
-            node_of=node_of,
-            timeout=timeout,
-            folder=None if folder is None else Path(folder),
-            ipc=ipc,
-            apart=frozenset(apart),
-        )
+                moving = dist.new_group(ranks, timeout=options.timeout, use_local_synchronization=not everyone)
+        self._failures = Failures(group, plan.rank, options.timeout)
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         self._job = TransferJob(plan, source, dest, wire, converts, moving, options, self._failures)
         self._all_transports = self._transports = assign(self._job)
@@ -138,10 +118,10 @@ class Resharder:
             later = replace(self._job, plan=_only(plan, frozenset(changing)))
             self._later_transports = assign(later)
         # the second set of an overlapped run is another one every time
-        self._to_arrive = 2 if overlap and may_rebind else 1
+        self._to_arrive = 2 if overlap and options.may_rebind else 1
         travels = bool(plan.sends or plan.receives)
         self._anything_travels = plan.world > 1 and any(gather_json(travels, group))
-        self._background: Background[Moved] | None = None
+        self._background: Future[tuple[Moved, float]] | None = None
         self._started = False
 
     def run(self) -> ReshardStats:
@@ -159,10 +139,10 @@ class Resharder:
         begin = time.perf_counter()
         self._started = True
         self._transports = self._all_transports if self._to_arrive else self._later_transports
-        if self._staging is not None:
-            self._background = Background(self._move)
+        if self._buffer is not None:
+            self._background = in_background(self._move)
         else:
-            with torch.no_grad(), self._tearing():
+            with torch.no_grad(), self._writing():
                 for transport in self._transports:
                     transport.start(self.version + 1)
         self._seconds = time.perf_counter() - begin
@@ -175,18 +155,18 @@ class Resharder:
         """
         assert self._started, "start() comes first"
         begin = time.perf_counter()
-        with torch.no_grad(), self._tearing():
-            if self._background is not None and self._staging is not None:
-                moved = self._background.result()
-                self._seconds += self._background.seconds
+        with torch.no_grad(), self._writing():
+            if self._background is not None and self._buffer is not None:
+                moved, seconds = self._background.result()
+                self._seconds += seconds
                 begin = time.perf_counter()
                 self._agree()
-                self._staging.swap()
+                self._buffer.swap()
             else:
                 moved = self._finish_transports()
                 self._agree()
         self.version += 1
-        self.torn = None
+        self.inconsistent = None
         self._to_arrive = max(0, self._to_arrive - 1)
         self._started, self._background = False, None
         return ReshardStats(
@@ -202,19 +182,21 @@ class Resharder:
     def source_changes(self) -> None:
         """To be called before the source's weights change: what shares storage with them changes as well, and
         what does not stays behind, so the destination holds no version whole until the next run."""
-        if self.torn is None and any(alias.shares() for alias in self._aliases):
-            self.torn = f"part of it shares storage with the source, which has changed since version {self.version}"
+        if self.inconsistent is None and any(alias.shares() for alias in self._aliases):
+            self.inconsistent = (
+                f"part of it shares storage with the source, which has changed since version {self.version}"
+            )
 
     def check_whole(self) -> None:
         """Refuse to use a destination that holds parts of two versions.
 
         Raises:
-            ReshardError: says why it is torn.
+            ReshardError: says why.
         """
-        if self.torn is not None:
+        if self.inconsistent is not None:
             raise ReshardError(
-                f"the engine's weights are torn: {self.torn}. Nothing can be generated until a whole reshard has "
-                "passed."
+                f"the engine's weights are inconsistent: {self.inconsistent}. Nothing can be generated until a whole "
+                "reshard has passed."
             )
         if freed := [name for alias in self._aliases for name in alias.freed()]:
             raise ReshardError(
@@ -223,18 +205,18 @@ class Resharder:
             )
 
     @contextmanager
-    def _tearing(self) -> Iterator[None]:
+    def _writing(self) -> Iterator[None]:
         """Around everything that writes to the destination."""
         wanted = self.version + 1
-        if self._staging is None:
-            self.torn = f"version {wanted} is being written over version {self.version}"
+        if self._buffer is None:
+            self.inconsistent = f"version {wanted} is being written over version {self.version}"
         try:
             yield
         except Exception as error:
             self._started, self._background = False, None
             self._to_arrive = max(1, self._to_arrive)
-            if self._staging is None:
-                self.torn = f"the reshard from version {self.version} to {wanted} failed ({error})"
+            if self._buffer is None:
+                self.inconsistent = f"the reshard from version {self.version} to {wanted} failed ({error})"
             raise
 
     def _move(self) -> Moved:
@@ -278,3 +260,64 @@ def _only(plan: Plan, tensors: Collection[str]) -> Plan:
         return {peer: left for peer, transfers in lists.items() if (left := kept(transfers))}
 
     return replace(plan, copies=kept(plan.copies), sends=by_peer(plan.sends), receives=by_peer(plan.receives))
+
+
+# Left free beside the second set: allocations of the generation that goes on meanwhile.
+HEADROOM = 1.05
+
+
+class DoubleBuffer:
+    """`reshard.overlap`: tensors like the destination's, padding included, and the swap at the boundary.
+
+    Args:
+        may_rebind: the destination's tensors may take other storage; else the swap is a copy on the device.
+
+    Raises:
+        ReshardError: there is no memory for a second set.
+    """
+
+    def __init__(self, dest: Mapping[str, torch.Tensor], may_rebind: bool) -> None:
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in dest.values())
+        free = platform.free_memory()
+        if needed * HEADROOM > free:
+            raise ReshardError(
+                f"reshard.overlap needs {needed:,} bytes for a second set of the engine's weights, and {free:,} are "
+                "free on this rank. Set reshard.overlap=false, or lower rollout.vllm.gpu_memory_utilization."
+            )
+        self._dest, self._may_rebind = dest, may_rebind
+        self.tensors = {name: tensor.detach().clone() for name, tensor in dest.items()}
+
+    def swap(self) -> None:
+        """The staged version becomes the destination's."""
+        for name, staged in self.tensors.items():
+            target = self._dest[name]
+            if self._may_rebind:
+                target.data, staged.data = staged.data, target.data
+            else:
+                target.detach().copy_(staged)
+
+
+Result = TypeVar("Result")
+
+
+def in_background(function: Callable[[], Result]) -> Future[tuple[Result, float]]:
+    """Run `function` in a thread, on a stream behind what the current one has been given: its result, and seconds."""
+    future: Future[tuple[Result, float]] = Future()
+    stream = torch.cuda.Stream() if platform.is_cuda else None
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+
+    def run() -> None:
+        start = time.perf_counter()
+        try:
+            platform.start()  # the current device belongs to the thread
+            with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
+                result = function()
+                if stream is not None:
+                    stream.synchronize()
+            future.set_result((result, time.perf_counter() - start))
+        except BaseException as error:  # raised again where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reshard", daemon=True).start()
+    return future

@@ -7,8 +7,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
 
-from megaverl.distributed.collectives import gather_rows, together
+from megaverl.distributed.collectives import together
+from megaverl.distributed.ragged import RaggedBatch
 from megaverl.platform import platform
 from megaverl.plugins import call_object
 from megaverl.rollout.engine import Engine, Generation, Sampling, SamplingOptions, check_generations, of_some
@@ -18,8 +20,6 @@ from megaverl.workers.weight_sync import WeightSync
 
 # Called with a prompt's number and its response.
 Finished = Callable[[int, Generation], None]
-
-FINISH_REASONS = ("stop", "length")
 
 
 class Rollout:
@@ -90,8 +90,8 @@ class Rollout:
             rest(found)
         if not self._stays_awake:
             engine.sleep()
-        packed = pack_generations(mine, found) if speaks else torch.empty(0, dtype=torch.int32)
-        return unpack_generations(gather_rows(packed.to(platform.device), self.world).cpu(), len(prompts))
+        rows = _as_rows(mine, found) if speaks else _as_rows([], [])
+        return _from_rows(rows.gather(self.world), len(prompts))
 
     def _least_free_memory(self) -> int:
         """Bytes, on the rank that has the least; every rank takes part."""
@@ -128,27 +128,30 @@ def _reporting(
         engine.told = None
 
 
-def pack_generations(indices: Sequence[int], generations: Sequence[Generation]) -> torch.Tensor:
-    """One int32 vector: for each response [index, length, finish reason, tokens..., log-probs as float32 bits...]."""
-    parts = []
-    for index, generation in zip(indices, generations, strict=True):
-        reason = FINISH_REASONS.index(generation.finish_reason)
-        parts.append(torch.tensor([index, len(generation.token_ids), reason, *generation.token_ids], dtype=torch.int32))
-        parts.append(torch.tensor(generation.log_probs, dtype=torch.float32).view(torch.int32))
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int32)
+def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> RaggedBatch:
+    """Responses as rows, each with the number of its prompt."""
+    tokens = [torch.tensor(generation.token_ids, dtype=torch.int32) for generation in generations]
+    log_probs = [torch.tensor(generation.log_probs, dtype=torch.float32) for generation in generations]
+    tensors = {
+        name: pad_sequence(rows, batch_first=True) if rows else torch.empty(0, 0, dtype=dtype)
+        for name, rows, dtype in (("tokens", tokens, torch.int32), ("log_probs", log_probs, torch.float32))
+    }
+    lengths = torch.tensor([len(generation.token_ids) for generation in generations], dtype=torch.int64)
+    reasons = [generation.finish_reason for generation in generations]
+    columns: dict[str, Sequence[object]] = {"number": numbers, "finish_reason": reasons}
+    return RaggedBatch(tensors, dict.fromkeys(tensors, "R"), {"R": lengths}, columns=columns)
 
 
-def unpack_generations(packed: torch.Tensor, count: int) -> list[Generation]:
-    """Undo `pack_generations` for several replicas' vectors, one after the other; `count` responses in all."""
-    found: dict[int, Generation] = {}
-    place = 0
-    while place < packed.numel():
-        index, length, reason = packed[place : place + 3].tolist()
-        tokens = packed[place + 3 : place + 3 + length]
-        log_probs = packed[place + 3 + length : place + 3 + 2 * length].contiguous().view(torch.float32)
-        found[index] = Generation(tokens.tolist(), log_probs.tolist(), FINISH_REASONS[reason])
-        place += 3 + 2 * length
-    return [found[i] for i in range(count)]
+def _from_rows(rows: RaggedBatch, count: int) -> list[Generation]:
+    """Undo `_as_rows`, for all of `count` prompts in their order."""
+    tokens, log_probs, lengths = rows.tensors["tokens"], rows.tensors["log_probs"], rows.lengths["R"].tolist()
+    found = {
+        number: Generation(tokens[i, :length].tolist(), log_probs[i, :length].tolist(), reason)
+        for i, (number, reason, length) in enumerate(
+            zip(rows.columns["number"], rows.columns["finish_reason"], lengths, strict=True)
+        )
+    }
+    return [found[number] for number in range(count)]
 
 
 class AgentRollouts:

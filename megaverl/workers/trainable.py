@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from megaverl.algorithms.loss import clip_factor
-from megaverl.algorithms.metrics import MetricSums, add_metrics, pack_metrics, unpack_metrics
+from megaverl.algorithms.metrics import MetricSums, add_metrics
 from megaverl.config.passthrough import coerce
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import gather_json
@@ -332,10 +332,10 @@ class TrainableModel:
         if self.model.reports:
             for report in reports:
                 mine = add_metrics(mine, report)
-        names, packed = pack_metrics(mine)
         total = MetricSums()
-        for part in gather_json([names, packed.tolist()], self.model.grid.world):
-            total = add_metrics(total, unpack_metrics(part[0], torch.tensor(part[1], dtype=torch.float64)))
+        for part in gather_json({name: mine[name].tolist() for name in sorted(mine)}, self.model.grid.world):
+            found = {name: torch.tensor(sums, dtype=torch.float64) for name, sums in part.items()}
+            total = add_metrics(total, found)
         return total
 
     def _check_finite(self, wrong: list[str], grad_norm: float) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -22,13 +23,14 @@ from megaverl.models.lora.adapters import Merge
 from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
 from megaverl.models.options import padded_vocab_size, transformer_config
 from megaverl.platform import platform
-from megaverl.rollout.engine import Engine, OnLoad
+from megaverl.rollout.engine import Engine
 from megaverl.sharding.layout import EMPTY, Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.plan import make_plan
+from megaverl.sharding.plan import Plan, make_plan
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import Resharder, ReshardStats
+from megaverl.weights.transports import TransportOptions
 from megaverl.weights.transports.local import adopt
 from megaverl.workers.megatron_model import MegatronModel
 
@@ -87,6 +89,16 @@ class ActorWeights:
         adapters = low_ranks(weights, lora.targets, lora.rank, "actor.lora")
         return replace(held, low_ranks=adapters, scaling=lora.alpha / lora.rank, factors={})
 
+    def sides(self, layout_of: LayoutOf) -> tuple[LayoutOf, LayoutOf]:
+        """Layouts of the actor and of the engines, with the factors of its adapters, which the engines merge."""
+        if self.low_ranks is None:
+            return self.layout_of, layout_of
+        return with_factors(self.layout_of, self.low_ranks, adapter_names), with_factors(layout_of, self.low_ranks)
+
+    def plan(self, layout_of: LayoutOf, group: dist.ProcessGroup, node_of: NodeOf | None) -> Plan:
+        """What this rank of the group does to bring the actor's weights to the engines that `layout_of` is of."""
+        return make_plan(*self.sides(layout_of), dist.get_world_size(group), dist.get_rank(group), node_of)
+
 
 def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: LayoutOf) -> LayoutOf:
     """Where actor and engines are on different ranks: a member's place -> what it holds of one of the two.
@@ -124,6 +136,7 @@ class WeightSync:
         timeout: how long a reshard waits for another rank; None: as long as the group.
         group: the ranks of actor and engines, where these differ; None: `world`. Layouts and `node_of` speak of its
             ranks.
+        plan: this rank's, where `Adopting` has made it; None: made here.
 
     Attributes:
         weight_version: how often the engines' weights have changed.
@@ -140,38 +153,40 @@ class WeightSync:
         config: ReshardConfig | None = None,
         timeout: timedelta | None = None,
         group: dist.ProcessGroup | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.config, self.world, self.weight_version = config or ReshardConfig(), world, 0
         self._engine, self._actor, self._reading = engine, source, ExitStack()
         self._merge: Merge | None = None
         group = group or world
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
-        source_layouts, tensors = source.layout_of, dict(source.tensors)
-        dest_layouts, self._dest = layout_of, engine.named_parameters() if engine is not None else {}
+        tensors = {**source.tensors, **(source.factors or {})}
+        self._dest = engine.named_parameters() if engine is not None else {}
         if source.low_ranks is not None:
-            self._merge = Merge(layout_of(rank), source.low_ranks, source.scaling, source.dtype, platform.device)
-            source_layouts = with_factors(source_layouts, source.low_ranks, adapter_names)
-            tensors |= source.factors or {}
-            dest_layouts, self._dest = with_factors(layout_of, source.low_ranks), self._dest | self._merge.factors
-        self._resharder = Resharder(
-            make_plan(source_layouts, dest_layouts, size, rank, node_of=node_of),
-            tensors,
-            self._dest,
-            group,
+            held = layout_of(dist.get_rank(group))
+            self._merge = Merge(held, source.low_ranks, source.scaling, source.dtype, platform.device)
+            self._dest |= self._merge.factors
+        options = TransportOptions(
             bucket_bytes=self.config.bucket_mb * 2**20,
             alias=self.config.alias == "auto" and not source.offloads,
             may_rebind=engine is None or engine.may_rebind,
-            overlap=self.config.overlap,
             node_of=node_of,
             timeout=timeout,
-            folder=self.config.folder,
+            folder=None if self.config.folder is None else Path(self.config.folder),
             ipc=self.config.ipc == "auto",
-            apart=self._merge.written if self._merge is not None else (),
+            never_alias=self._merge.written if self._merge is not None else frozenset(),
+        )
+        self._resharder = Resharder(
+            plan or source.plan(layout_of, group, node_of),
+            tensors,
+            self._dest,
+            group,
+            options,
+            overlap=self.config.overlap,
             changing=self._merge.brought if self._merge is not None else None,
         )
         self._check: ReshardCheck | None = None
         if self.config.check_every >= 0:
-            self._check = ReshardCheck(source_layouts, dest_layouts, tensors, self._dest, group)
+            self._check = ReshardCheck(*source.sides(layout_of), tensors, self._dest, group)
 
     def reshard(self) -> ReshardStats:
         """Bring the engine's weights up to the actor's, in place, and forget what was cached of the old ones."""
@@ -223,11 +238,11 @@ class WeightSync:
         if self._merge is None:
             return 0.0
         start, resharder = perf_counter(), self._resharder
-        resharder.torn = f"the adapters of version {resharder.version} are being merged into its weights"
+        resharder.inconsistent = f"the adapters of version {resharder.version} are being merged into its weights"
         self._merge.apply(self._dest)
         if platform.is_cuda:
             torch.cuda.current_stream().synchronize()
-        resharder.torn = None
+        resharder.inconsistent = None
         return perf_counter() - start
 
     def _compare(self) -> None:
@@ -238,25 +253,33 @@ class WeightSync:
         try:
             self._check.compare()
         except ReshardError as error:
-            self._resharder.torn = f"version {self._resharder.version} did not arrive as it left ({error})"
+            self._resharder.inconsistent = f"version {self._resharder.version} did not arrive as it left ({error})"
             raise
+
+
+class Adopting:
+    """`make_engine`'s `on_load`: the engine's weights take the actor's storage before their addresses are captured.
+
+    The WeightSync that is made with both then finds them aliased, and goes by the same plan.
+
+    Attributes:
+        plan: this rank's, once the engine has been loaded.
+    """
+
+    def __init__(self, model: MegatronModel, world: dist.ProcessGroup, node_of: NodeOf | None) -> None:
+        self._model, self._world, self._node_of = model, world, node_of
+        self.plan: Plan | None = None
+
+    def __call__(self, parameters: Mapping[str, torch.Tensor], layouts: Callable[..., LayoutOf]) -> None:
+        source = ActorWeights.of(self._model)
+        layout_of = layouts(self._model.weights, self._model.spec)
+        self.plan = source.plan(layout_of, self._world, self._node_of)
+        never_alias = written_to(layout_of(dist.get_rank(self._world)), source.low_ranks or {})
+        adopt(self.plan, source.tensors, parameters, never_alias)
 
 
 def adopting(
     model: MegatronModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
-) -> OnLoad | None:
-    """For `make_engine`: let the engine's weights take the actor's storage before their addresses are captured.
-
-    The WeightSync that is made with both then finds them aliased. None where `reshard` wants no aliases.
-    """
-    if config.alias != "auto" or model.offloads or config.overlap:
-        return None
-
-    def on_load(parameters: Mapping[str, torch.Tensor], layouts: Callable[..., LayoutOf]) -> None:
-        layout_of = layouts(model.weights, model.spec)
-        rank, size = dist.get_rank(world), dist.get_world_size(world)
-        plan = make_plan(model.layout_of, layout_of, size, rank, node_of=node_of)
-        apart = written_to(layout_of(rank), model.adapters.low_ranks) if model.adapters is not None else ()
-        adopt(plan.copies, plan.receives, model.parameters, parameters, apart)
-
-    return on_load
+) -> Adopting | None:
+    """None where `reshard` wants no aliases."""
+    return None if config.alias != "auto" or model.offloads or config.overlap else Adopting(model, world, node_of)

@@ -12,8 +12,6 @@ from megaverl.algorithms import (
     masked_mean,
     masked_std,
     moments,
-    pack_metrics,
-    unpack_metrics,
 )
 from tests.algorithms.strategies import PROPERTY, Case, cases
 
@@ -26,17 +24,13 @@ def test_moments_ignore_what_is_masked():
     assert masked_std(torch.tensor([1.0, 3.0, 9.0]), torch.tensor([True, True, False])) == 1.0
 
 
-def test_adding_and_packing():
+def test_adding():
     mask = torch.ones(1).bool()
     first = {"a": moments(torch.tensor([1.0]), mask), "b": moments(torch.tensor([5.0]), mask)}
     second = {"a": moments(torch.tensor([3.0]), mask), "c": moments(torch.tensor([7.0]), mask)}
     total = add_metrics(first, second)
     assert finalize(total) == {"a": 2.0, "b": 5.0, "c": 7.0}
     assert finalize(first) == {"a": 1.0, "b": 5.0}  # unchanged
-    names, packed = pack_metrics(total)
-    assert packed.shape == (3, 3)
-    assert finalize(unpack_metrics(names, packed)) == finalize(total)
-    assert unpack_metrics(*pack_metrics({})) == {}
 
 
 @PROPERTY

@@ -11,6 +11,7 @@ from megaverl import errors
 from megaverl.distributed.collectives import gather_json, gather_rows, on_first_rank, raise_together, together
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import DENSE_GROUPS, EXPERT_GROUPS, ProcessGroupManager
+from megaverl.distributed.ragged import RaggedBatch
 from megaverl.errors import MegaverlError
 
 FIELDS = (*DENSE_GROUPS, *EXPERT_GROUPS, "embd", "pos_embd", "inter_dist_opt")
@@ -92,6 +93,27 @@ def gather_uneven(rows_of: list[int], dtype: str) -> dict[str, Any]:
     rows = torch.tensor([[rank, number] for number in range(rows_of[rank])], dtype=getattr(torch, dtype))
     found = gather_rows(rows.reshape(-1, 2))
     return {"rows": found.tolist(), "dtype": str(found.dtype)}
+
+
+def gather_ragged(rows_of: list[int]) -> dict[str, Any]:
+    """Row i of rank r has r + i tokens."""
+    rank, count = dist.get_rank(), rows_of[dist.get_rank()]
+    lengths = torch.arange(count) + rank
+    tokens = torch.full((count, rank + count), rank, dtype=torch.int32)
+    columns = {"row": [f"{rank}.{i}" for i in range(count)]}
+    found = RaggedBatch(
+        {"tokens": tokens, "score": torch.arange(count).double()},
+        {"tokens": "R"},
+        {"R": lengths},
+        {"tokens": -1},
+        columns,
+    ).gather()
+    return {
+        "tokens": found.tensors["tokens"].tolist(),
+        "score": found.tensors["score"].tolist(),
+        "lengths": found.lengths["R"].tolist(),
+        "rows": found.columns["row"],
+    }
 
 
 def fail(on: dict[str, list[str]], how: str) -> dict[str, Any]:

@@ -28,6 +28,17 @@ def test_uneven_rows_are_joined_in_rank_order(launch: Launcher, rows_of: list[in
         assert found == {"rows": expected, "dtype": f"torch.{dtype}"}
 
 
+@pytest.mark.parametrize("rows_of", [[2, 0, 1, 3], [0, 0, 0, 0]])
+def test_ragged_rows_are_joined_in_rank_order(launch: Launcher, rows_of: list[int]) -> None:
+    rows = [(rank, number) for rank in range(4) for number in range(rows_of[rank])]
+    width = max(rank + rows_of[rank] for rank in range(4))
+    for found in launch.world(4, RANKS + "gather_ragged", rows_of=rows_of):
+        assert found["rows"] == [f"{rank}.{number}" for rank, number in rows]
+        assert found["lengths"] == [rank + number for rank, number in rows]
+        assert found["score"] == [number for _, number in rows]
+        assert found["tokens"] == [[rank] * (rank + number) + [-1] * (width - rank - number) for rank, number in rows]
+
+
 @pytest.mark.parametrize("how", ["raise_together", "together"])
 @pytest.mark.parametrize(
     ("on", "expected"),

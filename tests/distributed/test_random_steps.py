@@ -10,8 +10,9 @@ from megaverl.dataflow.plan import CompiledFlow
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import PlacementError, ResolvedPlacement, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
-from megaverl.sharding.rows import Rows, plan_moves, rows_of_grid
+from megaverl.sharding.rows import Rows, moves_of, plan_rows
 from tests.distributed.test_placement import random_job
+from tests.sharding.test_rows import rows_of_grid
 
 NUM_ROWS = 8
 TRAINED_BY = {"reward": "scores", "reference": "ref_log_probs", "critic": "values"}
@@ -64,7 +65,8 @@ def move_rows(placement: ResolvedPlacement, grids: dict[str, Sizes | None]) -> i
     moved = 0
     for role in [role for role in ("reward", "reference", "critic", "actor") if role in grids]:
         wanted = rows_of_role(placement, role, grids[role], rows)
-        for move in plan_moves({rank: sorted(own) for rank, own in held.items()}, wanted, placement.node_of):
+        plans = plan_rows({rank: sorted(own) for rank, own in held.items()}, wanted, placement.node_of)
+        for move in [move for rank in wanted for move in moves_of(plans[rank]) if move.dest == rank]:
             assert held[move.source].issuperset(move.rows), "a rank sends what it has"
             assert held.setdefault(move.dest, set()).isdisjoint(move.rows), "and nobody gets a row twice"
             held[move.dest].update(move.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megaverl.distributed.ragged import Table, merge, pack, unpack
+from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.errors import DataError
 from tests.device_tensors import DeviceTensor
 from tests.launcher import Launcher
@@ -32,19 +32,19 @@ def test_a_sender_that_is_lost_is_named_within_the_deadline(launch: Launcher, ho
         assert ended.seconds[rank] < 4
 
 
-def test_what_a_table_holds_comes_back() -> None:
+def test_what_a_ragged_batch_holds_comes_back() -> None:
     lengths = torch.tensor([2, 0, 3])
     ragged = torch.arange(12, dtype=torch.float32).reshape(3, 4)
-    table = Table(
+    table = RaggedBatch(
         {"a": ragged, "flags": torch.tensor([True, False, True]), "half": ragged.bfloat16()[:, 0]},
         {"a": "R"},
         {"R": lengths},
         {"a": -1.0},
         {"text": ["x", None, {"y": 1}]},
     )
-    header, payload = pack(table, [2, 1])
+    header, payload = table.pack([2, 1])
     assert payload.numel() == 2 * 8 + 3 * 4 + 2 * 2 + 2, "what is beyond a row's length does not travel"
-    back = unpack(header, payload, {"a": -1.0})
+    back = RaggedBatch.unpack(header, payload, {"a": -1.0})
     assert back.tensors["a"].tolist() == [[8, 9, 10, -1], [-1] * 4]
     assert back.tensors["flags"].tolist() == [True, False] and back.columns["text"] == [{"y": 1}, None]
     assert back.tensors["half"].dtype == torch.bfloat16
@@ -56,12 +56,12 @@ def test_what_a_table_holds_comes_back() -> None:
 @pytest.mark.parametrize("own", ["host", "device"])
 def test_what_arrives_in_a_gpu_joins_what_lies_on_the_host(own: str) -> None:
     ragged, lengths = torch.arange(12).reshape(3, 4), torch.tensor([2, 0, 3])
-    table = Table({"a": ragged, "b": lengths.float()}, {"a": "R"}, {"R": lengths})
-    header, payload = pack(table, [2, 1])
-    arrived = unpack(header, DeviceTensor(payload), {})
+    table = RaggedBatch({"a": ragged, "b": lengths.float()}, {"a": "R"}, {"R": lengths})
+    header, payload = table.pack([2, 1])
+    arrived = RaggedBatch.unpack(header, DeviceTensor(payload), {})
     if own == "device":
         moved = {name: DeviceTensor(tensor) for name, tensor in table.tensors.items()}
-        table = Table(moved, table.axes, {"R": DeviceTensor(lengths)})
+        table = RaggedBatch(moved, table.axes, {"R": DeviceTensor(lengths)})
     for parts in ([([2], table, [0]), ([0, 1], arrived, [0, 1])], [([0, 1], arrived, [0, 1]), ([2], table, [0])]):
         both = merge(3, parts)
         assert both.tensors["a"].tolist() == [[8, 9, 10, 0], [0] * 4, [0, 1, 2, 3]]
@@ -71,16 +71,16 @@ def test_what_arrives_in_a_gpu_joins_what_lies_on_the_host(own: str) -> None:
 
 
 def test_messages_that_are_damaged_are_refused() -> None:
-    header, payload = pack(Table({"a": torch.arange(3)}), [0, 1])
+    header, payload = RaggedBatch({"a": torch.arange(3)}).pack([0, 1])
     for text, data in ((header, payload[:-1]), (header[:-1], payload), (b"{}", payload), (header, payload.repeat(2))):
         with pytest.raises(DataError, match="cannot be read"):
-            unpack(text, data, {})
+            RaggedBatch.unpack(text, data, {})
     with pytest.raises(DataError, match="holds what JSON cannot"):
-        pack(Table({"a": torch.arange(1)}, columns={"c": [object()]}), [0])
+        RaggedBatch({"a": torch.arange(1)}, columns={"c": [object()]}).pack([0])
     with pytest.raises(DataError, match="complex64"):
-        pack(Table({"a": torch.zeros(1, dtype=torch.complex64)}), [0])
+        RaggedBatch({"a": torch.zeros(1, dtype=torch.complex64)}).pack([0])
     with pytest.raises(DataError, match="differ in what they hold: a, b"):
-        merge(1, [([0], Table({"a": torch.arange(1)}), [0]), ([], Table({"b": torch.arange(1)}), [])])
+        merge(1, [([0], RaggedBatch({"a": torch.arange(1)}), [0]), ([], RaggedBatch({"b": torch.arange(1)}), [])])
 
 
 def test_weights_go_to_separate_engines_over_the_fabric(launch: Launcher) -> None:

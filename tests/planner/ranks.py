@@ -14,6 +14,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.reshard import Resharder
+from megaverl.weights.transports import TransportOptions
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.policy import Actor
@@ -89,7 +90,7 @@ def resharded(folder: str, shape: dict[str, int], tp: int, gpus_per_node: int) -
     shapes = layouts(rank).local_shapes
     dest = {name: torch.empty(size, dtype=torch.bfloat16) for name, size in shapes.items()}
     plan = make_plan(model.layout_of, layouts, world, rank, node_of=lambda r: r // gpus_per_node)
-    stats = Resharder(plan, model.parameters, dest, alias=True).run()
+    stats = Resharder(plan, model.parameters, dest, options=TransportOptions(alias=True)).run()
     return {
         "alias": stats.bytes_aliased,
         "local": stats.bytes_local,

@@ -11,9 +11,9 @@ from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform
 from megaverl.platform.vllm_cpu import unique_shared_memory
-from megaverl.sharding.megatron import megatron_layout
+from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.vllm import vllm_layout
+from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Split, Weight
 from tests.sharding.specs import element_ids, fill, make_spec
 
@@ -33,13 +33,12 @@ def compare_with_gpt_model(grid: dict[str, int], variants: list[dict[str, Any]])
         config = transformer_config(spec, shape, torch.float32)
         chunks = build_model(spec, config, placed, value_head=head, seed=0)
         real = {name: tuple(p.shape) for name, p in named_parameters(chunks).items()}
-        layout = megatron_layout(
+        layout = megatron_layouts(
             weights_of(spec, value_head=head),
             spec,
             shape,
-            dist.get_rank(),
             padded_vocab_size=padded_vocab_size(spec.vocab_size, shape.tp),
-        )
+        )(dist.get_rank())
         found.append(differences(real, layout.local_shapes))
     return found
 
@@ -100,14 +99,10 @@ def place_ids(model: torch.nn.Module, case: dict[str, Any]) -> list[str]:
     for parameter in parameters.values():
         parameter.data.zero_()
     model.load_weights((name, torch.from_numpy(array).float()) for name, array in ids.items())
-    layout = vllm_layout(
-        weights,
-        spec,
-        case["tp"],
-        dist.get_rank() % case["tp"],
-        expert_parallel=case["expert_parallel"],
-        expert_placement=case["placement"],
+    layouts = vllm_layouts(
+        weights, spec, case["tp"], expert_parallel=case["expert_parallel"], expert_placement=case["placement"]
     )
+    layout = layouts(dist.get_rank() % case["tp"])
     expected = fill(layout, ids)
     wrong = [f"{name}: only in one" for name in parameters.keys() ^ expected.keys()]
     for name in parameters.keys() & expected.keys():

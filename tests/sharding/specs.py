@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
-from megaverl.sharding.weight import Weight
+from megaverl.sharding.weight import Split, Weight
 
 ROUTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 DENSE = tuple(architecture for architecture in ARCHITECTURES if architecture not in ROUTED)
@@ -137,3 +137,7 @@ def fill(layout: Layout, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         assert (target == 0).all(), f"{piece} overlaps another piece"
         target[...] = ids[piece.tensor][piece.box.slices].reshape(target.shape)
     return tensors
+
+
+def make_weights(shapes: dict[str, tuple[int, ...]]) -> list[Weight]:
+    return [Weight(name, shape, Split.REPLICATED, 0, name, name) for name, shape in shapes.items()]

@@ -21,7 +21,8 @@ from megaverl.sharding.boxes import (
     subtract,
     whole,
 )
-from megaverl.sharding.layout import LayoutBuilder, padded_tensors
+from megaverl.sharding.layout import LayoutBuilder, padded_tensors, stack
+from tests.sharding.specs import make_weights
 
 AXES = st.integers(1, 3)
 
@@ -109,8 +110,8 @@ def test_a_box_prints_as_ranges() -> None:
 
 def test_a_local_tensor_with_an_element_that_no_piece_covers_is_padded() -> None:
     builder = LayoutBuilder()
-    builder.add_whole("whole", (2, 3))
-    builder.add_stacked("longer", [("part", (2, 1), Box((0, 0), (2, 1)))], 3)
+    builder.add("whole", make_weights({"whole": (2, 3)}), stack([(0, whole((2, 3)))]))
+    builder.add("longer", make_weights({"part": (2, 1)}), stack([(0, Box((0, 0), (2, 1)))], 3))
     assert padded_tensors(builder.build()) == ["longer"]
 
 

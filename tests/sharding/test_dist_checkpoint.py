@@ -10,7 +10,7 @@ import pytest
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.dist_checkpoint import checkpoint_layout, stores_each_layer
-from megaverl.sharding.megatron import megatron_layout
+from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from tests.sharding.specs import element_ids, fill, make_spec
 
@@ -29,7 +29,7 @@ def arrays(spec: ModelSpec, **options: Any) -> dict[str, np.ndarray]:
 def alone(spec: ModelSpec) -> dict[str, np.ndarray]:
     """The same elements, parameter by parameter."""
     weights = weights_of(spec)
-    return fill(megatron_layout(weights, spec, GridShape(), 0, padded_vocab_size=PADDED), element_ids(weights))
+    return fill(megatron_layouts(weights, spec, GridShape(), padded_vocab_size=PADDED)(0), element_ids(weights))
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])

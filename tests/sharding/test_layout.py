@@ -7,16 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.sharding.layout import even_layout, even_layouts
-from megaverl.sharding.weight import Split, Weight
+from megaverl.sharding.layout import even_layout
 from tests.launcher import Launcher
-from tests.sharding.specs import element_ids, fill
+from tests.sharding.specs import element_ids, fill, make_weights
 
 SHAPES = {"long.weight": (7, 3), "square.weight": (4, 4), "short.weight": (2, 5), "norm.weight": (5,), "one.bias": (1,)}
-
-
-def make_weights(shapes: dict[str, tuple[int, ...]]) -> list[Weight]:
-    return [Weight(name, shape, Split.REPLICATED, 0, name, name) for name, shape in shapes.items()]
 
 
 @given(st.integers(1, 40), st.integers(1, 3), st.integers(1, 12))
@@ -32,7 +27,7 @@ def test_chunks_are_those_of_torch(rows: int, columns: int, world: int) -> None:
 
 
 def test_a_rank_that_holds_nothing_has_no_pieces() -> None:
-    layout = even_layouts(make_weights({"w": (2, 3)}), 4)(3)
+    layout = even_layout(make_weights({"w": (2, 3)}), 4, 3)
     assert (layout.pieces, layout.local_shapes, layout.numel) == ((), {"w": (0, 3)}, 0)
 
 

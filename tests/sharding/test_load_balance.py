@@ -11,41 +11,55 @@ from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import EMPTY, Layout, Piece, whole_layout
-from megaverl.sharding.load_balance import Deal, RankLayouts, find_geometries
+from megaverl.sharding.load_balance import Deal, RankLayouts, ShardRange, group_tensors
 from megaverl.sharding.plan import Plan, make_plans
 from megaverl.sharding.proof import check_plans
 from tests.weights.cases import SHAPES, random_layouts
 from tests.weights.simulate import layouts_of
 
 
-@given(st.permutations(range(8)), st.integers(1, 8), st.integers(0, 7), st.integers(0, 6), st.integers(1, 9))
-def test_a_deal_seen_from_both_sides(
-    ranks: list[int], num_holders: int, start: int, num_needing: int, num_tensors: int
-) -> None:
+@given(st.permutations(range(8)), st.integers(1, 8), st.integers(0, 7), st.data())
+def test_a_deal_seen_from_both_sides(ranks: list[int], num_holders: int, start: int, data: st.DataObject) -> None:
     """Also with fewer requests than holders: some then have none, and none has two."""
-    pool, needing = ranks[:num_holders], {rank + 100: place for place, rank in enumerate(ranks[:num_needing])}
-    deal = Deal(pool, start % num_holders, needing, num_tensors)
-    each, extra = divmod(num_needing * num_tensors, num_holders)
-    fetched = {
-        (holder, rank, tensor)
-        for rank in needing
-        for holder, low, high in deal.holders(rank)
-        for tensor in range(low, high)
-    }
-    served = [
-        (holder, rank, tensor)
-        for place, holder in enumerate(pool)
-        for rank, low, high in deal.served(place, list(needing))
-        for tensor in range(low, high)
+    pool, start = ranks[:num_holders], start % num_holders
+    parts = st.builds(lambda group, num: ShardRange(group, 0, num, group % 3), st.integers(0, 9), st.integers(1, 5))
+    asked = st.lists(parts, unique_by=lambda part: part.group, min_size=1, max_size=4)
+    wanted = data.draw(st.dictionaries(st.integers(100, 110), asked, max_size=6))
+    deal = Deal(pool, start, wanted)
+    fetched = [
+        (holder, rank, part.group, part.shards, tensor)
+        for rank in wanted
+        for holder, part in deal.fetched(rank)
+        for tensor in range(part.low, part.high)
     ]
-    assert len(served) == len(fetched) and set(served) == fetched
-    assert {(rank, tensor) for _, rank, tensor in fetched} == {(r, t) for r in needing for t in range(num_tensors)}
-    counts = Counter(holder for holder, _, _ in fetched)
+    served = [
+        (holder, rank, part.group, part.shards, tensor)
+        for place, holder in enumerate(pool)
+        for rank, part in deal.served(place)
+        for tensor in range(part.low, part.high)
+    ]
+    assert sorted(served) == sorted(fetched)
+    assert sorted(request[1:] for request in fetched) == sorted(
+        (rank, part.group, part.shards, tensor)
+        for rank, parts in wanted.items()
+        for part in parts
+        for tensor in range(part.high)
+    )
+    each, extra = divmod(len(fetched), num_holders)
+    counts = Counter(holder for holder, *_ in fetched)
     for turn in range(num_holders):
-        assert counts[pool[(deal.start + turn) % num_holders]] == each + (turn < extra)
+        assert counts[pool[(start + turn) % num_holders]] == each + (turn < extra)
+    assert deal.end == (start + extra) % num_holders
     # runs: in the order of the line, a holder's requests are neighbours
-    turns = [pool.index(holder) - deal.start for rank in needing for holder, _, _ in deal.holders(rank)]
-    assert [turn % num_holders for turn in turns] == sorted(turn % num_holders for turn in turns)
+    turns = [(pool.index(holder) - start) % num_holders for rank in wanted for holder, _ in deal.fetched(rank)]
+    assert turns == sorted(turns)
+
+
+def test_those_who_need_little_ask_few_holders() -> None:
+    """Of two groups with boxes of one size, a rank's requests stand together in the line."""
+    both = [ShardRange(0, 0, 2, 0), ShardRange(1, 0, 2, 0)]
+    deal = Deal([0, 1], 0, {2: both, 3: both})
+    assert [list(deal.fetched(rank)) for rank in (2, 3)] == [[(0, part) for part in both], [(1, part) for part in both]]
 
 
 def given_by(plan: Plan) -> dict[str, int]:
@@ -97,34 +111,34 @@ def test_what_a_rank_holds_itself_it_asks_nobody_for() -> None:
 
 
 @given(st.data(), st.integers(1, 4))
-def test_geometries_count_every_element_once(data: st.DataObject, world: int) -> None:
-    """Bundles are disjoint, held by just their classes, and wanted as often as an array of counts says."""
+def test_groups_count_every_element_once(data: st.DataObject, world: int) -> None:
+    """Shard sets are disjoint, held by just their classes, and wanted as often as an array of counts says."""
     sides = [RankLayouts(layouts_of(data.draw(random_layouts(world, everywhere=False))), world) for _ in range(2)]
     source, dest = sides
     held = [masks(layout) for layout in source.layouts]
     wanted = [masks(layout) for layout in dest.layouts]
     seen = set()
-    for geometry in find_geometries(source, dest):
-        for tensor in geometry.tensors:
+    for group in group_tensors(source, dest):
+        for tensor in group.tensors:
             seen.add(tensor)
             covered = np.zeros(SHAPES[tensor], dtype=int)
-            for bundle in geometry.bundles:
-                for cell in bundle.cells:
+            for shards in group.shards:
+                for cell in shards.cells:
                     covered[cell.slices] += 1
                     holders = [i for i, mask in enumerate(held) if mask[tensor][cell.slices].any()]
-                    assert list(bundle.classes) == holders
+                    assert list(shards.classes) == holders
                     assert all(held[i][tensor][cell.slices].all() for i in holders)
             assert (covered == np.any([mask[tensor] for mask in held], axis=0)).all()
-            for number, amounts in geometry.wanted.items():
-                for index, bundle in enumerate(geometry.bundles):
-                    met = sum(int(wanted[number][tensor][cell.slices].sum()) for cell in bundle.cells)
+            for number, amounts in group.wanted.items():
+                for index, shards in enumerate(group.shards):
+                    met = sum(int(wanted[number][tensor][cell.slices].sum()) for cell in shards.cells)
                     assert amounts.get(index, 0) == met
                 lacking = wanted[number][tensor] & (covered == 0)
-                assert (number in geometry.missing) == bool(lacking.any())
+                assert (number in group.missing) == bool(lacking.any())
                 if lacking.any():
-                    box = geometry.missing[number]
+                    box = group.missing[number]
                     assert box.numel and lacking[box.slices].all()
-            assert set(geometry.wanted) == {i for i, mask in enumerate(wanted) if mask[tensor].any()}
+            assert set(group.wanted) == {i for i, mask in enumerate(wanted) if mask[tensor].any()}
     assert seen == {tensor for tensor in source.shapes if any(mask[tensor].any() for mask in wanted)}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
 from megaverl.models.architectures import weights_of
-from megaverl.sharding.megatron import megatron_layout, megatron_layouts
+from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.weight import Split
 from tests.launcher import Launcher
@@ -177,7 +177,7 @@ def test_ranks_that_hold_the_same_share_one_layout() -> None:
 
 def layer_numbers(shape: GridShape, rank: int, layer_split: list[int] | None) -> dict[str, list[int]]:
     spec = make_spec(num_layers=8)
-    layout = megatron_layout(weights_of(spec), spec, shape, rank, padded_vocab_size=64, layer_split=layer_split)
+    layout = megatron_layouts(weights_of(spec), spec, shape, padded_vocab_size=64, layer_split=layer_split)(rank)
     found: dict[str, list[int]] = {}
     for piece in layout.pieces:
         if piece.tensor.endswith("down_proj.weight"):
@@ -206,7 +206,7 @@ def test_virtual_stages_go_round_the_pipeline() -> None:
 
 def test_transformer_engine_keeps_the_norms_in_the_linear_layers() -> None:
     spec = make_spec()
-    layout = megatron_layout(weights_of(spec), spec, GridShape(), 0, padded_vocab_size=64, transformer_engine=True)
+    layout = megatron_layouts(weights_of(spec), spec, GridShape(), padded_vocab_size=64, transformer_engine=True)(0)
     holders = {piece.tensor: piece.local for piece in layout.pieces}
     assert (
         holders["model.layers.1.input_layernorm.weight"]
@@ -220,7 +220,7 @@ def test_transformer_engine_keeps_the_norms_in_the_linear_layers() -> None:
 def test_a_critic_has_a_value_head_and_nothing_tied() -> None:
     spec = make_spec(tie_embeddings=True)
     weights = weights_of(spec, value_head=True)
-    layout = megatron_layout(weights, spec, GridShape(tp=2, pp=2), 3, padded_vocab_size=64)
+    layout = megatron_layouts(weights, spec, GridShape(tp=2, pp=2), padded_vocab_size=64)(3)
     assert layout.local_shapes["output_layer.weight"] == (1, spec.hidden_size)
     assert [p.tensor for p in layout.pieces if p.local == "output_layer.weight"] == ["score.weight"]
 
@@ -271,7 +271,7 @@ def test_what_the_grid_does_not_divide_is_named(
 ) -> None:
     spec = make_spec(**changes)
     with pytest.raises(GridError, match=message):
-        megatron_layout(weights_of(spec), spec, shape, 0, padded_vocab_size=padded)
+        megatron_layouts(weights_of(spec), spec, shape, padded_vocab_size=padded)(0)
 
 
 def test_what_heads_do_not_divide_experts_may() -> None:
@@ -279,7 +279,7 @@ def test_what_heads_do_not_divide_experts_may() -> None:
     spec = make_spec("MixtralForCausalLM", moe=make_experts("MixtralForCausalLM", 4, 9))
     weights = weights_of(spec)
     for rank in range(3):
-        layout = megatron_layout(weights, spec, GridShape(dp=3, etp=3), rank, padded_vocab_size=64)
+        layout = megatron_layouts(weights, spec, GridShape(dp=3, etp=3), padded_vocab_size=64)(rank)
         assert layout.local_shapes["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"] == (6, 8)
         assert layout.local_shapes["decoder.layers.0.mlp.experts.local_experts.3.linear_fc2.weight"] == (8, 3)
         assert layout.local_shapes["decoder.layers.0.self_attention.linear_proj.weight"] == (8, 8)
@@ -288,7 +288,7 @@ def test_what_heads_do_not_divide_experts_may() -> None:
 def test_all_that_the_grid_does_not_divide_is_named_at_once() -> None:
     spec = make_spec("DeepseekV3ForCausalLM", num_heads=3, moe=make_experts("DeepseekV3ForCausalLM", 3, 7))
     with pytest.raises(GridError) as caught:
-        megatron_layout(weights_of(spec), spec, GridShape(tp=2, dp=4, ep=2), 0, padded_vocab_size=51)
+        megatron_layouts(weights_of(spec), spec, GridShape(tp=2, dp=4, ep=2), padded_vocab_size=51)(0)
     for said in ("3 attention heads", "7 units of an expert", "3 experts", "vocabulary 51 must be a multiple of tp 2"):
         assert said in str(caught.value)
 
@@ -296,7 +296,7 @@ def test_all_that_the_grid_does_not_divide_is_named_at_once() -> None:
 def test_a_wrong_layer_split_is_named() -> None:
     spec = make_spec()
     with pytest.raises(GridError, match="sum to 4 layers"):
-        megatron_layout(weights_of(spec), spec, GridShape(pp=2), 0, padded_vocab_size=64, layer_split=[2, 3])
+        megatron_layouts(weights_of(spec), spec, GridShape(pp=2), padded_vocab_size=64, layer_split=[2, 3])(0)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from megaverl.errors import GridError
 from megaverl.models.architectures import weights_of
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
-from megaverl.sharding.vllm import VOCAB_PADDING, vllm_layout
+from megaverl.sharding.vllm import VOCAB_PADDING, vllm_layouts
 from tests.launcher import Launcher
 from tests.sharding.specs import CONFIGS, DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
 
@@ -30,7 +30,7 @@ def test_fused_parameters_and_the_vocabulary(case: tuple[int, ModelSpec]) -> Non
     ids = element_ids(weights)
     padded = -(-spec.vocab_size // VOCAB_PADDING) * VOCAB_PADDING
     for rank in range(tp):
-        tensors = fill(vllm_layout(weights, spec, tp, rank), ids)
+        tensors = fill(vllm_layouts(weights, spec, tp)(rank), ids)
         layer = "model.layers.0."
         q, k, v = (ids[f"{layer}self_attn.{part}_proj.weight"] for part in "qkv")
         if spec.num_kv_heads < tp:
@@ -64,7 +64,7 @@ def test_what_tp_does_not_divide_is_named(changes: dict[str, int], tp: int, mess
     if "heads" in message:
         weights = [weight for weight in weights if weight.stage == 0]
     with pytest.raises(GridError, match=message):
-        vllm_layout(weights, spec, tp, 0)
+        vllm_layouts(weights, spec, tp)(0)
 
 
 @pytest.mark.parametrize(
@@ -80,12 +80,12 @@ def test_experts_that_cannot_be_divided_are_named(
 ) -> None:
     spec = make_spec(architecture, moe=make_experts(architecture, *experts))
     with pytest.raises(GridError, match=message):
-        vllm_layout(weights_of(spec), spec, tp, 0, expert_parallel=parallel)
+        vllm_layouts(weights_of(spec), spec, tp, expert_parallel=parallel)(0)
 
 
 def test_expert_parallel_ranks_need_not_divide_an_expert() -> None:
     spec = make_spec("MixtralForCausalLM", moe=make_experts("MixtralForCausalLM", 4, 6))
-    layout = vllm_layout(weights_of(spec), spec, 4, 3, expert_parallel=True)
+    layout = vllm_layouts(weights_of(spec), spec, 4, expert_parallel=True)(3)
     fused = "model.layers.0.block_sparse_moe.experts.routed_experts."
     assert layout.local_shapes[fused + "w13_weight"] == (1, 12, 8)
     assert {piece.tensor.split(".experts.")[1] for piece in layout.pieces if piece.local == fused + "w2_weight"} == {
@@ -95,7 +95,7 @@ def test_expert_parallel_ranks_need_not_divide_an_expert() -> None:
 
 def test_a_critics_head_is_nothing_to_vllm() -> None:
     spec = make_spec()
-    layout = vllm_layout(weights_of(spec, value_head=True), spec, 1, 0)
+    layout = vllm_layouts(weights_of(spec, value_head=True), spec, 1)(0)
     assert "score.weight" not in layout.by_tensor
 
 

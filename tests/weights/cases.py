@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 from hypothesis import strategies as st
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.boxes import split, whole
-from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, even_layouts, whole_layout
+from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, even_layout, stack, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Weight
-from tests.sharding.specs import specs
+from tests.sharding.specs import make_weights, specs
 from tests.weights.simulate import layouts_of
 
 Layouts = Callable[[int], Layout]
@@ -85,7 +86,7 @@ def one_side(draw: st.DrawFn, weights: list[Weight], spec: ModelSpec, world: int
     elif kind == "vllm":
         layouts = draw(vllm(weights, spec, size))
     elif kind == "even":
-        layouts = even_layouts(weights, size)
+        layouts = cache(partial(even_layout, weights, size))
     else:
         everything = whole_layout((weight.name, weight.shape) for weight in weights)
         layouts = layouts_of([everything] * size)
@@ -121,5 +122,5 @@ def random_layouts(draw: st.DrawFn, world: int, *, everywhere: bool) -> list[Lay
             boxes = split(whole(shape), draw(st.integers(1, 24)))
             held = boxes if rank == complete else [box for box in boxes if draw(st.booleans())]
             for i, box in enumerate(held):
-                builder.add_stacked(f"{tensor}{i}", [(tensor, shape, box)], box.shape[0] + 1)
+                builder.add(f"{tensor}{i}", make_weights({tensor: shape}), stack([(0, box)], box.shape[0] + 1))
     return [builder.build() for builder in builders]

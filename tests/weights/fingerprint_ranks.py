@@ -13,7 +13,7 @@ from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
-from megaverl.weights.fingerprint import ReshardCheck, compare_fingerprints
+from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import Resharder
 from tests.sharding.specs import make_spec
 
@@ -46,7 +46,7 @@ def compare_after_faults(
             found.append(f"{type(error).__name__}: {error}")
         for name, tensor in side.items():
             tensor.copy_(kept[name])
-    compare_fingerprints(source_layouts, source, dest_layouts, dest)
+    check.compare()
     return found
 
 

@@ -19,6 +19,7 @@ from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.export import save_folder
 from megaverl.weights.load import load_folder
 from megaverl.weights.reshard import Resharder
+from megaverl.weights.transports import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 
 
@@ -43,7 +44,7 @@ def reshard_ids(
     source = as_parameters(fill(source_layouts(rank), ids), source_dtype)
     dest = as_parameters(fill(dest_layouts(rank), {k: v * 0 for k, v in ids.items()}), dest_dtype)
     storages = {name: tensor.data_ptr() for name, tensor in dest.items()}
-    resharder = Resharder(plan, source, dest, bucket_bytes=bucket_bytes, ipc=ipc)
+    resharder = Resharder(plan, source, dest, options=TransportOptions(bucket_bytes=bucket_bytes, ipc=ipc))
     wrong = []
     for step in (1, 2):  # a second run brings the second version
         stats = resharder.run()

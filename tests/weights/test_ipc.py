@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaverl.sharding.boxes import Box
-from megaverl.weights.tensors import view
+from megaverl.weights.transfer import view
 from megaverl.weights.transports import ipc
 from megaverl.weights.transports.ipc import TensorAddress, calls_for, joined, parts
 from tests.launcher import Launcher, WorldError
@@ -105,7 +105,7 @@ def test_a_rank_that_dies_is_named(launch: Launcher, tmp_path: Path) -> None:
         message, refusal, version, _ = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert re.match("rank 2 died or stalled while the weights of version 2 moved", message), message
         assert "waiting until all ranks' weights are ready to be read" in message
-        assert "the engine's weights are torn: the reshard from version 1 to 2 failed" in refusal
+        assert "the engine's weights are inconsistent: the reshard from version 1 to 2 failed" in refusal
         assert version == "1"
 
 

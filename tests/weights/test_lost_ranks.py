@@ -1,4 +1,4 @@
-"""A rank that dies or stalls in the middle of a reshard ends the others, which name it and use nothing torn."""
+"""A rank that dies or stalls in the middle of a reshard ends the others, which name it and use nothing inconsistent."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_the_others_end_and_name_it(launch: Launcher, tmp_path: Path, how: str, 
         message, refusal, version, _ = (tmp_path / f"{rank}.txt").read_text().splitlines()
         assert re.match(f"rank {lost} died or stalled while the weights of version 2 moved", message), message
         assert re.search(r"(receiving|sending|reading) \S+ \[\d+:\d+.*rank", message), message
-        assert "the engine's weights are torn: the reshard from version 1 to 2 failed" in refusal
+        assert "the engine's weights are inconsistent: the reshard from version 1 to 2 failed" in refusal
         assert version == "1"

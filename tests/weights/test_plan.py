@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,12 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.sharding.boxes import Box, whole
-from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, Piece, even_layouts, whole_layout
+from megaverl.sharding.layout import EMPTY, Layout, LayoutBuilder, Piece, even_layout, stack, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import intersect_layouts, make_plan, make_plans
 from megaverl.sharding.proof import check_plan, check_plans
 from megaverl.sharding.vllm import vllm_layouts
-from tests.sharding.specs import element_ids, fill, make_experts, make_spec
+from tests.sharding.specs import element_ids, fill, make_experts, make_spec, make_weights
 from tests.weights.cases import SHAPES, Case, model_cases, random_layouts
 from tests.weights.simulate import Arrays, carry_out, gather, layouts_of, must_fetch, unfair
 
@@ -108,7 +109,7 @@ def test_a_tensor_without_axes_moves_too() -> None:
 def test_adjacent_boxes_travel_as_one() -> None:
     """Row by row at the source, whole at the destination; then tile by tile: one transfer."""
     rows, tiles = LayoutBuilder(), LayoutBuilder()
-    rows.add_stacked("s", [("w", (4, 4), Box((i, 0), (i + 1, 4))) for i in range(4)])
+    rows.add("s", make_weights({"w": (4, 4)}), stack([(0, Box((i, 0), (i + 1, 4))) for i in range(4)]))
     target = whole_layout([("w", (4, 4))])
     assert [transfer.box for transfer in intersect_layouts(rows.build(), target)] == [whole((4, 4))]
     boxes = [Box((i, j), (i + 2, j + 2)) for i in (0, 2) for j in (0, 2)]
@@ -211,7 +212,7 @@ def test_many_even_chunks() -> None:
     """FSDP2 over 300 ranks to TP4: every rank's box is another, and nobody looks at all of them."""
     spec = make_spec(num_layers=2, hidden_size=64, ffn_hidden_size=320, vocab_size=700)
     weights = weights_of(spec)
-    source, dest = even_layouts(weights, 300), vllm_layouts(weights, spec, 4)
+    source, dest = cache(partial(even_layout, weights, 300)), vllm_layouts(weights, spec, 4)
     plans = make_plans(source, dest, 300)
     for rank in (0, 7, 299):
         check_plan(plans[rank])

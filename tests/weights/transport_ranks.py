@@ -19,6 +19,7 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.reshard import Resharder
+from megaverl.weights.transports import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 from tests.weights.ranks import as_parameters
 
@@ -70,7 +71,8 @@ def refusal(resharder: Resharder) -> str:
 
 def alias(grid: dict[str, int], vllm_tp: int, may_rebind: bool) -> dict[str, Any]:
     sides = Sides(grid, vllm_tp, num_kv_heads=2, vocab_size=64)
-    resharder = Resharder(sides.plan, sides.source, sides.dest, alias=True, may_rebind=may_rebind)
+    options = TransportOptions(alias=True, may_rebind=may_rebind)
+    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options)
     unset = refusal(resharder)
     first = resharder.run()
     found: dict[str, Any] = {
@@ -103,9 +105,8 @@ def alias(grid: dict[str, int], vllm_tp: int, may_rebind: bool) -> dict[str, Any
 def overlap(may_rebind: bool) -> dict[str, Any]:
     """A version that moves in the background is not seen before `finish`, and whole from then on."""
     sides = Sides({"tp": 2, "pp": 2}, 2)
-    resharder = Resharder(
-        sides.plan, sides.source, sides.dest, alias=True, may_rebind=may_rebind, overlap=True, bucket_bytes=1024
-    )
+    options = TransportOptions(alias=True, may_rebind=may_rebind, bucket_bytes=1024)
+    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options, overlap=True)
     resharder.run()
     places = {name: tensor.data_ptr() for name, tensor in sides.dest.items()}
     sides.multiply(2)
@@ -121,9 +122,8 @@ def overlap(may_rebind: bool) -> dict[str, Any]:
 def through_files(folder: str) -> dict[str, Any]:
     """Every rank on a node of its own; all that travels goes through the folder, which is empty afterwards."""
     sides = Sides({"tp": 2, "pp": 2}, 2)
-    resharder = Resharder(
-        sides.plan, sides.source, sides.dest, bucket_bytes=1024, node_of=lambda rank: rank, folder=folder
-    )
+    options = TransportOptions(bucket_bytes=1024, node_of=lambda rank: rank, folder=Path(folder))
+    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options)
     wrong = []
     for factor in (1, 2):
         stats = resharder.run()
@@ -141,16 +141,14 @@ def lose_a_rank(how: str, lost: int, seconds: float, folder: str, files: str | N
     """
     rank = dist.get_rank()
     sides = Sides({"tp": 2, "pp": 2}, 2)
-    resharder = Resharder(
-        sides.plan,
-        sides.source,
-        sides.dest,
+    options = TransportOptions(
         bucket_bytes=512,
         timeout=timedelta(seconds=seconds),
         node_of=None if ipc else lambda rank: rank,
-        folder=files,
+        folder=None if files is None else Path(files),
         ipc=ipc,
     )
+    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options)
     pids = gather_json(os.getpid())
     resharder.run()
     sides.multiply(2)

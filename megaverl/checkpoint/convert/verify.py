@@ -19,7 +19,7 @@ from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import padded_tensors, whole_layout
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.tensors import view
+from megaverl.weights.transfer import view
 
 
 def compare_bytes(

@@ -45,7 +45,7 @@ from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, split, whole
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.weight import Split, Weight
-from megaverl.weights.tensors import view
+from megaverl.weights.transfer import view
 
 platform.adapt_megatron()
 

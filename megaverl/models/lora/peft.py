@@ -23,7 +23,7 @@ from megaverl.weights.load import check_names, check_shapes, fill
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.safetensors_writer import cannot_write, replace_folder
 from megaverl.weights.stored import stored_arrays
-from megaverl.weights.tensors import check_tensors
+from megaverl.weights.transfer import check_tensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

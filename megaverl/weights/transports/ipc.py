@@ -26,8 +26,7 @@ from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.tensors import Tensors, view
-from megaverl.weights.transports.registry import Moved, TransferJob, copy_boxes, register
+from megaverl.weights.transfer import Moved, Tensors, TransferJob, copy_boxes, view
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +107,6 @@ class Read(NamedTuple):
     nbytes: int
 
 
-@register(order=50)
 class CrossMemory(_Readers):
     """Takes what goes between CPU processes of one node in one dtype, where the kernel lets them read each other:
     boxes go from where they lie to where they belong, many to a call."""
@@ -259,7 +257,6 @@ def _places(tensors: Tensors) -> dict[str, TensorAddress]:
     return {name: TensorAddress(t.data_ptr(), tuple(t.stride()), t.element_size()) for name, t in tensors.items()}
 
 
-@register(order=50)
 class CudaIpc(_Readers):
     """Takes what goes between processes of one node, each of which sees the same CUDA devices, converting the dtype.
 

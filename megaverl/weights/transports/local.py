@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -10,9 +10,8 @@ import torch
 
 from megaverl.errors import ReshardError
 from megaverl.sharding.boxes import Box
-from megaverl.sharding.plan import Transfer
-from megaverl.weights.tensors import Tensors, view
-from megaverl.weights.transports.registry import Moved, TransferJob, copy_boxes, register
+from megaverl.sharding.plan import Plan, Transfer
+from megaverl.weights.transfer import Moved, Tensors, TransferJob, copy_boxes, view
 
 
 def copy_local(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> int:
@@ -23,7 +22,6 @@ def copy_local(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> in
     return sum(target.numel() * target.element_size() for target in targets)
 
 
-@register(order=20)
 class LocalCopy:
     """Takes all copies that were not aliased."""
 
@@ -51,7 +49,6 @@ class Pair(NamedTuple):
     numel: int  # elements of weights in it, padding not counted
 
 
-@register(order=10)
 class Alias:
     """Takes the copies into every destination tensor whose elements lie in one source tensor in the same order.
 
@@ -72,13 +69,7 @@ class Alias:
     def take(cls, job: TransferJob) -> Alias | None:
         if not job.options.alias:
             return None
-        arriving = {transfer.dest_local for transfers in job.receives.values() for transfer in transfers}
-        pairs = []
-        for name, copies in _by_dest(job.copies).items():
-            if name in arriving or name in job.options.apart:
-                continue
-            if pair := alias_pair(copies, job.source, job.dest):
-                pairs.append(pair)
+        pairs = list(_pairs(job.copies, job.receives, job.source, job.dest, job.options.never_alias))
         taken = {pair.dest for pair in pairs}
         job.copies = [transfer for transfer in job.copies if transfer.dest_local not in taken]
         return cls(pairs, job.source, job.dest, job.options.may_rebind) if pairs else None
@@ -87,8 +78,8 @@ class Alias:
         """Nothing travels."""
 
     def finish(self) -> Moved:
-        apart = [not shared for shared in self._shared()]
-        local = sum(self._bring(pair) for pair in compress(self._pairs, apart))
+        changed = [not shared for shared in self._shared()]
+        local = sum(self._bring(pair) for pair in compress(self._pairs, changed))
         return Moved(aliased=self._nbytes - local, local=local)
 
     def _bring(self, pair: Pair) -> int:
@@ -129,22 +120,32 @@ def _bytes_before(box: Box, origin: torch.Tensor) -> int:
     return box.start[0] * origin.stride(0) * origin.element_size()
 
 
-def adopt(
-    copies: Sequence[Transfer],
+def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[str] = ()) -> int:
+    """Alias at once all that can be but `never_alias`, before an engine captures graphs. Returns how many
+    tensors were. Tensors of the plan that the destination does not have yet are left out."""
+    found = 0
+    for pair in _pairs(plan.copies, plan.receives, source, dest, never_alias):
+        dest[pair.dest].data = view(source[pair.source], pair.box)
+        found += 1
+    return found
+
+
+def _pairs(
+    copies: Iterable[Transfer],
     receives: Mapping[int, Sequence[Transfer]],
     source: Tensors,
     dest: Tensors,
-    apart: Collection[str] = (),
-) -> int:
-    """Alias at once all that can be but what must stay `apart`, before an engine captures graphs. Returns how many
-    tensors were."""
-    arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers} | {*apart}
-    found = 0
-    for name, transfers in _by_dest(copies).items():
-        if name not in arriving and (pair := alias_pair(transfers, source, dest)):
-            dest[name].data = view(source[pair.source], pair.box)
-            found += 1
-    return found
+    never_alias: Collection[str],
+) -> Iterator[Pair]:
+    """Of every destination tensor that can take a source's storage: one that no other rank fills."""
+    arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers}
+    by_dest: dict[str, list[Transfer]] = {}
+    for transfer in copies:
+        by_dest.setdefault(transfer.dest_local, []).append(transfer)
+    for name, transfers in by_dest.items():
+        free = name in dest and name not in arriving and name not in never_alias
+        if free and (pair := alias_pair(transfers, source, dest)):
+            yield pair
 
 
 def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pair | None:
@@ -173,10 +174,3 @@ def alias_pair(copies: Sequence[Transfer], source: Tensors, dest: Tensors) -> Pa
     rest = tuple(origin.shape[1:])
     numel = sum(transfer.box.numel for transfer in copies)
     return Pair(first.dest_local, first.source_local, Box((low, *(0,) * len(rest)), (high, *rest)), numel)
-
-
-def _by_dest(copies: Sequence[Transfer]) -> dict[str, list[Transfer]]:
-    found: dict[str, list[Transfer]] = {}
-    for transfer in copies:
-        found.setdefault(transfer.dest_local, []).append(transfer)
-    return found

@@ -14,7 +14,7 @@ from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.registry import Message, Moved, TransferJob, copy_boxes, messages, register
+from megaverl.weights.transfer import Message, Moved, TransferJob, copy_boxes, messages
 
 # Parts of a bucket, per direction, that are packed, on their way or being unpacked at the same time.
 SLOTS = 4
@@ -47,7 +47,6 @@ class Pending(NamedTuple):
     has_slot: bool
 
 
-@register(order=100)
 class PointToPoint:
     """Takes all that must go from rank to rank and that no faster way was found for.
 

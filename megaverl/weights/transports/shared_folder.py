@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 from megaverl.distributed.collectives import gather_json
 from megaverl.errors import ReshardError
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transports.registry import Message, Moved, TransferJob, copy_boxes, messages, register
+from megaverl.weights.transfer import Message, Moved, TransferJob, copy_boxes, messages
 
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 1800.0  # where no timeout was given
 
 
-@register(order=60)
 class SharedFolder:
     """Takes what goes from node to node where the options name a folder.
 
