@@ -118,9 +118,9 @@ def test_critic_from_a_language_model_starts_at_zero(launch: Launcher, tmp_path:
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])  # with biases; with norms of heads
-def test_several_ranks_share_a_key_value_head(architecture: str, tmp_path: Path) -> None:
+def test_several_ranks_share_a_key_value_head(launch: Launcher, architecture: str, tmp_path: Path) -> None:
     for kv_heads, sizes in ((2, {"tp": 4}), (1, {"tp": 2, "pp": 2})):
         folder = make_tiny_folder(tmp_path / str(kv_heads), architecture, num_key_value_heads=kv_heads)
         expected = reference_logits(folder)
-        assert_parity(folder, expected, sizes)
-        assert_parity(folder, expected, sizes, sequence_parallel=True)
+        assert_parity(launch, folder, expected, sizes)
+        assert_parity(launch, folder, expected, sizes, sequence_parallel=True)

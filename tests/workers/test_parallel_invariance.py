@@ -59,10 +59,10 @@ def assert_same(found: tuple[dict[str, float], dict], expected: tuple[dict[str, 
         torch.testing.assert_close(found[1][name], weight, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_same_update_where_ranks_share_a_key_value_head(folder: Path, tmp_path: Path) -> None:
+def test_same_update_where_ranks_share_a_key_value_head(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     """The tiny model has two."""
-    expected = updated(folder, tmp_path / "one", {}, **ACTOR)
-    assert_same(updated(folder, tmp_path / "tp4", {"tp": 4}, **ACTOR), expected)
+    expected = updated(launch, folder, tmp_path / "one", {}, **ACTOR)
+    assert_same(updated(launch, folder, tmp_path / "tp4", {"tp": 4}, **ACTOR), expected)
 
 
 @pytest.mark.parametrize("options", [SHARED, CRITIC], ids=["shared", "critic"])
