@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
+from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.plugins import load_object
 from megaverl.rollout.engine import SamplingOptions, drawing, of_some, sampling_of
 from megaverl.trainer.dynamic_sampling import refill
@@ -40,16 +41,6 @@ from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
 
 
-class Outlet(Protocol):
-    """Where samples go as they are finished: `megaverl.dataflow.streaming.StreamingCarrier`."""
-
-    def begin(self) -> None:
-        """A step's samples follow."""
-
-    def give(self, rows: Sequence[int], part: RolloutBatch) -> None:
-        """These are finished."""
-
-
 @dataclass
 class RLStep:
     """The operators of a step. `metrics` holds what the running step has measured so far.
@@ -71,7 +62,7 @@ class RLStep:
     metrics: dict[str, float] = field(default_factory=dict)
     stored: StoredRollouts | None = None
     newest_version: int = 0
-    outlet: Outlet | None = None
+    outlet: StreamingCarrier | None = None
     waiting: dict[int, StoredRollouts] = field(default_factory=dict)
     warn: Callable[[str], None] = print
     span: Callable[[str], AbstractContextManager[Any]] = field(default=lambda name: nullcontext())

@@ -111,34 +111,25 @@ def evaluate(
     prompts: Sequence[PromptRecord],
     player: Player | None = None,
     score: Callable[[RolloutBatch], Scores] | None = None,
-    *,
-    prefix: str = "validation",
 ) -> Evaluation:
     """Generate `trainer.validation_samples` responses to (or episodes from) every prompt and score them.
 
-    Every rank takes part.
+    Every rank takes part. The draws are the same at every call, so that two validations differ by the weights alone.
 
     Args:
         score: instead of `reward`, where its models are on other ranks.
-
-    The draws are the same at every call, so that two validations differ by the weights alone.
     """
     sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
     batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function)
     scores = (score or reward.score)(batch)
-    metrics = validation_metrics(batch, scores, config.trainer.pass_at)
-    return Evaluation(
-        {f"{prefix}/{name}": value for name, value in metrics.items()},
-        sample_records(batch, scores, reward, config.trainer.save_samples),
-    )
-
-
-def validation_metrics(batch: RolloutBatch, scores: Scores, ks: Sequence[int]) -> dict[str, float]:
-    """`reward`, `accuracy`, `pass@k` and the mean response length of a scored batch."""
-    return {
+    metrics = {
         "reward": float(scores.total.mean()),
         "accuracy": float(scores.correct.float().mean()),
-        **{f"pass@{k}": mean_pass_at_k(scores.correct, batch.group_ids, k) for k in ks},
+        **{f"pass@{k}": mean_pass_at_k(scores.correct, batch.group_ids, k) for k in config.trainer.pass_at},
         "response_length": float(batch.response_mask.sum(dim=1).float().mean()),
     }
+    return Evaluation(
+        {f"validation/{name}": value for name, value in metrics.items()},
+        sample_records(batch, scores, reward, config.trainer.save_samples),
+    )
