@@ -45,8 +45,8 @@ ORDER = (
     "dataflow",
     "coordinator",
     "trainer",
-    "cli",
     "utils",
+    "cli",
     "__main__",
 )
 LEVEL_OF = {name: number for number, name in enumerate(ORDER)}

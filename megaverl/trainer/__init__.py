@@ -1,23 +1,28 @@
 """Training. The public names of `megaverl.trainer.api` are looked up here when a program asks for them."""
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megaverl.trainer.api.trainers import PPOTrainer, RLTrainer, RoleBasedDistributedStrategy
+    from megaverl.trainer.api.world import init_distributed
 
 __all__ = ["PPOTrainer", "RLTrainer", "RoleBasedDistributedStrategy", "init_distributed"]
 
 _PUBLIC = {
     "PPOTrainer": "megaverl.trainer.api.trainers",
     "RLTrainer": "megaverl.trainer.api.trainers",
-    "RoleBasedDistributedStrategy": "megaverl.trainer.api.strategy",
+    "RoleBasedDistributedStrategy": "megaverl.trainer.api.trainers",
     "init_distributed": "megaverl.trainer.api.world",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megaverl.trainer' has no attribute {name!r}; it has {', '.join(__all__)}")
     from importlib import import_module
 
-    return getattr(import_module(_PUBLIC[name]), name)
+    found: object = getattr(import_module(_PUBLIC[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

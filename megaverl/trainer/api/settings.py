@@ -139,15 +139,8 @@ class TrainerConfig:
         return resolve(self, check_paths=check_paths)
 
 
-def _max_steps(settings: TrainerConfig) -> int | None:
-    return settings.max_steps
-
-
-def _set_max_steps(settings: TrainerConfig, value: int | None) -> None:
-    settings.max_steps = value
-
-
-setattr(TrainerConfig, "total_steps", property(_max_steps, _set_max_steps))  # noqa: B010 - not a field to mypy
+_TOTAL_STEPS = property(lambda self: self.max_steps, lambda self, value: setattr(self, "max_steps", value))
+setattr(TrainerConfig, "total_steps", _TOTAL_STEPS)  # noqa: B010 - not a field to mypy
 SETTINGS = tuple(inspect.signature(TrainerConfig).parameters)
 KEYS = {
     "algorithm": "algorithm.name",

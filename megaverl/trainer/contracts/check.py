@@ -1,35 +1,84 @@
-"""Every kind of plug-in, the key that names it, and its contract."""
+"""Every kind of plug-in, the key that names it, and its contract: promises that are tried one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
 from megaverl.plugins import load_object
-from megaverl.trainer.contracts.promise import Promise, PromiseResult, keep
+
+Promise = tuple[str, Callable[[], None]]
 
 
 class Kind(NamedTuple):
-    """key: where a configuration names it. what: what it is, in a few words."""
+    """key: where a configuration names it. what: what it is, in a few words.
+
+    promises: a module of this folder and the function in it that yields them; imported when they are wanted, as some
+    need torch.
+    """
 
     key: str
     what: str
+    promises: tuple[str, str]
 
 
 KINDS = {
-    "reward": Kind("reward.N.function", "a function: prompt, response, reference, extra -> number"),
-    "environment": Kind("environment.name", "a class derived from megaverl.rollout.environments.Environment or Game"),
-    "generation": Kind("rollout.function", "a function: generate, prompts, sampling, seeds -> responses"),
-    "filter": Kind("algorithm.rollout_filter", "a function: batch, scores -> true or false for each sample"),
-    "loss": Kind("algorithm.policy_loss", "a function: log_probs, old_log_probs, advantages, weights -> LossOutput"),
-    "advantage": Kind("algorithm.advantage", "a function of what it names of a batch -> Advantages"),
-    "data": Kind("data.train.N.path", "a function without arguments -> rows"),
-    "tracker": Kind("run.log_with", "a class: RunInfo -> write(step, seconds, metrics), close()"),
+    "reward": Kind(
+        "reward.N.function",
+        "a function: prompt, response, reference, extra -> number",
+        ("rollouts", "reward_promises"),
+    ),
+    "environment": Kind(
+        "environment.name",
+        "a class derived from megaverl.rollout.environments.Environment or Game",
+        ("rollouts", "environment_promises"),
+    ),
+    "generation": Kind(
+        "rollout.function",
+        "a function: generate, prompts, sampling, seeds -> responses",
+        ("rollouts", "generation_promises"),
+    ),
+    "filter": Kind(
+        "algorithm.rollout_filter",
+        "a function: batch, scores -> true or false for each sample",
+        ("training", "filter_promises"),
+    ),
+    "loss": Kind(
+        "algorithm.policy_loss",
+        "a function: log_probs, old_log_probs, advantages, weights -> LossOutput",
+        ("training", "loss_promises"),
+    ),
+    "advantage": Kind(
+        "algorithm.advantage",
+        "a function of what it names of a batch -> Advantages",
+        ("training", "advantage_promises"),
+    ),
+    "data": Kind("data.train.N.path", "a function without arguments -> rows", ("rollouts", "data_promises")),
+    "tracker": Kind(
+        "run.log_with",
+        "a class: RunInfo -> write(step, seconds, metrics), close()",
+        ("rollouts", "tracker_promises"),
+    ),
 }
 
 
-def check(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Iterator[PromiseResult]:
+@dataclass(frozen=True)
+class PromiseResult:
+    """promise: what must hold. problem: why it does not; empty where it does."""
+
+    promise: str
+    problem: str = ""
+
+
+class Broken(Exception):
+    """A promise that does not hold; the message says what was found and what to change."""
+
+
+def check(kind: str, name: str, options: Mapping[str, object] | None = None) -> Iterator[PromiseResult]:
     """Try the contract of `kind` on what `name` leads to.
 
     Args:
@@ -41,27 +90,24 @@ def check(kind: str, name: str, options: Mapping[str, Any] | None = None) -> Ite
     if kind not in KINDS:
         raise ConfigError(f"there is no kind {kind!r}; there are {', '.join(KINDS)}.")
     load_object(name, KINDS[kind].key)
-    yield from keep(_promises(kind)(name, dict(options or {})))
+    module, function = KINDS[kind].promises
+    promises: Callable[[str, dict[str, Any]], Iterable[Promise]] = getattr(
+        import_module(f"megaverl.trainer.contracts.{module}"), function
+    )
+    yield from keep(promises(name, dict(options or {})))
 
 
-def _promises(kind: str) -> Callable[[str, dict[str, Any]], Iterator[Promise]]:
-    """Imported when they are wanted: some need torch."""
-    if kind in ("loss", "advantage", "filter"):
-        from megaverl.trainer.contracts import training
-
-        return {
-            "loss": training.loss_promises,
-            "advantage": training.advantage_promises,
-            "filter": training.filter_promises,
-        }[kind]
-    if kind in ("data", "tracker"):
-        from megaverl.trainer.contracts import outside
-
-        return {"data": outside.data_promises, "tracker": outside.tracker_promises}[kind]
-    from megaverl.trainer.contracts import episodes
-
-    if kind == "reward":
-        return lambda name, options: episodes.reward_promises(
-            name, options, batched=bool(options.pop("batched", False))
-        )
-    return {"environment": episodes.environment_promises, "generation": episodes.generation_promises}[kind]
+def keep(promises: Iterable[Promise]) -> Iterator[PromiseResult]:
+    """Try every promise; one that is broken does not stop the others."""
+    for words, attempt in promises:
+        try:
+            attempt()
+        except Broken as broken:
+            yield PromiseResult(words, str(broken))
+        except Exception as error:  # whatever the user's part raises
+            frames = traceback.extract_tb(error.__traceback__)
+            last = frames[-1] if frames else None
+            where = f" ({last.filename}, line {last.lineno})" if last else ""
+            yield PromiseResult(words, f"{type(error).__name__}: {error}{where}")
+        else:
+            yield PromiseResult(words)

@@ -47,7 +47,7 @@ def no_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations are checked without the model's and the data's files."""
     real = trainers_module.resolve
     monkeypatch.setattr(
-        trainers_module, "resolve", lambda config, overrides=(): real(config, overrides, check_paths=False)
+        trainers_module, "resolve", lambda *given, **asked: real(*given, **asked | {"check_paths": False})
     )
 
 

@@ -1,7 +1,8 @@
-"""Contracts of what happens around generation: rewards, environments, functions that generate."""
+"""Contracts of what feeds and watches a run: rewards, environments, functions that generate, data, trackers."""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import tempfile
@@ -9,28 +10,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megaverl.data.examine import examine
+from megaverl.data.prompts import Columns
+from megaverl.data.sources import open_source
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
+from megaverl.monitoring.backends import Backend, RunInfo, make_backend
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import Outcome, Start, find_environment
 from megaverl.rollout.environments.environment import Codec
 from megaverl.rollout.environments.registry import make_game
-from megaverl.trainer.contracts.promise import Broken, Promise
+from megaverl.trainer.contracts.check import Broken, Promise
 from megaverl.workers.rollout import generate_by
 
 MOST_TURNS = 64
 RESPONSES = ("42", "", "The answer is 42.", "\u4f60\u597d \U0001f600", "x" * 5000, "no idea", "\\boxed{42}", "42\n\n42")
 
 
-def reward_promises(name: str, options: Mapping[str, Any], *, batched: bool = False) -> Iterator[Promise]:
-    """Of a reward (`reward: [{function: ...}]`)."""
+def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
+    """Of a reward (`reward: [{function: ...}]`). Options: batched, and the function's own."""
+    own = {key: value for key, value in options.items() if key != "batched"}
+    batched = bool(options.get("batched", False))
     samples = [
         RewardSample(f"Question {i}?", response, "42", {"level": i}, num_tokens=len(response), finish_reason="stop")
         for i, response in enumerate(RESPONSES)
     ]
 
     def score(some: Sequence[RewardSample] = samples) -> list[float]:
-        reward = build_reward([{"function": name, "options": dict(options), "batched": batched}])
+        reward = build_reward([{"function": name, "options": own, "batched": batched}])
         return [float(value) for value in reward.score(list(some)).total]
 
     def finite() -> None:
@@ -156,3 +163,74 @@ def generation_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promi
     yield "one response for each prompt, a log-probability for each token", lambda: (call(), None)[1]
     yield "no longer than asked for, log-probabilities of at most 0", bounded
     yield "the same seeds, the same responses", same
+
+
+LOOKED_AT = 1000
+
+
+def data_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
+    """Of a source of data (`data.train`). Options: prompt_key, answer_key."""
+    columns = Columns(str(options.get("prompt_key", "prompt")), str(options.get("answer_key", "answer")) or None)
+
+    def readable() -> None:
+        problems = examine(open_source(name), None, columns).errors
+        if problems:
+            raise Broken(f"{problems[0]} ({len(problems)} rows in all)")
+
+    def same() -> None:
+        first, second = open_source(name), open_source(name)
+        if first.fingerprint != second.fingerprint or len(first) != len(second):
+            raise Broken("opened twice, it is not the same (fingerprint, length): a run could not be resumed.")
+        for number in range(min(len(first), LOOKED_AT)):
+            if first[number] != second[number]:
+                raise Broken(f"row {number + 1} differs between two readings.")
+
+    def by_number() -> None:
+        rows = open_source(name)
+        last = len(rows) - 1
+        before = rows[last]
+        rows[0]
+        if rows[last] != before:
+            raise Broken("a row depends on which one was read before: rows are asked for in any order.")
+
+    def plain() -> None:
+        rows = open_source(name)
+        for number in range(min(len(rows), LOOKED_AT)):
+            try:
+                json.dumps(rows[number])
+            except (TypeError, ValueError) as error:
+                raise Broken(
+                    f"{rows.where(number)}: {error}. Columns are text, numbers, lists and mappings."
+                ) from error
+
+    yield "every row has a prompt and an answer", readable
+    yield "the same rows each time it is opened", same
+    yield "rows by number, in any order", by_number
+    yield "plain values", plain
+
+
+def tracker_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
+    """Of a tracker (`run.log_with`)."""
+
+    def make(folder: str, resume_step: int | None = None) -> Backend:
+        return make_backend(name, RunInfo(Path(folder), "a-run", "megaverl", {"seed": 1}, resume_step))
+
+    def used(resume: bool = False) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            for start in (None, 2) if resume else (None,):
+                tracker = make(folder, start)
+                for step in (1, 2) if start is None else (3,):
+                    tracker.write(step, 1.8e9 + step, {"reward/mean": 0.5, "validation/pass@1": 1.0})
+                tracker.close()
+
+    def odd() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            tracker = make(folder)
+            tracker.write(1, 1.8e9, {"a": math.nan, "b": math.inf})
+            tracker.write(2, 1.8e9, {"c": 1.0})
+            tracker.write(2, 1.8e9, {"validation/accuracy": 1.0})
+            tracker.close()
+
+    yield "it is made, written to and closed", used
+    yield "a resumed run", lambda: used(resume=True)
+    yield "numbers that are not finite, other metrics later, two records of one step", odd
