@@ -31,7 +31,7 @@ COMMANDS = {
     "data": ("check", "check: what is wrong with which rows of a data set"),
     "flow": ("plan", "show: the operators of a configuration's training step"),
     "report": ("report", "one HTML page about a run, or about several side by side"),
-    "doctor": ("report", "what this machine has and lacks, and how to mend it"),
+    "doctor": ("report", "what this machine has and lacks, and how to fix it"),
     "completion": ("keys", "what makes bash, zsh or fish complete commands and keys"),
     "keys": ("keys", "every key of the configuration: type, default, meaning"),
 }

@@ -60,7 +60,7 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
         options = (apply(arguments) if apply else None) or {}
         config = read_config(arguments, command, check_paths=not arguments.no_file_checks)
     except ConfigError as error:
-        if not rank:  # every rank of a job finds the same mistakes: one of them tells
+        if not rank:  # every rank of a job finds the same mistakes: the first reports them
             print(error, file=sys.stderr)
         return MISTAKE
     if arguments.dry_run:

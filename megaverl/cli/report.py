@@ -21,7 +21,7 @@ configuration, versions, warnings. It needs nothing but itself: mail it, or open
 """
 DOCTOR = """\
 Look at this machine and try it: versions, devices, kernels, network, storage, an all-reduce of two ranks and one
-generated token. Every line that warns or fails says how to mend it. Something to paste into a bug report.
+generated token. Every line that warns or fails says how to fix it. Something to paste into a bug report.
 
   megaverl doctor                     all of it, in under 30 seconds
   megaverl doctor --json > doctor.json
@@ -64,10 +64,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(name, None)
     if importlib.util.find_spec("torch") is None:
-        mend = "pip install 'megaverl[megatron,vllm]' (without a GPU 'megaverl[cpu]'), or ./launch/bootstrap.sh"
-        absent = {"name": "torch", "status": "fail", "found": "absent", "mend": mend}
+        fix = "pip install 'megaverl[megatron,vllm]' (without a GPU 'megaverl[cpu]'), or ./launch/bootstrap.sh"
+        absent = {"name": "torch", "status": "fail", "found": "absent", "fix": fix}
         report = {"healthy": False, "sections": {"versions": [absent]}}
-        print(json.dumps(report, indent=2) if arguments.json else f"versions\n  FAIL  torch  absent\n    -> {mend}")
+        print(json.dumps(report, indent=2) if arguments.json else f"versions\n  FAIL  torch  absent\n    -> {fix}")
         return FAILED
     from megaverl.monitoring.doctor import as_dict, as_text, examine
 

@@ -147,20 +147,16 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def unheard(stage: str, step: int | None) -> None:
-    """For a rank that nobody watches."""
-
-
 class Stages:
     """Named stages of a step, entered one after the other.
 
     Args:
         timeline: gets a span for each.
-        tell: hears of each as it begins, and of the step that it is in, if it is in one.
+        job: its liveness knows of each as it begins, and of the step that it is in, if it is in one.
     """
 
-    def __init__(self, timeline: Timeline, tell: Callable[[str, int | None], None] = unheard) -> None:
-        self.timeline, self._tell = timeline, tell
+    def __init__(self, timeline: Timeline, job: Job | None = None) -> None:
+        self.timeline, self.job = timeline, job
         self.step: int | None = None
 
     @contextmanager
@@ -172,7 +168,8 @@ class Stages:
 
     def note(self, name: str) -> None:
         """A stage begins that has no span of its own."""
-        self._tell(name, self.step)
+        if self.job is not None:
+            self.job.liveness.note(name, self.step)
 
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
@@ -186,7 +183,7 @@ class PreemptionHandler:
     """Whether somebody wants this run to leave. A signal only notes it; the ranks agree at safe points."""
 
     def __init__(self) -> None:
-        self._heard = 0
+        self._signal = 0
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -200,10 +197,10 @@ class PreemptionHandler:
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
         """The name of a signal that any rank has got, the same on all; every rank (of `group`) takes part."""
-        heard = torch.tensor(self._heard, dtype=torch.int64, device=device_of(group))
-        dist.all_reduce(heard, op=dist.ReduceOp.MAX, group=group)
-        number = int(heard)
+        signals = torch.tensor(self._signal, dtype=torch.int64, device=device_of(group))
+        dist.all_reduce(signals, op=dist.ReduceOp.MAX, group=group)
+        number = int(signals)
         return signal.Signals(number).name if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._heard = number
+        self._signal = number

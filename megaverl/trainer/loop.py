@@ -20,7 +20,7 @@ from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
-from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, reporter, unheard
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, reporter
 from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.saving import Saving, check_origin, export_model, settle_file, tokenizer_digest
 from megaverl.trainer.schedule import read_waiting
@@ -67,7 +67,7 @@ class Trainer:
         if self.prompts.losses:
             console.print(f"training prompts: {self.prompts.losses}")
         self.timeline = Timeline(rank)
-        self.stages = Stages(self.timeline, job.liveness.note if job else unheard)
+        self.stages = Stages(self.timeline, job)
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.note("resume")

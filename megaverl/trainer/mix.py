@@ -64,8 +64,8 @@ class Mix:
 
     def _rejection(self, entry: MixConfig, rollouts: RolloutBatch, judged: torch.Tensor) -> Metrics:
         """Cross-entropy on the best response of every group whose responses differ (RAFT, arXiv 2304.06767)."""
-        told = set(best_and_worst(judged, rollouts.group_ids))
-        best = [row for row in best_of_each(judged, rollouts.group_ids) if row in told]
+        differing = set(best_and_worst(judged, rollouts.group_ids))
+        best = [row for row in best_of_each(judged, rollouts.group_ids) if row in differing]
         metrics = answers_update(self.actor, rollouts.select(best), weight=entry.weight) if best else {}
         return metrics | {"samples": float(len(best))}
 

@@ -19,7 +19,7 @@ from megaverl.monitoring.console import Console
 from megaverl.monitoring.memory import memory_metrics
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, unheard
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages
 from megaverl.trainer.loop import kept_objects
 from megaverl.trainer.records import Records
 from megaverl.trainer.saving import Saving, check_origin, settle_file, tokenizer_digest
@@ -75,7 +75,7 @@ class OfflineTrainer(ABC):
     ) -> None:
         self.config, self.builder, self.console = config, builder, console
         self.steps, self.is_first = stage.steps, dist.get_rank() == 0
-        self.stages = Stages(Timeline(dist.get_rank()), job.liveness.note if job else unheard)
+        self.stages = Stages(Timeline(dist.get_rank()), job)
         self.data = self.dataset(sources)
         self.sampler = self.data.sampler(stage.batch_size, config.run.seed, shuffle=config.data.shuffle)
         self.saving = Saving(config.checkpoint, builder.run_dir, self.stages.note, console)

@@ -9,7 +9,7 @@ from megaverl.distributed.collectives import on_first_rank
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Job, Stages, unheard
+from megaverl.trainer.job import Job, Stages
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
@@ -23,7 +23,7 @@ def generate_only(config: Config, console: Console, job: Job | None = None) -> N
     after the last step that it has stored, unless `checkpoint.resume` is never.
     """
     builder = Builder(config)
-    stages = Stages(Timeline(), job.liveness.note if job else unheard)
+    stages = Stages(Timeline(), job)
     stream, rollout = builder.prompts(), builder.rollout(None)
     roles = Roles(
         actor=RemoteWorker("actor"),

@@ -63,7 +63,7 @@ class Saving:
         self._last = (done, inside)
 
     def look(self) -> None:
-        """At every safe point: commit a checkpoint that was written meanwhile, or tell that it was not.
+        """At every safe point: commit a checkpoint that was written meanwhile, or report that it was not.
 
         Raises:
             CheckpointError: it was not, and `on_write_error` is stop.

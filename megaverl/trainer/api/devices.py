@@ -23,7 +23,7 @@ PLACEMENT_KEYS = {
 
 
 def parse_devices(value: Devices, where: str) -> list[int] | None:
-    """The ranks of a role; None where nothing is said (or "auto").
+    """The ranks of a role; None where none are given (or "auto").
 
     A device is a rank: a process has one. The word before the colon is for the reader; every rank computes on what
     its machine has.
@@ -98,7 +98,7 @@ class DataParallelConfig:
 
 
 class _DeviceMap:
-    """What `set_device_map` was last told: for trainers made afterwards, in this process."""
+    """What `set_device_map` was last given: for trainers made afterwards, in this process."""
 
     placement: dict[str, list[int]] = {}
 
@@ -129,7 +129,7 @@ def placement_of(devices: DataParallelConfig | Mapping[str, Devices] | None) -> 
 
 
 def device_map() -> dict[str, list[int]]:
-    """What `set_device_map` was last told."""
+    """What `set_device_map` was last given."""
     return dict(_DeviceMap.placement)
 
 

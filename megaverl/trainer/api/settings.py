@@ -294,7 +294,7 @@ Description = Config | TrainerConfig | Mapping[str, Any] | str | Path
 def resolve(description: Description, overrides: Sequence[str] = (), *, check_paths: bool = True) -> Config:
     """A checked configuration from whatever describes one: a file, a mapping, a TrainerConfig, or a Config.
 
-    Where it says nothing of `placement`, what `set_device_map` was told counts.
+    Without a `placement` of its own it has that of `set_device_map`.
 
     Raises:
         ConfigError: lists every mistake.

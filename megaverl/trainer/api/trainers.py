@@ -87,7 +87,7 @@ class RLTrainer:
         Returns: the metrics of the last validation, or of the last step.
 
         Raises:
-            TrainingStopped: a rank failed; it has told why.
+            TrainingStopped: a rank failed; its message stands on the terminal.
             SystemExit: with `errors.SAVED_AND_LEFT`: the run was asked to leave, and goes on when it is started again.
         """
         if not under_torchrun() and _num_ranks(self.config) > 1:
@@ -205,7 +205,7 @@ class PPOTrainer(RLTrainer):
 
 
 def _given(settings: Mapping[str, Any]) -> list[str]:
-    """`key=value` for every setting that is said."""
+    """`key=value` for every setting that is given."""
     algorithm = {"algorithm": settings.get("algorithm")} if settings.get("algorithm") else {}
     values = TrainerConfig(**settings).values()
     if not algorithm:  # its default is no word about a configuration that has its own

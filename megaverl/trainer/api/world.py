@@ -102,7 +102,7 @@ def explained() -> Iterator[None]:
 
 
 def _leave() -> None:
-    """At the program's end: with the others, unless an error ends it, which they hear of."""
+    """At the program's end: with the others, unless an error ends it, which is reported to them."""
     import torch.distributed as dist
 
     job, error = _Joined.job, getattr(sys, "last_value", None)

@@ -45,12 +45,12 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
         if wrong:
             raise Broken(f"not a finite number for the response {wrong[0]!r}: give every response one.")
 
-    def alone() -> None:
-        together, apart = score(), [score([sample])[0] for sample in samples]
-        if together != apart:
-            first = next(i for i, (a, b) in enumerate(zip(together, apart, strict=True)) if a != b)
+    def independent() -> None:
+        together, alone = score(), [score([sample])[0] for sample in samples]
+        if together != alone:
+            first = next(i for i, (a, b) in enumerate(zip(together, alone, strict=True)) if a != b)
             raise Broken(
-                f"response {RESPONSES[first][:20]!r} scores {together[first]} among others and {apart[first]} alone."
+                f"response {RESPONSES[first][:20]!r} scores {together[first]} among others and {alone[first]} alone."
             )
 
     def same() -> None:
@@ -58,7 +58,7 @@ def reward_promises(name: str, options: Mapping[str, Any]) -> Iterator[Promise]:
             raise Broken("two calls gave different scores: a run could not be repeated. Draw nothing at random.")
 
     yield "a finite number for every response: empty, long, of any letters", finite
-    yield "a response scores alike alone and among others", alone
+    yield "a response scores alike alone and among others", independent
     yield "the same twice", same
 
 
