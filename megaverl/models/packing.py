@@ -293,15 +293,9 @@ class MicroBatch:
         """The same on another device."""
         if self.tokens.device == device:
             return self
-        return MicroBatch(
-            self.samples.to(device),
-            self.tokens.to(device),
-            self.prompt_lengths.to(device),
-            self.response_lengths.to(device),
-            {name: tensor.to(device) for name, tensor in self.fields.items()},
-            None if self.packing is None else self.packing.to(device),
-            None if self.taught is None else self.taught.to(device),
-        )
+        moved = {name: tensor.to(device) for name, tensor in self.fields.items()}
+        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "fields"}
+        return replace(self, fields=moved, **{name: x.to(device) for name, x in held.items() if x is not None})
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

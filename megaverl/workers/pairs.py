@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from megaverl.algorithms import (
-    Entry,
     LossOutput,
+    Registry,
     finalize,
     implicit_rewards,
     kto_reference_kl,
@@ -38,22 +38,30 @@ def column(micro: MicroBatch, name: str) -> torch.Tensor:
     return values[:, 0] if values.shape[1] else values.new_zeros(len(values))
 
 
-class PairUpdates:
-    """What both kinds of update share: micro-batches of whole pairs, and the report as metrics."""
+class PairUpdates(ModelWorker):
+    """What both kinds of update share: the loss, micro-batches of whole pairs, and the report as metrics.
+
+    Args:
+        trainable: what is trained; of a policy, its log-probs and a reference's are at temperature 1.
+        name, options: of the loss, one of `losses`.
+        weight: a factor on the loss.
+    """
+
+    losses: Registry[LossOutput]
 
     def __init__(
         self,
         trainable: TrainableModel,
-        entry: Entry[LossOutput],
+        name: str,
         options: Mapping[str, Any],
         *,
         micro_batch_tokens: int,
-        weight: float,
+        weight: float = 1.0,
     ) -> None:
-        self.trainable, self.model = trainable, trainable.model
-        self.entry, self.options, self.weight = entry, dict(options), weight
+        super().__init__(trainable.model, micro_batch_tokens=micro_batch_tokens)
+        self.trainable, self.entry = trainable, self.losses.get(name)
+        self.options, self.weight = dict(options), weight
         self.entry.check_options(self.options)
-        self.micro_batch_tokens = micro_batch_tokens
 
     def share_of_loss(
         self, inputs: Mapping[str, torch.Tensor | None]
@@ -94,10 +102,10 @@ class PreferenceUpdates(PairUpdates):
     """DPO and its relatives on a policy.
 
     Args:
-        policy: the one that is trained; its log-probs, and the reference's, are at temperature 1.
-        reference: None where the loss has none.
-        weight: a factor on the loss.
+        reference: whose log-probs the loss compares with; None where it has none.
     """
+
+    losses = preference_losses
 
     def __init__(
         self,
@@ -109,10 +117,9 @@ class PreferenceUpdates(PairUpdates):
         micro_batch_tokens: int,
         weight: float = 1.0,
     ) -> None:
-        entry = preference_losses.get(name)
-        super().__init__(policy, entry, options, micro_batch_tokens=micro_batch_tokens, weight=weight)
+        super().__init__(policy, name, options, micro_batch_tokens=micro_batch_tokens, weight=weight)
         self._single = of_single_responses(name)
-        self._plain = Policy(policy.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens)
+        self._plain = Policy(self.model, temperature=1.0, micro_batch_tokens=micro_batch_tokens)
         self._reference = None if reference is None else reference.untempered()
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
@@ -216,18 +223,12 @@ class RewardModel(ModelWorker):
 class RewardModelUpdates(PairUpdates):
     """Trains a reward model on pairs."""
 
-    def __init__(
-        self,
-        trainable: TrainableModel,
-        name: str,
-        options: Mapping[str, Any],
-        *,
-        micro_batch_tokens: int,
-        weight: float = 1.0,
-    ) -> None:
-        entry = reward_model_losses.get(name)
-        super().__init__(trainable, entry, options, micro_batch_tokens=micro_batch_tokens, weight=weight)
-        self.reward_model = RewardModel(trainable.model, micro_batch_tokens=micro_batch_tokens)
+    losses = reward_model_losses
+
+    @property
+    def reward_model(self) -> RewardModel:
+        """As it is at the moment."""
+        return RewardModel(self.model, micro_batch_tokens=self.micro_batch_tokens)
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """One optimizer step; `margins` of the batch are used if it has them."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -82,14 +83,10 @@ class Player:
 
     def _begin(self, games: dict[int, Game], number: int, start: Start) -> list[Any]:
         """[prompts by agent, who writes first] of one episode."""
-        try:
+        with self._environment(number, "reset"):
             game = games[number] = make_game(self.name, self.codec, self.options)
             prompts = {agent: [int(token) for token in ids] for agent, ids in game.reset(start).items()}
             acting = list(game.acting())
-        except MegaverlError:
-            raise
-        except Exception as error:  # a user's environment may raise anything
-            raise self._failed(number, "reset", error) from error
         if set(prompts) != set(self.agents) or not acting or not set(acting) <= set(self.agents):
             raise EpisodeError(
                 f"environment '{self.name}', episode {number}: prompts for {', '.join(prompts) or 'nobody'}, and "
@@ -113,23 +110,27 @@ class Player:
         return dict(zip(turns, found, strict=True))
 
     def _step(self, game: Game, number: int, turns: Mapping[str, list[int]]) -> list[Any]:
-        try:
+        with self._environment(number, "step"):
             outcomes = {
                 agent: [[int(token) for token in outcome.token_ids], float(outcome.reward), bool(outcome.done)]
                 for agent, outcome in game.step(turns).items()
             }
             done = any(outcome[2] for outcome in outcomes.values())
-            return [outcomes, [] if done else list(game.acting())]
+            acting = [] if done else list(game.acting())
+        return [outcomes, acting]
+
+    @contextmanager
+    def _environment(self, number: int, method: str) -> Iterator[None]:
+        """Around calls of the user's environment, which may raise anything."""
+        try:
+            yield
         except MegaverlError:
             raise
-        except Exception as error:  # as above
-            raise self._failed(number, "step", error) from error
-
-    def _failed(self, number: int, method: str, error: Exception) -> EpisodeError:
-        return EpisodeError(
-            f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Fix the "
-            "environment or the row; what a model writes must never make it fail."
-        )
+        except Exception as error:
+            raise EpisodeError(
+                f"environment '{self.name}', episode {number}: {method}() raised {type(error).__name__}: {error}. Fix "
+                "the environment or the row; what a model writes must never make it fail."
+            ) from error
 
 
 def _inner(game: Game) -> Any:

@@ -31,18 +31,24 @@ class LowRank(NamedTuple):
 
     Attributes:
         weight: the weight, a matrix.
-        a, b: names of the factors, A [rank, columns] and B [rows, rank].
+        rank: of its factors A [rank, columns] and B [rows, rank], whose names are `a` and `b`.
     """
 
     weight: Weight
-    a: str
-    b: str
     rank: int
 
     @property
     def module(self) -> str:
         """The Hugging Face module that the weight belongs to."""
-        return _module(self.weight)
+        return self.weight.name.removesuffix(SUFFIX)
+
+    @property
+    def a(self) -> str:
+        return f"{PEFT_PREFIX}{self.module}.lora_A.weight"
+
+    @property
+    def b(self) -> str:
+        return f"{PEFT_PREFIX}{self.module}.lora_B.weight"
 
     @property
     def projection(self) -> str:
@@ -71,7 +77,7 @@ def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int
     """
     weights = list(weights)
     routed = any(weight.expert is not None for weight in weights)
-    possible = {_module(weight): weight for weight in weights if _is_linear(weight, routed)}
+    possible = {weight.name.removesuffix(SUFFIX): weight for weight in weights if _is_linear(weight, routed)}
     matches = _matcher(targets)
     chosen = [weight for module, weight in possible.items() if matches(module)]
     names = sorted({module.rpartition(".")[2] for module in possible})
@@ -87,19 +93,7 @@ def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int
     widest = min(min(weight.shape) for weight in chosen)
     if rank > widest:
         raise ModelError(f"{key}.rank={rank} is more than the smallest side of a target, {widest}: lower it.")
-    return {
-        weight.name: LowRank(
-            weight,
-            f"{PEFT_PREFIX}{_module(weight)}.lora_A.weight",
-            f"{PEFT_PREFIX}{_module(weight)}.lora_B.weight",
-            rank,
-        )
-        for weight in chosen
-    }
-
-
-def _module(weight: Weight) -> str:
-    return weight.name.removesuffix(SUFFIX)
+    return {weight.name: LowRank(weight, rank) for weight in chosen}
 
 
 def _is_linear(weight: Weight, routed: bool) -> bool:
