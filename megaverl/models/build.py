@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,10 @@ from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesid
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
 from megaverl.platform import platform
 from megaverl.sharding.fit import shares_kv_heads
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import Weight
 
 platform.adapt_megatron()
 
@@ -161,6 +164,20 @@ def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:
         for chunk in range(stages)
         for pp_rank in range(shape.pp)
     ]
+
+
+def layouts_of(
+    weights: Sequence[Weight], spec: ModelSpec, config: TransformerConfig, shape: GridShape
+) -> Callable[[int], Layout]:
+    """rank of the grid -> where these weights lie in the chunks that `build_model` makes there."""
+    return megatron_layouts(
+        weights,
+        spec,
+        shape,
+        padded_vocab_size=padded_vocab_size(spec.vocab_size, shape.tp),
+        transformer_engine=uses_transformer_engine(),
+        layer_split=layers_per_stage(config, shape),
+    )
 
 
 def can_pack(config: TransformerConfig) -> bool:

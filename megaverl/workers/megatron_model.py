@@ -16,20 +16,17 @@ from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.build import build_model, can_pack, layers_per_stage, named_parameters, uses_transformer_engine
+from megaverl.models.build import build_model, can_pack, layouts_of, named_parameters
 from megaverl.models.layers import HiddenHead, ValuesBesideLogits
 from megaverl.models.lora.adapters import Adapters, add_product
 from megaverl.models.lora.low_rank import adapter_names, with_factors
 from megaverl.models.lora.peft import load_adapters, save_adapters
-from megaverl.models.options import check_divides, padded_vocab_size, recompute_options, transformer_config
+from megaverl.models.options import check_divides, recompute_options, transformer_config
 from megaverl.models.packing import AtPositions, MicroBatch, as_one_row, spread
 from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.platform import platform
 from megaverl.sharding.fit import no_adapters
-from megaverl.sharding.layout import Layout
-from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.weight import Weight
 from megaverl.weights.export import BUCKET_BYTES, save_folder
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
@@ -104,8 +101,10 @@ class MegatronModel:
         self.held_parameters: dict[str, torch.nn.Parameter] = named_parameters(self.chunks)
         self.held_weights = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
         self.weights = weights_of(spec) if beside_logits else self.held_weights
-        self.held_layout_of = self._layouts(self.held_weights)
-        self.layout_of = self._layouts(self.weights) if beside_logits else self.held_layout_of
+        self.held_layout_of = layouts_of(self.held_weights, spec, self.config, grid.shape)
+        self.layout_of = self.held_layout_of
+        if beside_logits:
+            self.layout_of = layouts_of(self.weights, spec, self.config, grid.shape)
         named = self.layout_of(grid.rank).local_shapes if beside_logits else self.held_parameters
         self.parameters = {name: self.held_parameters[name] for name in named}
         self.adapters: Adapters | None = None
@@ -137,17 +136,6 @@ class MegatronModel:
         self.on_device: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
-
-    def _layouts(self, weights: Sequence[Weight]) -> Callable[[int], Layout]:
-        spec, shape = self.spec, self.grid.shape
-        return megatron_layouts(
-            weights,
-            spec,
-            shape,
-            padded_vocab_size=padded_vocab_size(spec.vocab_size, shape.tp),
-            transformer_engine=uses_transformer_engine(),
-            layer_split=layers_per_stage(self.config, shape),
-        )
 
     @property
     def reports(self) -> bool:

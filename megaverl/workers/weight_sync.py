@@ -18,14 +18,13 @@ from megaverl.distributed.collectives import together
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
-from megaverl.models.build import layers_per_stage, uses_transformer_engine
+from megaverl.models.build import layouts_of
 from megaverl.models.lora.adapters import Merge
 from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
-from megaverl.models.options import padded_vocab_size, transformer_config
+from megaverl.models.options import transformer_config
 from megaverl.platform import platform
 from megaverl.rollout.engine import Engine
 from megaverl.sharding.layout import EMPTY, Layout
-from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plan
 from megaverl.weights.fingerprint import ReshardCheck
@@ -75,14 +74,7 @@ class ActorWeights:
     ) -> ActorWeights:
         """An actor on other ranks: the layouts that a MegatronModel of this grid has there, and no tensors."""
         weights, config = weights_of(spec), transformer_config(spec, shape, dtype, options)
-        layout_of = megatron_layouts(
-            weights,
-            spec,
-            shape,
-            padded_vocab_size=padded_vocab_size(spec.vocab_size, shape.tp),
-            transformer_engine=uses_transformer_engine(),
-            layer_split=layers_per_stage(config, shape),
-        )
+        layout_of = layouts_of(weights, spec, config, shape)
         held = cls(layout_of, {}, config.params_dtype)
         if lora is None:
             return held
