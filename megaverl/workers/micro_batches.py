@@ -26,26 +26,21 @@ def micro_batches_for(
     batch: RolloutBatch,
     max_tokens: int,
     fields: Mapping[str, torch.Tensor] | None = None,
-    samples: Sequence[int] | None = None,
     *,
-    least: int = 1,
     unit: int = 1,
-    part: tuple[int, int] = (0, 1),
 ) -> list[MicroBatch]:
     """This rank's share of `batch`, cut under the token budget; every data-parallel rank gets as many.
 
     Args:
         batch: with the tokens of the samples that are this rank's, and the lengths of all.
         fields: [B, R] tensors that the loss needs.
-        part: (which, of how many): this model's share, where others elsewhere work on the rest.
-        max_tokens, samples, least, unit: see `plan_for`.
+        max_tokens, unit: see `plan_for`.
 
     Raises:
         DataError: one sample alone is above the budget.
     """
     outline = sequence_lengths(batch)
-    plan = plan_for(model, outline, max_tokens, samples, least=least, unit=unit, parts=part[1])
-    return micro_batches_of(model, batch, outline, plan, fields, unit=unit, part=part[0])
+    return micro_batches_of(model, batch, outline, plan_for(model, outline, max_tokens, unit=unit), fields, unit=unit)
 
 
 def plan_for(

@@ -10,12 +10,13 @@ import torch
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import LoraConfig, OffloadConfig
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.mix import answers_update
 from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.micro_batches import micro_batches_for
+from megaverl.workers.micro_batches import plan_for
 from megaverl.workers.offload import storages_of
 from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
 from megaverl.workers.policy import Actor, Policy
@@ -174,4 +175,5 @@ def reference_and_resume(
 def micro_batch_counts(folder: str, least: list[int]) -> list[int]:
     """Micro-batches of six samples that would all fit into one, for each lower bound."""
     model = actor(folder, {"tp": 2}).model
-    return [len(micro_batches_for(model, experience(), 1000, least=each)) for each in least]
+    outline = sequence_lengths(experience())
+    return [len(plan_for(model, outline, 1000, least=each)[0]) for each in least]
