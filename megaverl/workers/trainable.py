@@ -41,13 +41,11 @@ class UpdateReport:
     Attributes:
         sums: the loss's sums, added over all micro-batches and data-parallel ranks, equal on every rank.
         grad_norm: of the whole model, before clipping.
-        applied: False if the step was skipped: an overflow under loss scaling, or as the coordinator decided.
     """
 
     sums: MetricSums
     grad_norm: float
     learning_rate: float
-    applied: bool
 
 
 class UpdateDecision(Protocol):
@@ -309,7 +307,7 @@ class TrainableModel:
         self._take_schedule_to(decision.schedule_step + decision.applies)
         if self.islands is not None:
             self.islands.after_update()
-        return UpdateReport(sums, grad_norm, learning_rate, applied=decision.applies)
+        return UpdateReport(sums, grad_norm, learning_rate)
 
     def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:
         """Whether to take the step, and with which factors: as the coordinator says, if there is one."""
