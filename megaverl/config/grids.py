@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
 from megaverl.config.roles import GridConfig, PlacementConfig, TrainedConfig
 from megaverl.config.schema import Config
-from megaverl.distributed.grid import grid_problem
+from megaverl.distributed.grid import Sizes, grid_problem
 from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
 from megaverl.distributed.placement_resolver import problems_of, resolve
 from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
@@ -217,39 +217,16 @@ def _against_model(role: str, grid: GridConfig, spec: ModelSpec) -> Iterator[Con
 
 
 def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[ConfigIssue]:
-    size = grid.tp * grid.cp * grid.pp
-    if world_size % size:
-        yield ConfigIssue(
-            role,
-            f"tp={grid.tp} x cp={grid.cp} x pp={grid.pp} = {size} does not divide the {world_size} ranks. "
-            f"Products that fit: {listed(divisors(world_size))}; or start a multiple of {size} processes.",
-            involves=("run.nproc",),
-        )
-        return
-    stage, expert = world_size // grid.pp, (grid.etp or grid.tp)
-    if stage % (expert * grid.ep):
-        fitting = listed(divisors(stage // expert)) if stage % expert == 0 else f"none with etp={expert}"
-        yield ConfigIssue(
-            f"{role}.ep",
-            f"etp={expert} x ep={grid.ep} does not divide the {stage} ranks of a pipeline stage "
-            f"({world_size} ranks / pp={grid.pp}). Sizes of ep that fit: {fitting}.",
-            involves=("run.nproc", f"{role}.etp"),
-        )
+    ranks = f"{world_size} ranks"
+    if problem := grid_problem(grid, world_size, ranks, "the", "start a multiple of {} processes"):
+        of_experts = world_size % (grid.tp * grid.cp * grid.pp) == 0
+        involves = ("run.nproc", f"{role}.etp") if of_experts else ("run.nproc",)
+        yield ConfigIssue(f"{role}.ep" if of_experts else role, problem, involves=involves)
 
 
 def _engine_against_model(tp: int, expert_parallel: bool, spec: ModelSpec) -> Iterator[ConfigIssue]:
     for misfit in misfits(spec, tp=tp, etp=1 if expert_parallel else tp):
         yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
-
-
-class Sizes(NamedTuple):
-    """A grid's sizes, where there is no section that has them: an engine's."""
-
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    ep: int = 1
-    etp: int | None = None
 
 
 def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridSizes | None]:

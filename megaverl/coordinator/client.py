@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
 from megaverl.coordinator.exchange import Coordinator
-from megaverl.coordinator.reports import REASONS, STATISTICS, Decision, Flag, GradientReport, Verdict
+from megaverl.coordinator.reports import STATISTICS, Decision, Flag, GradientReport, Verdict
 from megaverl.errors import TrainingStopped
 
 
@@ -35,7 +35,7 @@ class LocalCoordinator:
         decision = decisions[number]
         if decision.verdict is Verdict.STOP:
             raise TrainingStopped(
-                f"update {decision.step} is not made, and the run ends: {role}: {REASONS[decision.reason]}."
+                f"update {decision.step} is not made, and the run ends: {role}: {decision.reason.text}."
             )
         return decision
 

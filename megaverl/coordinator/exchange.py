@@ -20,7 +20,6 @@ import torch
 from megaverl.coordinator.decide import Participant, Progress, Rules, decide
 from megaverl.coordinator.reports import (
     DECISION_SIZE,
-    REASONS,
     REPORT_SIZE,
     Decision,
     Flag,
@@ -185,7 +184,7 @@ class Coordinator:
             text = f"{self.fabric.describe(lost.rank)} died or stalled: no report of {lost} came"
             return str(self._stopped(text))
         who = f"{self.participants[decision.participant]}: " if decision.participant >= 0 else ""
-        return f"update {decision.step} is not made, and the run ends: {who}{REASONS[decision.reason]}."
+        return f"update {decision.step} is not made, and the run ends: {who}{decision.reason.text}."
 
     def _stopped(self, text: str) -> TrainingStopped:
         """What the liveness, which sees more than one message, finds to be the reason; else `text`."""

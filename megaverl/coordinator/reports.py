@@ -94,34 +94,26 @@ class Verdict(IntEnum):
 
 
 class Reason(IntEnum):
-    """Why."""
+    """Why; `text` is what people read."""
 
-    FINE = 0
-    OVERFLOW = 1
-    NOT_FINITE = 2
-    NO_TOKENS = 3
-    SPIKE = 4
-    STALE = 5
-    OUT_OF_STEP = 6
-    OTHER_VERSION = 7
-    ISLANDS_DIFFER = 8
-    TOO_MANY_SKIPS = 9
-    LOST = 10
+    text: str
 
+    FINE = 0, "nothing is wrong"
+    OVERFLOW = 1, "loss scaling found a gradient out of float16's range"
+    NOT_FINITE = 2, "its loss or gradient is not finite"
+    NO_TOKENS = 3, "there are no tokens to train on"
+    SPIKE = 4, "its gradient norm is above the limit for a step"
+    STALE = 5, "its oldest sample is of weights older than max_staleness allows"
+    OUT_OF_STEP = 6, "it is at another update than the run"
+    OTHER_VERSION = 7, "its gradient was taken at another version of the weights than the run's"
+    ISLANDS_DIFFER = 8, "its islands have gradients of different norms"
+    TOO_MANY_SKIPS = 9, "too many updates in a row were skipped"
+    LOST = 10, "no report came from it"
 
-REASONS = {
-    Reason.FINE: "nothing is wrong",
-    Reason.OVERFLOW: "loss scaling found a gradient out of float16's range",
-    Reason.NOT_FINITE: "its loss or gradient is not finite",
-    Reason.NO_TOKENS: "there are no tokens to train on",
-    Reason.SPIKE: "its gradient norm is above the limit for a step",
-    Reason.STALE: "its oldest sample is of weights older than max_staleness allows",
-    Reason.OUT_OF_STEP: "it is at another update than the run",
-    Reason.OTHER_VERSION: "its gradient was taken at another version of the weights than the run's",
-    Reason.ISLANDS_DIFFER: "its islands have gradients of different norms",
-    Reason.TOO_MANY_SKIPS: "too many updates in a row were skipped",
-    Reason.LOST: "no report came from it",
-}
+    def __new__(cls, value: int, text: str = "") -> Reason:
+        reason = int.__new__(cls, value)
+        reason._value_, reason.text = value, text
+        return reason
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ class GridShape:
         Raises:
             GridError: the sizes do not divide the world; names the numbers and what would fit.
         """
-        sizes, ranks = _Sizes(tp, cp, pp, ep, etp), f"{world_size} ranks"
+        sizes, ranks = Sizes(tp, cp, pp, ep, etp), f"{world_size} ranks"
         if problem := grid_problem(sizes, world_size, ranks, "the world of", "start a multiple of {} processes"):
             raise GridError(f"{role}: {problem}")
         return cls(tp=tp, cp=cp, ep=ep, pp=pp, dp=world_size // (tp * cp * pp), vpp=vpp, etp=etp)
@@ -94,16 +94,8 @@ class GridShape:
 
     def sizes(self, dims: tuple[str, ...] = DIMS) -> tuple[int, ...]:
         """Sizes in the order of `dims` (`DIMS` or `EXPERT_DIMS`)."""
-        named = {
-            "tp": self.tp,
-            "cp": self.cp,
-            "dp": self.dp,
-            "pp": self.pp,
-            "etp": self.expert_tp,
-            "ep": self.ep,
-            "edp": self.expert_dp,
-        }
-        return tuple(named[dim] for dim in dims)
+        derived = {"etp": self.expert_tp, "edp": self.expert_dp}
+        return tuple(derived.get(dim) or getattr(self, dim) for dim in dims)
 
     def coords(self, rank: int) -> Coords:
         """Where `rank` (0 to world_size - 1) stands."""
@@ -140,12 +132,14 @@ class GridSizes(Protocol):
     def etp(self) -> int | None: ...
 
 
-class _Sizes(NamedTuple):
-    tp: int
-    cp: int
-    pp: int
-    ep: int
-    etp: int | None
+class Sizes(NamedTuple):
+    """The sizes alone, where there is no section that has them: of an engine's grid."""
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
 
 
 def grid_problem(

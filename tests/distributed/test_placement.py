@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.config.grids import Sizes, placement_mistakes, role_grids
+from megaverl.config.grids import placement_mistakes, role_grids
 from megaverl.config.roles import PlacementConfig
 from megaverl.config.schema import Config
-from megaverl.distributed.grid import GridShape
+from megaverl.distributed.grid import GridShape, Sizes
 from megaverl.distributed.placement import (
     ROLES,
     Node,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megaverl.config.grids import Sizes
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import CompiledFlow
-from megaverl.distributed.grid import GridShape
+from megaverl.distributed.grid import GridShape, Sizes
 from megaverl.distributed.placement import PlacementError, ResolvedPlacement, parse_wanted
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.sharding.rows import Rows, moves_of, plan_rows
