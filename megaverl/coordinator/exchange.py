@@ -277,7 +277,7 @@ class Server:
             end, reporter = self._end, self._end.participants[lost]
             # the liveness sees more than this thread: what the rank, and those of its world, were doing
             if end.liveness is not None and not end.liveness.wait(end.liveness.timeouts.until_found):
-                end.liveness.accuse(
+                end.liveness.report_failure(
                     f"{end.fabric.describe(reporter.rank)} died or stalled: no report of {reporter} came ({why})"
                     f"{end.last_heard(reporter.rank)}"
                 )

@@ -1,8 +1,8 @@
 """A lost or stalled rank is named on every rank: all write to the store what they do, the coordinator reads it.
 
-A thread of each rank writes a beat a second, reads the verdict and the coordinator's beat; the coordinator's thread
-reads all. So the work of a rank does not grow with the job. Who finds somebody gone writes the verdict; the first one
-stands. Every rank then shows it and ends, unless its main thread ends by itself before.
+A thread of each rank writes a heartbeat a second, and reads the coordinator's and whether there is a failure reason;
+the coordinator's thread reads all. So the work of a rank does not grow with the job. Who finds a rank gone writes the
+failure reason; the first one stands. Every rank then shows it and ends, unless its main thread ends by itself before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from megaverl.distributed.heartbeat import Heartbeat, Wait, place, this_host, who_is_gone, who_stalls
 from megaverl.errors import FAILED
 
-_VERDICT = "liveness/verdict"
+_REASON = "liveness/failure_reason"
 # What the transports say when the other side is gone.
 _SILENCE = re.compile(
     r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
@@ -32,7 +32,7 @@ _SILENCE = re.compile(
 @dataclass(frozen=True)
 class Timeouts:
     """Seconds: between beats; without a beat until a rank counts as lost (a call that holds the interpreter is
-    shorter); that a rank may wait for others; that a rank may take to end by itself once there is a verdict."""
+    shorter); that a rank may wait for others; that a rank may take to end by itself once there is a failure reason."""
 
     stalled_after: float
     interval: float = 1.0
@@ -53,7 +53,7 @@ class Liveness:
         coordinator: the rank that reads all beats.
         name: how a rank is called in a message.
         world: of this rank; those of one name go through the same stages.
-        say: shows the verdict before this rank is ended.
+        say: shows the failure reason before this rank is ended.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Liveness:
     ) -> None:
         self.rank, self.size, self.coordinator = rank, size, coordinator
         self.timeouts, self.name, self._say = timeouts, name, say
-        self.verdict: str | None = None
+        self.failure_reason: str | None = None
         self._found = threading.Event()
         self._stop = threading.Event()
         self._world = world
@@ -86,8 +86,8 @@ class Liveness:
         self._store: dist.Store = connection.clone()
         self._publish()
         if self._store.add("liveness/count", 1) == size:
-            self._store.set(_VERDICT, "")
-        self._store.wait([_VERDICT])  # from here on every key is there
+            self._store.set(_REASON, "")
+        self._store.wait([_REASON])  # from here on every key is there
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
@@ -110,15 +110,15 @@ class Liveness:
         self._thread.join(timeout=2 * self.timeouts.interval)
         self._try_to_publish()
 
-    def accuse(self, text: str) -> str:
-        """Make this the verdict, for all ranks; returns the one that stands."""
+    def report_failure(self, text: str) -> str:
+        """Make this the reason why the run fails, for all ranks; returns the one that stands."""
         try:
-            verdict = self._store.compare_set(_VERDICT, "", text).decode()
+            reason = self._store.compare_set(_REASON, "", text).decode()
         except RuntimeError:  # no store any more: the text is for this rank alone
-            verdict = text
-        self.verdict = verdict
+            reason = text
+        self.failure_reason = reason
         self._found.set()
-        return verdict
+        return reason
 
     def last_heard(self, rank: int) -> str:
         """What a rank was doing when this one last heard of it; the coordinator hears of all."""
@@ -126,20 +126,20 @@ class Liveness:
         return str(seen[0]) if seen else ""
 
     def wait(self, seconds: float) -> bool:
-        """Whether there is a verdict, or comes within so long."""
+        """Whether there is a failure reason, or comes within so long."""
         return self._found.wait(seconds)
 
     def settle(self, seconds: float, otherwise: str) -> str:
-        """The verdict, waited for so long; where there is none, `otherwise` becomes it.
+        """The failure reason, waited for so long; where there is none, `otherwise` becomes it.
 
         For a main thread that was cut off: it then ends by itself, with these words.
         """
         self._found.wait(seconds)
         self._stop.set()
-        verdict = self.verdict or self.accuse(otherwise)
+        reason = self.failure_reason or self.report_failure(otherwise)
         if self._store_ends_with_me():
             time.sleep(3 * self.timeouts.interval)  # others must read it first
-        return verdict
+        return reason
 
     def _store_ends_with_me(self) -> bool:
         """Whether others lose the store when this rank ends: it keeps it, or the agent that does, of several nodes'
@@ -149,9 +149,9 @@ class Liveness:
         return os.environ.get("GROUP_RANK") == "0" and int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
     def explain(self, error: BaseException) -> str | None:
-        """What to say of an error on this rank: the verdict, if it comes of another rank's end, else None.
+        """What to say of an error on this rank: the failure reason, if it comes of another rank's end, else None.
 
-        Without one the error is made the verdict, for ranks that wait for this one.
+        Without one the error is made the reason, for ranks that wait for this one.
         """
         if self.size == 1:
             return None
@@ -161,8 +161,8 @@ class Liveness:
         what = f"{type(error).__name__}: {error}"
         own = f"{self.name(self.rank)} failed in {self._doing}: {what}"
         silent = _SILENCE.search(_chain(error)) is not None
-        verdict = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own)
-        return None if verdict.endswith(what) else verdict  # an error that all ranks have, each of them tells
+        reason = self.settle(self.timeouts.lost_after + 3 * self.timeouts.interval if silent else 0.0, own)
+        return None if reason.endswith(what) else reason  # an error that all ranks have, each of them tells
 
     def _guard(self) -> None:
         """Ends a rank that is cut off: a call to a store behind a dead link may not come back, whatever its timeout.
@@ -180,8 +180,8 @@ class Liveness:
             while not self._stop.wait(self.timeouts.interval):
                 self._rounds += 1
                 self._publish()
-                if verdict := self._look():
-                    self._end(verdict)
+                if reason := self._look():
+                    self._end(reason)
                     return
         except RuntimeError as error:  # the store's
             if not self._stop.is_set():
@@ -199,9 +199,9 @@ class Liveness:
         return f"{text}: {self.last_heard(0) or 'nothing was heard of it'}"
 
     def _look(self) -> str:
-        """The verdict, if there is one or this rank finds it."""
+        """The failure reason, if there is one or this rank finds it."""
         ranks = range(self.size) if self.rank == self.coordinator else [self.coordinator]
-        data = self._store.multi_get([_VERDICT, *(f"liveness/beat/{rank}" for rank in ranks)])
+        data = self._store.multi_get([_REASON, *(f"liveness/beat/{rank}" for rank in ranks)])
         if data[0]:
             return bytes(data[0]).decode()
         now = time.monotonic()
@@ -214,16 +214,16 @@ class Liveness:
         text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name)
         if not text and self.rank == self.coordinator:
             text = who_stalls(beats, self.timeouts.stalled_after, self.name)
-        return self.accuse(text) if text else ""
+        return self.report_failure(text) if text else ""
 
-    def _end(self, verdict: str) -> None:
-        """Pass on the verdict, and end the process unless it ends by itself."""
-        self.verdict = verdict
+    def _end(self, reason: str) -> None:
+        """Pass on the reason, and end the process unless it ends by itself."""
+        self.failure_reason = reason
         self._found.set()
         if self._stop.wait(self.timeouts.grace):
             return
-        if not verdict.endswith(_interrupted_here()):  # here, who started the ranks says so
-            self._say(f"{verdict}. {self.name(self.rank)} was in {self._doing}; the run ends.")
+        if not reason.endswith(_interrupted_here()):  # here, who started the ranks says so
+            self._say(f"{reason}. {self.name(self.rank)} was in {self._doing}; the run ends.")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(FAILED)
