@@ -1,4 +1,4 @@
-"""What the ranks do in tests/distributed/test_row_transfer.py."""
+"""What the ranks do in tests/dataflow/test_row_transfer.py."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_samples_are_worked_on_before_the_last_is_finished(
     launch: Launcher, ahead: bool, trained: list[list[int]]
 ) -> None:
     """An engine here waits for its first sample to have been scored: sent with the others, it would wait for good."""
-    found = launch.ranks(6, "tests.distributed.test_streaming:samples_stream", seed=3, ahead=ahead).check()
+    found = launch.ranks(6, "tests.dataflow.test_streaming:samples_stream", seed=3, ahead=ahead).check()
     assert [each["same"] for each in found] == [[], [], *([[True] * 4] * 4)]
     assert sorted(found[2]["parts"]) == [[row] for row in LANDS[2]]
     assert sorted(map(sorted, found[3]["parts"])) == trained
