@@ -69,7 +69,7 @@ TARGETS = (
     ),
     Target(("sharding/vllm.py", "sharding/weight.py"), (*LAYOUT_TESTS, "tests/models/test_architectures.py")),
     Target(("sharding/low_rank.py",), ("tests/models/test_low_rank.py",)),
-    Target(("sharding/files.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
+    Target(("weights/stored.py",), ("tests/weights/test_load.py", "tests/models/test_architectures.py")),
     Target(("sharding/dist_checkpoint.py",), ("tests/sharding/test_dist_checkpoint.py",)),
     Target(
         tuple(f"sharding/{name}.py" for name in ("plan", "load_balance", "proof")),

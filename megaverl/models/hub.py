@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megaverl.config.run import is_hub_name
 from megaverl.distributed.collectives import gather_json, together
 from megaverl.errors import ModelError
-from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE, read_weight_map
 from megaverl.weights.export import COPIED_SUFFIXES
+from megaverl.weights.stored import INDEX_FILE, SINGLE_FILE, read_weight_map
 
 logger = logging.getLogger(__name__)
 

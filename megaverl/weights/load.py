@@ -11,12 +11,21 @@ import torch
 from megaverl.errors import CheckpointError, ModelError
 from megaverl.sharding.boxes import carry, split
 from megaverl.sharding.dist_checkpoint import checkpoint_layout
-from megaverl.sharding.files import INDEX_FILE, StoredTensor, folder_layout, read_folder, read_header, read_weight_map
 from megaverl.sharding.layout import Layout, padded_tensors
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
 from megaverl.sharding.weight import Weight, as_block
-from megaverl.weights.stored import StoredArray, StoredArrayReader, stored_arrays
+from megaverl.weights.stored import (
+    INDEX_FILE,
+    StoredArray,
+    StoredArrayReader,
+    StoredTensor,
+    folder_layout,
+    read_folder,
+    read_header,
+    read_weight_map,
+    stored_arrays,
+)
 from megaverl.weights.torch_dist import locate
 from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_arrays
 from megaverl.weights.transfer import check_tensors, view

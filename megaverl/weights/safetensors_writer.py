@@ -14,9 +14,8 @@ import torch
 
 from megaverl.errors import CheckpointError
 from megaverl.sharding.boxes import whole
-from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE
 from megaverl.sharding.weight import Weight
-from megaverl.weights.stored import DTYPES
+from megaverl.weights.stored import DTYPES, INDEX_FILE, SINGLE_FILE
 
 # name, shape, dtype
 Tensor = tuple[str, tuple[int, ...], torch.dtype]

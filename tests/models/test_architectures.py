@@ -10,9 +10,9 @@ import pytest
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.tiny import make_tiny_folder
-from megaverl.sharding.files import read_folder
 from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
 from megaverl.sharding.weight import Split
+from megaverl.weights.stored import read_folder
 from tests.sharding.specs import CONFIGS, make_spec
 
 

@@ -20,13 +20,12 @@ from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import CheckpointError, DataError, ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model
-from megaverl.sharding.files import INDEX_FILE, SINGLE_FILE, folder_layout, read_folder
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 from megaverl.weights.export import model_files
 from megaverl.weights.load import IGNORED_SUFFIXES, LM_HEAD, check_stored, open_checkpoint
-from megaverl.weights.stored import StoredArray, stored_arrays
+from megaverl.weights.stored import INDEX_FILE, SINGLE_FILE, StoredArray, folder_layout, read_folder, stored_arrays
 from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_dist
 
 EMBEDDING = "model.embed_tokens.weight"

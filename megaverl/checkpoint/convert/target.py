@@ -16,14 +16,13 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError, ReshardError
 from megaverl.sharding.boxes import Box, cut, first_overlap, split, whole
 from megaverl.sharding.dist_checkpoint import LAYER, checkpoint_layout
-from megaverl.sharding.files import INDEX_FILE
 from megaverl.sharding.layout import Layout, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import intersect_layouts
 from megaverl.sharding.weight import Split
 from megaverl.weights.safetensors_writer import data_bytes, entries_of, framed, index_text, shard_headers
-from megaverl.weights.stored import DTYPES
+from megaverl.weights.stored import DTYPES, INDEX_FILE
 from megaverl.weights.torch_dist import CHUNK_BYTES, NO_EXTRA_STATE, STORAGES, Frame, write_index
 from megaverl.weights.torch_dist_index import Chunk, IndexedArray
 

@@ -16,13 +16,12 @@ from megaverl.errors import ModelError
 from megaverl.models.lora.adapters import Adapters
 from megaverl.models.lora.low_rank import ALL_LINEAR, PEFT_PREFIX
 from megaverl.platform import platform
-from megaverl.sharding.files import folder_layout, read_header
 from megaverl.sharding.layout import EMPTY, whole_layout
 from megaverl.sharding.plan import make_plan
 from megaverl.weights.load import check_names, check_shapes, fill
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.safetensors_writer import cannot_write, replace_folder
-from megaverl.weights.stored import stored_arrays
+from megaverl.weights.stored import folder_layout, read_header, stored_arrays
 from megaverl.weights.transfer import check_tensors
 
 CONFIG_FILE = "adapter_config.json"
