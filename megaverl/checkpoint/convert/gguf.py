@@ -1,7 +1,7 @@
 """GGUF to a Hugging Face folder: config, safetensors, tokenizer, chat template; one tensor in memory at a time.
 
-Names and orders as llama.cpp's `convert_hf_to_gguf.py` writes them: rotary weights of the `llama` architecture are
-re-ordered within each head, Gemma's norms have one added, experts are stacked.
+Names by the package gguf's own map; orders as llama.cpp's `convert_hf_to_gguf.py` writes them: rotary weights of the
+`llama` architecture are re-ordered within each head, Gemma's norms have one added, experts are stacked.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megaverl.checkpoint.convert.items import bar
+from megaverl.checkpoint.convert.run import check_output, commit, writing
 from megaverl.checkpoint.convert.source import check_same_ids
 from megaverl.data.tokenizers import check_fits, load_tokenizer, save_backend
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
+from megaverl.sharding.boxes import whole
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Split, Weight, listed
 from megaverl.weights.export import SHARD_BYTES
@@ -36,29 +39,7 @@ GPT2_SPLIT = ("default", "gpt-2", "phi-2", "olmo", "dolly", "jais", "mpt")
 # ... and wrong for these, whose numbers were cut into single digits first.
 DIGITS_THEN_GPT2_SPLIT = ("smollm", "starcoder", "refact", "command-r", "codeshell")
 
-OUTSIDE = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-IN_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-    "block_sparse_moe.gate": "ffn_gate_inp",
-}
-EXPERT_PARTS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
-LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-EXPERT = re.compile(r".+\.experts\.(\d+)\.(\w+)")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 ROPE_FACTORS = "rope_freqs.weight"
 # Fields that transformers 5.19 does not read of every architecture that has them.
 LEFT_OUT = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
@@ -126,7 +107,7 @@ def convert_gguf(
         DataError: a given tokenizer that is not this model's.
         CheckpointError: `output` exists already, or cannot be written.
     """
-    from megaverl.checkpoint.convert.run import check_output, commit, writing
+    from transformers import GenerationConfig
 
     check_output(output, source, force=force)
     reader = open_gguf(source)
@@ -141,16 +122,32 @@ def convert_gguf(
         check_same_ids(given, _vocabulary(header), source)
         tokenizer = given.backend
     weights = weights_of(spec)
+    places = gguf_places(weights, str(header["general.architecture"]), spec.num_layers)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    _check_tensors(source, weights, tensors, config)
+    _check_tensors(source, weights, places, tensors, config)
+
+    def read(weight: Weight) -> torch.Tensor:
+        array = _dequantised(source, tensors, weight, places[weight.name])
+        return _as_in_hugging_face(spec, header["general.architecture"], weight, array).to(dtype).contiguous()
+
     draft = output.with_name(f".{output.name}.partial")
     try:
         with writing(draft):
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
-            _write_weights(draft, source, spec, weights, tensors, header, dtype, shard_bytes, quiet=quiet)
+            total = sum(whole(weight.shape).numel * dtype.itemsize for weight in weights)
+            with (
+                FolderWriter(draft, weights, dtype, shard_bytes, writes=True) as writer,
+                bar("converted", total, shown=not quiet) as count,
+            ):
+                for weight in weights:
+                    array = read(weight)
+                    writer.write([array])
+                    count(array.nbytes)
+                if error := writer.finish():
+                    raise error
             config.save_pretrained(draft)
-            _generation_config(config).save_pretrained(draft)
+            GenerationConfig.from_model_config(config).save_pretrained(draft)
             save_backend(tokenizer, draft)
             _make_portable(draft)
         commit(draft, output)
@@ -167,6 +164,7 @@ def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedToke
     """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -184,7 +182,7 @@ def load_gguf_tokenizer(path: Path, header: Mapping[str, Any]) -> PreTrainedToke
                     pre_tokenizers.ByteLevel(add_prefix_space=False),
                 ]
             )
-        elif split not in GPT2_SPLIT and not _transformers_knows(split):
+        elif split not in GPT2_SPLIT and split not in GGUF_PRE_TOKENIZER_SPLITS:
             raise ModelError(
                 f"{path}: the tokenizer's split {split!r} (tokenizer.ggml.pre) is not known here, so its "
                 "tokens would be wrong. Give the model's own tokenizer with --tokenizer FOLDER."
@@ -208,12 +206,6 @@ def _vocabulary(header: Mapping[str, Any]) -> dict[str, int]:
     """token -> id; llama.cpp gives names of its own to rows of the embedding that have no token."""
     tokens = header.get("tokenizer.ggml.tokens", [])
     return {token: number for number, token in enumerate(tokens) if token != f"[PAD{number}]"}
-
-
-def _transformers_knows(split: str) -> bool:
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
-
-    return split in GGUF_PRE_TOKENIZER_SPLITS
 
 
 def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dtype: torch.dtype) -> Any:
@@ -247,40 +239,40 @@ def _config(path: Path, header: Mapping[str, Any], model_folder: Path | None, dt
     return config
 
 
-def _generation_config(config: Any) -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig.from_model_config(config)
-
-
-def gguf_name(name: str) -> tuple[str, int | None]:
-    """The tensor of a GGUF file that holds a weight, and which of its stacked experts.
+def gguf_places(weights: Sequence[Weight], architecture: str, num_layers: int) -> dict[str, tuple[str, int | None]]:
+    """By weight, the tensor of a GGUF file that holds it, and which of its stacked experts.
 
     Raises:
-        ModelError: a weight that GGUF has no name for, as far as known here.
+        ModelError: an architecture, or a weight of it, that the package gguf has no name for.
     """
-    if name in OUTSIDE:
-        return OUTSIDE[name], None
-    found = LAYER.fullmatch(name)
-    if found:
-        layer, part, kind = found.groups()
-        if part in IN_LAYER:
-            return f"blk.{layer}.{IN_LAYER[part]}.{kind}", None
-        expert = EXPERT.fullmatch(part)
-        if expert and expert[2] in EXPERT_PARTS:
-            return f"blk.{layer}.ffn_{EXPERT_PARTS[expert[2]]}_exps.weight", int(expert[1])
-    raise ModelError(f"{name}: the name of this weight in a GGUF file is not known here. Convert the original model.")
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-
-def _check_tensors(source: Path, weights: list[Weight], tensors: Mapping[str, Any], config: Any) -> None:
-    """Every weight is in the file with its size, and every tensor of the file is a weight."""
-    held: dict[str, int] = {}
+    kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
+    names = None if kind is None else get_tensor_name_map(kind, num_layers)
+    places: dict[str, tuple[str, int | None]] = {}
     for weight in weights:
-        name, _ = gguf_name(weight.name)
-        numel = 1
-        for size in weight.shape:
-            numel *= size
-        held[name] = held.get(name, 0) + numel
+        expert, stacked = EXPERT.search(weight.name), EXPERT.sub(".experts.", weight.name)
+        name = None if names is None else names.get_name(stacked, try_suffixes=(".weight", ".bias"))
+        if name is None:
+            raise ModelError(
+                f"{weight.name}: the name of this weight in a GGUF file of {architecture} is not known here. Convert "
+                "the original model."
+            )
+        places[weight.name] = name, int(expert[1]) if expert else None
+    return places
+
+
+def _check_tensors(
+    source: Path,
+    weights: Sequence[Weight],
+    places: Mapping[str, tuple[str, int | None]],
+    tensors: Mapping[str, Any],
+    config: Any,
+) -> None:
+    """Every weight is in the file with its size, and every tensor of the file is a weight."""
+    held: Counter[str] = Counter()
+    for weight in weights:
+        held[places[weight.name][0]] += whole(weight.shape).numel
     problems = [f"{name}: missing" for name in held if name not in tensors]
     problems += [
         f"{name}: {int(tensors[name].n_elements)} elements, expected {numel}"
@@ -298,38 +290,13 @@ def _check_tensors(source: Path, weights: list[Weight], tensors: Mapping[str, An
         raise ModelError(f"{source}: cannot be converted:\n  " + "\n  ".join(listed(problems)[:12]))
 
 
-def _write_weights(
-    draft: Path,
-    source: Path,
-    spec: ModelSpec,
-    weights: list[Weight],
-    tensors: Mapping[str, Any],
-    header: Mapping[str, Any],
-    dtype: torch.dtype,
-    shard_bytes: int,
-    *,
-    quiet: bool,
-) -> None:
-    mend = _mender(spec, str(header["general.architecture"]))
-    total = sum(torch.Size(weight.shape).numel() * dtype.itemsize for weight in weights)
-    with (
-        FolderWriter(draft, weights, dtype, shard_bytes, writes=True) as writer,
-        bar("converted", total, shown=not quiet) as count,
-    ):
-        for weight in weights:
-            array = mend(weight, _dequantised(source, tensors, weight)).to(dtype).contiguous()
-            writer.write([array])
-            count(array.nbytes)
-        error = writer.finish()
-    if error is not None:
-        raise error
-
-
-def _dequantised(source: Path, tensors: Mapping[str, Any], weight: Weight) -> torch.Tensor:
+def _dequantised(
+    source: Path, tensors: Mapping[str, Any], weight: Weight, place: tuple[str, int | None]
+) -> torch.Tensor:
     """The weight in float32."""
     from gguf import dequantize
 
-    name, expert = gguf_name(weight.name)
+    name, expert = place
     tensor = tensors[name]
     data = tensor.data if expert is None else tensor.data[expert]
     try:
@@ -338,20 +305,16 @@ def _dequantised(source: Path, tensors: Mapping[str, Any], weight: Weight) -> to
         raise ModelError(f"{source}: {name} ({tensor.tensor_type.name}) cannot be dequantised: {error}") from error
 
 
-def _mender(spec: ModelSpec, architecture: str) -> Callable[[Weight, torch.Tensor], torch.Tensor]:
-    """What undoes llama.cpp's changes of values and order."""
+def _as_in_hugging_face(spec: ModelSpec, architecture: str, weight: Weight, array: torch.Tensor) -> torch.Tensor:
+    """Undo llama.cpp's changes of values and order."""
     heads = {Split.Q: spec.num_heads, Split.K: spec.num_kv_heads}
-
-    def mend(weight: Weight, array: torch.Tensor) -> torch.Tensor:
-        if architecture == "llama" and weight.split in heads:
-            # each head's rows were [first, second half] interleaved
-            rows = array.reshape(heads[weight.split], -1, 2, *weight.shape[1:])
-            return rows.transpose(1, 2).reshape(weight.shape)
-        if spec.norm_plus_one and weight.name.endswith("norm.weight"):
-            return array - 1
-        return array
-
-    return mend
+    if architecture == "llama" and weight.split in heads:
+        # each head's rows were [first, second half] interleaved
+        rows = array.reshape(heads[weight.split], -1, 2, *weight.shape[1:])
+        return rows.transpose(1, 2).reshape(weight.shape)
+    if spec.norm_plus_one and weight.name.endswith("norm.weight"):
+        return array - 1
+    return array
 
 
 def _make_portable(folder: Path) -> None:
