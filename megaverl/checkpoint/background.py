@@ -85,7 +85,7 @@ class HeldTensors(Generic[K]):
         """Copy what is still to be written, and wait for the one that is being read: all may then change.
 
         Args:
-            waits: told when it comes to waiting, which a disk that hangs makes long.
+            waits: called before waiting, which a disk that hangs makes long.
         """
         while True:
             with self._changed:

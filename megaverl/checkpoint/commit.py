@@ -18,13 +18,13 @@ import torch.distributed as dist
 from megaverl.checkpoint.manifest import (
     INSIDE_SUFFIX,
     MANIFEST_FILE,
+    PARTIAL_SUFFIX,
     PREFIX,
-    TORN_SUFFIX,
     Manifest,
+    partial_name,
     read_json,
     readable,
     sync_folder,
-    torn_name,
     write_json,
     writing,
 )
@@ -112,48 +112,48 @@ class Retention:
         return bool(every) and manifest.step % every == 0 and folder.name == f"{PREFIX}{manifest.step:08d}"
 
 
-def make_room(root: Path, torn: Path, num_bytes: int, *, was_there: bool = False) -> None:
-    """Remove what torn writes left, look whether there is space, and make the folder to write to.
+def prepare_folder(root: Path, partial: Path, num_bytes: int, *, was_there: bool = False) -> None:
+    """Remove what partial writes left, look whether there is space, and make the folder to write to.
 
     Args:
         was_there: `root` has been made before.
     """
     if was_there and not root.is_dir():
         raise CheckpointError(
-            f"{torn}: the checkpoint was not written: the folder {root} has vanished, with the checkpoints "
+            f"{partial}: the checkpoint was not written: the folder {root} has vanished, with the checkpoints "
             "that were in it. Is its file system still mounted? Make the folder again to go on there."
         )
-    with writing(torn):
+    with writing(partial):
         root.mkdir(parents=True, exist_ok=True)
-        for rest in root.glob(f"{PREFIX}*{TORN_SUFFIX}"):
+        for rest in root.glob(f"{PREFIX}*{PARTIAL_SUFFIX}"):
             shutil.rmtree(rest)
         free = shutil.disk_usage(root).free
         if free < num_bytes:
             raise CheckpointError(
-                f"{torn}: the checkpoint needs {num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
+                f"{partial}: the checkpoint needs {num_bytes / 1e9:.2f} GB and {free / 1e9:.2f} GB are free. "
                 "Free some, lower checkpoint.keep_last_k, or point run.dir elsewhere. "
                 "The checkpoints before it are untouched."
             )
-        torn.mkdir()
+        partial.mkdir()
 
 
 def commit(folder: Path, manifest: Manifest, *, best: bool, phase: Callable[[str], None]) -> None:
-    """Mark a checkpoint complete, all of whose files are on the disk under its torn name. On one rank.
+    """Mark a checkpoint complete, all of whose files are on the disk under its partial name. On one rank.
 
     Args:
         manifest: its serial is filled in here.
-        phase: told before each stage: checkpoint_manifest, checkpoint_rename, checkpoint_marked.
+        phase: called with the name of each stage before it: checkpoint_manifest, checkpoint_rename, checkpoint_marked.
     """
-    root, torn = folder.parent, torn_name(folder)
-    with writing(torn):
+    root, partial = folder.parent, partial_name(folder)
+    with writing(partial):
         phase("checkpoint_manifest")
         newest = max((known.serial for _, known in readable(root)), default=0)
-        replace(manifest, serial=newest + 1).write(torn)
-        sync_folder(torn)
+        replace(manifest, serial=newest + 1).write(partial)
+        sync_folder(partial)
         phase("checkpoint_rename")
         # The run went back and came here again. Until the new one has the name, the old one is a whole checkpoint.
         replaced = _move(folder, folder.with_name(folder.name + OLD_SUFFIX)) if folder.exists() else None
-        torn.rename(folder)
+        partial.rename(folder)
         sync_folder(root)
         phase("checkpoint_marked")
         if best:
@@ -174,8 +174,8 @@ def prune(root: Path, retention: Retention) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint. It first gets a torn one's name: until it is gone, nobody takes it for a whole one."""
-    shutil.rmtree(_move(folder, torn_name(folder.with_name(folder.name + ".removed"))))
+    """Remove a checkpoint. It first gets a partial one's name: until it is gone, nobody takes it for a whole one."""
+    shutil.rmtree(_move(folder, partial_name(folder.with_name(folder.name + ".removed"))))
 
 
 def best_name(root: Path) -> str | None:
@@ -192,7 +192,7 @@ def _move(source: Path, target: Path) -> Path:
 
 
 def _write_best(root: Path, name: str) -> None:
-    temporary = root / (BEST_FILE + TORN_SUFFIX)
+    temporary = root / (BEST_FILE + PARTIAL_SUFFIX)
     write_json(temporary, {"folder": name})
     temporary.rename(root / BEST_FILE)
     sync_folder(root)

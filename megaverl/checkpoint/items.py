@@ -1,4 +1,4 @@
-"""A tensor's way to its place in a file and back: the zip that `torch.save` makes of it, without torch's copies.
+"""Tensors in files, the zips that `torch.save` makes, without the copies that it and `torch.load` make of each.
 
 All that stands around the elements is known from shape, dtype and their CRC-32. So a tensor is read in one go, straight
 into where it belongs, and one comparison tells whether every byte is as it was written.

@@ -9,7 +9,7 @@ checkpoints/
         __0_0.distcp        one per rank: its tensors; compared with their checksums as they are loaded
         __0_1.distcp        its objects, if it has any
         .metadata, common.pt, metadata.json     the rest of megatron-core's `torch_dist` format
-    step_00000020.tmp/      a torn one: ignored, and removed by the next save
+    step_00000020.tmp/      a partial one: ignored, and removed by the next save
     best.json               the best one's name
 """
 
@@ -31,7 +31,7 @@ MANIFEST_FILE = "manifest.json"
 PREFIX = "step_"
 TENSORS_SUFFIX = "_0.distcp"
 OBJECTS_SUFFIX = "_1.distcp"
-TORN_SUFFIX = ".tmp"
+PARTIAL_SUFFIX = ".tmp"
 INSIDE_SUFFIX = "_inside"  # of the name of one that was taken in the middle of the next step
 FIX = "Look at the folder's free space and rights, or point run.dir elsewhere. The checkpoints before it are untouched."
 USE_ANOTHER = "Take another checkpoint (checkpoint.resume=FOLDER), or start anew (checkpoint.resume=never)."
@@ -162,16 +162,16 @@ def folder_of(root: Path, step: int, *, inside: bool = False) -> Path:
     return root / f"{PREFIX}{step:08d}{INSIDE_SUFFIX if inside else ''}"
 
 
-def torn_name(folder: Path) -> Path:
+def partial_name(folder: Path) -> Path:
     """The name of a checkpoint folder while it is being written or removed."""
-    return folder.with_name(folder.name + TORN_SUFFIX)
+    return folder.with_name(folder.name + PARTIAL_SUFFIX)
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
-    """Folders under `root` that have a checkpoint's name, torn ones not among them."""
+    """Folders under `root` that have a checkpoint's name, partial ones not among them."""
     if not root.is_dir():
         return []
-    return sorted(p for p in root.glob(PREFIX + "*") if p.is_dir() and p.suffix != TORN_SUFFIX)
+    return sorted(p for p in root.glob(PREFIX + "*") if p.is_dir() and p.suffix != PARTIAL_SUFFIX)
 
 
 def readable(root: Path) -> list[tuple[Path, Manifest]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megaverl.checkpoint.background import start_writing
 from megaverl.checkpoint.checksums import synced_record, write_bytes
-from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, make_room, prune
+from megaverl.checkpoint.commit import Committer, Retention, commit, job_name, prepare_folder, prune
 from megaverl.checkpoint.manifest import (
     FIX,
     FORMAT_VERSION,
@@ -24,8 +24,8 @@ from megaverl.checkpoint.manifest import (
     damaged,
     folder_of,
     newest_first,
+    partial_name,
     read_json,
-    torn_name,
     writing,
 )
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
@@ -64,8 +64,8 @@ class CheckpointStore:
         root: the folder, on a file system that all ranks share; made by the first save.
         retention: which checkpoints stay.
         committer: who marks a checkpoint complete.
-        warn: told, on every rank, of a damaged checkpoint that is passed over.
-        phase: told what a save is about to do: checkpoint_copy, checkpoint_write, checkpoint_commit, and see `commit`.
+        warn: called, on every rank, for a damaged checkpoint that is passed over.
+        phase: called with the next stage of a save: checkpoint_copy, checkpoint_write, checkpoint_commit; see `commit`.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class CheckpointStore:
         """
         self.finish()
         folder = folder_of(self.root, step, inside=inside)
-        torn = torn_name(folder)
+        partial = partial_name(folder)
         self.phase("checkpoint_copy")
-        with own_errors(f"{torn}: the checkpoint was not written", FIX):
+        with own_errors(f"{partial}: the checkpoint was not written", FIX):
             shards = self._staged(roles, in_background)
         num_bytes = sum(self.committer.collect(shards.num_bytes))
-        self.committer.decide(lambda: make_room(self.root, torn, num_bytes, was_there=self._was_there))
+        self.committer.decide(lambda: prepare_folder(self.root, partial, num_bytes, was_there=self._was_there))
         self._was_there = True
         own = {_random_file(self.committer.rank): json.dumps(capture_random_state()).encode(), **(own_files or {})}
         more: Mapping[str, Callable[[Path], None]] = {}
@@ -158,7 +158,7 @@ class CheckpointStore:
             versions=self._versions,
             files={},
         )
-        written = start_writing(lambda: _write(torn, shards, own, more), in_background=in_background)
+        written = start_writing(lambda: _write(partial, shards, own, more), in_background=in_background)
         self._pending = _Pending(folder, manifest, shards, written, best)
         for trainable in roles.values():  # only now: what is not going to be written need not be copied
             trainable.before_step = lambda: shards.held.settle(lambda: self.phase("checkpoint_write"))
@@ -304,17 +304,17 @@ class CheckpointStore:
         return {role: what for found in self.committer.collect(mine) for role, what in found.items()}
 
     def _commit(self, pending: _Pending, reports: list[Any]) -> None:
-        torn = torn_name(pending.folder)
+        partial = partial_name(pending.folder)
         failures = [f"rank {rank}: {why}" for rank, (_, why) in enumerate(reports) if why is not None]
         if failures:
             # its space is better free
-            shutil.rmtree(torn, ignore_errors=True)
-            raise CheckpointError(f"{torn}: the checkpoint was not written: {'; '.join(failures)}. {FIX}")
+            shutil.rmtree(partial, ignore_errors=True)
+            raise CheckpointError(f"{partial}: the checkpoint was not written: {'; '.join(failures)}. {FIX}")
         files: Files = {}
         for (written, _), _ in reports:
             files |= written
-        with writing(torn):
-            files |= pending.shards.index(torn, [items for (_, items), _ in reports])
+        with writing(partial):
+            files |= pending.shards.index(partial, [items for (_, items), _ in reports])
         manifest = replace(pending.manifest, files=dict(sorted(files.items())))
         commit(pending.folder, manifest, best=pending.best, phase=self.phase)
         self.phase("checkpoint_prune")
@@ -361,15 +361,15 @@ class CheckpointStore:
 
 
 def _write(
-    torn: Path, shards: StagedShards, own: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
+    partial: Path, shards: StagedShards, own: Mapping[str, bytes], more: Mapping[str, Callable[[Path], None]]
 ) -> list[Any]:
     """All that one rank writes: [records of its files, where its items lie]."""
-    files, items = shards.write(torn)
+    files, items = shards.write(partial)
     for name, data in own.items():
-        files[name] = write_bytes(torn / name, data)
+        files[name] = write_bytes(partial / name, data)
     for name, write in more.items():
-        write(torn / name)
-        files[name] = synced_record(torn / name)
+        write(partial / name)
+        files[name] = synced_record(partial / name)
     return [files, items]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megaverl.checkpoint.commit import Committer, Retention, best_name, commit, job_name, make_room, prune, remove
+from megaverl.checkpoint.commit import Committer, Retention, best_name, commit, job_name, prepare_folder, prune, remove
 from megaverl.checkpoint.manifest import (
     FORMAT_VERSION,
     Manifest,
@@ -20,9 +20,9 @@ from megaverl.checkpoint.manifest import (
     folder_of,
     newest_first,
     newest_whole,
+    partial_name,
     read_json,
     readable,
-    torn_name,
 )
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 
@@ -37,10 +37,10 @@ def manifest(step: int = 1, **fields: Any) -> Manifest:
 def write(root: Path, step: int, files: dict[str, bytes] | None = None, *, inside: bool = False, **fields: Any) -> Path:
     """A committed checkpoint of these files."""
     folder, best = folder_of(root, step, inside=inside), fields.pop("best", False)
-    torn_name(folder).mkdir(parents=True)
+    partial_name(folder).mkdir(parents=True)
     records = {}
     for name, data in (files or {"a": b"one"}).items():
-        (torn_name(folder) / name).write_bytes(data)
+        (partial_name(folder) / name).write_bytes(data)
         records[name] = [len(data), f"{zlib.crc32(data):08x}"]
     commit(folder, manifest(step, files=records, **fields), best=best, phase=lambda _: None)
     return folder
@@ -83,7 +83,7 @@ def test_a_checkpoint_has_its_name_after_all_of_it_is_on_the_disk(
 ) -> None:
     root = tmp_path / "checkpoints"
     folder = root / "step_00000001"
-    torn_name(folder).mkdir(parents=True)
+    partial_name(folder).mkdir(parents=True)
     phases: list[tuple[str, int]] = []
     commit(folder, manifest(), best=best, phase=lambda name: phases.append((name, len(events))))
     assert events == [
@@ -103,8 +103,8 @@ def test_an_old_one_of_the_same_name_stays_whole_until_the_new_one_has_it(
 ) -> None:
     root = tmp_path / "checkpoints"
     folder = write(root, 1, {"a": b"old"}, best=True)
-    torn_name(folder).mkdir()
-    (torn_name(folder) / "a").write_bytes(b"new")
+    partial_name(folder).mkdir()
+    (partial_name(folder) / "a").write_bytes(b"new")
     events.clear()
     commit(folder, manifest(), best=best, phase=lambda _: None)
     assert events == [
@@ -202,36 +202,36 @@ def test_none_kept_is_refused() -> None:
         Retention(keep_last_k=0)
 
 
-def test_a_torn_one_is_no_checkpoint_and_makes_room(tmp_path: Path) -> None:
+def test_a_partial_one_is_no_checkpoint_and_is_removed_by_the_next(tmp_path: Path) -> None:
     whole = write(tmp_path, 1)
-    for torn in ("step_00000002.tmp", "step_00000001.removed.tmp"):
-        shutil.copytree(whole, tmp_path / torn)
+    for partial in ("step_00000002.tmp", "step_00000001.removed.tmp"):
+        shutil.copytree(whole, tmp_path / partial)
     (tmp_path / "other.tmp").mkdir()
     assert [folder for folder, _ in readable(tmp_path)] == [whole]
-    make_room(tmp_path, tmp_path / "step_00000003.tmp", shutil.disk_usage(tmp_path).free // 2)
+    prepare_folder(tmp_path, tmp_path / "step_00000003.tmp", shutil.disk_usage(tmp_path).free // 2)
     assert names(tmp_path) == ["other.tmp", "step_00000001", "step_00000003.tmp"]
 
 
 def test_a_disk_without_room_is_said_with_both_sizes(tmp_path: Path) -> None:
-    whole, torn = write(tmp_path, 1), tmp_path / "step_00000002.tmp"
+    whole, partial = write(tmp_path, 1), tmp_path / "step_00000002.tmp"
     needed = 10 * shutil.disk_usage(tmp_path).total
     with pytest.raises(CheckpointError) as error:
-        make_room(tmp_path, torn, needed)
+        prepare_folder(tmp_path, partial, needed)
     free = shutil.disk_usage(tmp_path).free
     assert f"the checkpoint needs {needed / 1e9:.2f} GB and " in str(error.value)
     said = float(str(error.value).partition("GB and ")[2].split()[0])
     assert said == pytest.approx(free / 1e9, rel=0.2)
-    assert not torn.exists() and whole.exists()
+    assert not partial.exists() and whole.exists()
     with pytest.raises(CheckpointError, match="was not written: .*File exists"):
-        make_room(tmp_path, whole, 0)
+        prepare_folder(tmp_path, whole, 0)
 
 
 def test_a_disk_that_is_filled_exactly_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    make_room(tmp_path, tmp_path / "step_00000001.tmp", usage.free)
+    prepare_folder(tmp_path, tmp_path / "step_00000001.tmp", usage.free)
     with pytest.raises(CheckpointError, match="are free"):
-        make_room(tmp_path, tmp_path / "step_00000002.tmp", usage.free + 1)
+        prepare_folder(tmp_path, tmp_path / "step_00000002.tmp", usage.free + 1)
 
 
 def test_a_manifest_comes_back_and_every_change_of_it_is_seen(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def find_in_package(package: str) -> Path:
 
 
 def open_gguf(path: Path) -> Any:
-    """A reader of a GGUF file; a damaged file is told apart from an unsupported one.
+    """A reader of a GGUF file; a damaged file and an unsupported one have messages of their own.
 
     Raises:
         ModelError: no such file, not GGUF, or truncated.

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pydantic import ByteSize, TypeAdapter
 
 from megaverl.checkpoint.convert.items import bar, share_of, write_items
 from megaverl.checkpoint.convert.source import (
@@ -279,12 +280,9 @@ def parse_size(text: str) -> int:
     Raises:
         ConfigError: not such a size.
     """
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
-    number = text.strip().upper().rstrip("KMGIB")
-    unit = text.strip().upper()[len(number) :]
     try:
-        size = int(float(number.replace("_", "")) * units[unit])
-    except (ValueError, KeyError):
+        size = TypeAdapter(ByteSize).validate_python(text.replace("_", ""))
+    except ValueError:
         raise ConfigError(f"--shard-size {text}: expected a size such as 5GB or 500MB.") from None
     if size < 1:
         raise ConfigError(f"--shard-size {text}: expected a size above 0.")

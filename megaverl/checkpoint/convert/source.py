@@ -30,6 +30,23 @@ from megaverl.weights.torch_dist_index import COPY_AGAIN, FORMAT_FILE, is_torch_
 
 EMBEDDING = "model.embed_tokens.weight"
 LATEST_FILE = "latest_checkpointed_iteration.txt"
+CONVERSION_FILE = "conversion.json"
+CONVERSION_FORMAT = 1
+# JSON files that belong to a checkpoint or to one set of weights, not to the model
+NOT_CARRIED = {CONVERSION_FILE, FORMAT_FILE, "manifest.json", "state.json", "best.json"}
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZER_FILES = {
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,32 +232,13 @@ def _model_folder(folder: Path, role: str | None) -> tuple[Path, Path | None]:
     )
 
 
-CONVERSION_FILE = "conversion.json"
-CONVERSION_FORMAT = 1
-# JSON files that belong to a checkpoint or to one set of weights, not to the model
-NOT_CARRIED = {CONVERSION_FILE, FORMAT_FILE, "manifest.json", "state.json", "best.json"}
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-TOKENIZER_FILES = {
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-}
-
-
 @dataclass(frozen=True)
 class Conversion:
     """`conversion.json` of a converted distributed checkpoint.
 
     Attributes:
         files: every other file of the folder -> bytes.
-        twins, file_headers: as in `Source`: with them the way back gives the same files again, to the byte.
+        twins, file_headers: as in `ModelSource`: with them the conversion back gives the same files again, to the byte.
     """
 
     format: int
@@ -283,7 +281,7 @@ def check_conversion(folder: Path, conversion: Conversion) -> None:
         path = folder / name
         if not path.is_file():
             wrong.append(f"{name} is missing")
-        # a person may mend configuration or tokenizer; weights are as they were written
+        # a person may edit configuration or tokenizer; weights are as they were written
         elif path.suffix == ".distcp" and path.stat().st_size != size:
             wrong.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
     if wrong:
