@@ -16,10 +16,10 @@ from megaverl.checkpoint.convert.items import ArrayPart, Item, bar, in_threads, 
 from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.errors import CheckpointError, ConfigError, ModelError
 from megaverl.sharding.boxes import whole
-from megaverl.sharding.layout import padded_tensors, whole_layout
+from megaverl.sharding.layout import whole_layout
 from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
+from megaverl.weights.load import clear_padding, fill
 from megaverl.weights.stored import StoredArrayReader
-from megaverl.weights.transfer import view
 
 
 def compare_bytes(
@@ -151,14 +151,8 @@ def _by_megatron(source: ModelSource, tokens: torch.Tensor) -> torch.Tensor:
     grid = ProcessGroupManager().grid(GridShape())
     model = MegatronModel(source.spec, grid, dtype=torch.float32, seed=0, value_head=source.value_head)
     layout = model.layout_of(0)
-    with StoredArrayReader(source.arrays) as reader:
-        for name in padded_tensors(layout):
-            model.parameters[name].zero_()
-        for transfer in intersect_layouts(source.layout, layout):
-            target = view(model.parameters[transfer.dest_local], transfer.dest_box)
-            on_cpu = torch.empty(target.shape, dtype=target.dtype)
-            reader.read(transfer.source_local, transfer.source_box, on_cpu)
-            target.copy_(on_cpu)
+    clear_padding(layout, model.parameters)
+    fill(source.layout, source.arrays, layout, model.parameters)
     length = tokens.shape[1]
     lengths = torch.full((len(tokens),), length - 1)
     batch = MicroBatch(torch.arange(len(tokens)), tokens, torch.ones_like(lengths), lengths)
