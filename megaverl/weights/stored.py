@@ -2,6 +2,7 @@
 
 One reader for both formats: safetensors' `get_slice` makes a tensor to copy from and knows no chunks; torch's
 `mmap=True` wants one tensor in a file. Runs of elements are not read through a map, where a failing disk is a crash.
+Headers are read here as well, for safetensors does not say where in its file a tensor lies.
 """
 
 from __future__ import annotations
