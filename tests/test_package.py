@@ -23,6 +23,7 @@ PACKAGE = ROOT / "megaverl"
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
 # From the bottom up: a package imports from those before it, and from itself.
+MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 300, 450, 80
 ORDER = (
     "errors",
     "version",
@@ -152,6 +153,22 @@ def test_no_package_knows_what_it_should_not() -> None:
                 if path.is_relative_to(PACKAGE / folder):
                     wrong += [f"{path.relative_to(ROOT)}:{line}: {dotted}" for n in strangers if starts_with(dotted, n)]
     assert wrong == []
+
+
+def test_modules_and_functions_stay_small() -> None:
+    """A reader's limits, as CONTRIBUTING.md has them."""
+    files = sorted((ROOT / "megaverl").rglob("*.py"))
+    assert len(files) <= MAX_MODULES, "merge modules that only travel together"
+    long = [f"{path}: {len(path.read_text().splitlines())} lines" for path in files]
+    assert [entry for entry in long if int(entry.split()[-2]) > MAX_MODULE_LINES] == []
+    functions = [
+        f"{path}:{node.lineno} {node.name}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or node.lineno) - node.lineno >= MAX_FUNCTION_LINES
+    ]
+    assert functions == []
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -95,7 +95,7 @@ class _Mark(torch.autograd.Function):
 
 def watch(trainer: Any, clock: Clock) -> None:
     """Count what is the algorithm's in a trainer's steps."""
-    from megaverl.workers.updates import Weighting
+    from megaverl.workers.micro_batches import Weighting
 
     step, roles = trainer.step, trainer.roles
     step.credit.assign_each = clock.timed(step.credit.assign_each)

@@ -20,8 +20,8 @@ from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer, with_optimizer
 from megaverl.trainer.saving import export_model
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.micro_batches import Weighting, cross_entropy, run_updates
 from megaverl.workers.responses import rollout_batch
-from megaverl.workers.updates import Weighting, cross_entropy, run_updates
 
 
 class AnswerUpdates:

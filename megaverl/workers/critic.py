@@ -12,10 +12,9 @@ from megaverl.algorithms import LossOutput, value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.micro_batches import ModelWorker
+from megaverl.workers.micro_batches import ModelWorker, Selection, Weighting, run_updates, share
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.updates import Selection, Weighting, run_updates, share
 
 
 class ValueWorker(ModelWorker):

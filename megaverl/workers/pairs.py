@@ -26,10 +26,9 @@ from megaverl.algorithms import (
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.megatron_model import Loss
-from megaverl.workers.micro_batches import ModelWorker, micro_batches_for
+from megaverl.workers.micro_batches import ModelWorker, micro_batches_for, share
 from megaverl.workers.policy import Policy
 from megaverl.workers.trainable import TrainableModel, UpdateReport
-from megaverl.workers.updates import share
 
 
 def column(micro: MicroBatch, name: str) -> torch.Tensor:

@@ -41,9 +41,8 @@ from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
 from megaverl.rollout.seeds import sample_seed
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.micro_batches import ModelWorker
+from megaverl.workers.micro_batches import ModelWorker, Selection, Weighting, run_updates, share
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.updates import Selection, Weighting, run_updates, share
 
 
 class Policy(ModelWorker):

@@ -23,9 +23,8 @@ from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.megatron_model import Loss, MegatronModel
-from megaverl.workers.micro_batches import micro_batches_for
+from megaverl.workers.micro_batches import micro_batches_for, share
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.updates import share
 from tests.models.ranks import manager, whole_rows
 
 # megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through

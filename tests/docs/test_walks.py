@@ -1,4 +1,5 @@
-"""The walks of a weight and of a batch in docs/architecture.md: short, connected, and true of the code as it is."""
+"""The walks of a weight and of a batch in docs/architecture.md: short, connected, and true of the code as it is; and
+the places that CONTRIBUTING.md names."""
 
 from __future__ import annotations
 
@@ -58,6 +59,17 @@ def names_in(node: ast.AST) -> set[str]:
     }
 
 
+def registries(file: str, name: str) -> set[str]:
+    """The registries that a function is entered in, by which it is called: `@policy_losses.register("ppo_clip")`."""
+    found = definition(file, name)
+    decorators = found.decorator_list if found is not None else []
+    return {
+        node.func.value.id
+        for node in decorators
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name)
+    }
+
+
 def reached(file: str, name: str) -> set[str]:
     """Names that the code of a function refers to, with the code of what it refers to in its own module."""
     own = {node.name: node for node in ast.walk(tree(file)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -81,27 +93,38 @@ def imported(file: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def dotted(file: str) -> str:
+    return ".".join(("megaverl", *Path(file).with_suffix("").parts)).removesuffix(".__init__")
+
+
 def imports(source: str, target: str) -> bool:
-    """Whether a module imports another, from it or from the package that it is in; or the interface that it has.
-
-    What is called through an interface ("rollout/engine.py:Engine") is imported by those who make the object alone:
-    both sides then import the module of the interface.
-    """
-    dotted = ".".join(("megaverl", *Path(target).with_suffix("").parts)).removesuffix(".__init__")
-    seen = set(imported(source))
-    if any(name.rpartition(".")[0] in (dotted, dotted.rpartition(".")[0]) or name == dotted for name in seen):
-        return True
-    interfaces = {name for name in seen & set(imported(target)) if is_protocol(name)}
-    return bool(interfaces)
+    """Whether a module imports another, or takes a name of it from the package that it is in."""
+    homes = (dotted(target), dotted(target).rpartition(".")[0])
+    return any(name in homes[:1] or name.rpartition(".")[0] in homes for name in imported(source))
 
 
-def is_protocol(dotted: str) -> bool:
-    module, _, name = dotted.rpartition(".")
-    file = Path(*module.split(".")[1:]).with_suffix(".py")
-    if not module.startswith("megaverl.") or not (PACKAGE / file).is_file():
-        return False
-    found = definition(str(file), name)
-    return isinstance(found, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in found.bases)
+def is_called_through_a_protocol(arrow: Arrow) -> bool:
+    """Whether a Protocol that the caller's module has or imports has that method, with the same parameters."""
+    method = arrow.callee.split(".")[-1]
+    modules = {name.rpartition(".")[0] for name in imported(arrow.source)} | {dotted(arrow.source)}
+    files = ["/".join(name.split(".")[1:]) + ".py" for name in modules if name.startswith("megaverl.")]
+    protocols = [
+        (file, node.name)
+        for file in files
+        if (PACKAGE / file).is_file()
+        for node in tree(file).body
+        if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
+    ]
+    wanted = parameters(definition(arrow.target, arrow.callee))
+    return wanted is not None and any(
+        parameters(definition(file, f"{name}.{method}")) == wanted for file, name in protocols
+    )
+
+
+def parameters(found: Function | ast.ClassDef | None) -> list[str] | None:
+    if not isinstance(found, Function):
+        return None
+    return [argument.arg for argument in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
 
 
 WALKS = ("A weight, from a file to Megatron to vLLM", "A batch, through one step of GRPO")
@@ -125,6 +148,19 @@ def test_a_walk_crosses_at_most_fifteen_modules_and_hangs_together(heading: str)
 def test_an_arrow_is_a_call_and_an_import(arrow: Arrow) -> None:
     for file, name in ((arrow.source, arrow.caller), (arrow.target, arrow.callee)):
         assert definition(file, name) is not None, f"{file} has no {name}"
-    assert arrow.callee.split(".")[-1] in reached(arrow.source, arrow.caller), "no call in the code of the caller"
-    if arrow.source != arrow.target:
-        assert imports(arrow.source, arrow.target), f"{arrow.source} does not import {arrow.target}"
+    names = reached(arrow.source, arrow.caller)
+    interface = is_called_through_a_protocol(arrow)
+    called = {arrow.callee.split(".")[-1], *registries(arrow.target, arrow.callee)} & names
+    assert called or (interface and arrow.callee.endswith(".__call__")), "the caller does not call it"
+    assert imports(arrow.source, arrow.target) or interface, f"{arrow.source} does not import {arrow.target}"
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_places_that_are_named_are_there(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    packages = "|".join(path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file())
+    named = re.findall(rf"`((?:{packages})/[\w/]*(?:\.py)?)(?::([\w.]+))?`", text)
+    assert len(named) >= 10
+    for file, name in named:
+        assert (PACKAGE / file).exists(), file
+        assert not name or definition(file, name) is not None, f"{file}:{name}"

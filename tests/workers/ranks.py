@@ -15,10 +15,9 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.micro_batches import micro_batches_for, micro_batches_of
+from megaverl.workers.micro_batches import Updated, micro_batches_for, micro_batches_of, plan_updates, rows_of_updates
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.updates import Updated, plan_updates, rows_of_updates
 from tests.models.ranks import manager
 
 
