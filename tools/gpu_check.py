@@ -77,7 +77,7 @@ def check_local_copy(folder: Path) -> Check:
     """The local transport on 2 GiB of bfloat16, against a plain copy of as many bytes."""
     from megaverl.sharding.boxes import whole
     from megaverl.sharding.plan import Transfer
-    from megaverl.weights.transports import copy_local
+    from megaverl.weights.transports.local import copy_local
 
     shape = (8192, 8192)
     source = {str(i): torch.randn(shape, dtype=torch.bfloat16, device="cuda") for i in range(16)}

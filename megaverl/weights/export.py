@@ -22,8 +22,8 @@ from megaverl.sharding.plan import Plan, Transfer, make_plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import Weight
 from megaverl.weights.safetensors_writer import FolderWriter, cannot_write, replace_folder
-from megaverl.weights.transfer import agree_on_dtypes, check_tensors
-from megaverl.weights.transports import BUCKET_BYTES, TransferJob, TransportOptions, copy_local
+from megaverl.weights.transfer import BUCKET_BYTES, TransferJob, TransportOptions, agree_on_dtypes, check_tensors
+from megaverl.weights.transports.local import copy_local
 from megaverl.weights.transports.point_to_point import PointToPoint
 
 SHARD_BYTES = 5 * 10**9

@@ -21,9 +21,23 @@ from megaverl.platform import platform
 from megaverl.sharding.plan import Plan, Transfer
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import listed
-from megaverl.weights.transfer import agree_on_dtypes, check_tensors, converting, wire_dtypes
-from megaverl.weights.transports import Moved, TransferJob, TransportOptions, assign
-from megaverl.weights.transports.local import Alias
+from megaverl.weights.transfer import (
+    Moved,
+    TransferJob,
+    Transport,
+    TransportOptions,
+    agree_on_dtypes,
+    check_tensors,
+    converting,
+    wire_dtypes,
+)
+from megaverl.weights.transports.ipc import CrossMemory, CudaIpc
+from megaverl.weights.transports.local import Alias, LocalCopy
+from megaverl.weights.transports.point_to_point import PointToPoint
+from megaverl.weights.transports.shared_folder import SharedFolder
+
+# Each takes what it can carry and leaves the rest to the next.
+TRANSPORTS: tuple[type[Transport], ...] = (Alias, LocalCopy, CrossMemory, CudaIpc, SharedFolder, PointToPoint)
 
 
 @dataclass(frozen=True)
@@ -248,6 +262,18 @@ class Resharder:
             raise self._failures.blame(self.version + 1, -1, what, error) from error
         if other := {rank: found for rank, found in enumerate(versions.tolist()) if found != self.version + 1}:
             raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")
+
+
+def assign(job: TransferJob) -> list[Transport]:
+    """Give every copy, send and receive of the job to a transport. Every rank of the group takes part.
+
+    Raises:
+        ReshardError: something is left that no transport carries.
+    """
+    found = [transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None]
+    if job.copies or job.sends or job.receives:
+        raise ReshardError(f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
+    return found
 
 
 def _only(plan: Plan, tensors: Collection[str]) -> Plan:

@@ -29,7 +29,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plan
 from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.reshard import Resharder, ReshardStats
-from megaverl.weights.transports import TransportOptions
+from megaverl.weights.transfer import TransportOptions
 from megaverl.weights.transports.local import adopt
 from megaverl.workers.megatron_model import MegatronModel
 

@@ -19,7 +19,7 @@ from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.export import save_folder
 from megaverl.weights.load import load_folder
 from megaverl.weights.reshard import Resharder
-from megaverl.weights.transports import TransportOptions
+from megaverl.weights.transfer import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 
 
