@@ -1,0 +1,139 @@
+"""An update on any grid is the one that transformers' forward pass, the paper's loss and autograd give in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.models.tiny import make_tiny_folder
+from tests.launcher import Launcher
+from tests.workers.ranks import experience
+from tests.workers.test_parallel_invariance import updated
+
+SHAPES: dict[str, dict[str, int]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
+EXPERTS: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2 ep2": {"dp": 2, "ep": 2}}
+EPOCHS = 3  # from the second on, Adam has a state, and the critic's head is no longer zero
+CLIP, KL, ENTROPY, TEMPERATURE = 0.2, 0.1, 0.01, 0.8  # KL and temperature as of `tests.workers.ranks.update`
+COMMON = {"num_epochs": EPOCHS, "clip_range": CLIP}
+PPO = {"name": "ppo", "loss_aggregation": "token_mean", "entropy_coef": ENTROPY, **COMMON}
+GRPO = {"name": "grpo", "loss_aggregation": "seq_mean_token_mean", "kl": {"in": "loss", "kind": "k3"}, **COMMON}
+CRITIC = {"name": "ppo", "critic": True, "value_clip_range": CLIP, "value_loss_coef": 0.5, "num_epochs": EPOCHS}
+
+Loss = Callable[[torch.nn.Module, RolloutBatch], Tensor]
+
+
+def responses(model: torch.nn.Module, batch: RolloutBatch) -> list[tuple[Tensor, Tensor, slice, Any]]:
+    """Of each sample its last hidden states and tokens, where its response lies, and its row of every tensor."""
+    found = []
+    for row in range(len(batch)):
+        fields = {name: tensor[row] for name, tensor in batch.tensors.items()}
+        prompt, response = int(fields["prompt_lengths"]), int(fields["response_mask"].sum())
+        tokens = torch.cat([fields["input_ids"][:prompt], fields["generated_ids"][:response]])
+        hidden = model.model(tokens[None]).last_hidden_state[0]
+        here = {name: tensor[:response].double() for name, tensor in fields.items() if tensor.dim()}
+        found.append((hidden[prompt - 1 : -1], tokens[prompt:], here))
+    return found
+
+
+def policy_tokens(model: torch.nn.Module, batch: RolloutBatch) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Of each response, by token: PPO's surrogate (arXiv 1707.06347, eq. 7), entropy, and the k3 estimate of the KL."""
+    found = []
+    for hidden, tokens, fields in responses(model, batch):
+        log_p = torch.log_softmax(model.lm_head(hidden) / TEMPERATURE, dim=-1)
+        chosen = log_p.gather(1, tokens[:, None])[:, 0]
+        ratio, advantages = (chosen - fields["old_log_probs"]).exp(), fields["advantages"]
+        surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+        reference = fields["ref_log_probs"] - chosen
+        found.append((surrogate, -(log_p.exp() * log_p).sum(-1), reference.exp() - reference - 1))
+    return found
+
+
+def ppo(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
+    """The mean over all tokens, with the entropy bonus of its eq. 9."""
+    surrogate, entropy, _ = (torch.cat(parts) for parts in zip(*policy_tokens(model, batch), strict=True))
+    return -(surrogate + ENTROPY * entropy).mean()
+
+
+def grpo(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
+    """arXiv 2402.03300, eq. 3: the mean over responses of the mean over their tokens, less the KL."""
+    each = [(surrogate - KL * kl).mean() for surrogate, _, kl in policy_tokens(model, batch)]
+    return -torch.stack(each).mean()
+
+
+def value_error(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
+    """arXiv 2005.12729, section 3: the larger squared error of the value and of the value held near the old one."""
+    each = []
+    for hidden, _, fields in responses(model, batch):
+        values, old, returns = model.score(hidden)[:, 0], fields["values"], fields["returns"]
+        held = old + (values - old).clamp(-CLIP, CLIP)
+        each.append(torch.maximum((values - returns) ** 2, (held - returns) ** 2))
+    return 0.5 * 0.5 * torch.cat(each).mean()
+
+
+def by_transformers(folder: Path, loss_of: Loss) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """(metrics, weights) after the updates."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+    if loss_of is value_error:
+        model.score = torch.nn.Linear(model.config.hidden_size, 1, bias=False, dtype=torch.float64)
+        torch.nn.init.zeros_(model.score.weight)
+        model.lm_head = None
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, eps=1.0)
+    losses, norms = [], []
+    for _ in range(EPOCHS):
+        optimizer.zero_grad()
+        loss = loss_of(model, experience())
+        loss.backward()
+        losses.append(float(loss))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+    metrics = {"loss": sum(losses) / EPOCHS, "grad_norm": sum(norms) / EPOCHS}
+    return metrics, dict(one_by_one(model))
+
+
+def one_by_one(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights as their files have them: each expert's matrices, which transformers holds stacked."""
+    for name, weight in model.named_parameters():
+        stem, _, kind = name.rpartition(".")
+        if not stem.endswith(".experts"):
+            yield name, weight.detach()
+            continue
+        for number, stacked in enumerate(weight.detach()):
+            for part, matrix in zip(
+                kind.removesuffix("_proj").split("_"), stacked.chunk(1 + kind.count("_up")), strict=True
+            ):
+                yield f"{stem}.{number}.{part}_proj.weight", matrix
+
+
+@pytest.mark.parametrize(
+    ("options", "loss"), [(PPO, ppo), (GRPO, grpo), (CRITIC, value_error)], ids=["PPO", "GRPO", "critic"]
+)
+@pytest.mark.parametrize(
+    ("architecture", "shapes"), [("Qwen3ForCausalLM", SHAPES), ("Qwen3MoeForCausalLM", EXPERTS)], ids=["dense", "moe"]
+)
+def test_an_update_is_that_of_transformers_and_autograd(
+    launch: Launcher,
+    tmp_path: Path,
+    architecture: str,
+    shapes: dict[str, dict[str, int]],
+    options: dict[str, Any],
+    loss: Loss,
+) -> None:
+    folder = make_tiny_folder(tmp_path / "model", architecture, tie_embeddings="Moe" not in architecture)
+    expected = by_transformers(folder, loss)
+    before = load_file(folder / "model.safetensors")
+    for name, shape in shapes.items():
+        metrics, weights = updated(launch, folder, tmp_path / name, shape, **options)
+        assert {key: metrics[key] for key in expected[0]} == pytest.approx(expected[0], rel=1e-4)
+        assert weights.keys() == expected[1].keys()
+        for key, right in expected[1].items():
+            moved = float((right - before.get(key, 0)).abs().max())
+            wrong = float((weights[key] - right).abs().max())
+            assert moved > 3e-7 and wrong < 2e-3 * moved + 2e-7, (name, key, wrong, moved)  # float32 has 6e-8 at 1
