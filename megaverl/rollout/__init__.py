@@ -2,8 +2,7 @@
 
 from megaverl.rollout.engine import Engine, Generation, SamplingOptions
 from megaverl.rollout.make import engine_layouts, make_engine
-from megaverl.rollout.replicas import split_prompts
-from megaverl.rollout.seeds import sample_seed, turn_seed
+from megaverl.rollout.replicas import sample_seed, split_prompts, turn_seed
 
 __all__ = [
     "Engine",

@@ -17,7 +17,7 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow
 from megaverl.monitoring.console import Console
-from megaverl.monitoring.memory import memory_metrics
+from megaverl.monitoring.timeline import memory_metrics
 from megaverl.trainer.agents import AgentsStep, agents_roles
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Stages

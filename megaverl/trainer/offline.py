@@ -16,8 +16,7 @@ from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.sources import Entry
 from megaverl.errors import MegaverlError
 from megaverl.monitoring.console import Console
-from megaverl.monitoring.memory import memory_metrics
-from megaverl.monitoring.timeline import Timeline
+from megaverl.monitoring.timeline import Timeline, memory_metrics
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages
 from megaverl.trainer.loop import kept_objects

@@ -16,8 +16,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.worlds import Fabric
 from megaverl.monitoring.console import Console
-from megaverl.monitoring.memory import memory_metrics
-from megaverl.monitoring.timeline import Timeline, merge_traces
+from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
 from megaverl.monitoring.tracker import Tracker
 from megaverl.workers.reward import RewardRole, Scores
 

@@ -18,7 +18,7 @@ from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.versions import write_versions
 from megaverl.platform import platform
 from megaverl.rollout.engine import sampling_options
-from megaverl.rollout.seeds import sample_seed
+from megaverl.rollout.replicas import sample_seed
 from megaverl.trainer.job import Job, Leaving, PlacementCheck, join_job
 
 if TYPE_CHECKING:

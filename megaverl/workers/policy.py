@@ -39,7 +39,7 @@ from megaverl.models.packing import MicroBatch, spread
 from megaverl.models.vocab_divergence import vocab_parallel_divergence
 from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
-from megaverl.rollout.seeds import sample_seed
+from megaverl.rollout.replicas import sample_seed
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import ModelWorker, Selection, Weighting, run_updates, share
 from megaverl.workers.trainable import TrainableModel

@@ -19,7 +19,7 @@ from megaverl.rollout.engine import (
     sampling_options,
 )
 from megaverl.rollout.environments import ALONE, Request, Start, View, Views
-from megaverl.rollout.seeds import sample_seed, turn_seed
+from megaverl.rollout.replicas import sample_seed, turn_seed
 from megaverl.workers.player import Player
 from megaverl.workers.reward import Scores
 from megaverl.workers.rollout import AgentRollouts, Rollout, generate_by

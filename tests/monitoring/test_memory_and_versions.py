@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import megaverl
-from megaverl.monitoring.memory import memory_metrics, process_memory_mb
+from megaverl.monitoring.timeline import memory_metrics, process_memory_mb
 from megaverl.monitoring.versions import collect_versions, git_commit, write_versions
 
 

@@ -96,7 +96,7 @@ def nice_ticks(low: float, high: float, most: int = 5, *, whole: bool = False) -
     return [number * step for number in range(first, last + 1)]
 
 
-WIDTH, LEFT, ROW, BAR = 1000, 130, 30, 20
+LANES_WIDTH, LANES_LEFT, ROW, BAR = 1000, 130, 30, 20
 MOST_LANES = 48
 ROLES = ("rollout", "reward", "reference", "critic", "actor", "coordinator", NO_ROLE)
 
@@ -207,20 +207,23 @@ def gantt(run: RunRecord, begin: float, end: float) -> str:
         return ""
     several = len({lane.rank for lane in lanes}) > 1
     height = len(lanes) * ROW + 24
-    scale = (WIDTH - LEFT - 10) / (end - begin)
-    parts = [f'<svg class="gantt" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Gantt of roles">']
+    scale = (LANES_WIDTH - LANES_LEFT - 10) / (end - begin)
+    parts = [f'<svg class="gantt" viewBox="0 0 {LANES_WIDTH} {height}" role="img" aria-label="Gantt of roles">']
     for number, lane in enumerate(lanes):
         y = number * ROW
         label = f"{lane.role} · {lane.rank}" if several else lane.role
-        parts.append(f'<rect class="lane" x="{LEFT}" y="{y + 3}" width="{WIDTH - LEFT - 10}" height="{BAR + 4}"/>')
-        parts.append(f'<text class="who" x="{LEFT - 8}" y="{y + 19}" text-anchor="end">{escape(label)}</text>')
+        parts.append(
+            f'<rect class="lane" x="{LANES_LEFT}" y="{y + 3}" '
+            f'width="{LANES_WIDTH - LANES_LEFT - 10}" height="{BAR + 4}"/>'
+        )
+        parts.append(f'<text class="who" x="{LANES_LEFT - 8}" y="{y + 19}" text-anchor="end">{escape(label)}</text>')
     rows = {lane: number for number, lane in enumerate(lanes)}
     for span in inside:
         row = rows.get(Lane(span.role, span.rank))
         if row is not None:
             parts.append(_bar(span, row * ROW + 5, begin, end, scale))
     for tick in range(5):
-        x = LEFT + (WIDTH - LEFT - 10) * tick / 4
+        x = LANES_LEFT + (LANES_WIDTH - LANES_LEFT - 10) * tick / 4
         anchor = ("start", "middle", "middle", "middle", "end")[tick]
         text = duration((end - begin) * tick / 4 / 1e6)
         parts.append(f'<text class="tick" x="{x:.0f}" y="{height - 6}" text-anchor="{anchor}">{text}</text>')
@@ -228,7 +231,7 @@ def gantt(run: RunRecord, begin: float, end: float) -> str:
 
 
 def _bar(span: TraceSpan, y: int, begin: float, end: float, scale: float) -> str:
-    left = LEFT + (max(span.begin, begin) - begin) * scale
+    left = LANES_LEFT + (max(span.begin, begin) - begin) * scale
     width = max(0.7, (min(span.end, end) - max(span.begin, begin)) * scale)
     colour = ROLES.index(span.role) if span.role in ROLES else len(ROLES)
     what = f"{span.name}: {duration(span.duration / 1e6)}"
