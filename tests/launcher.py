@@ -210,13 +210,13 @@ class World:
         """One answer from every rank, or WorldError with all that is known about why not."""
         found: dict[int, dict[str, Any]] = {}
         dead: list[int] = []
-        waiting = dict(zip(self.pipes, range(self.num_ranks), strict=True))
+        waiting: dict[object, int] = {pipe: rank for rank, pipe in enumerate(self.pipes)}
         deadline = time.monotonic() + seconds
         while waiting and (left := deadline - time.monotonic()) > 0:
-            for pipe in wait(list(waiting), left):
+            for pipe in wait([self.pipes[rank] for rank in waiting.values()], left):
                 rank = waiting.pop(pipe)
                 try:
-                    found[rank] = json.loads(pipe.recv_bytes())
+                    found[rank] = json.loads(self.pipes[rank].recv_bytes())
                 except (EOFError, ConnectionResetError):
                     dead.append(rank)
                 if rank in dead or "error" in found[rank]:
@@ -249,7 +249,7 @@ class World:
         log = self.log_file(rank)
         size = log.stat().st_size
         if self.processes[rank].is_alive():
-            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+            os.kill(_pid(self.processes[rank]), signal.SIGUSR1)
         deadline = time.monotonic() + 3.0
         while log.stat().st_size == size and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -264,7 +264,7 @@ class World:
         for process in self.processes:
             if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):  # it has just ended, or leads no group yet
-                    os.killpg(process.pid, signal.SIGKILL)
+                    os.killpg(_pid(process), signal.SIGKILL)
                 process.kill()
         for process, pipe in zip(self.processes, self.pipes, strict=True):
             process.join(GRACE_AFTER_ERROR)
@@ -315,21 +315,28 @@ def _until_ended(
             seconds[rank] = time.monotonic() - begun
             del running[rank]
         is_late = time.monotonic() - begun > deadline
-        if is_late or all(_is_stopped(process.pid) for process in running.values()):
+        if is_late or all(_is_stopped(_pid(process)) for process in running.values()):
             for rank, process in running.items():
                 process.kill()
                 if is_late:
-                    with logs[rank].open("a") as output:
-                        output.write(TIMED_OUT + "\n")
+                    with logs[rank].open("a") as log_file:
+                        log_file.write(TIMED_OUT + "\n")
             deadline = float("inf")
     results = [json.loads(path.read_text()) if path.exists() else None for path in found]
     output = [log.read_text(errors="replace") for log in logs]
-    return Ended([process.exitcode for process in processes], seconds, output, results)
+    return Ended(
+        [-1 if process.exitcode is None else process.exitcode for process in processes], seconds, output, results
+    )
 
 
 def _plain(kwargs: dict[str, Any]) -> dict[str, Any]:
     """As JSON has them; paths become strings."""
     return dict(json.loads(json.dumps(kwargs, default=os.fspath)))
+
+
+def _pid(process: multiprocessing.process.BaseProcess) -> int:
+    assert process.pid is not None, "it has been started"
+    return process.pid
 
 
 def _is_stopped(pid: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import importlib
+import io
 import json
 import multiprocessing
 import os
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from megaverl.processes import end_with_parent
 
@@ -72,14 +73,15 @@ def _live(log: Path, environment: dict[str, str], body: Callable[[], int]) -> No
     It ends at once: gloo's and an engine's destructors may wait for peers that are already gone.
     """
     end_with_parent(os.getppid())  # a copy's is the server of copies, which ends with the launcher
-    if not multiprocessing.parent_process().is_alive():  # the launcher, gone before that
+    launcher = multiprocessing.parent_process()
+    if launcher is None or not launcher.is_alive():  # gone before that
         os._exit(1)
     os.setsid()
     code, output = 1, os.open(log, os.O_WRONLY | os.O_APPEND)
     for number in (1, 2):
         os.dup2(output, number)
     sys.argv = [__file__]
-    sys.stdout.reconfigure(write_through=True)
+    cast(io.TextIOWrapper, sys.stdout).reconfigure(write_through=True)
     os.environ.clear()
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored by what a script starts in the background
