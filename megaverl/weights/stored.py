@@ -28,6 +28,8 @@ from megaverl.sharding.layout import Layout, whole_layout
 # by safetensors' words for them; None: not in this torch
 DTYPES = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 
+MAPPED_BYTES = 1 << 20  # of a file that are in memory at a time where only columns are wanted
+
 
 class Extent(NamedTuple):
     """A box of an array, contiguous in a file in row-major order, or with the given strides (in elements)."""
@@ -136,7 +138,7 @@ class StoredArrayReader:
         return buffer[:nbytes]
 
     def _copy_strided(self, dtype: torch.dtype, extent: Extent, box: Box, out: torch.Tensor) -> None:
-        """Columns, or a chunk stored transposed: through the page cache, and given back at once."""
+        """Columns, or a chunk stored transposed: through the page cache, some rows at a time."""
         mapped, size = self._map(extent.file), dtype.itemsize
         numel, strides = whole(extent.box.shape).numel, extent.strides or row_major(extent.box.shape)
         if extent.offset + numel * size > len(mapped):
@@ -146,13 +148,22 @@ class StoredArrayReader:
         flat = torch.frombuffer(mapped, dtype=torch.uint8, count=numel * size, offset=extent.offset)
         # as bytes: chunks lie at odd places, where there is no view of another dtype
         array = flat.as_strided((*extent.box.shape, size), (*(stride * size for stride in strides), 1))
-        out.unsqueeze(-1).view(torch.uint8).copy_(array[_within(box, extent.box)])
-        first, last = (
-            (0, numel)
-            if extent.strides
-            else ((edge - extent.box.start[0]) * strides[0] for edge in (box.start[0], box.stop[0]))
+        source, dest = array[_within(box, extent.box)], out.unsqueeze(-1).view(torch.uint8)
+        if extent.strides is not None:
+            dest.copy_(source)
+            _give_back(mapped, extent.offset, extent.offset + numel * size)
+            return
+        axis = next(axis for axis, length in enumerate(box.shape) if length > 1)  # there is one: it is no single run
+        row, length = strides[axis] * size, box.shape[axis]
+        begin = extent.offset + size * sum(
+            (low - base) * stride
+            for low, base, stride in zip(box.start[: axis + 1], extent.box.start, strides, strict=False)
         )
-        _give_back(mapped, extent.offset + first * size, extent.offset + last * size)
+        step = max(1, MAPPED_BYTES // row)
+        for low in range(0, length, step):
+            rows = min(step, length - low)
+            dest.narrow(axis, low, rows).copy_(source.narrow(axis, low, rows))
+            _give_back(mapped, begin + low * row, begin + (low + rows) * row)
 
     def _descriptor(self, file: Path) -> int:
         with self._lock:

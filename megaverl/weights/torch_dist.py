@@ -48,8 +48,10 @@ def locate(arrays: Mapping[str, IndexedArray]) -> dict[str, StoredArray]:
     Raises:
         CheckpointError: a chunk is damaged, or is not what the index says.
     """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     found = {}
-    with ExitStack() as stack:
+    with ExitStack() as stack, FakeTensorMode():  # under which torch.load reads the description alone
 
         @cache
         def opened(path: Path) -> BinaryIO:
@@ -85,12 +87,9 @@ def check_checksums(arrays: Mapping[str, IndexedArray], share: int = 0, shares: 
 
 
 def _extent(name: str, dtype: torch.dtype, chunk: Chunk, opened: Callable[[Path], BinaryIO]) -> Extent:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     try:
-        with FakeTensorMode():  # reads the description alone
-            file: Any = _ChunkFile(opened(chunk.file), chunk)
-            tensor = torch.load(file, weights_only=True)
+        file: Any = _ChunkFile(opened(chunk.file), chunk)
+        tensor = torch.load(file, weights_only=True)
         if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (dtype, chunk.box.shape):
             raise ValueError(f"it is {tensor}, the index says {dtype} {list(chunk.box.shape)}")
         shape, strides = tuple(tensor.shape), tensor.stride()

@@ -9,6 +9,7 @@ import torch
 
 from megaverl.errors import CheckpointError
 from megaverl.sharding.boxes import Box, whole
+from megaverl.weights import stored
 from megaverl.weights.stored import Extent, StoredArray, StoredArrayReader
 
 SHAPE = (3, 40, 64)
@@ -51,6 +52,24 @@ def test_a_box_is_what_slicing_gives(box: Box, dtype: torch.dtype, tmp_path: Pat
             reader.read(name, box, wide[..., 1:-2])  # into a part of something larger
             assert torch.equal(wide[..., 1:-2], array[box.slices].to(dtype)), name
             assert wide[..., 0].isnan().all() and wide[..., -2:].isnan().all()
+
+
+def test_columns_hold_few_pages_of_a_file_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However wide the array: what is mapped for some rows is given back before the next are."""
+    array = torch.arange(2 * 4096 * 1024, dtype=torch.int32).view(2, 4096, 1024)
+    (tmp_path / "0.bin").write_bytes(b"head" + array.numpy().tobytes())
+    given_back: list[tuple[int, int]] = []
+    monkeypatch.setattr(stored, "_give_back", lambda mapped, start, stop: given_back.append((start, stop)))
+    held = StoredArray(tuple(array.shape), torch.int32, [Extent(whole(array.shape), tmp_path / "0.bin", 4)])
+    box = Box((1, 8, 512), (2, 4096, 1024))
+    out = torch.empty(box.shape, dtype=torch.int32)
+    with StoredArrayReader({"a": held}) as reader:
+        reader.read("a", box, out)
+    assert torch.equal(out, array[box.slices])
+    assert max(stop - start for start, stop in given_back) <= stored.MAPPED_BYTES
+    row = 4 * 1024
+    assert given_back[0][0] == 4 + (4096 + 8) * row and given_back[-1][1] == 4 + 2 * 4096 * row
+    assert all(stop == start for (_, stop), (start, _) in zip(given_back, given_back[1:], strict=False))
 
 
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path) -> None:

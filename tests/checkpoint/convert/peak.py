@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,20 +47,12 @@ def main(folder: Path, shard_bytes: int) -> None:
     # what is imported only then
     warm = converted(make_model(folder / "warm"), folder / "warm_up", "megatron", verify=True)
     converted(warm, folder / "warm_back", "hugging_face", verify=True)
-    sources = {"there": "hf", "on": "there", "back": "on"}
-    options: dict[str, dict[str, Any]] = {
-        "there": {"to": "megatron", "grid": {"tp": 2}, "verify": True},
-        "on": {"to": "megatron", "grid": {"tp": 4, "pp": 2}},
-        "back": {"to": "hugging_face", "verify": True},
+    steps = {
+        "there": lambda: converted(folder / "hf", folder / "there", "megatron", grid={"tp": 2}, verify=True),
+        "on": lambda: converted(folder / "there", folder / "on", "megatron", grid={"tp": 4, "pp": 2}),
+        "back": lambda: converted(folder / "on", folder / "back", "hugging_face", verify=True),
     }
-    growth: dict[str, int] = {}
-    for name, source in sources.items():
-        for out in (name, f"{name}_again"):  # what the allocator keeps of threads comes on top, and differs by chance
-            found = peak_growth(lambda: converted(folder / source, folder / out, **options[name]))  # noqa: B023
-            growth[name] = min(found, growth.get(name, found))
-            if growth[name] < 2 * shard_bytes:
-                break
-    print(json.dumps(growth))
+    print(json.dumps({name: peak_growth(step) for name, step in steps.items()}))
 
 
 if __name__ == "__main__":
