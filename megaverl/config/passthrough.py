@@ -112,7 +112,6 @@ VLLM: dict[str, str] = {
     "distributed_executor_backend": "Engines live in the training processes (external_launcher).",
     "max_model_len": "It is data.max_prompt_tokens + rollout.sampling.max_tokens.",
     "logprobs_mode": "It is processed_logprobs: after temperature, as the loss sees them.",
-    "async_scheduling": "Every rank of an engine must schedule alike.",
     "enable_sleep_mode": "Use rollout.sleep.",
     **dict.fromkeys(("quantization", "quantization_config", "enable_lora"), _IN_PLACE),
     **dict.fromkeys(

@@ -234,12 +234,17 @@ def check_runs_here(head_dim: int, arguments: dict[str, Any]) -> None:
         arguments: EngineArgs.
 
     Raises:
-        RolloutError: a head size without an attention kernel; compiled models, which would keep old weights; a backend
-            of latent attention that throws away the weights that an update is written to, and knows no float32.
+        RolloutError: a head size without an attention kernel; compiled models, which would keep old weights; scheduling
+            beside a device that works by itself, which vLLM would turn off without a word (0.32, `platforms/cpu.py`); a
+            backend of latent attention that throws away the weights that an update is written to, and knows no float32.
     """
     if not arguments["enforce_eager"]:
         raise RolloutError(
             "rollout.vllm.enforce_eager=false: a compiled model would not see updated weights on a CPU. Leave it out."
+        )
+    if arguments.get("async_scheduling"):
+        raise RolloutError(
+            "rollout.vllm.async_scheduling=true: on a CPU there is no device to schedule ahead of. Leave it out."
         )
     if arguments.get("attention_backend") == "AMX_MLA":
         raise RolloutError(

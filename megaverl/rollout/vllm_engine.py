@@ -116,7 +116,6 @@ class VLLMEngine:
             "skip_tokenizer_init": True,
             "generation_config": "vllm",  # stop tokens and sampling come from our configuration alone
             "logprobs_mode": "processed_logprobs",  # of the distribution that was drawn from
-            "async_scheduling": False,  # every rank of a replica must schedule alike
             "enable_prefix_caching": True,
             "use_tqdm_on_load": False,
             "enable_sleep_mode": self._can_sleep,

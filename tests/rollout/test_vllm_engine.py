@@ -184,6 +184,8 @@ def test_refused_engine_arguments(launch: Launcher, folder: str) -> None:
         assert "vLLM refuses to start" in found
     for found in launch.world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"enforce_eager": False}):
         assert "rollout.vllm.enforce_eager=false" in found
+    for found in launch.world(2, f"{RANKS}:refusal", folder=folder, tp=1, vllm={"async_scheduling": True}):
+        assert "rollout.vllm.async_scheduling=true" in found
 
 
 @pytest.mark.parametrize(
