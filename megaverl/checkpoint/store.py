@@ -37,7 +37,7 @@ from megaverl.checkpoint.training_state import (
     sharded_state,
     trained_storages,
 )
-from megaverl.distributed.collectives import gather_json, together
+from megaverl.distributed.collectives import reduce_json, together
 from megaverl.errors import CheckpointError, DamagedCheckpoint
 from megaverl.monitoring.versions import collect_versions
 from megaverl.workers.trainable import TrainableModel
@@ -357,7 +357,8 @@ class CheckpointStore:
             wrong = manifest.wrong_sizes(folder)
             if not wrong:
                 wrong = manifest.wrong_bytes(folder, self.committer.rank, self.committer.size, tensors=False)
-        return sorted({problem for found in gather_json(wrong, self.committer.group) for problem in found})
+        found: list[str] = reduce_json(wrong, lambda ranks: sorted(set().union(*ranks)), self.committer.group)
+        return found
 
 
 def _write(

@@ -31,6 +31,7 @@ from megaverl.coordinator.reports import (
     Verdict,
 )
 from megaverl.distributed.failures import cause_of
+from megaverl.distributed.host_tree import children, parent
 from megaverl.distributed.liveness import Liveness
 from megaverl.distributed.p2p import Channel, PendingSends
 from megaverl.distributed.worlds import Fabric
@@ -320,16 +321,15 @@ def complete_set(reports: Mapping[int, GradientReport]) -> list[int]:
 
 
 def tree_children(ranks: Sequence[int], root: int, rank: int) -> list[int]:
-    """The ranks that `rank` passes a message on to, of a binary tree over `ranks`."""
+    """The ranks that `rank` passes a message on to, of `host_tree`'s over `ranks`."""
     order = [root, *(other for other in ranks if other != root)]
-    place = order.index(rank)
-    return order[2 * place + 1 : 2 * place + 3]
+    return [order[place] for place in children(order.index(rank), len(order))]
 
 
 def tree_parent(ranks: Sequence[int], root: int, rank: int) -> int:
     """The rank that `rank` hears from; it is not the root."""
     order = [root, *(other for other in ranks if other != root)]
-    return order[(order.index(rank) - 1) // 2]
+    return order[parent(order.index(rank))]
 
 
 class LocalCoordinator:

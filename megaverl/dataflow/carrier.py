@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megaverl.data.batch import RolloutBatch
 from megaverl.dataflow.plan import Edge, Places
 from megaverl.dataflow.tensor_channel import Reads, TensorChannel
+from megaverl.distributed.collectives import barrier
 from megaverl.distributed.placement import ResolvedPlacement, World, ranks_text
 from megaverl.distributed.rendezvous import NodeInfo, introduce
 from megaverl.distributed.store import job_store
@@ -128,5 +129,5 @@ def _join(places: Places) -> Fabric:
 def _leave() -> None:
     """At the program's end: with the others, unless an error ends it, which torchrun tells them."""
     if getattr(sys, "last_value", None) is None and dist.is_initialized():
-        dist.barrier()
+        barrier()
         dist.destroy_process_group()

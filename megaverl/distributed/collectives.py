@@ -1,4 +1,7 @@
-"""Small agreements between ranks, as JSON in byte tensors: nothing is pickled; an error on one is raised on all."""
+"""Small agreements between ranks, as JSON from host to host: nothing is pickled; an error on one is raised on all.
+
+No device takes part, whatever the group's backend (`host_tree`); tensors on a device go through `gather_rows` alone.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl import errors
+from megaverl.distributed.host_tree import conclude
 from megaverl.errors import MegaverlError
 from megaverl.platform import platform
 
@@ -21,53 +25,73 @@ def device_of(group: dist.ProcessGroup | None = None) -> torch.device:
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else platform.device
 
 
-def to_bytes(value: Any) -> Tensor:
-    """`value` (anything JSON can hold) as [length] uint8."""
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def from_bytes(data: Tensor) -> Any:
-    """Undo `to_bytes`."""
-    return json.loads(bytes(data.cpu().numpy()))
-
-
 def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's `value` (anything JSON can hold), in rank order, on every rank of `group`."""
+    """Every rank's `value` (anything JSON can hold), in rank order, on every rank of `group`.
+
+    Where one answer is wanted of all values, `reduce_json` has it without sending them all to all.
+    """
     if dist.get_world_size(group) == 1:
         return [value]
-    return [from_bytes(data) for data in _gather(to_bytes(value), group)]
+    found: list[Any] = json.loads(conclude(_encode(value), lambda every: b"[" + b",".join(every) + b"]", group))
+    return found
+
+
+def reduce_json(value: Any, function: Callable[[list[Any]], Any], group: dist.ProcessGroup | None = None) -> Any:
+    """What `function` makes of every rank's `value`, in rank order; it is called on one rank, all get its result.
+
+    Both are anything JSON can hold; what it raises is raised on every rank.
+    """
+    if dist.get_world_size(group) == 1:
+        return function([value])
+    error: Exception | None = None
+
+    def answer(every: list[bytes]) -> bytes:
+        nonlocal error
+        try:
+            return _encode({"result": function([json.loads(each) for each in every])})
+        except Exception as caught:  # passed on to every rank, this one included
+            error = caught
+            return _encode({"error": _report(caught)})
+
+    return _result(json.loads(conclude(_encode(value), answer, group)), "", error)
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
     """`value` of the rank `source` of `group`, on every rank of it."""
     if dist.get_world_size(group) == 1:
         return value
-    data, device = to_bytes(value).to(device_of(group)), device_of(group)
-    length = torch.tensor([data.numel()], device=device)
-    dist.broadcast(length, group=group, group_src=source)
-    if dist.get_rank(group) != source:
-        data = torch.empty(int(length), dtype=torch.uint8, device=device)
-    dist.broadcast(data, group=group, group_src=source)
-    return from_bytes(data)
+    mine = _encode(value) if dist.get_rank(group) == source else b""
+    return json.loads(conclude(mine, lambda every: every[source], group))
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Until every rank of `group` is here."""
+    if dist.get_world_size(group) > 1:
+        conclude(b"", lambda every: b"", group)
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Concatenate `rows` [n_i, ...] of all ranks of `group` in rank order; the n_i may differ."""
-    return rows if dist.get_world_size(group) == 1 else torch.cat(_gather(rows, group))
+    """Concatenate `rows` [n_i, ...] of all ranks of `group` in rank order; the n_i may differ.
 
-
-def _gather(rows: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Every rank's `rows` [n_i, ...]."""
-    size, device = dist.get_world_size(group), device_of(group)
-    rows = rows.to(device).contiguous()
-    count = torch.tensor([rows.shape[0]], dtype=torch.int64, device=device)
-    counts = [torch.empty_like(count) for _ in range(size)]
-    dist.all_gather(counts, count, group=group)
-    padded = rows.new_zeros((max(int(n) for n in counts), *rows.shape[1:]))
+    They go where the group's tensors lie (`device_of`), and are found there.
+    """
+    if dist.get_world_size(group) == 1:
+        return rows
+    counts = gather_json(rows.shape[0], group)
+    padded = torch.zeros((max(counts), *rows.shape[1:]), dtype=rows.dtype, device=device_of(group))
     padded[: rows.shape[0]] = rows
-    received = [torch.empty_like(padded) for _ in range(size)]
+    received = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(received, padded, group=group)
-    return [r[: int(n)] for r, n in zip(received, counts, strict=True)]
+    return torch.cat([each[:count] for each, count in zip(received, counts, strict=True)])
+
+
+def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """`gather_rows` of a few bytes for each row, which lie on the host and stay there."""
+    if dist.get_world_size(group) == 1:
+        return rows
+    joined = conclude(rows.contiguous().numpy().tobytes(), b"".join, group)
+    flat = torch.frombuffer(bytearray(joined), dtype=rows.dtype) if joined else rows.new_empty(0)
+    return flat.reshape(-1, *rows.shape[1:])
 
 
 def raise_together(error: Exception | None, group: dist.ProcessGroup | None = None) -> None:
@@ -76,15 +100,19 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None = No
     Every rank of `group` takes part. All raise the same: the error of the lowest failing rank, with its class
     where it is one of megaverl's own. It names that rank, unless all ranks failed alike.
     """
-    failed = torch.tensor([error is not None], dtype=torch.int32, device=device_of(group))
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-    if not failed.item():
-        return
-    reports = gather_json(None if error is None else _report(error), group)
-    rank = next(rank for rank, found in enumerate(reports) if found is not None)
+    found = reduce_json(None if error is None else _report(error), _first_failure, group)
+    if found is not None:
+        who, report = found
+        raise _error(report, who) from error
+
+
+def _first_failure(reports: list[list[str] | None]) -> tuple[str, list[str]] | None:
+    """Of the lowest rank that failed: how to name it, and its report."""
+    rank = next((rank for rank, report in enumerate(reports) if report is not None), None)
+    if rank is None:
+        return None
     alike = all(other == reports[rank] for other in reports)
-    raise _error(reports[rank], "" if alike else f"rank {rank}: ") from error
+    return "" if alike else f"rank {rank}: ", reports[rank] or []
 
 
 @contextmanager
@@ -107,15 +135,23 @@ def on_rank(function: Callable[[], Any], rank: int, group: dist.ProcessGroup | N
             outcome = {"result": function()}
         except Exception as caught:  # passed on to every rank, this one included
             error, outcome = caught, {"error": _report(caught)}
-    outcome = broadcast_json(outcome, rank, group)
-    if "error" in outcome:
-        raise _error(outcome["error"], f"rank {rank}: " if dist.get_world_size(group) > 1 else "") from error
-    return outcome["result"]
+    who = f"rank {rank}: " if dist.get_world_size(group) > 1 else ""
+    return _result(broadcast_json(outcome, rank, group), who, error)
 
 
 def on_first_rank(function: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
     """`on_rank` 0."""
     return on_rank(function, 0, group)
+
+
+def _encode(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _result(outcome: dict[str, Any], who: str, error: Exception | None) -> Any:
+    if "error" in outcome:
+        raise _error(outcome["error"], who) from error
+    return outcome["result"]
 
 
 def _report(error: Exception) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megaverl.distributed.collectives import from_bytes, to_bytes
 from megaverl.distributed.failures import cause_of
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import TrainingStopped
@@ -122,7 +122,7 @@ class Channel:
 
 def send_json(fabric: Fabric, name: str, dest: int, value: Any) -> PendingSends:
     """A small message to one rank."""
-    data = to_bytes(value)
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     channel = Channel(fabric, name)
     sent = channel.send(fabric.control, {dest: torch.tensor([data.numel()])})
     sent.add(channel.send(fabric.control, {dest: data}))
@@ -135,4 +135,4 @@ def receive_json(fabric: Fabric, name: str, source: int) -> Any:
     channel.receive(fabric.control, {source: length})
     data = torch.empty(int(length), dtype=torch.uint8)
     channel.receive(fabric.control, {source: data})
-    return from_bytes(data)
+    return json.loads(data.numpy().tobytes())

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from megaverl.config.run import is_hub_name
-from megaverl.distributed.collectives import gather_json, together
+from megaverl.distributed.collectives import gather_json, reduce_json, together
 from megaverl.errors import ModelError
 from megaverl.weights.export import COPIED_SUFFIXES
 from megaverl.weights.stored import INDEX_FILE, SINGLE_FILE, read_weight_map
@@ -74,7 +74,7 @@ class ModelFiles:
                     if future is not None and there:
                         future.result()
                 # a word now and then, or a long download would look like a lost rank
-                if all(gather_json(there)):
+                if reduce_json(there, all):
                     break
             yield self.folder / name
         self._complete = True

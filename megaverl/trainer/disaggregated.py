@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megaverl.config import Config
 from megaverl.coordinator import Coordinator, CoordinatorClient, Progress
 from megaverl.data.batch import RolloutBatch
@@ -24,7 +22,7 @@ from megaverl.data.streaming import Prompts
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.dataflow.tensor_channel import TensorChannel
-from megaverl.distributed.collectives import broadcast_json, gather_json, together
+from megaverl.distributed.collectives import barrier, broadcast_json, gather_json, together
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
@@ -298,7 +296,7 @@ class Disaggregated(Executor):
 
     def collect(self, state: dict[str, Any]) -> dict[str, Any]:
         """Each part from a rank that knows it."""
-        dist.barrier(self.control)  # a rank that only coordinates is here before the last update is decided on
+        barrier(self.control)  # a rank that only coordinates is here before the last update is decided on
         mine: dict[str, Any] = {}
         if self.fabric.rank == self.reporter:
             of_reporter = ("next_step", "kl", "tokenizer", "best", "metrics_bytes", "cut_off")

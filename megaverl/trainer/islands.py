@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save
 
 from megaverl.algorithms.metrics import MetricSums, add_metrics
@@ -21,7 +20,7 @@ from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
 from megaverl.coordinator import Participant, Progress
 from megaverl.coordinator.islands import IslandMember, OuterOptimizer, serve_join
-from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.collectives import broadcast_json, reduce_json
 from megaverl.distributed.p2p import receive_json, send_json
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
@@ -104,9 +103,9 @@ class Island:
 
     def _own_tokens(self, micro_batches: Sequence[MicroBatch]) -> float:
         mine = sum(int((batch.fields["weights"] != 0).sum()) for batch in micro_batches)
-        total = torch.tensor(float(mine), device=platform.device)
-        dist.all_reduce(total, group=self._trainable.model.grid.dp_group)
-        return float(total)
+        coords = self._trainable.model.grid.coords
+        speaks = coords.tp == coords.cp == coords.pp == 0  # the others of its replica have the same micro-batches
+        return float(reduce_json(mine if speaks else 0, sum, self._trainable.model.grid.world))
 
     def _join_sums(self, sums: MetricSums) -> MetricSums:
         """The islands' first ranks give theirs, and get those of all."""
@@ -117,7 +116,7 @@ class Island:
             sent = send_json(fabric, _SUMS, coordinator, mine)
             whole = receive_json(fabric, _SUMS, coordinator)
             sent.wait()
-        return _as_sums(gather_json(whole)[0])
+        return _as_sums(broadcast_json(whole, 0))
 
 
 class IslandUpdates:

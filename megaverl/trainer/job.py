@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
-from megaverl.distributed.collectives import device_of
+from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
@@ -197,9 +197,7 @@ class PreemptionHandler:
 
     def agreed(self, group: dist.ProcessGroup | None = None) -> str | None:
         """The name of a signal that any rank has got, the same on all; every rank (of `group`) takes part."""
-        signals = torch.tensor(self._signal, dtype=torch.int64, device=device_of(group))
-        dist.all_reduce(signals, op=dist.ReduceOp.MAX, group=group)
-        number = int(signals)
+        number = reduce_json(self._signal, max, group)
         return signal.Signals(number).name if number else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
+from megaverl.distributed.collectives import barrier
 from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.worlds import Fabric
 from megaverl.monitoring.console import Console
@@ -138,7 +137,7 @@ class WorldMetrics:
 
     def join_timelines(self, run_dir: Path) -> None:
         """Those of all worlds, side by side in one trace; every rank of the job takes part."""
-        dist.barrier(self.fabric.control)
+        barrier(self.fabric.control)
         if self.fabric.rank == self.reporter:
             traces = [_timeline_of(run_dir, world.name) for world in self.fabric.placement.worlds]
             merge_traces(traces, run_dir / "timeline.json")

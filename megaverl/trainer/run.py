@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megaverl.checkpoint.training_state import seed_generators
 from megaverl.config import Config
-from megaverl.distributed.collectives import on_first_rank
+from megaverl.distributed.collectives import barrier, on_first_rank
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.versions import write_versions
@@ -49,7 +49,7 @@ def main(
         if verdict := job.liveness.explain(error):
             raise TrainingStopped(verdict) from error
         raise
-    dist.barrier(job.fabric.control)
+    barrier(job.fabric.control)
     job.liveness.leave()
     if code == 0:
         dist.destroy_process_group()

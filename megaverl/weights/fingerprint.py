@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.collectives import gather_json, reduce_json
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, BoxIndex, carry
@@ -215,11 +215,9 @@ class ReshardCheck:
         expected[index[cells.given]] = values[cells.given]
         dist.all_reduce(expected, group=self._group)  # one rank gives each cell's value, all others zero
         wrong = (values != expected[index]).nonzero().flatten()
-        num_wrong = torch.tensor([wrong.numel()], dtype=torch.int64, device=values.device)
-        dist.all_reduce(num_wrong, group=self._group)
         found: list[Difference] = []
         num_more = 0
-        if int(num_wrong):
+        if reduce_json(wrong.numel(), sum, self._group):
             found, num_more = self._name({cells.held[i].cell for i in wrong.tolist()}, values.tolist(), limit)
         return CheckStats(cells.num_tensors, nbytes, time.perf_counter() - start), found, num_more
 
@@ -327,8 +325,13 @@ def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup 
     counted = {(p.tensor, p.box): p for p in reversed(layout.pieces) if first[p.tensor][p.box] == rank}
     own = Layout(tuple(counted.values()), layout.local_shapes, layout.global_shapes)
     parts = fingerprints(own, tensors)
-    total: dict[str, int] = {}
-    for part in gather_json({name: str(value) for name, value in parts.items()}, group):  # 64 bits: no JSON number
-        for name, value in part.items():
-            total[name] = (total.get(name, 0) + int(value)) % 2**64
-    return hashlib.blake2b(json.dumps(sorted(total.items())).encode(), digest_size=8).hexdigest()
+
+    def digest(ranks: list[dict[str, str]]) -> str:
+        total: dict[str, int] = {}
+        for part in ranks:
+            for name, value in part.items():
+                total[name] = (total.get(name, 0) + int(value)) % 2**64
+        return hashlib.blake2b(json.dumps(sorted(total.items())).encode(), digest_size=8).hexdigest()
+
+    # 64 bits: no JSON number
+    return str(reduce_json({name: str(value) for name, value in parts.items()}, digest, group))

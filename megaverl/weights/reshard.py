@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import gather_json, together
+from megaverl.distributed.collectives import reduce_json, together
 from megaverl.distributed.failures import GRACE_SECONDS, Failures, record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
@@ -134,7 +134,7 @@ class Resharder:
         # the second set of an overlapped run is another one every time
         self._to_arrive = 2 if overlap and options.may_rebind else 1
         travels = bool(plan.sends or plan.receives)
-        self._anything_travels = plan.world > 1 and any(gather_json(travels, group))
+        self._anything_travels = plan.world > 1 and reduce_json(travels, any, group)
         self._background: Future[tuple[Moved, float]] | None = None
         self._started = False
 

@@ -114,8 +114,6 @@ def agree_on_dtypes(
 ) -> dict[str, SideDtypes]:
     """The dtypes of each side, on all ranks; all of them take part.
 
-    This is also the collective that NCCL wants before the first point-to-point batch.
-
     Args:
         sides: name -> this rank's layout and tensors; the source first.
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.config.roles import LoraConfig
-from megaverl.distributed.collectives import together
+from megaverl.distributed.collectives import reduce_json, together
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
@@ -297,9 +297,11 @@ class MegatronModel:
         if not self._router_losses:
             return
         shape = self.grid.shape
-        tokens = torch.tensor(sum(batch.tokens.numel() for batch in micro_batches), device=platform.device)
-        dist.all_reduce(tokens, group=self.grid.dp_group)
-        factor = shape.tp * shape.cp / int(tokens)  # each of these ranks sees its part of the sequence
+        coords = self.grid.coords
+        speaks = coords.tp == coords.cp == coords.pp == 0  # the others of its replica have the same micro-batches
+        mine = sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
+        # each of these ranks sees its part of the sequence
+        factor = shape.tp * shape.cp / reduce_json(mine, sum, self.grid.world)
         for name, given in self._router_losses.items():
             setattr(self.config, name, [each * factor for each in given] if isinstance(given, list) else given * factor)
 

@@ -15,7 +15,7 @@ from megaverl.data.batching import rows_of_rank
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.data.prompts import Message
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
-from megaverl.distributed.collectives import gather_rows, together
+from megaverl.distributed.collectives import gather_host_rows, together
 from megaverl.errors import DataError, ModelError, RewardError
 from megaverl.platform import flash_attention, platform
 from megaverl.plugins import call_object
@@ -135,7 +135,7 @@ class RewardRole:
         with together(self.world):
             columns = self._take_scored(rows) or self._columns(batch, rows)
             scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(names))
-        table = gather_rows(scored.to(platform.device), self.world).cpu()
+        table = gather_host_rows(scored, self.world)
         components = {name: table[:, 2 + i] for i, name in enumerate(names)}
         total, correct = table[:, 0], table[:, 1].bool()
         for each in self.learned:
@@ -268,7 +268,7 @@ class TransformersRewardModel:
             if not found.isfinite().all():
                 row = rows[int((~found.isfinite()).nonzero()[0, 0])]
                 raise RewardError(f"{self.folder}: the score of response {row} is {found[row - rows[0]]}.")
-        return gather_rows(found.to(platform.device), self.world).cpu()
+        return gather_host_rows(found, self.world)
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the role reads."""

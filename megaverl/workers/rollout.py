@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from megaverl.distributed.collectives import together
+from megaverl.distributed.collectives import reduce_json, together
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.platform import platform
 from megaverl.plugins import call_object
@@ -95,9 +95,7 @@ class Rollout:
 
     def _least_free_memory(self) -> int:
         """Bytes, on the rank that has the least; every rank takes part."""
-        free = torch.tensor(platform.free_memory(), device=platform.device)
-        dist.all_reduce(free, dist.ReduceOp.MIN, group=self.world)
-        return int(free)
+        return int(reduce_json(platform.free_memory(), min, self.world))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from megaverl.algorithms.loss import clip_factor
 from megaverl.algorithms.metrics import MetricSums, add_metrics
 from megaverl.config.passthrough import coerce
 from megaverl.config.roles import OffloadConfig
-from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.collectives import reduce_json
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
@@ -325,16 +325,19 @@ class TrainableModel:
             raise
 
     def _reduce(self, reports: list[Mapping[str, torch.Tensor]]) -> MetricSums:
-        """Add the losses' sums over micro-batches and ranks. All ranks learn the names from the last stages."""
+        """Add the losses' sums over micro-batches and ranks. All ranks learn the names from the last stages.
+
+        Of an update this is what the host reads of the loss, in one copy; from there on no device takes part.
+        """
         mine = MetricSums()
         if self.model.reports:
             for report in reports:
                 mine = add_metrics(mine, report)
-        total = MetricSums()
-        for part in gather_json({name: mine[name].tolist() for name in sorted(mine)}, self.model.grid.world):
-            found = {name: torch.tensor(sums, dtype=torch.float64) for name, sums in part.items()}
-            total = add_metrics(total, found)
-        return total
+        names, values = sorted(mine), []
+        if names:
+            values = torch.stack([mine[name].double() for name in names]).tolist()
+        total = reduce_json(dict(zip(names, values, strict=True)), _total, self.model.grid.world)
+        return {name: torch.tensor(sums, dtype=torch.float64) for name, sums in total.items()}
 
     def _check_finite(self, wrong: list[str], grad_norm: float) -> None:
         if wrong or not math.isfinite(grad_norm):
@@ -360,6 +363,14 @@ class TrainableModel:
                 gradient = decoupled if decoupled is not None else parameter.grad
                 if gradient is not None:
                     gradient.mul_(factor)
+
+
+def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Every name's sums, added up in the order of the ranks."""
+    total = MetricSums()
+    for found in ranks:
+        total = add_metrics(total, {name: torch.tensor(sums, dtype=torch.float64) for name, sums in found.items()})
+    return {name: sums.tolist() for name, sums in total.items()}
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from megaverl import errors
-from megaverl.distributed.collectives import gather_json, gather_rows, on_first_rank, raise_together, together
+from megaverl.distributed.collectives import (
+    barrier,
+    broadcast_json,
+    gather_host_rows,
+    gather_json,
+    gather_rows,
+    on_first_rank,
+    raise_together,
+    reduce_json,
+    together,
+)
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import DENSE_GROUPS, EXPERT_GROUPS, ProcessGroupManager
 from megaverl.distributed.ragged import RaggedBatch
@@ -151,3 +163,47 @@ def first_rank_only(fails: bool) -> dict[str, Any]:
     except MegaverlError as error:
         result = f"{type(error).__name__}: {error}"
     return {"called": called, "result": result}
+
+
+def agree_without_a_device() -> dict[str, Any]:
+    """Over a group whose backend carries nothing, as none but the hosts are to take part; and how many sockets that
+    opened."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401 (the backend "fake")
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    silent = dist.new_group(list(range(size)), backend="fake")
+    before = _num_sockets()
+    barrier(silent)
+    return {
+        "opened": _num_sockets() - before,
+        "gathered": gather_json([rank, "x" * (700 * rank)], silent),
+        "sum": reduce_json(rank, sum, silent),
+        "from the last": broadcast_json({"rank": rank}, size - 1, silent),
+        "rows": gather_host_rows(torch.full((rank, 2), rank, dtype=torch.float32), silent).tolist(),
+        "none": list(gather_host_rows(torch.empty(0, 3), silent).shape),
+    }
+
+
+def _num_sockets() -> int:
+    return sum(connection.raddr != () for connection in psutil.Process().net_connections())
+
+
+def reduce_that_fails() -> list[str]:
+    """What every rank hears of an error in the function, which one rank calls; and that it can still talk."""
+    try:
+        reduce_json(dist.get_rank(), lambda values: values[99])
+    except MegaverlError as error:
+        return [str(error), str(error.__cause__), str(gather_json(dist.get_rank()))]
+    return []
+
+
+def agree_without(missing: int, seconds: float) -> str:
+    """A rank stays away: what the others say."""
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
+    if dist.get_rank() == missing:
+        return "away"
+    try:
+        barrier(group)
+    except errors.TrainingStopped as error:
+        return str(error)
+    return "nothing"

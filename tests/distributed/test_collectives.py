@@ -80,3 +80,33 @@ def test_the_first_ranks_error_is_everybodys(launch: Launcher) -> None:
         "DataError: rank 0: nothing on rank 2",
         "DataError: rank 0: nothing on rank 2",
     ]
+
+
+def test_hosts_agree_whatever_the_groups_backend_and_open_a_few_connections(launch: Launcher) -> None:
+    rows = [[float(rank)] * 2 for rank in range(4) for _ in range(rank)]
+    expected = {
+        "gathered": [[rank, "x" * (700 * rank)] for rank in range(4)],
+        "sum": 6,
+        "from the last": {"rank": 3},
+        "rows": rows,
+        "none": [0, 3],
+    }
+    found = launch.world(4, RANKS + "agree_without_a_device")
+    # 0 speaks with 1 and 2, 3 with 2 alone
+    assert [each.pop("opened") for each in found] == [2, 1, 2, 1]
+    assert found == [expected] * 4
+
+
+def test_an_error_in_what_one_rank_makes_of_all_values_is_raised_on_all(launch: Launcher) -> None:
+    found = launch.world(4, RANKS + "reduce_that_fails")
+    assert [each[0] for each in found] == ["IndexError: list index out of range"] * 4
+    assert [each[1] for each in found] == ["list index out of range", "None", "None", "None"]
+    assert [each[2] for each in found] == ["[0, 1, 2, 3]"] * 4
+
+
+def test_who_waits_for_a_rank_that_does_not_come_names_it(launch: Launcher) -> None:
+    found = launch.world(4, RANKS + "agree_without", missing=3, seconds=1.0)
+    assert "rank 3 of the group died or stalled" in found[2]
+    assert "Timed out waiting 1000ms" in found[2]
+    assert "rank 2 of the group" in found[0]
+    assert "rank 0 of the group" in found[1]

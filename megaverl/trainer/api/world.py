@@ -105,6 +105,8 @@ def _leave() -> None:
     """At the program's end: with the others, unless an error ends it, which is reported to them."""
     import torch.distributed as dist
 
+    from megaverl.distributed.collectives import barrier
+
     job, error = _Joined.job, getattr(sys, "last_value", None)
     if job is None:
         return
@@ -113,8 +115,8 @@ def _leave() -> None:
         return
     job.liveness.note("the end of its program")
     try:
-        dist.barrier(job.fabric.control)
-    except RuntimeError as broken:
+        barrier(job.fabric.control)
+    except TrainingStopped as broken:
         print(f"error: {job.liveness.explain(broken) or broken}", file=sys.stderr, flush=True)
         os._exit(1)
     job.liveness.leave()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.collectives import gather_json, reduce_json
 from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
@@ -58,7 +58,7 @@ class _Readers:
                 logger.warning("weights go over the network within nodes: %s", problems[0])
             return None
         sends, receives = job.take_peers(wanted)
-        if not any(gather_json(bool(sends or receives), job.group)):
+        if not reduce_json(bool(sends or receives), any, job.group):
             return None
         return receives, sum(map(job.wire_bytes, sends.values()))
 

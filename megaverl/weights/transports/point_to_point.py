@@ -71,6 +71,8 @@ class PointToPoint:
 
     @classmethod
     def take(cls, job: TransferJob) -> PointToPoint | None:
+        if platform.is_cuda and job.plan.world > 1:  # NCCL wants a collective of all before the first of these
+            dist.all_reduce(torch.zeros(1, device=platform.device), group=job.group)
         sends, receives = job.take_peers(lambda peer: True)
         return cls(job, sends, receives) if sends or receives else None
 

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.collectives import broadcast_json
 from megaverl.errors import ReshardError
 from megaverl.sharding.plan import Transfer
 from megaverl.weights.transfer import Message, Moved, TransferJob, copy_boxes, messages
@@ -47,7 +47,7 @@ class SharedFolder:
         if folder is None or job.plan.world == 1:
             return None
         # files of another run, or of another resharder, must never be taken for these
-        token = gather_json(os.urandom(8).hex(), job.group)[0]
+        token = broadcast_json(os.urandom(8).hex(), 0, job.group)
         sends, receives = job.take_peers(lambda peer: not job.options.same_node(rank, peer))
         own = folder / f"reshard-{token}"
         try:
