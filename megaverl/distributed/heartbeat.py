@@ -50,6 +50,11 @@ class Heartbeat:
     step: int = 0
     begun: tuple[str, ...] = ()
 
+    @property
+    def reached(self) -> tuple[str, int, tuple[str, ...]]:
+        """How far it is, among those of its world."""
+        return self.world, self.step, self.begun
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
@@ -128,10 +133,13 @@ def blame(beats: Mapping[int, Heartbeat], stalled_after: float) -> tuple[list[in
         The ranks to blame, none where all of several wait for each other, and the rank that has waited.
     """
     here = {rank: beat for rank, beat in sorted(beats.items()) if not beat.left}
-    last = [rank for rank, beat in here.items() if not any(is_behind(other, beat) for other in here.values())]
+    places = {beat.reached: beat for beat in here.values()}  # a few, however many ranks there are
+    is_last = {where: not any(is_behind(other, beat) for other in places.values()) for where, beat in places.items()}
+    is_passed = {where: any(is_behind(beat, other) for other in places.values()) for where, beat in places.items()}
+    last = [rank for rank, beat in here.items() if is_last[beat.reached]]
     at_work = [rank for rank in last if not here[rank].waits_for]
     reading = [rank for rank in last if here[rank].waits_for == "device"]
-    passed = [rank for rank in last if any(is_behind(here[rank], other) for other in here.values())]
+    passed = [rank for rank in last if is_passed[here[rank].reached]]
     suspects = at_work or reading or passed
     to_blame = [rank for rank in suspects if here[rank].seconds > stalled_after]
     if len(to_blame) == len(here) > 1 and all(here[rank].waited > stalled_after for rank in to_blame):

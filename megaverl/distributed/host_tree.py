@@ -25,7 +25,7 @@ from megaverl.distributed.failures import cause_of
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
 
-FRAME = 1024  # bytes of a message, its length among them; what is longer follows in a second one
+FRAME = 2048  # bytes of a message, its length among them; what is longer follows in a second one
 _LENGTH = 8  # bytes of a length
 _TAG = zlib.crc32(b"megaverl.host_tree") & 0x7FFFFFFF  # apart from what is sent point to point
 _LAZY = "TORCH_GLOO_LAZY_INIT"

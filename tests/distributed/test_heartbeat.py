@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaverl.distributed import heartbeat
 from megaverl.distributed.heartbeat import Heartbeat, blame, is_behind, who_is_gone, who_stalls
 
 STAGES = ("rollout", "reward", "values", "actor_update", "reshard")
@@ -128,3 +129,13 @@ def test_of_ranks_that_all_seem_to_wait_for_their_devices_the_last_are_blamed(st
     last = [rank for rank, place in enumerate(places) if place == min(places)]
     found = blame({rank: at(stage, "d") for rank, stage in enumerate(stages)}, LIMIT)
     assert found is not None and found[0] == (last if len(set(places)) > 1 else [])
+
+
+def test_the_coordinators_look_at_a_thousand_ranks_compares_stages_and_not_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compared = []
+    monkeypatch.setattr(heartbeat, "is_behind", lambda *two: compared.append(two) or is_behind(*two))
+    beats = {rank: at(STAGES[rank % 5], "r", step=rank % 2) for rank in range(1000)} | {3: at("rollout", step=0)}
+    assert blame(beats, LIMIT) == ([3], 0), "it is at work in the first stage, and the others wait"
+    assert len(compared) < 2 * 10 * 10 + len(beats)
