@@ -367,10 +367,11 @@ class TrainableModel:
 
 def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Every name's sums, added up in the order of the ranks."""
-    total = MetricSums()
+    total: dict[str, list[float]] = {}
     for found in ranks:
-        total = add_metrics(total, {name: torch.tensor(sums, dtype=torch.float64) for name, sums in found.items()})
-    return {name: sums.tolist() for name, sums in total.items()}
+        for name, sums in found.items():
+            total[name] = [one + more for one, more in zip(total[name], sums, strict=True)] if name in total else sums
+    return total
 
 
 def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
