@@ -68,7 +68,8 @@ class GridConfig(Section):
     """Most tokens (prompt and response) in one micro-batch: a hard cap."""
     pack_samples: bool = True
     """Lay a micro-batch's samples end to end in one row, without padding and with a prompt that several share only
-    once. Where attention is PyTorch's own; Transformer Engine's and latent attention get padded rows."""
+    once. Rows are padded, and the log says why, with latent attention, and under Transformer Engine where neither
+    FlashAttention nor cuDNN takes such rows."""
     chunked_logits: bool = False
     """Make log-probs from hidden states, some response tokens at a time: logits are never whole. For long samples and
     large vocabularies; the backward pass computes them again."""

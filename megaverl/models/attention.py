@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megaverl.models.packing import Packing
-from megaverl.platform import platform
+from megaverl.models.packing import DensePacking, Packing, VarlenPacking
+from megaverl.platform import flash_attention, platform
 
 platform.adapt_megatron()
 
@@ -60,7 +60,8 @@ class CausalAttention(nn.Module):
             key, value: [s, b, kv_heads / tp, head_dim]; values may have a head_dim of their own.
             attention_mask: [b, 1, s, s] bool, True where a query must not look; None: causal, within the window
                 if there is one.
-            packed_seq_params: a `Packing`: the row (b is 1) holds several sequences, see there.
+            packed_seq_params: the row (b is 1) holds several sequences: a `DensePacking`, or a `VarlenPacking` where
+                FlashAttention computes.
 
         Returns:
             [s, b, heads / tp * head_dim of the values], dtype of `query`.
@@ -69,12 +70,29 @@ class CausalAttention(nn.Module):
         if packed_seq_params is not None:
             assert attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
+            if isinstance(packed_seq_params, VarlenPacking):
+                return self._attend_varlen(q, k, v, packed_seq_params).flatten(1).unsqueeze(1)
+            assert isinstance(packed_seq_params, DensePacking)
             return packed_seq_params.attend(self._attend, q, k, v, self.window).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
         if look is None and self.window is not None and self.window < len(query):
             look = _inside_window(len(query), self.window, query.device)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim], no copies
         return self._attend(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_varlen(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: VarlenPacking) -> torch.Tensor:
+        """[t, heads, head_dim], keys and values [t, kv_heads, head_dim] -> [t, heads, head_dim]."""
+        return flash_attention.attend_varlen(
+            q,
+            packing.of_segments(k),
+            packing.of_segments(v),
+            packing.cu_seqlens_q,
+            packing.cu_seqlens_kv,
+            packing.max_seqlen_q,
+            packing.max_seqlen_kv,
+            scale=self.softmax_scale,
+            window=self.window,
+        )
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
         """[b, heads, q, head_dim], keys and values [b, kv_heads, k, head_dim] -> [b, heads, q, head_dim]; `look`

@@ -18,7 +18,8 @@ from megaverl.models.attention import (
 )
 from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesideLogits
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
-from megaverl.platform import platform
+from megaverl.models.packing import Pack, pack, pack_varlen
+from megaverl.platform import flash_attention, platform
 from megaverl.sharding.fit import shares_kv_heads
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
@@ -60,6 +61,10 @@ def block_spec(
             layer.submodules.self_attention.module = SharedKVAttention
         if not with_engine:
             _use_our_parts(layer, config)
+        elif not config.multi_latent_attention:
+            from megaverl.models.engine_attention import EngineAttention  # needs Transformer Engine
+
+            layer.submodules.self_attention.submodules.core_attention = EngineAttention
         if spec.moe is not None and spec.moe.router_bias and hasattr(layer.submodules.mlp.submodules, "router"):
             layer.submodules.mlp.submodules.router = BiasedRouter
     if not with_engine:
@@ -180,10 +185,27 @@ def layouts_of(
     )
 
 
-def can_pack(config: TransformerConfig) -> bool:
-    """Whether the model reads a `Packing`: its attention is ours, and its positions are rotary embeddings of the whole
-    model, which latent attention has inside."""
-    return not uses_transformer_engine() and is_plain(config) and not config.multi_latent_attention
+def packer(config: TransformerConfig) -> Pack:
+    """How samples are laid into a row that the model's attention reads, where nothing keeps it from it."""
+    if uses_transformer_engine() or not flash_attention.why_not_for(config.params_dtype, config.kv_channels):
+        return pack_varlen
+    return pack
+
+
+def why_padded(config: TransformerConfig) -> str:
+    """Why the model reads no packed rows; empty: it does.
+
+    Latent attention has its rotary embeddings inside, where a token's own position does not come.
+    """
+    if config.multi_latent_attention:
+        return "latent attention has its positions inside"
+    if not is_plain(config):
+        return "attention has dropout, a softmax offset, or windows that differ from layer to layer"
+    if not uses_transformer_engine():
+        return ""
+    from megaverl.models import engine_attention  # needs Transformer Engine
+
+    return engine_attention.why_padded(config)
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -28,17 +28,39 @@ class Packing(PackedSeqParams):
 
     All layers but attention treat a token by itself, so that a shared beginning costs them once. Attention
     (arXiv 1706.03762, eq. 1) is over the keys and values that each sequence alone would have; gradients of shared ones
-    add up. A beginning that is short beside what follows it is attended from anew by each of its sequences, as the
-    causal kernel is fast and what it computes twice is dropped; a long one is computed once, as a sequence of its own,
-    and its sequences' own parts look back at it under a mask.
+    add up. How it is computed says the kind: a `DensePacking` for PyTorch's kernels, a `VarlenPacking` for those of
+    FlashAttention and Transformer Engine.
 
     It travels through megatron-core in the place of `PackedSeqParams`, also where layers are computed again; as its
-    format is "sbhd", megatron-core itself does nothing with it.
+    format is "sbhd", megatron-core itself does nothing with it. In its "thd" format it would rotate queries and keys by
+    their places in sequences that share nothing; `AtPositions` gives each token its own position, in the fused kernels
+    too, which take an embedding for every token of a row.
 
     Attributes:
         source: [t] int64: of each token, the place in the flattened padded sequences [b, s].
         positions: [t] int64: its place in its sequence, for rotary embeddings.
         starts: [b] int64: where each sequence's own part begins in the row.
+    """
+
+    source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
+    positions: torch.Tensor = None  # type: ignore[assignment]
+    starts: torch.Tensor = None  # type: ignore[assignment]
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor)})
+
+
+@dataclass
+class DensePacking(Packing):
+    """For a kernel of equally long sequences, causal or under a mask (`scaled_dot_product_attention`).
+
+    A beginning that is short beside what follows it is attended from anew by each of its sequences, as the
+    causal kernel is fast and what it computes twice is dropped; a long one is computed once, as a sequence of its own,
+    and its sequences' own parts look back at it under a mask.
+
+    Attributes:
         wholes: [m, a] int64: places of the tokens of whole sequences, and of long beginnings; short ones repeat one.
         later_queries, later_keys: [n, q], [n, k] int64: of own parts after a long beginning, which their keys begin
             with.
@@ -46,19 +68,11 @@ class Packing(PackedSeqParams):
         place: [t] int64: where each token is in [m * a + n * q], the outputs of all.
     """
 
-    source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
-    positions: torch.Tensor = None  # type: ignore[assignment]
-    starts: torch.Tensor = None  # type: ignore[assignment]
     wholes: torch.Tensor = None  # type: ignore[assignment]
     later_queries: torch.Tensor = None  # type: ignore[assignment]
     later_keys: torch.Tensor = None  # type: ignore[assignment]
     later_offsets: torch.Tensor = None  # type: ignore[assignment]
     place: torch.Tensor = None  # type: ignore[assignment]
-
-    def to(self, device: torch.device) -> Packing:
-        """The same on another device."""
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
-        return replace(self, **{name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor)})
 
     def attend(
         self, attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None
@@ -97,9 +111,38 @@ class Packing(PackedSeqParams):
         return seen.unsqueeze(1)
 
 
+@dataclass
+class VarlenPacking(Packing):
+    """For a kernel of sequences of any lengths, end to end (FlashAttention's "varlen", Transformer Engine's "thd").
+
+    The row is cut into segments: a shared beginning, and the own parts after it. The queries of a segment are its
+    tokens, as they lie in the row; its keys those of the beginning, if any, and its own. So a beginning is computed
+    once, whatever its length, and only its keys and values are repeated. A segment that has more keys than queries
+    wants the causal mask aligned at its last query and key ("bottom right").
+
+    Everything is made on the host, lengths of the longest segments as plain numbers: kernels that were not told them
+    would ask the device.
+
+    Attributes:
+        cu_seqlens_q, cu_seqlens_kv: [segments + 1] int32, of the base class: where segments' queries and keys begin.
+        max_seqlen_q, max_seqlen_kv: of the base class: most queries and keys of a segment.
+        keys: [k] int64: of each key its place in the row. None: nothing is shared, and keys lie as queries do.
+    """
+
+    keys: torch.Tensor | None = None
+
+    def of_segments(self, rows: torch.Tensor) -> torch.Tensor:
+        """Keys or values of the row's tokens [t, kv_heads, d] -> of the segments [k, kv_heads, d]."""
+        return rows if self.keys is None else rows.index_select(0, self.keys)
+
+
+# (lengths, shared, groups, width=..., multiple_of=...) -> the row
+Pack = Callable[..., Packing]
+
+
 def pack(
     lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int = 1
-) -> Packing:
+) -> DensePacking:
     """Lay sequences into one row.
 
     Args:
@@ -109,28 +152,68 @@ def pack(
         width: of the padded sequences that tokens are taken from.
         multiple_of: the row is filled up to a multiple of it.
     """
-    members: dict[int, list[int]] = {}
-    for sequence, group in enumerate(groups):
-        members.setdefault(group, []).append(sequence)
-    row = _Row()
-    starts = [0] * len(lengths)
-    for alike in members.values():
-        common = shared[alike[0]] if len(alike) > 1 else 0
-        own = [lengths[each] - common for each in alike]
-        long = common > LONG_BEGINNING * max(own)
-        beginning = row.lay(alike[0], 0, common)
+    row = _Row(lengths, shared, groups)
+    wholes: list[_Part] = []
+    later: list[_Part] = []
+    for beginning, common, own in row.groups:
+        long = common > LONG_BEGINNING * max(count for _, count in own)
         if common and long:
-            row.wholes.append((beginning, common, 0, 0, True))
-        for sequence, count in zip(alike, own, strict=True):
-            place = row.lay(sequence, common, count)
-            starts[sequence] = place + shared[sequence] - common
+            wholes.append((beginning, common, 0, 0, True))
+        for number, (place, count) in enumerate(own):
             if common and long:
-                row.later.append((beginning, common, place, count, False))
+                later.append((beginning, common, place, count, False))
             elif count or common:
-                row.wholes.append((beginning, common, place, count, sequence == alike[0]))
-    if not row.total:  # a rank without samples computes one token that nobody asks for
-        row.wholes.append((row.lay(0, 0, 1), 1, 0, 0, True))
-    return row.packing(starts, width, -row.total % multiple_of)
+                wholes.append((beginning, common, place, count, not number))
+    total, padding = row.total, -row.total % multiple_of
+    all_wholes, of_wholes = _spans(wholes, total)
+    keys, _ = _spans(later, total)
+    queries, of_queries = _spans([(0, 0, begin, count, False) for _, _, begin, count, _ in later], total)
+    place_of = torch.zeros(total + padding, dtype=torch.int64)
+    place_of[all_wholes[of_wholes]] = of_wholes.flatten().nonzero()[:, 0]
+    place_of[queries[of_queries]] = all_wholes.numel() + of_queries.flatten().nonzero()[:, 0]
+    held = row.tokens(width, padding)
+    longest = int(held["positions"].max()) + 1
+    return DensePacking(
+        qkv_format="sbhd",
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        **held,
+        wholes=all_wholes,
+        later_queries=queries,
+        later_keys=keys,
+        later_offsets=torch.tensor([count for _, count, _, _, _ in later], dtype=torch.int64),
+        place=place_of,
+    )
+
+
+def pack_varlen(
+    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int = 1
+) -> VarlenPacking:
+    """The same row as `pack`, for kernels of sequences of any lengths. What fills it up is a segment of its own, so
+    that no output and no gradient is left as it was found in memory."""
+    row = _Row(lengths, shared, groups)
+    padding = -row.total % multiple_of
+    segments: list[tuple[int, int, int, int]] = []  # (place of a beginning, its length, place of own tokens, how many)
+    for beginning, common, own in row.groups:
+        segments += [(0, 0, beginning, common), *((beginning, common, place, count) for place, count in own)]
+    segments = [segment for segment in [*segments, (0, 0, row.total, padding)] if segment[3]]
+    queries = torch.tensor([count for _, _, _, count in segments])
+    keys = torch.tensor([common + count for _, common, _, count in segments])
+    places = [
+        torch.arange(first, first + count)
+        for beginning, common, place, own in segments
+        for first, count in ((beginning, common), (place, own))
+    ]
+    zero = torch.zeros(1, dtype=torch.int32)
+    return VarlenPacking(
+        qkv_format="sbhd",
+        cu_seqlens_q=torch.cat([zero, queries.cumsum(0, dtype=torch.int32)]),
+        cu_seqlens_kv=torch.cat([zero, keys.cumsum(0, dtype=torch.int32)]),
+        max_seqlen_q=int(queries.max()),
+        max_seqlen_kv=int(keys.max()),
+        **row.tokens(width, padding),
+        keys=torch.cat(places) if any(common for _, common, _, _ in segments) else None,
+    )
 
 
 # (place of a beginning, its length, place of what follows, its length, whether the beginning's outputs are taken here)
@@ -138,48 +221,51 @@ _Part = tuple[int, int, int, int, bool]
 
 
 class _Row:
-    """A row in the making."""
+    """Sequences laid end to end, after the beginning that they share; arguments as `pack` has them.
 
-    def __init__(self) -> None:
+    Attributes:
+        total: tokens.
+        starts: where each sequence's own part begins, which is after what `shared` says, in company or alone.
+        groups: (place of a beginning, its length, (place, length) of each of what follows it), in the row's order.
+    """
+
+    def __init__(self, lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int]) -> None:
         self.total = 0
-        self.taken: list[tuple[int, int, int]] = []  # (sequence, first token, tokens), in the row's order
-        self.wholes: list[_Part] = []
-        self.later: list[_Part] = []
+        self.starts = [0] * len(lengths)
+        self.groups: list[tuple[int, int, list[tuple[int, int]]]] = []
+        self._taken: list[tuple[int, int, int]] = []  # (sequence, first token, tokens), in the row's order
+        members: dict[int, list[int]] = {}
+        for sequence, group in enumerate(groups):
+            members.setdefault(group, []).append(sequence)
+        for alike in members.values():
+            common = shared[alike[0]] if len(alike) > 1 else 0
+            beginning, own = self._lay(alike[0], 0, common), []
+            for sequence in alike:
+                place = self._lay(sequence, common, lengths[sequence] - common)
+                self.starts[sequence] = place + shared[sequence] - common
+                own.append((place, lengths[sequence] - common))
+            self.groups.append((beginning, common, own))
+        if not self.total:  # a rank without samples computes one token that nobody asks for
+            self.groups.append((0, 0, [(self._lay(0, 0, 1), 1)]))
 
-    def lay(self, sequence: int, first: int, count: int) -> int:
+    def _lay(self, sequence: int, first: int, count: int) -> int:
         """Add tokens to the row; returns their place."""
-        self.taken.append((sequence, first, count))
+        self._taken.append((sequence, first, count))
         self.total += count
         return self.total - count
 
-    def packing(self, starts: list[int], width: int, padding: int) -> Packing:
-        """What has been laid, `padding` tokens longer."""
-        positions = torch.cat([torch.arange(first, first + count) for _, first, count in self.taken])
+    def tokens(self, width: int, padding: int) -> dict[str, torch.Tensor]:
+        """`Packing`'s own fields, of a row that is `padding` tokens longer."""
+        positions = torch.cat([torch.arange(first, first + count) for _, first, count in self._taken])
         sequences = torch.repeat_interleave(
-            torch.tensor([sequence for sequence, _, _ in self.taken]), torch.tensor([n for _, _, n in self.taken])
+            torch.tensor([sequence for sequence, _, _ in self._taken]), torch.tensor([n for _, _, n in self._taken])
         )
-        wholes, of_wholes = _spans(self.wholes, self.total)
-        keys, _ = _spans(self.later, self.total)
-        queries, of_queries = _spans([(0, 0, begin, count, False) for _, _, begin, count, _ in self.later], self.total)
-        place = torch.zeros(self.total + padding, dtype=torch.int64)
-        place[wholes[of_wholes]] = of_wholes.flatten().nonzero()[:, 0]
-        place[queries[of_queries]] = wholes.numel() + of_queries.flatten().nonzero()[:, 0]
-        offsets = torch.tensor([count for _, count, _, _, _ in self.later], dtype=torch.int64)
-        longest = int(positions.max()) + 1
         empty = torch.zeros(padding, dtype=torch.int64)
-        return Packing(
-            qkv_format="sbhd",
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            source=torch.cat([sequences * width + positions, empty]),
-            positions=torch.cat([positions, empty]),
-            starts=torch.tensor(starts, dtype=torch.int64),
-            wholes=wholes,
-            later_queries=queries,
-            later_keys=keys,
-            later_offsets=offsets,
-            place=place,
-        )
+        return {
+            "source": torch.cat([sequences * width + positions, empty]),
+            "positions": torch.cat([positions, empty]),
+            "starts": torch.tensor(self.starts, dtype=torch.int64),
+        }
 
 
 def _spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,6 +49,7 @@ class LayerShape:
         unfused: attention keeps its [s, s] scores; False: a fused kernel (FlashAttention, SDPA).
         sequence_parallel: what is not tensor-parallel is cut along the sequence.
         itemsize: bytes of an activation.
+        repeats: keys and values that attention reads, and keeps, of those that there are: `keys_per_token`.
     """
 
     spec: ModelSpec
@@ -60,9 +61,12 @@ class LayerShape:
     unfused: bool = False
     sequence_parallel: bool = False
     itemsize: int = 2
+    repeats: float = 1.0
 
     @classmethod
-    def read(cls, spec: ModelSpec, shape: GridShape, fields: Mapping[str, Any], itemsize: int) -> LayerShape:
+    def read(
+        cls, spec: ModelSpec, shape: GridShape, fields: Mapping[str, Any], itemsize: int, *, repeats: float = 1.0
+    ) -> LayerShape:
         return cls(
             spec,
             tp=shape.tp,
@@ -73,6 +77,7 @@ class LayerShape:
             # experts take their tokens from sequence-parallel ranks: megaverl then sets it
             sequence_parallel=bool(fields.get("sequence_parallel", spec.moe is not None)) and shape.tp > 1,
             itemsize=itemsize,
+            repeats=repeats,
         )
 
     @property
@@ -113,12 +118,25 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
         heads = size * spec.num_heads * (head if keep_up else 0) / shape.tp
         return 2 * latents + heads + size * spec.num_heads * mla.v_head_dim / shape.tp
     q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim  # no rank has no head
-    held = size * (2 * q + 2 * kv) / shape.tp
+    held = size * (2 * q + 2 * kv * shape.repeats) / shape.tp
     if keep_core and shape.unfused:  # softmax's output twice where dropout follows it, and its mask
         held += spec.num_heads * sequence * (2 * size + 1 if shape.dropout else size) / shape.tp
     elif keep_core:
         held += 4 * spec.num_heads / shape.tp  # log-sum-exp of every row, float32
     return held
+
+
+def keys_per_token(tokens: int, prompt: int, response: int, group_size: int) -> float:
+    """How many keys attention reads for each token of a packed row, whose shared prompt it holds once.
+
+    Every sample's own part looks back at the prompt, and kernels of sequences of any lengths take their keys whole
+    (`megaverl.models.packing.VarlenPacking`).
+
+    Args:
+        tokens: of the row; as many of a group's samples, as long as given, are in it as fit.
+    """
+    samples = max(1, min(group_size, (tokens - prompt) // response))
+    return samples * (prompt + response) / (prompt + samples * response)
 
 
 def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:

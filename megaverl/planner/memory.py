@@ -14,6 +14,7 @@ from megaverl.planner.activations import (
     chunked_head_bytes,
     head_bytes,
     in_flight,
+    keys_per_token,
     stage_bytes,
 )
 from megaverl.planner.buffers import BufferOptions, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
@@ -222,8 +223,8 @@ class MemoryModel:
         """(while training, while scoring) at the peak."""
         role, config = self._role(name), self.job.config
         grid, fields = role.grid, role.recompute
-        shape = LayerShape.read(role.spec, grid, fields, self.job.itemsize)
         tokens = -(-self._tokens(role) // grid.cp)
+        shape = LayerShape.read(role.spec, grid, fields, self.job.itemsize, repeats=self._repeats(role, tokens))
         dense, moe = role.layers(stage)
         flying = in_flight(stage, grid.pp, grid.vpp, self._micro_batches(role))
         load = StageLoad(dense, moe, tokens, config.max_tokens, flying)
@@ -246,6 +247,13 @@ class MemoryModel:
             return head_bytes(shape, vocab, tokens, train=train)
         trains_weight = role.trained is not None and role.trained.lora is None
         return chunked_head_bytes(shape, vocab, tokens, train=train, trains_weight=trains_weight)
+
+    def _repeats(self, role: Role, tokens: int) -> float:
+        config = self.job.config
+        if not role.config.pack_samples or role.spec.mla is not None:
+            return 1.0
+        prompt = config.data.max_prompt_tokens
+        return keys_per_token(tokens, prompt, config.max_tokens - prompt, config.algorithm.group_size)
 
     def _samples(self, role: Role) -> int:
         """Of one update on a data-parallel rank."""

@@ -1,4 +1,4 @@
-"""Whether FlashAttention's package can be used in this process, and its use by transformers' models."""
+"""Whether FlashAttention's package can be used in this process; its use by our attention and transformers' models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from megaverl.platform.device import platform
 
 LOWEST_VERSION = (2, 5)
 LOWEST_CAPABILITY = (8, 0)  # Ampere
+LARGEST_HEAD = 256  # dimensions, in multiples of 8: all that its kernels are built for (2.5 to 2.8)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +50,59 @@ def reason(capability: tuple[int, int] | None) -> str:
     if len(numbers) < 2 or tuple(numbers) < LOWEST_VERSION:
         return f"flash_attn 2.5 or later is needed, and {found} is installed"
     return ""
+
+
+def why_not_for(dtype: torch.dtype, head_dim: int) -> str:
+    """Why it cannot compute attention of this dtype and head size here; empty: it can."""
+    if dtype.itemsize != 2:
+        return f"FlashAttention computes in 16 bits, and the model is in {dtype}"
+    if head_dim > LARGEST_HEAD or head_dim % 8:
+        return (
+            f"FlashAttention takes heads of up to {LARGEST_HEAD} dimensions, a multiple of 8; the model has {head_dim}"
+        )
+    return why_not()
+
+
+def attend_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    *,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention within sequences that lie end to end, the last query of each seeing its last key.
+
+    The package aligns the causal mask and the window at that end since 2.1 (`flash_attn_varlen_func` in
+    flash_attn/flash_attn_interface.py, 2.8.3, and its README, "Change behavior of causal flag").
+
+    Args:
+        query: [queries, heads, d]. key, value: [keys, kv_heads, d].
+        cu_seqlens_q, cu_seqlens_kv: [sequences + 1] int32: where each sequence's queries and keys begin.
+        max_seqlen_q, max_seqlen_kv: of the longest.
+        scale: of the scores. None: 1 / sqrt(d).
+        window: how many keys a query sees, its own among them. None: all before it.
+
+    Returns:
+        [queries, heads, d].
+    """
+    found: torch.Tensor = importlib.import_module("flash_attn").flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, -1 if window is None else 0),
+    )
+    return found
 
 
 def use_in(model: PreTrainedModel) -> None:

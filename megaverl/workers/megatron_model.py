@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,13 +17,13 @@ from megaverl.distributed.collectives import reduce_json, together
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.build import build_model, can_pack, layouts_of, named_parameters
+from megaverl.models.build import build_model, layouts_of, named_parameters, packer, why_padded
 from megaverl.models.layers import HiddenHead, ValuesBesideLogits
 from megaverl.models.lora.adapters import Adapters, add_product
 from megaverl.models.lora.low_rank import adapter_names, with_factors
 from megaverl.models.lora.peft import load_adapters, save_adapters
 from megaverl.models.options import check_divides, recompute_options, transformer_config
-from megaverl.models.packing import AtPositions, MicroBatch, as_one_row, spread
+from megaverl.models.packing import AtPositions, MicroBatch, Pack, as_one_row, spread
 from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.platform import platform
 from megaverl.sharding.fit import no_adapters
@@ -35,6 +36,8 @@ platform.adapt_megatron()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
+
+logger = logging.getLogger(__name__)
 
 # TransformerConfig's coefficients of losses that routers of experts add to the policy's.
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
@@ -57,11 +60,11 @@ class MegatronModel:
         lora: train adapters, and a critic's head, and nothing else.
         activation_checkpointing: none, selective or full; `overrides` go before it.
         chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
-        pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, where `can_pack`.
+        pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, unless `why_padded`.
         initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
 
     Attributes:
-        packs: whether micro-batches are packed.
+        pack: how micro-batches are packed. None: every sample has a row of its own.
         parameters: the model's own on this rank, by local name, that `layout_of` describes.
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
@@ -127,15 +130,21 @@ class MegatronModel:
         self._values_beside: ValuesBesideLogits | None = None
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
-        self.packs = pack_samples and can_pack(self.config)
+        self.pack = self._packer() if pack_samples else None
         self._positions = AtPositions()
-        for chunk in self.chunks if self.packs else ():
+        for chunk in self.chunks if self.pack else ():
             chunk.rotary_pos_emb.register_forward_hook(self._positions)
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(as_one_row)
         self.on_device: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
+
+    def _packer(self) -> Pack | None:
+        reason = why_padded(self.config)
+        if reason and not self.grid.rank:
+            logger.warning("%s.pack_samples: rows are padded: %s", self.role, reason)
+        return None if reason else packer(self.config)
 
     @property
     def reports(self) -> bool:

@@ -12,7 +12,7 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches, plan_micro_batches
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
-from megaverl.models.packing import MicroBatch, pack
+from megaverl.models.packing import MicroBatch
 from megaverl.workers.megatron_model import Loss, MegatronModel, Score
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 
@@ -81,7 +81,7 @@ def plan_for(
     units = range(len(outline) // unit) if samples is None else samples
     whole = [[number * unit + i for i in range(unit)] for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
-    if model.packs:
+    if model.pack:
         shared = shared_tokens(outline.prompt_lengths)
         return plan_packed_micro_batches(whole, lengths, shared, outline.prompts, num_ranks, max_tokens, **given)
     # a unit costs as much as its rows, all as long as the longest
@@ -135,11 +135,11 @@ def _micro_batch(
     else:  # a rank without samples left still takes part: a row (or a unit) without a response, of no weight
         batch, index = batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
     packing = None
-    if not model.packs:
+    if model.pack is None:
         tokens = batch.joined(multiple_of=_multiple_of(model)).token_ids
     else:
         padded = batch.joined().token_ids
-        packing = pack(
+        packing = model.pack(
             batch.sequence_lengths.tolist(),
             shared_tokens(batch.prompt_lengths.tolist()),
             [prompts[row] for row in rows] or list(range(unit)),

@@ -364,7 +364,7 @@ class Teacher:
                 "Distributions can be compared only over the same vocabulary: use a teacher of the same family, or "
                 "algorithm.name: distillation, which needs log-probs alone."
             )
-        student.packs = student.packs and self.model.packs
+        student.pack = student.pack if student.pack is self.model.pack else None
 
     def attend(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The same micro-batches, with what this model thinks at each response token; every rank takes part."""

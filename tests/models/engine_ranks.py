@@ -1,7 +1,8 @@
-"""What a rank builds and would save where Transformer Engine is installed; `engine_stub` stands for it."""
+"""What a rank builds, computes and would save where Transformer Engine is installed; `engine_stub` stands for it."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,38 +11,115 @@ import torch.distributed as dist
 from tests.models import engine_stub
 
 
+class Engine:
+    """Transformer Engine in this process: its stand-in, and whether models are built of its layers."""
+
+    def __init__(self) -> None:
+        engine_stub.install()
+        from megaverl.models import build, options
+
+        self.is_used = True
+        for module in (build, options):
+            module.uses_transformer_engine = lambda: self.is_used  # type: ignore[attr-defined]
+
+
+def found(latent: dict[str, str], packed: dict[str, Any], output: str) -> dict[str, Any]:
+    """`latent_attention` of those folders and `updates` of those cases; one world serves both."""
+    engine = Engine()
+    return {
+        "latent": latent_attention(latent),
+        "packed": {name: updates(engine, Path(output) / name, **case) for name, case in packed.items()},
+        "refused": why_padded(next(iter(packed.values()))["folder"]),
+    }
+
+
 def latent_attention(folders: dict[str, str]) -> dict[str, Any]:
     """Of each folder's model on tp 2: its layers, and what layout, checkpoint and gradient norm make of it."""
-    engine_stub.install()
-    from megaverl.distributed.grid import GridShape
-    from megaverl.distributed.groups import ProcessGroupManager
-    from megaverl.models import build, options
-    from megaverl.sharding.model_spec import ModelSpec
-    from megaverl.workers import megatron_model
-
-    for module in (build, options, megatron_model):
-        module.uses_transformer_engine = lambda: True  # type: ignore[attr-defined]
     from megatron.core.dist_checkpointing.core import CheckpointingException
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
     from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
 
-    grid = ProcessGroupManager().grid(GridShape.fit(dist.get_world_size(), tp=2))
-    found = {}
+    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.workers import megatron_model
+    from tests.models.ranks import grid
+
+    tp_grid = grid(tp=2)
+    results = {}
     for name, folder in folders.items():
-        model = megatron_model.MegatronModel(ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=0)
-        held, wanted = model.parameters, model.layout_of(grid.rank).local_shapes
+        model = megatron_model.MegatronModel(ModelSpec.from_folder(folder), tp_grid, dtype=torch.float32, seed=0)
+        held, wanted = model.parameters, model.layout_of(tp_grid.rank).local_shapes
         shapes = {key: tuple(value.shape) for key, value in held.items()}
         whole = [key for key in held if key.endswith("down_proj.weight")]
         refused = ""
         try:
-            save_preprocess(model.chunks[0].sharded_state_dict(metadata={"dp_cp_group": grid.pg_collection.dp_cp}))
+            save_preprocess(model.chunks[0].sharded_state_dict(metadata={"dp_cp_group": tp_grid.pg_collection.dp_cp}))
         except CheckpointingException as error:
             refused = str(error)
         attention = model.chunks[0].decoder.layers[0].self_attention
-        found[name] = {
+        group = tp_grid.tp_group
+        results[name] = {
             "linear": sorted({type(each).__name__ for each in attention.children() if "Linear" in type(each).__name__}),
             "differs": sorted(key for key in shapes | wanted if shapes.get(key) != tuple(wanted.get(key, ()))),
             "refused": refused,
-            "counted": sorted(key for key in whole if param_is_not_tensor_parallel_duplicate(held[key], grid.tp_group)),
+            "counted": sorted(key for key in whole if param_is_not_tensor_parallel_duplicate(held[key], group)),
+            "packs": model.pack is not None,
         }
-    return found
+    return results
+
+
+def updates(engine: Engine, output: Path, *, folder: str, shape: dict[str, int], megatron: dict[str, Any]) -> Any:
+    """Metrics of the same update, the weights to `output`, of Transformer Engine's layers, packed and padded, and
+    of ours; and the packed rows that Transformer Engine's attention saw."""
+    from megaverl.models import engine_attention
+    from tests.workers.ranks import update
+
+    seen: list[tuple[int, int]] = []
+
+    def counted(kernel: Any, *given: Any, **options: Any) -> Any:
+        if options.get("qkv_format") == "thd":
+            seen.append((len(given[0]), len(given[1])))
+        return plain(kernel, *given, **options)
+
+    plain = engine_stub.DotProductAttention.forward
+    engine_stub.DotProductAttention.forward = counted  # type: ignore[method-assign, assignment]
+    assert issubclass(engine_attention.EngineAttention, engine_stub.DotProductAttention)
+    results = {}
+    for name in ("engine packed", "engine padded", "local padded"):
+        engine.is_used = name.startswith("engine")
+        seen.clear()
+        options = megatron | {"apply_rope_fusion": engine.is_used}
+        given = {"same_prompts": 3, "pack_samples": name.endswith("packed"), "megatron": options}
+        metrics = update(folder, shape, str(output / name), **given)
+        results[name] = {"metrics": metrics, "rows": list(seen)}
+        dist.barrier()
+    engine.is_used = True
+    engine_stub.DotProductAttention.forward = plain  # type: ignore[method-assign]
+    return results
+
+
+def why_padded(folder: str) -> dict[str, str]:
+    """What is said where Transformer Engine does not take packed rows, and what it was asked."""
+    from megaverl.distributed.grid import GridShape
+    from megaverl.models import engine_attention
+    from megaverl.models.options import transformer_config
+    from megaverl.sharding.model_spec import ModelSpec
+
+    def config(**fields: Any) -> Any:
+        return transformer_config(ModelSpec.from_folder(folder), GridShape(tp=2), torch.bfloat16, fields)
+
+    asked: list[Any] = []
+
+    def none_takes_it(given: Any) -> tuple[Any, ...]:
+        asked.append(given)
+        return False, None, False, None, True, [False, False, True]
+
+    reasons = {"nothing": engine_attention.why_padded(config())}
+    utils = engine_attention.utils
+    takes = utils.get_attention_backend
+    utils.get_attention_backend = none_takes_it
+    reasons["no kernel"] = engine_attention.why_padded(config())
+    utils.get_attention_backend = takes
+    lowest, engine_attention.LOWEST_ENGINE = engine_attention.LOWEST_ENGINE, "2.11.0"
+    reasons["too old"] = engine_attention.why_padded(config())
+    engine_attention.LOWEST_ENGINE = lowest
+    return reasons | {"asked": str(sorted(vars(asked[0]).items()))}

@@ -1,6 +1,10 @@
-"""Transformer Engine as far as megatron-core's classes over it need it to be built: names, parameters, no kernels.
+"""Transformer Engine's PyTorch modules in plain PyTorch: what megatron-core's classes over them build and compute.
 
-It cannot be installed without CUDA. Names and shapes are those of Transformer Engine 2's `pytorch/module`.
+It cannot be installed without CUDA. Names, shapes, marks of parameters and what is asserted of arguments are those of
+Transformer Engine 2.10 (pytorch/module/linear.py, layernorm_linear.py, grouped_linear.py, rmsnorm.py,
+pytorch/attention/dot_product_attention/dot_product_attention.py, pytorch/attention/rope.py); what is computed is what
+their docstrings say, on any device, without an operation whose shape depends on data. No FP8, dropout or layer norm.
+Its optimizers and its raw matrix products are not here: megatron-core then takes PyTorch's.
 """
 
 from __future__ import annotations
@@ -8,15 +12,47 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 VERSION = "2.10.0"
+ABSENT = ("transformer_engine.pytorch.optimizers", "transformer_engine.pytorch.cpp_extensions")
+
+
+class _Exchange(torch.autograd.Function):
+    """One exchange between tensor-parallel ranks forward, and its transpose backward; along the first dimension."""
+
+    TRANSPOSE = {"sum": "copy", "copy": "sum", "gather": "scatter", "scatter": "gather"}
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any, kind: str) -> torch.Tensor:
+        ctx.group, ctx.kind = group, kind
+        return _Exchange.of(x, group, kind)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _Exchange.of(grads[0], ctx.group, _Exchange.TRANSPOSE[ctx.kind]), None, None
+
+    @staticmethod
+    def of(x: torch.Tensor, group: Any, kind: str) -> torch.Tensor:
+        if kind == "copy":
+            return x.view_as(x)
+        if kind == "gather":
+            parts = [
+                torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+            ]
+            dist.all_gather(parts, x.contiguous(), group=group)
+            return torch.cat(parts)
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total if kind == "sum" else total.chunk(dist.get_world_size(group))[dist.get_rank(group)].contiguous()
 
 
 class Module(nn.Module):
@@ -30,49 +66,275 @@ class Module(nn.Module):
         pass
 
 
+def parameter(*shape: int, value: float, dtype: torch.dtype | None, device: Any) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, value, dtype=dtype, device=device))
+
+
 class Linear(Module):
+    """y = x W^T + b; a "column" of the weight's rows on each rank, or a "row" of its columns."""
+
     def __init__(
         self,
         in_features: int,
         out_features: int,
         *,
+        sequence_parallel: bool = False,
+        tp_group: Any = None,
         tp_size: int = 1,
+        init_method: Callable[[torch.Tensor], Any] | None = None,
         bias: bool = True,
-        parallel_mode: str | None = None,
+        return_bias: bool = False,
         params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cuda",
         **_: Any,
     ) -> None:
         super().__init__()
-        self.parallel_mode = parallel_mode
+        self.parallel_mode, self.tp_group, self.tp_size = parallel_mode, tp_group, tp_size
+        self.sequence_parallel = tp_size > 1 and sequence_parallel
+        self.use_bias, self.return_bias = bias, return_bias
         rows = out_features // tp_size if parallel_mode == "column" else out_features
         columns = in_features // tp_size if parallel_mode == "row" else in_features
-        self.weight = nn.Parameter(torch.zeros(rows, columns, dtype=params_dtype))
-        self.weight.tensor_model_parallel = True  # whatever the mode
+        self.in_features, self.out_features = columns, rows
+        self.weight = parameter(rows, columns, value=0.0, dtype=params_dtype, device=device)
+        if init_method is not None:
+            init_method(self.weight.data)
+        mark_as_cut(self.weight, 1 if parallel_mode == "row" else 0)  # whatever the mode
+        if bias:
+            self.bias = parameter(rows, value=0.0, dtype=params_dtype, device=device)
+            if parallel_mode == "row":
+                self.bias.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+            elif parallel_mode == "column":
+                mark_as_cut(self.bias, 0)
+        else:
+            self.bias = torch.empty(0, dtype=params_dtype, device=device)  # type: ignore[assignment]
+
+    def forward(
+        self, inp: torch.Tensor, is_first_microbatch: bool | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        out = self._linear(inp)
+        if self.return_bias:
+            return out, self.bias
+        return out + self.bias if self.use_bias else out
+
+    def _linear(self, x: torch.Tensor) -> torch.Tensor:
+        cut = self.tp_size > 1
+        if cut and self.parallel_mode == "column":
+            x = _Exchange.apply(x, self.tp_group, "gather" if self.sequence_parallel else "copy")
+        out = F.linear(x, self.weight)
+        if cut and self.parallel_mode == "row":
+            out = _Exchange.apply(out, self.tp_group, "scatter" if self.sequence_parallel else "sum")
+        return out
+
+
+def mark_as_cut(weight: torch.Tensor, dim: int) -> None:
+    for name, value in ("tensor_model_parallel", True), ("partition_dim", dim), ("partition_stride", 1):
+        setattr(weight, name, value)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool) -> torch.Tensor:
+    """RMS norm, computed in float32 or wider."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    factor = weight.to(wide.dtype) + (1.0 if zero_centered else 0.0)
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * factor).to(x.dtype)
 
 
 class LayerNormLinear(Linear):
-    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
-        super().__init__(in_features, out_features, **options)
-        self.layer_norm_weight = nn.Parameter(torch.zeros(in_features, dtype=options.get("params_dtype")))
+    """`Linear` of the normed input; each rank norms its part of the sequence."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        eps: float = 1e-5,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: Any = "cuda",
+        **options: Any,
+    ) -> None:
+        super().__init__(in_features, out_features, params_dtype=params_dtype, device=device, **options)
+        assert normalization == "RMSNorm", normalization
+        self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        start = 0.0 if zero_centered_gamma else 1.0
+        self.layer_norm_weight = parameter(in_features, value=start, dtype=params_dtype, device=device)
+        self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
+
+    def _linear(self, x: torch.Tensor) -> torch.Tensor:
+        return super()._linear(normed(x, self.layer_norm_weight, self.eps, self.zero_centered_gamma))
 
 
 class GroupedLinear(Module):
-    def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
+    """One `Linear` for each of several groups of rows."""
+
+    def __init__(
+        self, num_gemms: int, in_features: int, out_features: int, *, bias: bool = True, **options: Any
+    ) -> None:
         super().__init__()
+        assert not bias, "no model of ours has biases of experts"
         self.num_gemms, self.use_bias = num_gemms, False
         for number in range(num_gemms):
-            self.register_parameter(f"weight{number}", Linear(in_features, out_features, **options).weight)
+            self.register_parameter(f"weight{number}", Linear(in_features, out_features, bias=False, **options).weight)
+
+    def forward(
+        self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
+    ) -> torch.Tensor:
+        parts = inp.split(list(m_splits))
+        return torch.cat([F.linear(part, getattr(self, f"weight{number}")) for number, part in enumerate(parts)])
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, **_: Any) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: Any = "cuda",
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        start = 0.0 if zero_centered_gamma else 1.0
+        self.weight = parameter(hidden_size, value=start, dtype=params_dtype, device=device)
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return normed(x, self.weight, self.eps, self.zero_centered_gamma)
 
 
 class DotProductAttention(nn.Module):
-    def __init__(self, *_: Any, **__: Any) -> None:
+    """softmax(q k^T * scale) v in formats "sbhd" and "thd", under the masks that causal models ask for."""
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        tp_size: int = 1,
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+        **_: Any,
+    ) -> None:
         super().__init__()
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.head_dims = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
+        self.num_gqa_groups_per_partition = (num_gqa_groups or num_attention_heads) // tp_size
+        self.softmax_scale = softmax_scale or self.head_dims[0] ** -0.5
+
+    def forward(
+        self,
+        query_layer: torch.Tensor,
+        key_layer: torch.Tensor,
+        value_layer: torch.Tensor,
+        attention_mask: Any = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: torch.Tensor | None = None,
+        cu_seqlens_kv: torch.Tensor | None = None,
+        cu_seqlens_q_padded: torch.Tensor | None = None,
+        cu_seqlens_kv_padded: torch.Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        pad_between_seqs: bool | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """[s, b, heads, d] -> [s, b, heads * d]; [t, heads, d] -> [t, heads * d], for queries beyond the last sequence
+        not a number, where the real kernels leave what was in memory."""
+        q, k, v = query_layer, key_layer, value_layer
+        mask_type, window = attn_mask_type or self.attn_mask_type, window_size or self.window_size
+        assert key_layer.shape[:-1] == value_layer.shape[:-1], "keys and values differ"
+        assert (q.shape[-1], v.shape[-1]) == self.head_dims, "another head size"
+        assert k.shape[-2] == self.num_gqa_groups_per_partition, "another number of key-value heads"
+        if (qkv_format or self.qkv_format) == "sbhd":
+            assert mask_type == "causal" and q.dim() == 4, (mask_type, q.shape)
+            seen = causal(len(q), len(k), q.device, window)
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+            return attend(q, k, v, seen, self.softmax_scale).permute(2, 0, 1, 3).flatten(2)
+        assert q.dim() == 3 and mask_type in ("padding_causal", "padding_causal_bottom_right"), (mask_type, q.shape)
+        assert cu_seqlens_q is not None and cu_seqlens_kv is not None and cu_seqlens_q.shape == cu_seqlens_kv.shape
+        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
+        assert cu_seqlens_q_padded is None and cu_seqlens_kv_padded is None, "the device would be asked"
+        assert isinstance(max_seqlen_q, int) and isinstance(max_seqlen_kv, int), "the device would be asked"
+        assert max_seqlen_q <= max_seqlen_kv, "cuDNN refuses"
+        bottom_right = mask_type.endswith("bottom_right")
+        assert bottom_right or max_seqlen_q == max_seqlen_kv, "FlashAttention refuses"
+        seen = within(cu_seqlens_q, cu_seqlens_kv, len(q), len(k), window, bottom_right=bottom_right)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attend(q, k, v, seen, self.softmax_scale).transpose(0, 1).flatten(1)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
+    """[..., heads, q, d], keys and values [..., kv_heads, k, d], `seen` [q, k] bool -> [..., heads, q, d]."""
+    k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+    return scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+
+
+def causal(queries: int, keys: int, device: torch.device, window: tuple[int, int] | None) -> torch.Tensor:
+    """[queries, keys] bool: a query sees its own key, and as many before it as the window says."""
+    behind = torch.arange(queries, device=device)[:, None] - torch.arange(keys, device=device)
+    return (behind >= 0) & (behind <= left_of(window, keys))
+
+
+def left_of(window: tuple[int, int] | None, keys: int) -> int:
+    return keys if window is None or window[0] == -1 else window[0]
+
+
+def within(
+    cu_q: torch.Tensor,
+    cu_kv: torch.Tensor,
+    queries: int,
+    keys: int,
+    window: tuple[int, int] | None,
+    *,
+    bottom_right: bool,
+) -> torch.Tensor:
+    """The same in each of several sequences end to end, where the last query stands at the last key, or the first at
+    the first."""
+    q, k = (torch.arange(count, device=cu_q.device) for count in (queries, keys))
+    of_q, of_k = (torch.searchsorted(cu[1:], at, right=True) for cu, at in ((cu_q, q), (cu_kv, k)))
+    edge = int(bottom_right)
+    last = len(cu_q) - 2
+    to_edge_q = q - cu_q[of_q.clamp(max=last) + edge]
+    to_edge_k = k - cu_kv[of_k.clamp(max=last) + edge]
+    behind = to_edge_q[:, None] - to_edge_k
+    known = (of_q[:, None] == of_k) & (of_q[:, None] <= last)
+    return known & (behind >= 0) & (behind <= left_of(window, keys))
+
+
+def apply_rotary_pos_emb(
+    t: torch.Tensor, freqs: torch.Tensor, tensor_format: str = "sbhd", interleaved: bool = False, **_: Any
+) -> torch.Tensor:
+    """[s, b, heads, d], turned by [s or more, 1, 1, up to d] in float32."""
+    assert tensor_format == "sbhd" and not interleaved and len(freqs) >= len(t)
+    freqs = freqs[: len(t)].float()
+    turned, rest = t[..., : freqs.shape[-1]], t[..., freqs.shape[-1] :]
+    first, second = turned.chunk(2, dim=-1)
+    out = turned * freqs.cos().to(t.dtype) + torch.cat([-second, first], dim=-1) * freqs.sin().to(t.dtype)
+    return torch.cat([out, rest], dim=-1)
+
+
+class _SplitAlongDim:
+    @staticmethod
+    def apply(x: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
+        return x.split(list(sizes), dim)
+
+
+def get_attention_backend(asked: Any) -> tuple[Any, ...]:
+    """As on an H100 with flash-attn, but in any dtype."""
+    by_flash = max(asked.head_dim_qk, asked.head_dim_v) <= 256
+    return by_flash, "2.8.3", False, None, False, [by_flash, False, False]
+
+
+# transformer_engine.pytorch.attention.dot_product_attention.utils
+utils = SimpleNamespace(AttentionParams=SimpleNamespace, get_attention_backend=get_attention_backend)
 
 
 def get_cpu_offload_context(*_: Any, **__: Any) -> tuple[AbstractContextManager[None], Callable[[Any], Any]]:
@@ -93,11 +355,26 @@ class Unused(metaclass=_Anything):
         pass
 
 
+NAMED = {
+    each.__name__: each
+    for each in (
+        Linear,
+        LayerNormLinear,
+        GroupedLinear,
+        RMSNorm,
+        DotProductAttention,
+        apply_rotary_pos_emb,
+        _SplitAlongDim,
+        get_cpu_offload_context,
+    )
+} | {"utils": utils, "__version__": VERSION}
+
+
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Every module of the package has every name."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in ("transformer_engine", "transformer_engine_torch"):
+        if fullname.partition(".")[0] not in ("transformer_engine", "transformer_engine_torch") or fullname in ABSENT:
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -106,11 +383,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         def name_of(name: str) -> Any:
-            if name == "__version__":
-                return VERSION
+            if name in NAMED:
+                return NAMED[name]
             if name.startswith("__"):
                 raise AttributeError(name)
-            return globals().get(name, Unused)
+            return Unused
 
         module.__getattr__ = name_of  # type: ignore[method-assign]
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaverl.models import build
 from megaverl.models.attention import CausalAttention
-from megaverl.models.packing import LONG_BEGINNING, AtPositions, as_one_row, pack
+from megaverl.models.packing import LONG_BEGINNING, AtPositions, Pack, as_one_row, pack, pack_varlen
+from megaverl.platform import flash_attention
+from tests.models.engine_stub import attend, within
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -27,28 +33,52 @@ def drawn(length: int, heads: int) -> torch.Tensor:
     return torch.randn(length, heads, DIM, dtype=torch.float64)
 
 
-@settings(max_examples=60)
+def varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:
+    """What flash_attn_varlen_func says that it computes (flash-attn 2.8.3, flash_attn/flash_attn_interface.py)."""
+    for cu, rows, longest in ((cu_seqlens_q, q, max_seqlen_q), (cu_seqlens_k, k, max_seqlen_k)):
+        assert cu.dtype == torch.int32 and cu[-1] == len(rows) and cu.diff().max() == longest
+    assert causal and window_size[1] <= 0
+    seen = within(cu_seqlens_q, cu_seqlens_k, len(q), len(k), window_size, bottom_right=True)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    return attend(*(x.transpose(0, 1) for x in (q, k, v)), seen, scale).transpose(0, 1)
+
+
+@settings(max_examples=100)
 @given(
+    laid=st.sampled_from([pack, pack_varlen]),
     groups=GROUPS,
     window=st.sampled_from([None, 1, 3, 100]),
     multiple_of=st.sampled_from([1, 4]),
     seed=st.integers(0, 99),
 )
 def test_attention_over_a_packed_row_is_that_of_each_sequence(
-    groups: list[tuple[int, list[int]]], window: int | None, multiple_of: int, seed: int
+    laid: Pack, groups: list[tuple[int, list[int]]], window: int | None, multiple_of: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
     shared = [common for common, own in groups for _ in own]
     lengths = [common + tokens for common, own in groups for tokens in own]
     numbers = [number for number, (_, own) in enumerate(groups) for _ in own]
-    packing = pack(lengths, shared, numbers, width=20, multiple_of=multiple_of)
+    packing = laid(lengths, shared, numbers, width=20, multiple_of=multiple_of)
     total = len(packing.source)
     assert total % multiple_of == 0
     real = sum(common * (len(own) if not common else 1) + sum(own) for common, own in groups)
     assert total == max(1, -(-max(real, 1) // multiple_of)) * multiple_of if multiple_of > 1 else total == max(real, 1)
 
     row = [drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    out = attention(window)(*(x.unsqueeze(1) for x in row), None, packed_seq_params=packing).squeeze(1)
+    with mock.patch.dict(sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}):
+        out = attention(window)(*(x.unsqueeze(1) for x in row), None, packed_seq_params=packing).squeeze(1)
+    assert out.shape == (total, HEADS * DIM) and out.isfinite().all(), "also what fills the row up"
     weights = torch.zeros(total, HEADS * DIM, dtype=torch.float64)
     expected = torch.zeros((), dtype=torch.float64)
     places_of: dict[int, int] = {}  # in the padded sequences -> in the row
@@ -73,10 +103,35 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
 
 
+def test_own_parts_look_back_at_a_beginning_that_is_computed_once() -> None:
+    packing = pack_varlen([7, 5, 3, 4], [4, 4, 2, 3], [0, 0, 1, 2], width=20, multiple_of=8)
+    assert len(packing.source) == 16  # 4 + 3 + 1, 3, 4, and one that fills up
+    assert packing.cu_seqlens_q.tolist() == [0, 4, 7, 8, 11, 15, 16]
+    assert packing.cu_seqlens_kv.diff().tolist() == [4, 7, 5, 3, 4, 1]
+    assert (packing.max_seqlen_q, packing.max_seqlen_kv) == (4, 7), "on the host"
+    assert packing.keys is not None
+    assert packing.keys.tolist() == [*range(4), *range(4), 4, 5, 6, *range(4), 7, *range(8, 16)]
+    unshared = pack_varlen([3, 4], [2, 2], [0, 1], width=20)
+    assert unshared.keys is None and unshared.cu_seqlens_kv.tolist() == unshared.cu_seqlens_q.tolist() == [0, 3, 7]
+
+
+def test_flash_attention_packs_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def config(dtype: torch.dtype, head_dim: int = 64) -> Any:
+        return SimpleNamespace(params_dtype=dtype, kv_channels=head_dim)
+
+    assert build.packer(config(torch.bfloat16)) is pack, "there is no CUDA device"
+    monkeypatch.setattr(flash_attention, "why_not", lambda: "")
+    assert build.packer(config(torch.bfloat16)) is pack_varlen
+    assert build.packer(config(torch.float32)) is build.packer(config(torch.bfloat16, 264)) is pack
+    assert build.packer(config(torch.bfloat16, 36)) is pack
+
+
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
 def test_no_tokens_are_one_that_nobody_asks_for(lengths: list[int]) -> None:
     packing = pack(lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2)
     assert packing.source.tolist() == [0, 0] and packing.place.tolist() == [0, 0]
+    segments = pack_varlen(lengths, [0] * len(lengths), list(range(len(lengths))), width=4, multiple_of=2)
+    assert segments.source.tolist() == [0, 0] and segments.cu_seqlens_q.tolist() == [0, 1, 2]
 
 
 def test_a_forward_pass_that_fails_leaves_no_positions() -> None:
@@ -112,8 +167,9 @@ def test_a_beginning_is_computed_once_where_it_is_long() -> None:
         assert packing.positions.tolist() == [*range(common + own), common, common + 1]
 
 
-def test_a_packing_moves_whole() -> None:
-    packing = pack([3, 4], [2, 2], [0, 0], width=6, multiple_of=4)
+@pytest.mark.parametrize("laid", [pack, pack_varlen])
+def test_a_packing_moves_whole(laid: Pack) -> None:
+    packing = laid([3, 4], [2, 2], [0, 0], width=6, multiple_of=4)
     moved = packing.to(torch.device("meta"))
     for name, held in vars(packing).items():
         found = getattr(moved, name)

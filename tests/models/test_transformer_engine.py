@@ -1,31 +1,98 @@
-"""Models as they are built where Transformer Engine is: with its layers' names and shapes, which compute nothing."""
+"""Models of Transformer Engine's layers: their names and shapes, and what they compute of packed rows.
+
+Two real ranks, megatron-core's own classes, and `engine_stub` in place of Transformer Engine's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
 
 from megaverl.models.tiny import make_tiny_folder
 from tests.launcher import Launcher
 from tests.sharding.specs import CONFIGS
 
-ARCHITECTURE = "DeepseekV3ForCausalLM"
+LATENT = "DeepseekV3ForCausalLM"
+SIZES = {"with a query latent": 20, "without": None}
+SEQUENCE_PARALLEL: dict[str, Any] = {"shape": {"tp": 2}, "megatron": {"sequence_parallel": True}}
+# biases; a window shorter than the prompts' and responses' 12 tokens; norms of heads; and grids
+PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "biases": ("Qwen2ForCausalLM", SEQUENCE_PARALLEL),
+    "window": ("MistralForCausalLM", {"shape": {"tp": 2}, "megatron": {"window_size": [3, 0]}}),
+    "stages": ("LlamaForCausalLM", {"shape": {"pp": 2}, "megatron": {}}),
+    "experts": ("Qwen3MoeForCausalLM", SEQUENCE_PARALLEL),
+}
 
 
-def test_latent_attention_fits_its_layout_and_can_be_saved(launch: Launcher, tmp_path: Path) -> None:
-    sizes = {"with a query latent": 20, "without": None}
-    folders = {
-        name: make_tiny_folder(tmp_path / name, ARCHITECTURE, **CONFIGS[ARCHITECTURE] | {"q_lora_rank": rank})
-        for name, rank in sizes.items()
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("updated")
+
+
+@pytest.fixture(scope="module")
+def results(launch: Launcher, output: Path) -> list[dict[str, Any]]:
+    latent = {
+        name: make_tiny_folder(output / name, LATENT, **CONFIGS[LATENT] | {"q_lora_rank": rank})
+        for name, rank in SIZES.items()
     }
-    results = launch.world(2, "tests.models.engine_ranks:latent_attention", bare=True, folders=folders)
-    for rank, found in enumerate(results):
-        for name in sizes:
+    packed = {
+        name: {"folder": make_tiny_folder(output / f"{name} before", architecture), **case}
+        for name, (architecture, case) in PACKED.items()
+    }
+    return launch.world(2, "tests.models.engine_ranks:found", bare=True, latent=latent, packed=packed, output=output)
+
+
+def test_latent_attention_fits_its_layout_and_can_be_saved(results: list[dict[str, Any]]) -> None:
+    for rank, result in enumerate(results):
+        found = result["latent"]
+        for name in SIZES:
             assert found[name]["differs"] == [], name
             assert found[name]["refused"] == "", name
             assert bool(found[name]["counted"]) == (rank == 0), "the copies count once in the gradient's norm"
+            assert not found[name]["packs"], "its positions are inside"
         assert found["with a query latent"]["linear"] == [
             "TELayerNormColumnParallelLinear",
             "TELinear",
             "TERowParallelLinear",
         ]
         assert "TEColumnParallelLinear" in found["without"]["linear"]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_rows_under_transformer_engine_give_the_same_update(
+    results: list[dict[str, Any]], output: Path, name: str
+) -> None:
+    """As our layers give, padded: log-probs and losses by the metrics, gradients by what an update with so large
+    an epsilon makes of the weights."""
+    found = results[0]["packed"][name]
+    rows = found["engine packed"]["rows"]
+    assert rows and any(queries < keys for queries, keys in rows), "prompts are computed once, and looked back at"
+    assert not found["engine padded"]["rows"]
+    expected = found["local padded"]["metrics"]
+    before, after = (
+        load_file(output / f"{name} before/model.safetensors"),
+        load_file(output / name / "local padded/model.safetensors"),
+    )
+    assert all(not torch.equal(after[key], before[key]) for key in after)
+    for kind in ("engine padded", "engine packed"):
+        for key, value in expected.items():
+            assert found[kind]["metrics"][key] == pytest.approx(value, abs=1e-5, rel=1e-5), (kind, key)
+        weights = load_file(output / name / kind / "model.safetensors")
+        assert weights.keys() == after.keys()
+        for key, weight in after.items():
+            torch.testing.assert_close(
+                weights[key], weight, atol=1e-5, rtol=0, msg=lambda text, at=(kind, key): f"{at}: {text}"
+            )
+
+
+def test_where_transformer_engine_takes_no_packed_rows_it_is_said(results: list[dict[str, Any]]) -> None:
+    found = results[0]["refused"]
+    assert found["nothing"] == ""
+    assert "neither FlashAttention nor cuDNN's attention" in found["no kernel"] and "bfloat16" in found["no kernel"]
+    assert "Transformer Engine 2.11.0 or later is needed, and 2.10.0 is installed" in found["too old"]
+    assert "('attn_mask_type', 'padding_causal_bottom_right')" in found["asked"]
+    assert "('qkv_layout', 'thd_thd_thd')" in found["asked"]

@@ -12,6 +12,7 @@ import torch
 from megaverl.algorithms import policy_losses
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ConfigError
+from megaverl.models.packing import pack
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.workers.policy import Teacher
 from tests.launcher import Launcher
@@ -102,13 +103,13 @@ def test_pairs_too(launch: Launcher, tmp_path: Path) -> None:
 
 
 def test_a_teacher_with_another_vocabulary_is_refused() -> None:
-    def of(size: int, packs: bool = True) -> Any:
-        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size), packs=packs)
+    def of(size: int, pack: Any = pack) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size), pack=pack)
 
     teacher = Teacher(of(7), "reverse_kl", {}, temperature=1.0)
     teacher.check_student(student := of(7))
-    assert student.packs
-    Teacher(of(7, packs=False), "reverse_kl", {}, temperature=1.0).check_student(student)
-    assert not student.packs, "both read the same rows"
+    assert student.pack
+    Teacher(of(7, pack=None), "reverse_kl", {}, temperature=1.0).check_student(student)
+    assert student.pack is None, "both read the same rows"
     with pytest.raises(ConfigError, match="reference.path: the teacher has a vocabulary of 7 tokens.*one of 8"):
         teacher.check_student(of(8))

@@ -46,8 +46,8 @@ KERNELS = (
         "attention of the actor",
         ("transformer_engine",),
         "Transformer Engine's: FlashAttention or cuDNN's, whichever serves",
-        "PyTorch's scaled_dot_product_attention",
-        "no packed (THD) sequences; speed depends on which kernel PyTorch picks for the head size",
+        "FlashAttention's for packed rows where it is there, else PyTorch's scaled_dot_product_attention",
+        "without flash-attn, a group's samples look back at a long prompt under masks, in slower kernels",
         TE,
     ),
     Kernel(
@@ -105,7 +105,8 @@ def kernels() -> Iterator[Finding]:
 
 def _flash_attention() -> Finding:
     if reason := flash_attention.why_not():
-        found = f"{reason}: attention is cuDNN's where Transformer Engine is, and PyTorch's elsewhere"
+        found = f"{reason}: attention is cuDNN's where Transformer Engine is, and PyTorch's elsewhere. Packed rows "
+        found += "then want compute capability 9.0 or more and cuDNN 9.7"
         return Finding("kernels", "FlashAttention", "note", found)
     return Finding("kernels", "FlashAttention", "ok", "Transformer Engine's choice, and that of rollout.engine=hf")
 

@@ -1,0 +1,129 @@
+"""Packed rows through Transformer Engine's attention. Imported where Transformer Engine is.
+
+Transformer Engine takes sequences of any lengths end to end as format "thd". A segment that begins with a shared prompt
+has more keys than queries, so that its mask is `padding_causal_bottom_right`: the last query sees the last key. Who
+takes that in "thd", with or without a window, as read in Transformer Engine 2.3 to 2.18
+(pytorch/attention/dot_product_attention/utils.py, `get_attention_backend`; common/fused_attn/fused_attn.cpp,
+`nvte_get_fused_attn_backend`), all for 16 bits:
+
+- FlashAttention 2, up to 2.8.3: on compute capability 8.0 and more, heads of up to 256 dimensions.
+- FlashAttention 3: on 9.0, heads of up to 256.
+- FusedAttention (cuDNN): on 9.0 and more, never on 8.x; from cuDNN 9.7 on (9.6: lengths that 64 divides), but not with
+  9.10.0 and 9.10.1; heads of up to 128 dimensions, on 9.0 up to 256.
+- UnfusedDotProductAttention: from Transformer Engine 2.11 on, also in 32 bits; under masks, all scores in memory.
+
+`padding_causal` would align the mask at the first query and key: FlashAttention is then refused where the longest
+segment has other numbers of queries and keys, and else all compute something else. Transformer Engine 2.1 does just
+that to `bottom_right` where the longest has the same, though others have not
+(common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu: `is_bottom_right && s_q == s_kv`), so that it is refused here.
+Context parallelism takes no `bottom_right` mask in any of these versions.
+
+Nothing here asks the device: Transformer Engine reads lengths from it only where `max_seqlen_*` are not given, and
+compares `cu_seqlens_*_padded` with `cu_seqlens_*` there (up to 2.17) only where both are given. A packed row has no
+padding between its segments, so that the former are not.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Any
+
+import torch
+
+from megaverl.models.packing import VarlenPacking
+from megaverl.platform import platform
+
+platform.adapt_megatron()
+
+from megatron.core.extensions.transformer_engine import TEDotProductAttention  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.utils import get_te_version, is_te_min_version  # noqa: E402
+from transformer_engine.pytorch.attention.dot_product_attention import utils  # noqa: E402
+
+LOWEST_ENGINE = "2.3.0"
+
+
+class _MaskType(enum.Enum):
+    """What megatron-core's `AttnMaskType` lacks (0.16 to 0.19); it reads the name alone."""
+
+    padding_causal_bottom_right = "padding_causal_bottom_right"
+
+
+class EngineAttention(TEDotProductAttention):
+    """Transformer Engine's, which reads a `VarlenPacking` as sequences in "thd"."""
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: VarlenPacking | None = None,
+        **options: Any,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [s, b, heads / tp, head_dim]. key, value: [s, b, kv_heads / tp, head_dim].
+            packed_seq_params: the row (b is 1) holds several sequences.
+
+        Returns:
+            [s, b, heads / tp * head_dim], dtype of `query`.
+        """
+        if packed_seq_params is None:
+            return super().forward(query, key, value, attention_mask, attn_mask_type, attention_bias, **options)
+        assert attention_mask is None and attention_bias is None
+        packing = packed_seq_params
+        out: torch.Tensor = super().forward(
+            query.squeeze(1),
+            packing.of_segments(key.squeeze(1)),
+            packing.of_segments(value.squeeze(1)),
+            None,
+            _MaskType.padding_causal_bottom_right,
+            packed_seq_params=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=packing.cu_seqlens_q,
+                cu_seqlens_kv=packing.cu_seqlens_kv,
+                max_seqlen_q=packing.max_seqlen_q,
+                max_seqlen_kv=packing.max_seqlen_kv,
+            ),
+            **options,
+        )
+        return out.reshape(len(query), 1, -1)
+
+
+def why_padded(config: TransformerConfig) -> str:
+    """Why Transformer Engine cannot attend within packed rows here, as it says itself; empty: it can.
+
+    Its attention under masks counts as none: it would keep the scores of all pairs of a row's segments.
+    """
+    if not is_te_min_version(LOWEST_ENGINE):
+        return f"Transformer Engine {LOWEST_ENGINE} or later is needed, and {get_te_version()} is installed"
+    if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
+        return "attention is in FP8 (megatron.fp8_dot_product_attention, megatron.fp8_multi_head_attention)"
+    tp_size = config.tensor_model_parallel_size
+    asked = utils.AttentionParams(
+        qkv_dtype=config.params_dtype,
+        qkv_layout="thd_thd_thd",
+        batch_size=2,
+        num_heads=config.num_attention_heads // tp_size,
+        num_gqa_groups=max(1, config.num_query_groups // tp_size),
+        max_seqlen_q=65,  # any lengths, and so not only multiples of 64
+        max_seqlen_kv=129,
+        head_dim_qk=config.kv_channels,
+        head_dim_v=config.kv_channels,
+        attn_mask_type=_MaskType.padding_causal_bottom_right.name,
+        window_size=config.window_size or (-1, 0),
+        deterministic=config.deterministic_mode,
+    )
+    by_flash, _, by_cudnn, *_ = utils.get_attention_backend(asked)
+    if by_flash or by_cudnn:
+        return ""
+    return (
+        "neither FlashAttention nor cuDNN's attention takes them in Transformer Engine here (megatron."
+        f"attention_backend={config.attention_backend.name}, {config.params_dtype}, heads of {config.kv_channels} "
+        "dimensions); NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why"
+    )
