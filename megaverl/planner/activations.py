@@ -126,17 +126,20 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
     return held
 
 
-def keys_per_token(tokens: int, prompt: int, response: int, group_size: int) -> float:
-    """How many keys attention reads for each token of a packed row, whose shared prompt it holds once.
+def keys_per_token(tokens: int, shared: int, own: int, group_size: int) -> float:
+    """How many keys attention reads for each token of a packed row, which holds a shared prompt once.
 
-    Every sample's own part looks back at the prompt, and kernels of sequences of any lengths take their keys whole
+    Kernels of sequences of any lengths take the prompt's keys as such, and again before those of each sample's own part
     (`megaverl.models.packing.VarlenPacking`).
 
     Args:
-        tokens: of the row; as many of a group's samples, as long as given, are in it as fit.
+        tokens: of the row; as many of a group's samples are in it as fit.
+        shared, own: tokens of each sample that all of its group have, and others.
     """
-    samples = max(1, min(group_size, (tokens - prompt) // response))
-    return samples * (prompt + response) / (prompt + samples * response)
+    samples = min(group_size, (tokens - shared) // own)
+    if samples < 2:
+        return 1.0
+    return (shared + samples * (shared + own)) / (shared + samples * own)
 
 
 def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:

@@ -252,8 +252,8 @@ class MemoryModel:
         config = self.job.config
         if not role.config.pack_samples or role.spec.mla is not None:
             return 1.0
-        prompt = config.data.max_prompt_tokens
-        return keys_per_token(tokens, prompt, config.max_tokens - prompt, config.algorithm.group_size)
+        shared = config.data.max_prompt_tokens - 1
+        return keys_per_token(tokens, shared, config.max_tokens - shared, config.algorithm.group_size)
 
     def _samples(self, role: Role) -> int:
         """Of one update on a data-parallel rank."""

@@ -16,7 +16,9 @@ from megaverl.planner.activations import (
     LayerShape,
     Recompute,
     StageLoad,
+    attention_bytes,
     in_flight,
+    keys_per_token,
     layer_bytes,
     paper_layer_bytes,
     stage_bytes,
@@ -53,6 +55,20 @@ def test_a_gpt_layer_keeps_what_the_paper_says(
     assert sequence * layer_bytes(shape, sequence) == pytest.approx(expected)
     without = expected - 5 * heads * sequence**2 / tp
     assert sequence * layer_bytes(shape, sequence, modules=("core_attn",)) == pytest.approx(without)
+
+
+@given(group_size=st.integers(1, 8), shared=st.integers(1, 50), own=st.integers(1, 50), tokens=st.integers(100, 300))
+def test_keys_of_a_packed_row(group_size: int, shared: int, own: int, tokens: int) -> None:
+    """As many as the kernels are given, and kept so for the backward pass."""
+    from megaverl.models.packing import pack_varlen
+
+    samples = max(1, min(group_size, (tokens - shared) // own))
+    packing = pack_varlen([shared + own] * samples, [shared] * samples, [0] * samples, width=100)
+    keys = int(packing.cu_seqlens_kv[-1])
+    assert keys_per_token(tokens, shared, own, group_size) == pytest.approx(keys / len(packing.source))
+    spec = make_spec(num_heads=8, num_kv_heads=2, head_dim=16)
+    once, again = (attention_bytes(LayerShape(spec, repeats=repeats), 50) for repeats in (1.0, 3.0))
+    assert again - once == 2 * 2 * (2 * 2 * 16), "keys and values twice more, of two heads in 16 bits"
 
 
 def test_the_papers_example() -> None:
