@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -151,8 +151,15 @@ class Engine(Protocol):
     def sleep(self) -> None:
         """Free device memory until `wake_up`, where the engine can."""
 
+    def sleep_without(self, names: Collection[str]) -> bool:
+        """The same, but what these of `named_parameters()` hold need not be kept: a reshard writes them anew before
+        the next `generate`. False: they are kept."""
+
+    def wake_weights(self) -> None:
+        """Take back the memory of the weights alone, to be written."""
+
     def wake_up(self) -> None:
-        """Take the memory back; the weights are as they were, the cache is empty."""
+        """Take all of the memory back; the weights are as they were, the cache is empty."""
 
     def close(self) -> None:
         """Free what the engine holds; it cannot be used afterwards."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,8 +153,15 @@ class HFEngine:
     def sleep(self) -> None:
         """The model stays where it is."""
 
-    def wake_up(self) -> None:
+    def sleep_without(self, names: Collection[str]) -> bool:
+        """The same, with its weights."""
+        return False
+
+    def wake_weights(self) -> None:
         """The model never slept."""
+
+    def wake_up(self) -> None:
+        """The same."""
 
     def close(self) -> None:
         """Free the model."""

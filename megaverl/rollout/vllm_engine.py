@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +34,15 @@ from megaverl.rollout.process_state import (
     process_state_kept,
     random_state_kept,
     release_groups,
+)
+from megaverl.rollout.vllm_weights import (
+    CACHE,
+    WEIGHTS,
+    contents_dropped,
+    loaded_parameters,
+    model_loaded,
+    order_kept,
+    with_derived_weights,
 )
 from megaverl.sharding.fit import misfits
 from megaverl.sharding.model_spec import ModelSpec
@@ -75,7 +84,8 @@ class VLLMEngine:
 
     Raises:
         RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
-            this machine cannot run, a quantised engine without weights of its own, or EngineArgs that vLLM refuses.
+            this machine cannot run, a quantised engine without weights of its own, EngineArgs that vLLM refuses, or
+            kernels that read weights in another order than the layouts write them in.
     """
 
     def __init__(
@@ -97,7 +107,7 @@ class VLLMEngine:
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         self._can_sleep = config.sleep and platform.is_cuda
-        self._asleep = False
+        self._asleep: set[str] = set()  # of what vLLM allocates: WEIGHTS, CACHE
         self._has_weights = load_weights
         self._dtype = dtype
         spec = ModelSpec.from_folder(model_folder)
@@ -145,7 +155,8 @@ class VLLMEngine:
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
         with (
             to_come,
-            _weights_loaded(lambda model: on_load(dict(_loaded_parameters(model)), self.layouts) if on_load else None),
+            order_kept(),
+            model_loaded(lambda model: on_load(dict(loaded_parameters(model)), self.layouts) if on_load else None),
         ):
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
@@ -158,7 +169,8 @@ class VLLMEngine:
 
     def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
         if platform.is_cuda:
-            return {}
+            # vLLM's choice on Hopper; what it takes on Blackwell keeps experts in an order of its own
+            return {"moe_backend": "triton"} if spec.moe is not None else {}
         return vllm_cpu().engine_defaults(
             num_layers=spec.num_layers,
             num_kv_heads=max(1, spec.num_kv_heads // self.tp_size),
@@ -176,20 +188,26 @@ class VLLMEngine:
         Raises:
             RolloutError: the engine is asleep or closed.
         """
+        if CACHE in self._asleep:
+            raise RolloutError("the engine is asleep: call wake_up() before generating.")
+        return self._open
+
+    @property
+    def _open(self) -> LLM:
         if self._llm is None:
             raise RolloutError("the engine is closed.")
-        if self._asleep:
-            raise RolloutError("the engine is asleep: call wake_up() before generating or writing weights.")
         return self._llm
 
     @property
     def model(self) -> torch.nn.Module:
-        """vLLM's model on this rank."""
-        model: torch.nn.Module = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+        """vLLM's model on this rank, without the wrappers that capture graphs."""
+        if WEIGHTS in self._asleep:
+            raise RolloutError("the engine is asleep: call wake_weights() before writing weights.")
+        model: torch.nn.Module = self._open.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         return model
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        return dict(_loaded_parameters(self.model))
+        return dict(loaded_parameters(self.model))
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
         return vllm_layouts(weights, spec, self.tp_size, **self._experts)
@@ -272,12 +290,12 @@ class VLLMEngine:
         Raises:
             RolloutError: vLLM refuses, as it does while requests are running.
         """
-        if not self.llm.reset_prefix_cache():
+        if not self._open.reset_prefix_cache():
             raise RolloutError(
                 "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
                 "old and new weights. Update weights only between calls of generate()."
             )
-        for module in _with_derived_weights(self.model).values():
+        for module in with_derived_weights(self.model).values():
             module.process_weights_after_loading(self._dtype)  # written in place
         if not platform.is_cuda:
             vllm_cpu().repack_weights(self.model)
@@ -285,16 +303,39 @@ class VLLMEngine:
 
     def sleep(self) -> None:
         """Move weights out of device memory and drop the cache; on a CPU, or without `rollout.sleep`, nothing."""
+        self._sleep([])
+
+    def sleep_without(self, names: Collection[str]) -> bool:
         if not self._can_sleep:
-            logger.debug("sleep: nothing to do (%s)", "rollout.sleep is off" if platform.is_cuda else "CPU")
+            return False
+        if WEIGHTS not in self._asleep:
+            parameters = self.named_parameters()
+            self._sleep([parameters[name] for name in names])
+        self._has_weights = False
+        return True
+
+    def _sleep(self, written_anew: Sequence[torch.Tensor]) -> None:
+        if not self._can_sleep or self._asleep:
+            logger.debug("sleep: nothing to do")
             return
-        self.llm.sleep(level=1)
-        self._asleep = True
+        if platform.is_cuda:
+            torch.cuda.synchronize()  # a step that was scheduled ahead may still read what is unmapped here
+        with contents_dropped(written_anew) as dropped:
+            self._open.sleep(level=1)
+        logger.debug("sleep: %d bytes of weights are not kept", dropped)
+        self._asleep = {WEIGHTS, CACHE}
+
+    def wake_weights(self) -> None:
+        self._wake(WEIGHTS)
 
     def wake_up(self) -> None:
-        if self._asleep and self._llm is not None:
-            self._llm.wake_up()
-            self._asleep = False
+        self._wake(WEIGHTS)
+        self._wake(CACHE)
+
+    def _wake(self, tag: str) -> None:
+        if tag in self._asleep and self._llm is not None:
+            self._llm.wake_up(tags=[tag])
+            self._asleep.remove(tag)
 
     def close(self) -> None:
         """Free weights, cache and vLLM's process groups; the default process group stays."""
@@ -389,42 +430,6 @@ def _telling(llm: LLM, told: Told | None) -> Iterator[None]:
         yield
     finally:
         del engine.step
-
-
-@contextmanager
-def _weights_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Call `then` with an engine's model as soon as it has its weights, before it is profiled or captured.
-
-    Outside vLLM's memory pool for weights: what takes their place here is not vLLM's to put to sleep.
-    """
-    from vllm.v1.worker.gpu_worker import Worker
-
-    load_model = Worker.load_model
-
-    def load_and_tell(self: Any, **options: Any) -> None:
-        load_model(self, **options)
-        then(self.model_runner.get_model())
-
-    Worker.load_model = load_and_tell
-    try:
-        yield
-    finally:
-        Worker.load_model = load_model
-
-
-def _with_derived_weights(model: torch.nn.Module) -> dict[str, Any]:
-    """Modules whose own parameters vLLM computes from others': multi-head latent attention, by name."""
-    from vllm.model_executor.layers.attention import MLAAttention
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, MLAAttention)}
-
-
-def _loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """What `load_weights` fills."""
-    derived = _with_derived_weights(model)
-    for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] not in derived:
-            yield name, parameter
 
 
 def _generation(output: RequestOutput) -> Generation:

@@ -201,6 +201,10 @@ class Resharder:
                 f"part of it shares storage with the source, which has changed since version {self.version}"
             )
 
+    def destination_lost(self) -> None:
+        """Its tensors hold nothing any more: the next run brings all weights, those that do not change as well."""
+        self._to_arrive = max(1, self._to_arrive)
+
     def check_whole(self) -> None:
         """Refuse to use a destination that holds parts of two versions.
 

@@ -48,6 +48,18 @@ class Rollout:
             yield
         finally:
             self._stays_awake = False
+            self._sleep()
+
+    def _wake(self) -> None:
+        if self.sync is not None:
+            self.sync.wake()
+        else:
+            self.engine.wake_up()
+
+    def _sleep(self) -> None:
+        if self.sync is not None:
+            self.sync.sleep()
+        else:
             self.engine.sleep()
 
     def generate(
@@ -75,7 +87,7 @@ class Rollout:
             ReshardError: the engine holds parts of two versions of the weights.
         """
         engine = self.engine
-        engine.wake_up()
+        self._wake()
         if engine.in_flight is not None and engine.in_flight.measures:
             engine.in_flight.fit(self._least_free_memory())
         lengths = [len(prompt) for prompt in prompts]
@@ -89,7 +101,7 @@ class Rollout:
             found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine])
             rest(found)
         if not self._stays_awake:
-            engine.sleep()
+            self._sleep()
         rows = _as_rows(mine, found) if speaks else _as_rows([], [])
         return _from_rows(rows.gather(self.world), len(prompts))
 

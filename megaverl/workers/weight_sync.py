@@ -24,7 +24,7 @@ from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, wit
 from megaverl.models.options import transformer_config
 from megaverl.platform import platform
 from megaverl.rollout.engine import Engine
-from megaverl.sharding.layout import EMPTY, Layout
+from megaverl.sharding.layout import EMPTY, Layout, padded_tensors
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plan
 from megaverl.weights.fingerprint import ReshardCheck
@@ -118,6 +118,11 @@ class SynchronisesWeights(Protocol):
 class WeightSync:
     """Takes weights from the actor's layout to the engines', as often as they change. Every rank of either takes part.
 
+    An engine that can sleep has memory only while it needs it, and this is the one place that says when: its cache from
+    `wake` to `sleep`, its weights from `start` to `sleep`. So the cache is not there while a reshard has its buckets.
+    Where actor and engines share their ranks, `sleep` throws the weights away instead of keeping a copy in the host's
+    memory: `start` writes them anew, and where something is generated before that, `wake` brings them once more.
+
     Args:
         source: the actor's.
         layout_of: rank -> the engine's layout there.
@@ -150,11 +155,16 @@ class WeightSync:
         self.config, self.world, self.weight_version = config or ReshardConfig(), world, 0
         self._engine, self._actor, self._reading = engine, source, ExitStack()
         self._merge: Merge | None = None
+        # with its own ranks alone it can bring the weights whenever they are missing
+        self._refills = engine is not None and group is None and not self.config.overlap
+        self._lost = self._source_changed = False
         group = group or world
         tensors = {**source.tensors, **(source.factors or {})}
         self._dest = engine.named_parameters() if engine is not None else {}
+        held = layout_of(dist.get_rank(group))
+        # what a reshard writes whole: nothing else may be lost, padding neither
+        self._written = frozenset(self._dest) - frozenset(padded_tensors(held))
         if source.low_ranks is not None:
-            held = layout_of(dist.get_rank(group))
             self._merge = Merge(held, source.low_ranks, source.scaling, source.dtype, platform.device)
             self._dest |= self._merge.factors
         options = TransportOptions(
@@ -191,7 +201,9 @@ class WeightSync:
         With `reshard.overlap` they gather beside the engine's, which can generate with the old ones meanwhile.
         """
         if self._engine is not None:
-            self._engine.wake_up()
+            if self._refills:
+                self.sleep()  # what its cache holds is of old weights, and the buckets need the room
+            self._engine.wake_weights()
         self._reading.enter_context(self._actor.on_device)
         self._resharder.start()
 
@@ -201,6 +213,12 @@ class WeightSync:
         Raises:
             ReshardError: a rank died or stalled, or the weights differ from the actor's.
         """
+        stats = self._finish()
+        self._source_changed = False
+        self.weight_version += 1
+        return stats
+
+    def _finish(self) -> ReshardStats:
         with self._reading:
             stats = self._resharder.finish()
             self._compare()
@@ -208,12 +226,41 @@ class WeightSync:
             stats = replace(stats, seconds=stats.seconds + self._merge_adapters())
             if self._engine is not None:
                 self._engine.reset_prefix_cache()
-        self.weight_version += 1
+        self._lost = False
         return stats
+
+    def sleep(self) -> None:
+        """Let this rank's engine give its memory back, if it can."""
+        assert self._engine is not None
+        if not self._refills:
+            self._engine.sleep()
+        elif self._engine.sleep_without(self._written):
+            self._resharder.destination_lost()
+            self._lost = True
+
+    def wake(self) -> None:
+        """This rank's engine can generate from here on. Every rank of the world takes part.
+
+        Raises:
+            ReshardError: its weights were thrown away, and the actor's are newer by now, or not whole.
+        """
+        assert self._engine is not None
+        if self._lost:
+            with together(self.world):
+                if self._source_changed:
+                    raise ReshardError(
+                        f"the engine slept without its weights, and the actor's have changed since version "
+                        f"{self.weight_version}. Reshard before the next generate()."
+                    )
+                self.check_whole()
+            self.start()
+            self._finish()
+        self._engine.wake_up()
 
     def source_changes(self) -> None:
         """To be called before the actor's weights change: what the engine shares with it changes as well, so that
         nothing is generated before the next reshard. An actor that trains adapters shares only what never changes."""
+        self._source_changed = True
         if self._merge is None:
             self._resharder.source_changes()
 

@@ -38,14 +38,21 @@ def test_generations_have_one_version_whole(
         for key, version in {
             "first": "first",
             "second": "second",
+            "asleep": "second",
+            "asleep_again": "second",
             "overlapped_second": "second",
             "draining": "second",
             "overlapped_first": "first",
         }.items():
             assert [answer["token_ids"] for answer in found[key]] == by_version[version], key
         assert found["version"] == 2
+        # the cache is there from a request to its answers, and never beside what a reshard needs
+        brought, asked = ["wake weights", "reshard"], ["wake kv_cache", "sleep 1"]
+        assert found["events"] == ["sleep 1", *brought, *asked, *brought, *asked, *brought, "wake kv_cache"]
+        assert "slept without its weights, and the actor's have changed since version 3" in found["asleep_changed"]
+        assert found["asleep_version"] == 4, "bringing the same weights once more makes no version"
         stats = found["stats"]
-        assert stats["bytes_aliased"] > 0 and found["adopted"] > 0
+        assert stats["bytes_aliased"] > 0 and found["adopted_in_pool"] == [found["adopted"]] != [0]
         if grid == {"tp": 2}:
             assert found["adopted"] == found["parameters"], "equal layouts: every parameter is the actor's"
             assert (stats["bytes_local"], stats["bytes_received"], stats["num_messages"]) == (0, 0, 0)
