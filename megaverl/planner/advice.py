@@ -81,12 +81,6 @@ def shortages(job: PlannedJob, memory: list[RankMemory]) -> list[Shortage]:
     return found
 
 
-def stage_ranks(job: PlannedJob) -> list[int]:
-    """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""
-    stages = {role.ranks[role.grid.rank(pp=s)] for role in job.roles for s in range(role.grid.pp)}
-    return sorted({*stages, job.rollout.ranks[0]})
-
-
 def advise(job: PlannedJob) -> Advice:
     """Try settings in the order of their distance: one change, then two, then three; the first that fits.
 
@@ -105,7 +99,7 @@ def advise(job: PlannedJob) -> Advice:
             settings = tuple(setting for _, setting in choice)
             try:
                 other = with_settings(job, settings)
-                memory = MemoryModel(other).ranks(stage_ranks(other))
+                memory = MemoryModel(other).ranks(other.stage_ranks())
             except ConfigError:
                 continue  # a grid that does not divide the world or the model
             if not shortages(other, memory):

@@ -147,6 +147,11 @@ class PlannedJob:
     def actor(self) -> Role:
         return self.roles[0]
 
+    def stage_ranks(self) -> list[int]:
+        """The first rank of every pipeline stage of every role: where peaks differ by more than padding."""
+        stages = {role.ranks[role.grid.rank(pp=s)] for role in self.roles for s in range(role.grid.pp)}
+        return sorted({*stages, self.rollout.ranks[0]})
+
 
 def find_spec(config: Config, model_config: str | None = None, *, beside: str | None = None) -> ModelSpec:
     """The model that a plan is for: of a config.json, of the model folder, or of the recipe's `model.config`.

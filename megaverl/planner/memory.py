@@ -68,6 +68,7 @@ class MemoryModel:
             job.rollout.tp,
             config.rollout.vllm,
             itemsize=job.itemsize,
+            aliased=min(self._aliased_on(rank) for rank in job.stage_ranks() if rank in job.rollout.ranks),
             memory=job.machine.memory,
             sequences=-(-config.samples_per_step // job.rollout.num_engines),
             longest=config.max_tokens,
@@ -163,11 +164,17 @@ class MemoryModel:
         if config.reshard.overlap:  # the next weights, beside the present ones
             own["engine weights"] += engine.weights
         resting = {} if config.rollout.sleep else own
+        generate = held | own | {"activations": engine.workspace}
+        # vLLM allocates all weights before the actor's take the place of some, and its cache after that
+        loading = held | {"engine weights": engine.weights}
+        # `workers.weight_sync`: between sleeping and waking, the weights alone
+        written = own
+        if config.rollout.sleep and self.job.placement.is_colocated and not config.reshard.overlap:
+            written = {"engine weights": own["engine weights"]}
         return {
-            # vLLM asks for its whole share before anything is aliased
-            "engine start": held | own | {"engine weights": engine.weights, "activations": engine.workspace},
-            "generate": held | own | {"activations": engine.workspace},
-            "reshard": _sum(held | own | {"buckets": buckets}, loads.get("reshard", {})),
+            "engine start": max(loading, generate, key=lambda used: sum(used.values())),
+            "generate": generate,
+            "reshard": _sum(held | written | {"buckets": buckets}, loads.get("reshard", {})),
         } | {phase: _sum(held | resting, load) for phase, load in loads.items() if phase != "reshard"}
 
     def weights(self, role: Role, rank: int, without: str = "") -> int:
@@ -309,7 +316,7 @@ class EngineBytes:
         budget: all that the engine takes.
         weights: of its own, before any is aliased.
         workspace: activations of the largest batch, an estimate of what vLLM profiles.
-        cache: the KV cache; negative where weights and workspace alone exceed the budget.
+        cache: the KV cache; negative where its own weights and workspace alone exceed the budget.
         bytes_per_token: of the cache.
         sequences: responses asked of the engine at once.
         longest: tokens of the longest sequence.
@@ -348,6 +355,7 @@ def engine_bytes(
     fields: Mapping[str, Any],
     *,
     itemsize: int,
+    aliased: int,
     memory: float,
     sequences: int,
     longest: int,
@@ -357,6 +365,9 @@ def engine_bytes(
     Args:
         layout: of one of its ranks.
         fields: `rollout.vllm`.
+        aliased: bytes of weights that are an actor's, on the rank that has the fewest: vLLM measures what it holds
+            itself, and gives its cache the rest of its share, on all ranks what is left on the fullest (0.32 and later:
+            utils/mem_utils.py, v1/executor/uniproc_executor.py).
         memory: of the GPU, bytes.
         sequences, longest: responses per engine and step, and the context they may need.
     """
@@ -364,10 +375,10 @@ def engine_bytes(
     budget = memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
     cache_itemsize = 1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
     workspace = _workspace(spec, tp, fields, itemsize)
-    cache = budget - weights - workspace
+    cache = budget - (weights - aliased) - workspace
     if fields.get("kv_cache_memory_bytes"):  # then vLLM asks for that much, whatever the utilization
         cache = float(fields["kv_cache_memory_bytes"])
-        budget = cache + weights + workspace
+        budget = cache + weights - aliased + workspace
     per_token = kv_bytes_per_token(spec, tp, cache_itemsize)
     return EngineBytes(budget, weights, workspace, cache, per_token, sequences, longest)
 

@@ -42,7 +42,7 @@ from megaverl.rollout.vllm_weights import (
     loaded_parameters,
     model_loaded,
     order_kept,
-    with_derived_weights,
+    remake_derived,
 )
 from megaverl.sharding.fit import misfits
 from megaverl.sharding.model_spec import ModelSpec
@@ -153,11 +153,13 @@ class VLLMEngine:
             "expert_placement": arguments.get("expert_placement_strategy", "linear"),
         }
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
-        with (
-            to_come,
-            order_kept(),
-            model_loaded(lambda model: on_load(dict(loaded_parameters(model)), self.layouts) if on_load else None),
-        ):
+
+        def loaded(model: torch.nn.Module) -> None:
+            if on_load is not None:
+                on_load(dict(loaded_parameters(model)), self.layouts)
+                remake_derived(model, dtype, may_move=True)  # views of what a parameter held before
+
+        with to_come, order_kept(), model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
@@ -295,8 +297,7 @@ class VLLMEngine:
                 "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
                 "old and new weights. Update weights only between calls of generate()."
             )
-        for module in with_derived_weights(self.model).values():
-            module.process_weights_after_loading(self._dtype)  # written in place
+        remake_derived(self.model, self._dtype, may_move=self.may_rebind)
         if not platform.is_cuda:
             vllm_cpu().repack_weights(self.model)
         self._has_weights = True

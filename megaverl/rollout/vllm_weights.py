@@ -1,5 +1,5 @@
-"""vLLM's parameters in a process that writes them: which there are, when they are there, whether they still are what was
-loaded, and which of them its sleep need not keep."""
+"""vLLM's parameters in a process that writes them: which there are, when they are there, whether they still are what
+was loaded, and which of them its sleep need not keep."""
 
 from __future__ import annotations
 
@@ -57,6 +57,35 @@ def with_derived_weights(model: torch.nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MLAAttention)}
 
 
+def remake_derived(model: torch.nn.Module, dtype: torch.dtype, *, may_move: bool) -> None:
+    """Compute what `with_derived_weights` says anew.
+
+    vLLM copies it in place (0.32: mla_attention.py), or makes views of the weight that it comes from (0.24).
+
+    Args:
+        dtype: of activations.
+        may_move: no captured graph holds its address.
+
+    Raises:
+        RolloutError: it has another address than a captured graph reads.
+    """
+    for name, module in with_derived_weights(model).items():
+        before = _addresses(module)
+        module.process_weights_after_loading(dtype)
+        moved = [own for own, address in _addresses(module).items() if before.get(own, address) != address]
+        if moved and not may_move:
+            raise RolloutError(
+                f"{name}: vLLM made {', '.join(moved)} anew at another address than its captured graphs read. "
+                "Set rollout.vllm.enforce_eager=true."
+            )
+
+
+def _addresses(module: torch.nn.Module) -> dict[str, int]:
+    """Of a module's own tensors, parameters or not."""
+    own = {**vars(module), **dict(module.named_parameters(recurse=False))}
+    return {name: tensor.data_ptr() for name, tensor in own.items() if isinstance(tensor, torch.Tensor)}
+
+
 def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
     """What `load_weights` fills."""
     derived = with_derived_weights(model)
@@ -111,9 +140,7 @@ class _Seen(NamedTuple):
 def _check_order(model: torch.nn.Module, before: dict[str, _Seen]) -> None:
     after = {name: _Seen.of(parameter) for name, parameter in loaded_parameters(model)}
     changed = {
-        name: change
-        for name in before | after
-        if (change := _change(before.get(name), after.get(name))) is not None
+        name: change for name in before | after if (change := _change(before.get(name), after.get(name))) is not None
     }
     if not changed:
         return
@@ -145,11 +172,11 @@ def _described(seen: _Seen) -> str:
 def contents_dropped(parameters: Collection[torch.Tensor]) -> Iterator[int]:
     """Inside, vLLM's sleep of level 1 copies to the host what it would, but not what these parameters hold.
 
-    vLLM's level 2 drops all that was allocated while the model was loaded: with the weights, the state that the V2 model
-    runner keeps of its sampler and its model; it saves the model's registered buffers and nothing else (0.24 to 0.33:
-    v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). So it is level 1, and an allocation of the pool that holds
-    nothing but these parameters goes under a tag that it does not name, for as long as the body runs. Yields the bytes
-    of those. Storage that is not the pool's, an actor's, is left alone by either.
+    vLLM's level 2 drops all that was allocated while the model was loaded: with the weights, the state that the V2
+    model runner keeps of its sampler and its model; it saves the model's registered buffers and nothing else (0.24 to
+    0.33: v1/worker/gpu_worker.py, v1/worker/gpu/model_runner.py). So it is level 1, and an allocation of the pool that
+    holds nothing but these parameters goes under a tag that it does not name, for as long as the body runs. Yields the
+    bytes of those. Storage that is not the pool's, an actor's, is left alone by either.
     """
     if not parameters:
         yield 0

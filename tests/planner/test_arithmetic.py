@@ -23,7 +23,7 @@ from megaverl.planner.activations import (
     paper_layer_bytes,
     stage_bytes,
 )
-from megaverl.planner.advice import advise, shortages, stage_ranks, with_settings
+from megaverl.planner.advice import advise, shortages, with_settings
 from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
 from megaverl.planner.job import GB, Machine
 from megaverl.planner.memory import MemoryModel
@@ -163,18 +163,18 @@ def test_recipes_fit_the_machines_that_they_name() -> None:
         ("llama3_70b/grpo_128_nodes", 128),
     ):
         job = recipe(name, 8 * nodes)
-        assert shortages(job, MemoryModel(job).ranks(stage_ranks(job))) == [], name
+        assert shortages(job, MemoryModel(job).ranks(job.stage_ranks())) == [], name
 
 
 def test_advice_is_the_nearest_setting_that_fits() -> None:
     job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.9")
-    missing = shortages(job, MemoryModel(job).ranks(stage_ranks(job)))
-    assert {s.what for s in missing} == {"engine start", "generate", "reshard"}
+    missing = shortages(job, MemoryModel(job).ranks(job.stage_ranks()))
+    assert {s.what for s in missing} == {"engine start", "generate"}  # the reshard has the cache's room
     assert "GB too much" in str(missing[0])
     advice = advise(job)
     assert advice.settings == (("rollout.vllm.gpu_memory_utilization", 0.6),)
     mended = with_settings(job, advice.settings)
-    assert shortages(mended, MemoryModel(mended).ranks(stage_ranks(mended))) == []
+    assert shortages(mended, MemoryModel(mended).ranks(mended.stage_ranks())) == []
 
 
 def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
@@ -185,14 +185,14 @@ def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
     advice = advise(job)
     assert len(advice.settings) > 1 and "=" in str(advice)
     mended = with_settings(job, advice.settings)
-    assert shortages(mended, MemoryModel(mended).ranks(stage_ranks(mended))) == []
+    assert shortages(mended, MemoryModel(mended).ranks(mended.stage_ranks())) == []
     hopeless = make(spec, 2, "actor.tp=2", "rollout.tp=2", "algorithm={name: grpo, group_size: 8}")
     assert advise(hopeless).settings == () and "more nodes" in str(advise(hopeless))
 
 
 def test_a_cache_that_holds_no_sequence_is_told() -> None:
-    job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.2")
-    [missing] = shortages(job, MemoryModel(job).ranks(stage_ranks(job)))
+    job = recipe("llama3_70b/grpo_8_nodes", 64, "rollout.vllm.gpu_memory_utilization=0.18")
+    [missing] = shortages(job, MemoryModel(job).ranks(job.stage_ranks()))
     assert missing.what == "KV cache" and "less than one sequence" in str(missing)
 
 
@@ -205,3 +205,23 @@ def test_offload_and_sleep_free_what_they_say() -> None:
     reference = rank.parts["reference"]["weights"]
     assert other.phases["actor update"] - rank.phases["actor update"] == pytest.approx(resting + reference)
     assert other.phases["generate"] - rank.phases["generate"] == pytest.approx(reference)
+    cache = rank.parts["rollout"]["KV cache"]
+    assert other.phases["reshard"] - rank.phases["reshard"] == pytest.approx(cache + reference)
+
+
+def test_what_the_engine_shares_leaves_its_cache_more_room() -> None:
+    machine = Machine(reserve=0.0)
+    options = ("rollout.tp=8", "actor.tp=8", "algorithm={name: grpo, group_size: 8}", "rollout.sleep=true")
+    spec = recipe("llama3_70b/grpo_8_nodes", 64).spec
+    shared, apart = (
+        MemoryModel(make(spec, 64, *options, f"reshard.alias={alias}", machine=machine)).rank(0)
+        for alias in ("auto", "never")
+    )
+    weights = apart.parts["rollout"]["weights"]
+    assert shared.parts["rollout"]["aliased"] == weights and shared.parts["rollout"]["weights"] == 0
+    assert shared.parts["rollout"]["KV cache"] - apart.parts["rollout"]["KV cache"] == weights
+    # loaded beside the actor's; then one share for both
+    for rank in (shared, apart):
+        held = rank.parts["actor"]["weights"] + rank.parts["actor"]["gradients"] + rank.parts["actor"]["optimizer"]
+        assert rank.phases["generate"] - held == pytest.approx(rank.engine.budget)
+        assert rank.phases["engine start"] == max(rank.phases["generate"], held + weights)

@@ -109,7 +109,12 @@ def versions(
 
     sync = WeightSync(ActorWeights.of(model), layouts, engine, default_group(), config=shared)
     rollout = Rollout(engine, default_group(), sync)
-    found = {"adopted": adopted, "adopted_in_pool": adopted_in_pool, "parameters": len(engine.named_parameters()), "unset": answer(rollout)}
+    found = {
+        "adopted": adopted,
+        "adopted_in_pool": adopted_in_pool,
+        "parameters": len(engine.named_parameters()),
+        "unset": answer(rollout),
+    }
     sync.reshard()
     found["first"] = answer(rollout)
     sync.source_changes()
