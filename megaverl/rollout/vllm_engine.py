@@ -85,7 +85,7 @@ class VLLMEngine:
     Raises:
         RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
             this machine cannot run, a quantised engine without weights of its own, EngineArgs that vLLM refuses, or
-            kernels that read weights in another order than the layouts write them in.
+            kernels that read weights in another order than a reshard would write them in.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class VLLMEngine:
                 on_load(dict(loaded_parameters(model)), self.layouts)
                 remake_derived(model, dtype, may_move=True)  # views of what a parameter held before
 
-        with to_come, order_kept(), model_loaded(loaded):
+        with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
@@ -171,8 +171,8 @@ class VLLMEngine:
 
     def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
         if platform.is_cuda:
-            # vLLM's choice on Hopper; what it takes on Blackwell keeps experts in an order of its own
-            return {"moe_backend": "triton"} if spec.moe is not None else {}
+            # vLLM's choice on Hopper; what it takes on Blackwell has an order of its own, which no reshard could write
+            return {"moe_backend": "triton"} if spec.moe is not None and not self._has_weights else {}
         return vllm_cpu().engine_defaults(
             num_layers=spec.num_layers,
             num_kv_heads=max(1, spec.num_kv_heads // self.tp_size),

@@ -96,7 +96,7 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
 
 @contextmanager
 def order_kept() -> Iterator[None]:
-    """Refuse an engine, made inside, whose weights vLLM rearranges between loading and running.
+    """Refuse an engine, made inside to be written to, whose weights vLLM rearranges between loading and running.
 
     Kernels want weights in an order of their own: a fused mixture of experts under FlashInfer is permuted, in place
     (0.33: fused_moe/oracle/unquantized.py), quantised linear layers are transposed or packed. What is written to them
