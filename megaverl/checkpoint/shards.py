@@ -141,7 +141,6 @@ class Stager:
     """Plans a save with all ranks. The memory of its copies is kept for the next save."""
 
     _buffers: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
-    _validated: bool = False
 
     def stage(
         self,
@@ -159,9 +158,9 @@ class Stager:
             copied: what lies at these may change at once. All else must stay as it is until it is written.
             committer: whose rank plans for all. Ranks of another world than its have other roles.
         """
-        # What is held by whom does not change between the saves of a run: checked at the first one only.
-        sharded, common = save_preprocess(state, not self._validated)
-        self._validated = True
+        # megatron-core's own check would send every rank what all hold. The plan for all is checked below, on one rank:
+        # torch refuses one that leaves out an element of a tensor, or writes one twice.
+        sharded, common = save_preprocess(state, False)
         flat, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
         group = committer.group
         ranks = _DistWrapper(group, True, committer.planner)

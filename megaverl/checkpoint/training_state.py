@@ -1,7 +1,8 @@
 """What a run's state is: each role's weights, optimizer, scheduler as megatron-core shards them; random generators.
 
 Every tensor is stored under a global name with its place in the whole, so a checkpoint can be read on another
-TP, PP, VPP or DP. The optimizer is stored parameter by parameter ("fully reshardable"), not in its buckets.
+TP, PP, VPP or DP. The optimizer is stored parameter by parameter ("fully reshardable"), not in its buckets; every rank
+stores what it holds (`shares.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megaverl.checkpoint.shares import optimizer_shards, share_replicas
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.workers.megatron_model import MegatronModel
@@ -37,10 +39,10 @@ SHARDING_TYPE = "fully_reshardable"
 def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False) -> dict[str, Any]:
     """The state of all roles, each tensor wrapped with its global name and place; names begin with the role.
 
-    Every rank takes part: saving gathers the distributed optimizer's parts over the data-parallel ranks.
+    Tensors are the roles' own, or views of them: nothing is sent, and nothing copied.
 
     Args:
-        loading: describe where to load to; the optimizer's tensors are allocated, not gathered.
+        loading: describe where to load to, all that this rank needs; else what it is to write.
 
     Raises:
         CheckpointError: an optimizer whose state megatron-core cannot store.
@@ -62,11 +64,11 @@ def apply_state(roles: Mapping[str, TrainableModel], loaded: Mapping[str, Any]) 
 
 
 def _role_state(role: str, trainable: TrainableModel, loading: bool) -> dict[str, Any]:
-    dp_cp_group = trainable.model.grid.pg_collection.dp_cp
+    groups = trainable.model.grid.pg_collection
     metadata = {
         "distrib_optim_sharding_type": SHARDING_TYPE,
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": dp_cp_group,
+        "dp_cp_group": groups.dp_cp,
     }
     if trainable.model.adapters is None:
         chunks = {name: _chunk_state(chunk, metadata) for name, chunk in _named_chunks(trainable).items()}
@@ -75,12 +77,14 @@ def _role_state(role: str, trainable: TrainableModel, loading: bool) -> dict[str
     for optimizer in _single_optimizers(trainable.optimizer):
         _allocate(role, optimizer)
     described = chunks if len(chunks) > 1 else next(iter(chunks.values()))
-    with _in_place(trainable.optimizer):
+    with _own_shards(trainable.optimizer):
         optimizer = trainable.optimizer.sharded_state_dict(described, is_loading=loading, metadata=metadata)
     state = {"model": chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}
     add_prefix_for_sharding(state, f"{role}.")
     if loading:
         _join_in_place(state)
+    else:
+        share_replicas(state, groups.dp_cp, groups.expt_dp)
     return state
 
 
@@ -106,7 +110,7 @@ def _joined(whole: torch.Tensor, join: Callable[[Any], torch.Tensor], parts: Seq
 def trained_storages(roles: Iterable[TrainableModel]) -> set[int]:
     """Addresses of the memory that only optimizer steps change: parameters, and the optimizers' state.
 
-    What of a role's state lies neither there nor in `buffer_storages` was gathered for a save.
+    What of a role's state lies neither there nor in `buffer_storages` was made for a save.
     """
     tensors: list[torch.Tensor] = []
     for trainable in roles:
@@ -121,49 +125,24 @@ def buffer_storages(roles: Iterable[TrainableModel]) -> set[int]:
     return {buffer.untyped_storage().data_ptr() for buffer in buffers}
 
 
-class _WholeTensors:
-    """In the place of a buffer that megatron-core would gather: the slice of a parameter is its own tensor."""
-
-    def __init__(self, tensors: dict[int, torch.Tensor]) -> None:
-        self._tensors = tensors  # by where the parameter begins in the buffer
-
-    def __getitem__(self, place: slice) -> torch.Tensor:
-        return self._tensors[place.start].detach().view(-1)
-
-
 @contextlib.contextmanager
-def _in_place(optimizer: Any) -> Iterator[None]:
-    """Spare distributed optimizers over one data-parallel rank the gathering, which copies their state four times.
+def _own_shards(optimizer: Any) -> Iterator[None]:
+    """Inside, distributed optimizers describe what they hold, where megatron-core would gather (`optimizer_shards`).
 
-    A load then reads into the state itself. There every state tensor is a whole parameter's already (megatron-core
-    0.16 to 0.19, `DistributedOptimizer.sharded_param_state_fully_reshardable` and `get_parameter_state_dp_zero`).
+    Names and shapes are those of its "fully_reshardable", which wrote earlier checkpoints.
     """
-    alone = [single for single in _single_optimizers(optimizer) if _is_alone(single)]
-    for single in alone:
-        single.get_parameter_state_dp_zero = functools.partial(_whole_state, single)
+    single_ones = [single for single in _single_optimizers(optimizer) if isinstance(single, DistributedOptimizer)]
+    for single in single_ones:
+        single.sharded_param_state_fully_reshardable = functools.partial(_shards_of, single)
     try:
         yield
     finally:
-        for single in alone:
-            del single.get_parameter_state_dp_zero
+        for single in single_ones:
+            del single.sharded_param_state_fully_reshardable
 
 
-def _is_alone(optimizer: Any) -> bool:
-    return isinstance(optimizer, DistributedOptimizer) and optimizer.data_parallel_group.size() == 1
-
-
-def _whole_state(optimizer: Any, **options: Any) -> dict[int, dict[Any, dict[str, _WholeTensors]]]:
-    """What `get_parameter_state_dp_zero` gives, without a copy."""
-    state: dict[int, dict[Any, dict[str, _WholeTensors]]] = {}
-    for number, ranges in enumerate(optimizer.gbuf_ranges):
-        (dtype,) = ranges
-        held: dict[str, dict[int, torch.Tensor]] = {"param": {}, "exp_avg": {}, "exp_avg_sq": {}}
-        for parameter, (start, _, _) in optimizer.buffers[number].param_index_map.items():
-            tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-            for key, by_start in held.items():
-                by_start[start] = tensors[key]
-        state[number] = {dtype: {key: _WholeTensors(tensors) for key, tensors in held.items()}}
-    return state
+def _shards_of(optimizer: Any, described: dict[str, Any], is_loading: bool, *_: Any) -> dict[int, dict[str, Any]]:
+    return optimizer_shards(optimizer, described, loading=is_loading)
 
 
 def _named_chunks(trainable: TrainableModel) -> dict[str, Any]:
@@ -257,27 +236,14 @@ def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
     In one piece it fails on that step (0.16 to 0.19), and it gives all parameters one shared step tensor, which
     an update would then count up once for each parameter.
     """
-    parameters = state.pop("param_state")
+    parameters = state.pop("param_state", {})
     optimizer.load_state_dict(state)
     moments = optimizer.optimizer.state
     steps = {parameter: entry.pop("step") for parameter, entry in moments.items() if "step" in entry}
-    if _is_alone(optimizer):
-        _load_whole(optimizer, parameters)
-    else:
-        optimizer.load_parameter_state_from_fully_reshardable(parameters)
+    held = {number: {name: each["held"] for name, each in entry.items()} for number, entry in parameters.items()}
+    optimizer.load_parameter_state_from_fs_model_space(held)  # mostly in their place already
     for parameter, step in steps.items():
         moments[parameter]["step"] = step.clone()
-
-
-def _load_whole(optimizer: Any, loaded: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-    """Whole parameters' states, which mostly lie in their place already (`_in_place`)."""
-    parameters = [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
-    for number, parameter in enumerate(parameters):
-        tensors = optimizer._get_main_param_and_optimizer_states(parameter)
-        for key, value in loaded[number].items():
-            place = tensors[key].detach().view(-1)
-            if place.data_ptr() != value.data_ptr():
-                place.copy_(value.reshape(-1))
 
 
 def seed_generators(seed: int) -> None:

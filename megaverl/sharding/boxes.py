@@ -135,6 +135,31 @@ def split(box: Box, max_numel: int) -> list[Box]:
     return parts
 
 
+def flat_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of an array, counted row by row, as boxes: disjoint, in order, each contiguous there.
+
+    At most two for each axis, less one: the end of a row, whole rows, the beginning of a row.
+    """
+    if start >= stop:
+        return []
+    if len(shape) <= 1:
+        return [Box((start,), (stop,)) if shape else Box((), ())]
+    row = math.prod(shape[1:])
+    first, low = divmod(start, row)
+    last, high = divmod(stop, row)
+
+    def in_row(number: int, low: int, high: int) -> list[Box]:
+        inner = flat_boxes(shape[1:], low, high)
+        return [Box((number, *box.start), (number + 1, *box.stop)) for box in inner]
+
+    if first == last:
+        return in_row(first, low, high)
+    head = in_row(first, low, row) if low else []
+    first += bool(low)
+    rows = [Box((first, *(0 for _ in shape[1:])), (last, *shape[1:]))] if first < last else []
+    return [*head, *rows, *in_row(last, 0, high)]
+
+
 class BoxIndex:
     """Boxes of one array, sorted along the axis that cuts them most, so that few are looked at."""
 

@@ -15,6 +15,7 @@ from megaverl.sharding.boxes import (
     contains,
     cut,
     first_overlap,
+    flat_boxes,
     intersect,
     join,
     split,
@@ -68,6 +69,16 @@ def test_join_is_the_union_when_it_is_a_box(pair: tuple[Box, Box]) -> None:
         assert (mask(joined, ndim) == mask(a, ndim) + mask(b, ndim)).all()
         # and taking it apart again along that axis gives the two back
         assert subtract(joined, a) == [b]
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.integers(0, 256), st.integers(0, 256))
+def test_a_flat_range_is_contiguous_boxes_in_order(shape: list[int], one: int, other: int) -> None:
+    numbers = np.arange(whole(shape).numel).reshape(shape)
+    start, stop = sorted((min(one, numbers.size), min(other, numbers.size)))
+    boxes = flat_boxes(shape, start, stop)
+    found = [numbers[box.slices].reshape(-1) for box in boxes]
+    assert np.concatenate([np.arange(0), *found]).tolist() == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
 def test_join_only_in_order_and_along_one_axis() -> None:
