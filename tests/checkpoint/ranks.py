@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import random
@@ -11,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megaverl.checkpoint import shards
+from megaverl.checkpoint import shards, training_state
 from megaverl.checkpoint import store as store_module
 from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
@@ -22,6 +26,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.megatron_model import Loss, MegatronModel
 from megaverl.workers.micro_batches import micro_batches_for, share
 from megaverl.workers.trainable import TrainableModel
@@ -174,6 +179,60 @@ def resume_run(folder: str, root: str, grids: dict[str, dict[str, int]], resume:
     except MegaverlError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"path": str(path), "state": state, "losses": train(roles, 2)}
+
+
+class Traffic(TorchDispatchMode):
+    """Counts, while it is entered, the bytes of tensors in collectives, and of memory that is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent = self.taken = 0
+        self._places: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.sent += sum(each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor))
+            return found
+        known = {_place(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        for each in tree_leaves(found):
+            if isinstance(each, torch.Tensor) and each.device.type == "cpu" and _place(each) not in known:
+                self.taken += each.untyped_storage().nbytes()
+        return found
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return 0 if tensor.device.type == "meta" else tensor.untyped_storage().data_ptr()
+
+
+def measured_save(folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any) -> dict[str, Any]:
+    """Save after an update: the bytes that this rank has written, sent and taken; and those of the whole state."""
+    roles = build(folder, grids, **options)
+    train(roles, 1)
+    with Traffic() as traffic:
+        path = CheckpointStore(root).save(1, roles, {"step": 1})
+    # the names of files end with a rank's
+    written = sum(file.stat().st_size for file in path.glob(f"__{dist.get_rank()}_*.distcp"))
+    state = sum(array.nbytes for array in read_index(path).arrays.values())
+    return {"written": written, "sent": traffic.sent, "taken": traffic.taken, "state": state}
+
+
+def gathered_save(folder: str, root: str, grids: dict[str, dict[str, int]], **options: Any) -> list[str]:
+    """Save as megaverl did when megatron-core gathered the state, resume that, and say what is not as it was."""
+    roles = build(folder, grids, **options)
+    train(roles, 2)
+    replaced = [(training_state, "_own_shards", contextlib.nullcontext), (training_state, "share_replicas", _nothing)]
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, instead in replaced:
+            patch.setattr(owner, name, instead)
+        path = CheckpointStore(root).save(2, roles, {"step": 2})
+    resumed = build(folder, grids, seed=9, **options)
+    CheckpointStore(root).load(path, resumed)
+    return _changed(digest(roles), digest(resumed))
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def move(folder: str, root: str, to: str, grids: dict[str, dict[str, int]]) -> None:
