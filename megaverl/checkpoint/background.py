@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
@@ -44,21 +44,45 @@ def start_writing(write: Callable[[], T], *, in_background: bool = True) -> Futu
     return future
 
 
+class HostBuffers:
+    """Host memory for copies, page-locked where they come from a GPU. It is kept, and used again, from save to save."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.Size, torch.dtype], list[torch.Tensor]] = {}
+        self.num_bytes = 0  # of all, free or not
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, complete when this returns, in memory that is the caller's until it is given back."""
+        free = self._free.setdefault((tensor.shape, tensor.dtype), [])
+        if not free:
+            self.num_bytes += tensor.nbytes
+            free.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=platform.is_cuda))
+        return free.pop().copy_(tensor)
+
+    def give_back(self, copy: torch.Tensor) -> None:
+        """It is not needed any more."""
+        self._free[copy.shape, copy.dtype].append(copy)
+
+
 class HeldTensors(Generic[K]):
     """What weights and optimizer are from the end of one update to the next: most of a step, generation included.
 
     The writing thread takes one tensor after the other; it may read each until it takes the next. Whoever is about
-    to change them calls `settle` first, which copies what was not written yet.
+    to change them calls `settle` first, which copies what was not written yet. A copy's memory is free again when it
+    is written: of a GPU's tensors there is one copy at a time until an update begins.
 
     Args:
         tensors: not to be changed before `settle`.
-        buffers: host memory for copies, kept from save to save; grows as it is needed.
+        changing: may change as soon as this is made: copied now.
+        buffers: for the copies; of no other save meanwhile.
     """
 
-    def __init__(self, tensors: Mapping[K, torch.Tensor], buffers: MutableMapping[K, torch.Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[K, torch.Tensor], changing: Mapping[K, torch.Tensor], buffers: HostBuffers
+    ) -> None:
         self._waiting = dict(tensors)  # not written and not copied; one that is being written is among them
         self._buffers = buffers
-        self._copied: dict[K, torch.Tensor] = {}
+        self._copied = {key: buffers.copy(tensor) for key, tensor in changing.items()}
         self._reading: K | None = None
         self._changed = threading.Condition()
 
@@ -66,19 +90,19 @@ class HeldTensors(Generic[K]):
         """The tensor itself, or its copy; in host memory. The one taken before is done with."""
         with self._changed:
             self._let_go()
-            if key in self._copied:
-                return self._copied[key]
-            tensor = self._waiting[key]
-            if tensor.is_cuda:
-                return self._copy(key)
             self._reading = key
-            return tensor
+            if key in self._waiting and self._waiting[key].is_cuda:
+                self._copy(key)
+            return self._copied[key] if key in self._copied else self._waiting[key]
 
     def close(self) -> None:
         """The writing thread is through, or has failed: nothing is read any more."""
         with self._changed:
             self._waiting.clear()
             self._reading = None
+            for copy in self._copied.values():
+                self._buffers.give_back(copy)
+            self._copied.clear()
             self._changed.notify_all()
 
     def settle(self, waits: Callable[[], None] = lambda: None) -> None:
@@ -102,19 +126,10 @@ class HeldTensors(Generic[K]):
     def _let_go(self) -> None:
         if self._reading is not None:
             self._waiting.pop(self._reading, None)
+            if self._reading in self._copied:
+                self._buffers.give_back(self._copied.pop(self._reading))
             self._reading = None
             self._changed.notify_all()
 
-    def _copy(self, key: K) -> torch.Tensor:
-        tensor = self._waiting.pop(key)
-        self._copied[key] = copied = copy_to_host(tensor, self._buffers, key)
-        return copied
-
-
-def copy_to_host(tensor: torch.Tensor, buffers: MutableMapping[K, torch.Tensor], key: K) -> torch.Tensor:
-    """A copy in the buffer of that key, page-locked where it comes from a GPU; complete when this returns."""
-    buffer = buffers.get(key)
-    if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-        buffer = buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=platform.is_cuda)
-    buffer.copy_(tensor)
-    return buffer
+    def _copy(self, key: K) -> None:
+        self._copied[key] = self._buffers.copy(self._waiting.pop(key))

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.futures import Future
 
-from megaverl.checkpoint.background import HeldTensors, copy_to_host
+from megaverl.checkpoint.background import HeldTensors, HostBuffers
 from megaverl.checkpoint.checksums import ChecksummedFile, write_bytes
 from megaverl.checkpoint.commit import Committer
 from megaverl.checkpoint.items import frame_of, read_object, read_tensor, write_tensor
@@ -75,7 +75,7 @@ class StagedShards:
         rank: of all that write; it names this rank's files.
         plan: of torch's checkpointing: which items go into them.
         data: the items' tensors and objects; those of `held` are not among them.
-        held: tensors that training will change again, but not yet.
+        held: tensors that training will change again.
         num_bytes: about how much this rank will write.
         metadata: on the first rank, torch's description of the whole; its storage is filled in by `index`.
         common: on the first rank, what is the same on all.
@@ -140,7 +140,7 @@ class StagedShards:
 class Stager:
     """Plans a save with all ranks. The memory of its copies is kept for the next save."""
 
-    _buffers: dict[MetadataIndex, torch.Tensor] = field(default_factory=dict)
+    _buffers: HostBuffers = field(default_factory=HostBuffers)
 
     def stage(
         self,
@@ -183,18 +183,15 @@ class Stager:
         items = {item.index: planner.resolve_data(item) for item in plan.items}
         num_bytes = sum(v.nbytes if isinstance(v, torch.Tensor) else len(v.getbuffer()) for v in items.values())
         platform.synchronize()  # another thread will read them
-        data, lasting = {}, {}
+        data, lasting, changing = {}, {}, {}
         for index, value in items.items():
             place = _place(value)
-            if place in held:
-                lasting[index] = value
-            else:
-                data[index] = copy_to_host(value, self._buffers, index) if place in copied else value
+            (lasting if place in held else changing if place in copied else data)[index] = value
         return StagedShards(
             committer.rank,
             plan,
             data,
-            HeldTensors(lasting, self._buffers),
+            HeldTensors(lasting, changing, self._buffers),
             num_bytes,
             metadata[0] if metadata else None,
             _saved(commons) if metadata else None,

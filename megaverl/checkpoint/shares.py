@@ -4,10 +4,10 @@ A rank of megatron-core's distributed optimizer holds flat ranges of its paramet
 tensor is a few boxes of global arrays, under the names and shapes that the whole would have. So each rank writes what
 it holds and reads what it will hold: nothing is gathered, and the files do not depend on who wrote which part.
 
-megatron-core's own sharding types (0.16 to 0.19, `DistributedOptimizer.sharded_state_dict`) do less: "fully_reshardable"
-gathers a parameter's state on every data-parallel rank; "dp_reshardable" writes shards of buckets, which only another
-number of data-parallel ranks can read; "fully_sharded_model_space" makes flat `ShardedTensor`s, which these versions
-refuse; "dp_zero_gather_scatter" gathers, and fixes TP and PP.
+megatron-core's own sharding types do less (0.16 to 0.19, `DistributedOptimizer.sharded_state_dict`).
+"fully_reshardable" gathers all states of a rank's parameters on every data-parallel rank. "dp_reshardable" writes
+shards of buckets, which only another number of data-parallel ranks can read. "fully_sharded_model_space" makes flat
+`ShardedTensor`s, which these versions refuse. "dp_zero_gather_scatter" gathers, and fixes TP and PP.
 """
 
 from __future__ import annotations

@@ -6,13 +6,14 @@ import threading
 
 import torch
 
-from megaverl.checkpoint.background import HeldTensors
+from megaverl.checkpoint.background import HeldTensors, HostBuffers
+from tests.device_tensors import DeviceTensor
 
 
-def held(count: int = 3) -> tuple[dict[str, torch.Tensor], HeldTensors[str], dict[str, torch.Tensor]]:
+def held(count: int = 3) -> tuple[dict[str, torch.Tensor], HeldTensors[str], HostBuffers]:
     tensors = {f"t{i}": torch.full((4,), float(i)) for i in range(count)}
-    buffers: dict[str, torch.Tensor] = {}
-    return tensors, HeldTensors(tensors, buffers), buffers
+    buffers = HostBuffers()
+    return tensors, HeldTensors(tensors, {}, buffers), buffers
 
 
 def change(tensors: dict[str, torch.Tensor]) -> None:
@@ -26,7 +27,7 @@ def test_what_is_written_before_the_step_is_never_copied() -> None:
         assert holding.take(name).data_ptr() == tensor.data_ptr()
     holding.close()
     holding.settle()
-    assert buffers == {}
+    assert buffers.num_bytes == 0
 
 
 def test_what_is_not_written_before_the_step_is_copied() -> None:
@@ -34,10 +35,24 @@ def test_what_is_not_written_before_the_step_is_copied() -> None:
     holding.settle()
     change(tensors)
     assert [holding.take(name).tolist() for name in tensors] == [[float(i)] * 4 for i in range(3)]
-    again = HeldTensors(tensors, buffers)
-    places = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-    again.settle()
-    assert {name: again.take(name).data_ptr() for name in tensors} == places, "the next save finds the memory again"
+    holding.close()
+    HeldTensors(tensors, {}, buffers).settle()
+    assert buffers.num_bytes == 3 * 16, "the next save finds the memory again"
+
+
+def test_what_changes_at_once_is_copied_at_once() -> None:
+    tensors, _, buffers = held()
+    holding = HeldTensors({}, tensors, buffers)
+    change(tensors)
+    assert [holding.take(name).tolist() for name in tensors] == [[float(i)] * 4 for i in range(3)]
+
+
+def test_of_what_lies_in_a_gpu_one_copy_is_held_at_a_time() -> None:
+    tensors, _, buffers = held()
+    holding = HeldTensors({name: DeviceTensor(tensor) for name, tensor in tensors.items()}, {}, buffers)
+    assert [holding.take(name).tolist() for name in tensors] == [[float(i)] * 4 for i in range(3)]
+    holding.settle()
+    assert buffers.num_bytes == 16
 
 
 def test_a_step_waits_for_the_tensor_that_is_being_written() -> None:
@@ -59,4 +74,4 @@ def test_a_writer_that_fails_holds_nothing_up() -> None:
     holding.close()
     holding.settle()
     change(tensors)
-    assert buffers == {}
+    assert buffers.num_bytes == 0
