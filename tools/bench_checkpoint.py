@@ -3,12 +3,16 @@
     python tools/bench_checkpoint.py                       # 0.49 B parameters, two ranks, bfloat16: 15 GB of memory
     python tools/bench_checkpoint.py --layers 8 --rounds 5 --json bench.json
     python tools/bench_checkpoint.py --only save
+    python tools/bench_checkpoint.py --only count          # at 8, 64 and 1,024 ranks, by arithmetic, in seconds
 
 save      one model with its optimizer, in one run: in every round a step without a save, a step with a blocking
           save, and steps with a save in the background until it is written. What a save costs is what its steps take
           longer than a step without one. The disk is synced before every round.
 resume    `megaverl train` itself: one step of GRPO with vLLM and a checkpoint; then the same command again, timed
           from its start until it has resumed (weights, optimizer, engine resharded) and until its first step is done.
+count     what a save asks of a rank at sizes that run nowhere here, from the planner's buffers to the byte; and what it
+          asked when megatron-core gathered the optimizer's state (0.16, `get_parameter_state_dp_zero`: in host memory,
+          over a GPU's, bucket by bucket) and the first data-parallel rank wrote for all.
 
 The model is a randomly initialised Qwen2 with the layers of Qwen2.5-0.5B (hidden 896, ffn 4864, 14 heads, 2 KV
 heads), more of them, and a vocabulary of a few tokens in its place.
@@ -26,12 +30,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
+from megaverl.planner.job import PlannedJob  # noqa: E402
 from megaverl.processes import ending_with_parent  # noqa: E402
 
 MODEL: dict[str, Any] = {
@@ -44,6 +50,18 @@ MODEL: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+LLAMA3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
@@ -54,12 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of saves")
     parser.add_argument("--nproc", type=int, default=2, help="ranks; tensor parallel")
     parser.add_argument("--engine", default="vllm", choices=("vllm", "hf"), help="rollout.engine of the resume")
-    parser.add_argument("--only", choices=("save", "resume"), help="one of the two")
+    parser.add_argument("--only", choices=("save", "resume", "count"), help="one of them")
     parser.add_argument("--folder", type=Path, help="for model and checkpoints (default: a temporary one)")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     given = parser.parse_args(argv)
     if "RANK" in os.environ:
         return _save_rank(given)
+    if given.only == "count":
+        return _count(given.json)
     folder = given.folder or Path(tempfile.mkdtemp(prefix="megaverl_bench_checkpoint_"))
     try:
         _inputs(folder, given.layers)
@@ -74,6 +94,70 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.json:
         given.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _count(file: Path | None) -> int:
+    """Print what a rank writes and takes at each size; on the busiest rank."""
+    rows = [_counted(*each) for each in _jobs()]
+    print(f"{'GB of the busiest rank':54}{'before':>10}{'now':>10}")
+    for row in rows:
+        print(f"{row['what']}: {row['together'] / 1e9:,.0f} GB")
+        print(f"  {'ranks that write':52}{row['writers'][0]:>10,}{row['writers'][1]:>10,}")
+        for name in ("written", "host memory, at most", "the GPU's, for a moment"):
+            before, now = (figure / 1e9 for figure in row[name])
+            print(f"  {name:52}{before:>10.2f}{now:>10.2f}")
+    if file:
+        file.write_text(json.dumps({"count": rows}, indent=1) + "\n")
+    return 0
+
+
+def _jobs() -> list[tuple[str, PlannedJob]]:
+    from megaverl.config import load_config
+    from megaverl.planner.job import find_spec, make_job
+    from megaverl.sharding.model_spec import ModelSpec
+
+    needed = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match"]
+    config = load_config(None, [*needed, "model.dtype=bfloat16", "actor.tp=2"], check_paths=False, world_size=8)
+    jobs = [("Llama-3 8B at TP2 with `ddp: {}`, 8 ranks", make_job(config, ModelSpec.from_config(LLAMA3_8B), 8))]
+    for name, world in (("grpo_8_nodes", 64), ("grpo_128_nodes", 1024)):
+        path = ROOT / "configs" / "llama3_70b" / f"{name}.yaml"
+        config = load_config(path, [], check_paths=False, world_size=world)
+        jobs.append(
+            (f"llama3_70b/{name}, {world:,} ranks", make_job(config, find_spec(config, beside=str(path)), world))
+        )
+    return jobs
+
+
+def _counted(what: str, job: PlannedJob) -> dict[str, Any]:
+    """Of the actor: [before, now] of each figure."""
+    from megaverl.planner.buffers import BufferOptions, make_buffer, parameters_of
+    from megaverl.planner.memory import MemoryModel
+
+    actor, memory = job.actor, MemoryModel(job)
+    assert actor.trained is not None
+    replicas = actor.grid.dp * actor.grid.cp
+    options = BufferOptions.read(actor.trained.ddp, getattr(actor.config, "optimizer", {}), replicas)
+    saved = {rank: memory.trained(actor, rank) for rank in actor.ranks}
+    group: dict[tuple[int, int], tuple[int, int]] = {}  # (tp, pp) -> what all its replicas write: weights, states
+    bucket = 0
+    for rank, each in saved.items():
+        coords = actor.grid.coords(actor.place(rank) or 0)
+        weights, states = group.get((coords.tp, coords.pp), (0, 0))
+        group[coords.tp, coords.pp] = weights + each.saved_weights, states + each.saved_optimizer
+    for stage in range(actor.grid.pp):
+        [parameters] = parameters_of(actor.layout_of(actor.grid.rank(pp=stage)), expert_parallel=False, tied=False)
+        buffer = make_buffer(parameters, replicas, options.bucket_size if stage == 0 else None, options)
+        bucket = max(bucket, *(high - low for low, high in pairwise((0, *buffer.bucket_ends))))
+    now = max(each.saved_weights + each.saved_optimizer for each in saved.values())
+    return {
+        "what": what,
+        "together": sum(map(sum, group.values())),
+        "writers": [len(group), len(saved)],
+        "written": [max(map(sum, group.values())), now],
+        # besides, a bucket's float32 state in parts and joined; now what the next update finds unwritten, in copies
+        "host memory, at most": [max(states for _, states in group.values()) + 2 * 4 * bucket, now],
+        "the GPU's, for a moment": [4 * bucket, 0],
+    }
 
 
 def measure_saves(folder: Path, given: argparse.Namespace) -> dict[str, Any]:

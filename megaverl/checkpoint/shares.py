@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 from megaverl.errors import CheckpointError
 from megaverl.platform import platform
-from megaverl.sharding.boxes import flat_boxes, whole
+from megaverl.sharding.boxes import flat_boxes, split, whole
+from megaverl.weights.torch_dist import CHUNK_BYTES
+from megaverl.workers.trainable import optimizer_tensors
 
 platform.adapt_megatron()
 
@@ -49,7 +51,7 @@ def optimizer_shards(optimizer: Any, described: Mapping[str, Any], *, loading: b
         number -> state's name -> {"held": the flat tensor, "boxes": what of which global array it is}.
     """
     of_parameter = {id(each.data): each for each in nested_values(described) if isinstance(each, Described)}
-    places = {tensor.untyped_storage().data_ptr() for tensor in _own_tensors(optimizer)}
+    places = {tensor.untyped_storage().data_ptr() for tensor in optimizer_tensors(optimizer)}
     # all optimizers of a chain have their instances' number; there are several where weights are sharded in part
     instance = optimizer.distributed_optimizer_instance_id
     state: dict[int, dict[str, Any]] = {}
@@ -75,12 +77,6 @@ def _held_parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, int]]
                     yield parameter, held["param"].start
 
 
-def _own_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    inner = optimizer.optimizer
-    yield from (parameter for group in inner.param_groups for parameter in group["params"])
-    yield from (value for state in inner.state.values() for value in state.values() if isinstance(value, torch.Tensor))
-
-
 def boxes_of(of: Described, flat: torch.Tensor, start: int, prefix: str, instance: int) -> Iterator[ShardedTensor]:
     """The elements of a local tensor from `start` on as boxes of global arrays, their data views of `flat`.
 
@@ -95,9 +91,9 @@ def boxes_of(of: Described, flat: torch.Tensor, start: int, prefix: str, instanc
         low, high = max(start, place), min(stop, place + whole(part.local_shape).numel)
         at = low - start
         for box in flat_boxes(part.local_shape, low - place, high - place):
-            data = flat[at : at + box.numel]
+            data = flat[at : at + box.numel].view(box.shape)
             at += box.numel
-            yield _box(part, box.start, data.view(box.shape), prefix + part.key, (*part.replica_id[:-1], instance))
+            yield from _boxes(part, box.start, data, prefix + part.key, (*part.replica_id[:-1], instance))
 
 
 def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTensor]]:
@@ -116,21 +112,28 @@ def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTens
         yield part.data.storage_offset(), part
 
 
-def _box(of: ShardedTensor, start: tuple[int, ...], data: torch.Tensor, key: str, replica: Any) -> ShardedTensor:
-    """A box of the local tensor that `of` describes; stacked layers' axes are its own axes."""
+def _boxes(
+    of: ShardedTensor, start: tuple[int, ...], data: torch.Tensor, key: str, replica: tuple[int, ...]
+) -> Iterator[ShardedTensor]:
+    """`data`, from `start` on of the local tensor that `of` describes, in boxes of at most `CHUNK_BYTES`.
+
+    So much is copied, or read besides what is wanted, at a time. The axis of stacked layers becomes one of their own.
+    """
     stacked = of.prepend_axis_num
-    offset = (*of.global_offset[:stacked], *map(sum, zip(of.global_offset[stacked:], start, strict=True)))
-    return replace(
-        of,
-        key=key,
-        data=data.view((1,) * stacked + tuple(data.shape)),
-        dtype=data.dtype,
-        local_shape=(1,) * stacked + tuple(data.shape),
-        global_offset=offset,
-        axis_fragmentations=None,  # boxes of any size
-        replica_id=replica,
-        prepend_axis_num=0,
-    )
+    for box in split(whole(data.shape), CHUNK_BYTES // data.itemsize):
+        places = zip(of.global_offset[stacked:], start, box.start, strict=True)
+        shape = (1,) * stacked + box.shape
+        yield replace(
+            of,
+            key=key,
+            data=data[box.slices].view(shape),
+            dtype=data.dtype,
+            local_shape=shape,
+            global_offset=(*of.global_offset[:stacked], *map(sum, places)),
+            axis_fragmentations=None,  # of any size
+            replica_id=replica,
+            prepend_axis_num=0,
+        )
 
 
 def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dist.ProcessGroup) -> None:
@@ -147,12 +150,11 @@ def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dis
     shares: dict[int, Any] = {}
     for group, of_experts in ((dense, False), (experts, True)):
         tensors = [each for each in shared if (EXPERTS in each.key) is of_experts]
-        if group.size() > 1:
-            shares |= {id(each): share for each, share in zip(tensors, _shares(tensors, group.size()), strict=True)}
+        shares |= {id(each): share for each, share in zip(tensors, _shares(tensors, group.size()), strict=True)}
     dict_list_map_inplace(lambda each: shares.get(id(each), each), state)
 
 
-def _shares(tensors: Sequence[ShardedTensor], count: int) -> Iterator[ShardedTensor | LocalNonpersistentObject]:
+def _shares(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[ShardedTensor | LocalNonpersistentObject]]:
     """Of each tensor the rows that fall into this rank's share, of so many; or nothing."""
     total, before = sum(each.data.nbytes for each in tensors), 0
     for each in tensors:
@@ -163,10 +165,11 @@ def _shares(tensors: Sequence[ShardedTensor], count: int) -> Iterator[ShardedTen
         low, high = (min(rows, -(-end * rows // data.nbytes)) for end in ends)
         before += data.nbytes
         if low == high:
-            yield LocalNonpersistentObject(None)
+            yield [LocalNonpersistentObject(None)]
             continue
         start = (low, *(0 for _ in data.shape[1:])) if data.ndim else ()
-        yield _box(each, start, data[low:high] if data.ndim else data, each.key, (*each.replica_id[:-1], 0))
+        rest = data[low:high].contiguous() if data.ndim else data
+        yield list(_boxes(each, start, rest, each.key, (*each.replica_id[:-1], 0)))
 
 
 def _is_shared(value: Any) -> bool:

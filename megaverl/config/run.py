@@ -244,7 +244,7 @@ class CheckpointConfig(Section):
     milestone_interval: NonNegative = 0
     """Checkpoints of every so many steps are kept for good; 0: none."""
     async_save: bool = True
-    """Training waits for a copy in host memory only, which is as large as the checkpoint; writing goes on beside it."""
+    """Write beside the training; an update waits for a copy, in host memory, of what is not written yet."""
     on_write_error: Literal["stop", "continue"] = "stop"
     """A checkpoint that cannot be written: stop ends the run, continue says so and goes on. The ones before it are kept
     either way."""

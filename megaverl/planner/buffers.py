@@ -50,13 +50,13 @@ class Buffer:
         """Elements with padding."""
         return self.bucket_ends[-1] if self.bucket_ends else 0
 
-    def owned(self, replica: int, num_replicas: int) -> int:
-        """Elements of parameters (no padding) that a replica's optimizer keeps."""
-        total = 0
+    def owned(self, replica: int, num_replicas: int, ranges: Collection[tuple[int, int]] | None = None) -> int:
+        """Elements of parameters (no padding) that a replica's optimizer keeps; of these `ranges` alone, if given."""
+        total, ranges = 0, self.ranges if ranges is None else ranges
         for low, high in pairwise((0, *self.bucket_ends)):
             part = (high - low) // num_replicas
             start, end = low + replica * part, low + (replica + 1) * part
-            total += sum(max(0, min(end, b) - max(start, a)) for a, b in self.ranges)
+            total += sum(max(0, min(end, b) - max(start, a)) for a, b in ranges)
         return total
 
 
@@ -110,12 +110,17 @@ class TrainedBytes:
         gradients: the gradient buffers.
         optimizer: float32 master weights and Adam's two moments of this replica's share.
         step: the float32 copy of 16-bit gradients of that share, which lives during the optimizer's step.
+        saved_weights, saved_optimizer: what it writes of a checkpoint (`megaverl.checkpoint.shares`): a replica's share
+            of the weights, and the states that it holds, in float32. Norms, of which one tensor-parallel rank writes
+            all, count as everyone's.
     """
 
     weights: int
     gradients: int
     optimizer: int
     step: int
+    saved_weights: int
+    saved_optimizer: int
 
 
 @lru_cache(maxsize=4096)
@@ -227,7 +232,9 @@ def trained_bytes(
         first_stage: buckets are cut on the first pipeline stage and in the first chunk alone.
     """
     grad_itemsize = 4 if options.grads_in_fp32 else itemsize
-    weights = gradients = optimizer = step = 0
+    weights = gradients = optimizer = step = saved_weights = saved_optimizer = 0
+    # megatron-core stores float32 weights once, with the model, where they are no distributed optimizer's
+    saved_states = options.num_moments + (options.distributed or itemsize < 4)
     for index, chunk in enumerate(chunks):
         bucket_size = options.bucket_size if first_stage and index == 0 else None
         for is_expert, (replica, count) in ((False, dense), (True, expert)):
@@ -242,7 +249,14 @@ def trained_bytes(
             optimizer += owned * state_bytes(options, itemsize)
             if itemsize < 4 and grad_itemsize < 4 and not options.precision_aware:
                 step += 4 * owned
-    return TrainedBytes(weights, gradients, round(optimizer * (1 - options.offload)), step)
+            # the first stage writes the table that it shares with the last
+            saved = [p.numel if first_stage or not p.is_shared_embedding else 0 for p in members]
+            ranges = [each for each, numel in zip(buffer.ranges, reversed(saved), strict=True) if numel]
+            saved_weights += itemsize * sum(saved) // count
+            saved_owned = buffer.owned(replica, count, ranges) if options.distributed else sum(saved) // count
+            saved_optimizer += 4 * saved_states * saved_owned
+    held = round(optimizer * (1 - options.offload))
+    return TrainedBytes(weights, gradients, held, step, saved_weights, saved_optimizer)
 
 
 def state_bytes(options: BufferOptions, itemsize: int) -> int:

@@ -36,12 +36,15 @@ class RankMemory:
         parts: role -> component -> bytes.
         moments: phase of a step -> what is in use at its busiest -> bytes; the machine's reserve among them.
         engine: how the rollout engine divides its share.
+        saved: what it writes of a checkpoint. `checkpoint.async_save` may hold as much in host memory, where an update
+            begins before it is written.
     """
 
     rank: int
     parts: dict[str, dict[str, float]]
     moments: dict[str, dict[str, float]]
     engine: EngineBytes = field(repr=False)
+    saved: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -114,7 +117,9 @@ class MemoryModel:
         if job.config.actor.offload.parameters and rank in job.actor.ranks:
             loads["reshard"] = {"training": parts["actor"]["weights"]}
         moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
-        return RankMemory(rank, parts, moments, engine)
+        written = [self.trained(role, rank) for role in job.roles if role.trained and role.place(rank) is not None]
+        saved = float(sum(each.saved_weights + each.saved_optimizer for each in written))
+        return RankMemory(rank, parts, moments, engine, saved)
 
     def _train(
         self,

@@ -22,6 +22,7 @@ BASIS = {
     "weights": "weights, gradients and optimizer: megatron-core's buffers and distributed optimizer, to the byte",
     "activations": "activations: counted as in Korthikanti et al. 2022 (arXiv 2205.05198) for this model's layers, "
     "with fused attention, every sample at full length, even routing of experts; logits by megaverl's own heads",
+    "checkpoint": "checkpoint: weights and optimizer; no rank gathers, and each may hold what it writes in host memory",
     "cache": "KV cache: gpu_memory_utilization of the GPU less weights and an estimate of vLLM's workspace",
     "bytes": "bytes: the plans that every rank itself will make; aliased weights are one storage on both sides",
     "time": "time: the slowest rank, all its links at work at once; pass your own --nvlink, --network, --hbm",
@@ -86,6 +87,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
                 for direction in ("sent", "received")
             },
         },
+        "checkpoint": {"bytes": sum(m.saved for m in memory), "written": spread([m.saved for m in memory])},
         "fits": not capacity.shortages,
         "does_not_fit": [str(shortage) for shortage in capacity.shortages],
         "nearest_settings_that_fit": [list(setting) for setting in capacity.advice.settings] if capacity.advice else [],
@@ -167,6 +169,9 @@ def _memory(capacity: Capacity) -> Iterator[str]:
     yield (
         f"KV cache of an engine: {engine.tokens:,} tokens of {engine.bytes_per_token / 1e3:.0f} kB a rank; "
         f"{engine.concurrency:,.1f} sequences of {engine.longest:,} at once, {engine.sequences:,} a step"
+    )
+    yield _row("a checkpoint: written by each rank", [m.saved for m in memory]) + (
+        f"   {sum(m.saved for m in memory) / GB:,.0f} GB together"
     )
 
 

@@ -16,6 +16,7 @@ platform.adapt_megatron()
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
+from megaverl.checkpoint import shares  # noqa: E402
 from megaverl.checkpoint.shares import _shares, boxes_of  # noqa: E402
 
 RANKS = "tests.checkpoint.ranks:"
@@ -62,7 +63,9 @@ def test_what_megatron_core_has_gathered_is_read(
         assert changed == []
 
 
-def test_flat_ranges_of_a_stacked_layer_are_boxes_of_the_stack() -> None:
+@pytest.mark.parametrize("largest", [shares.CHUNK_BYTES, 8], ids=["whole", "cut"])
+def test_flat_ranges_of_a_stacked_layer_are_boxes_of_the_stack(largest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "CHUNK_BYTES", largest)
     of = ShardedTensor.from_rank_offsets(
         "weight", torch.zeros(4, 3), (0, 1, 5), (1, 1, 2), replica_id=(0, 0, 3), prepend_axis_num=1
     )
@@ -70,6 +73,7 @@ def test_flat_ranges_of_a_stacked_layer_are_boxes_of_the_stack() -> None:
     stack = torch.full((5, 8, 3), -1.0)
     for box in boxes_of(of, flat, 2, "state.", 0):
         assert (box.key, box.global_shape, box.replica_id) == ("state.weight", (5, 8, 3), (0, 0, 0))
+        assert box.data.nbytes <= largest
         stack[box.global_slice()] = box.data
     assert stack[1, 4:].reshape(-1).tolist() == [-1, -1, *range(2, 10), -1, -1]
     assert int((stack >= 0).sum()) == 8
@@ -84,10 +88,9 @@ def test_shares_are_disjoint_and_even() -> None:
             ShardedTensor.from_rank_offsets(str(number), torch.ones(shape), replica_id=replica)
             for number, shape in enumerate(shapes)
         ]
-        for share in _shares(tensors, 3):
-            if isinstance(share, ShardedTensor):
-                assert share.replica_id == (0, 0, 0)
-                found[int(share.key)][share.global_slice()] += share.data
+        for share in (box for boxes in _shares(tensors, 3) for box in boxes if isinstance(box, ShardedTensor)):
+            assert share.replica_id == (0, 0, 0)
+            found[int(share.key)][share.global_slice()] += share.data
     for each in zip(*written, strict=True):
         assert torch.equal(sum(each), torch.ones_like(each[0]))
     sizes = [sum(int(t.sum()) for t in found) for found in written]

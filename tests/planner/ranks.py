@@ -7,9 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.grid import GridShape
+from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
@@ -21,6 +23,11 @@ from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
+
+platform.adapt_megatron()
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica  # noqa: E402
 
 
 def trained(
@@ -56,7 +63,17 @@ def trained(
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(map(optimizer_bytes, parts(trainable.optimizer))),
+        **saved_bytes(trainable),
     }
+
+
+def saved_bytes(trainable: TrainableModel) -> dict[str, int]:
+    """What this rank writes of a checkpoint."""
+    state, found = sharded_state({"actor": trainable}), {"saved_weights": 0, "saved_optimizer": 0}
+    for each in nested_values(state):
+        if isinstance(each, ShardedTensor) and is_main_replica(each.replica_id):
+            found["saved_optimizer" if ".optimizer." in each.key else "saved_weights"] += each.data.nbytes
+    return found
 
 
 def parts(optimizer: Any) -> list[Any]:
