@@ -180,8 +180,8 @@ def _join_bucket(fabric: Fabric, ranks: tuple[int, ...], size: int, dtype: torch
     channel = Channel(fabric, _NAME)
     parts = {rank: torch.empty(size, dtype=dtype, device=platform.device) for rank in ranks}
     joined = torch.zeros(size, dtype=torch.float64, device=platform.device)
-    for rank, part in parts.items():
-        channel.receive(fabric.group, {rank: part})
+    channel.receive(fabric.group, parts)
+    for part in parts.values():
         joined += part
     channel.send(fabric.group, dict.fromkeys(ranks, joined.float())).wait()
 

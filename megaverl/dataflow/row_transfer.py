@@ -1,4 +1,4 @@
-"""Moving rows from the ranks of one role to those of the next, point to point."""
+"""Moving rows from the ranks of one role to those of the next, point to point, from host memory to host memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megaverl.distributed.p2p import Channel, PendingSends
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
-from megaverl.platform import platform
 from megaverl.sharding.rows import Move, Rows, moves_of, plan_rows
 
 _MAGIC = 0x6D6F7665
@@ -111,7 +110,7 @@ def _move(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedB
     _check_held(moving, ragged)
     sent, out = _announce(fabric, moving, ragged)
     headers, into = _hear(fabric, moving)
-    Channel(fabric, moving.name).exchange(fabric.group, out, into)
+    Channel(fabric, moving.name).exchange(fabric.control, out, into)
     sent.wait()
     return _merged(fabric, moving, ragged, headers, into)
 
@@ -120,16 +119,14 @@ def send_rows(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> Pen
     """The half of a move that a rank has which receives nothing: its messages are on their way when this returns."""
     _check_held(moving, ragged)
     sent, out = _announce(fabric, moving, ragged)
-    for dest, payload in out.items():
-        sent.add(Channel(fabric, moving.name).send(fabric.group_between(fabric.rank, dest), {dest: payload}))
+    sent.add(Channel(fabric, moving.name).send(fabric.control, out))
     return sent
 
 
 def receive_rows(fabric: Fabric, moving: Moving) -> RaggedBatch | None:
     """The half of a move that a rank has which sends nothing: its rows, when they are here."""
     headers, into = _hear(fabric, moving)
-    for source, payload in into.items():
-        Channel(fabric, moving.name).receive(fabric.group_between(source, fabric.rank), {source: payload})
+    Channel(fabric, moving.name).receive(fabric.control, into)
     return _merged(fabric, moving, None, headers, into)
 
 
@@ -167,7 +164,7 @@ def _merged(
 
 
 def _announce(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> tuple[PendingSends, dict[int, Tensor]]:
-    """Sizes and headers, over the control group, to every receiver; and the bytes that are to follow."""
+    """Sizes and headers, to every receiver; and the bytes that are to follow."""
     place = {row: number for number, row in enumerate(moving.held)}
     call, sent, out = Channel(fabric, moving.name), PendingSends(), {}
     for move in moving.moves:
@@ -176,7 +173,7 @@ def _announce(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> tup
             data = torch.frombuffer(bytearray(header), dtype=torch.uint8)
             sent.add(call.send(fabric.control, {move.dest: torch.tensor([_MAGIC, data.numel(), payload.numel()])}))
             sent.add(call.send(fabric.control, {move.dest: data}))
-            out[move.dest] = payload.to(platform.device)
+            out[move.dest] = payload.cpu()
     return sent, out
 
 
@@ -191,8 +188,6 @@ def _hear(fabric: Fabric, moving: Moving) -> tuple[dict[int, bytes], dict[int, T
             raise DataError(f"{moving.name}: {fabric.describe(source)} sent something else than rows")
     headers = {source: torch.empty(int(found[1]), dtype=torch.uint8) for source, found in sizes.items()}
     call.receive(fabric.control, headers)
-    payloads = {
-        source: torch.empty(int(found[2]), dtype=torch.uint8, device=platform.device) for source, found in sizes.items()
-    }
+    payloads = {source: torch.empty(int(found[2]), dtype=torch.uint8) for source, found in sizes.items()}
     fabric.traffic.received += sum(payload.numel() for payload in payloads.values())
     return {source: bytes(header.numpy()) for source, header in headers.items()}, payloads

@@ -24,7 +24,6 @@ from megaverl.distributed.p2p import Channel, PendingSends, receive_json, send_j
 from megaverl.distributed.ragged import pack_tensors, unpack_tensors
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
-from megaverl.platform import platform
 from megaverl.sharding.rows import Rows, join_rows
 
 
@@ -99,13 +98,12 @@ class TensorChannel:
             head, ragged = {"kind": "field", "count": len(base)}, as_ragged({name: value}, base)
         else:
             head = {"kind": "plain", "value": _flat(value, tensors, self.known)}
-            head["parts"], payload = pack_tensors({key: tensor.to(platform.device) for key, tensor in tensors.items()})
+            head["parts"], payload = pack_tensors({key: tensor.cpu() for key, tensor in tensors.items()})
             head["bytes"] = payload.numel()
         for rank in receivers:
             self._sent.add(send_json(self.fabric, name, rank, head))
-            if payload is not None:
-                group = self.fabric.group_between(self.fabric.rank, rank)
-                self._sent.add(Channel(self.fabric, name).send(group, {rank: payload}))
+        if payload is not None:
+            self._sent.add(Channel(self.fabric, name).send(self.fabric.control, dict.fromkeys(receivers, payload)))
         if ragged is not None:
             self._sent.add(send_rows(self.fabric, self._moving(name, head, source, dest), ragged))
 
@@ -131,10 +129,10 @@ class TensorChannel:
         sender = sender_of(self.fabric.rank, source, dest, self.fabric.placement.node_of)
         head = receive_json(self.fabric, name, sender)
         if head["kind"] == "plain":
-            data = torch.empty(head["bytes"], dtype=torch.uint8, device=platform.device)
-            Channel(self.fabric, name).receive(self.fabric.group_between(sender, self.fabric.rank), {sender: data})
+            data = torch.empty(head["bytes"], dtype=torch.uint8)
+            Channel(self.fabric, name).receive(self.fabric.control, {sender: data})
             self.fabric.traffic.received += data.numel()
-            return _whole(head["value"], unpack_tensors(head["parts"], data.cpu()), self.known)
+            return _whole(head["value"], unpack_tensors(head["parts"], data), self.known)
         moving = self._moving(name, head, source, dest)
         ragged = receive_rows(self.fabric, moving)
         assert ragged is not None

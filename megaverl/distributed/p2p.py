@@ -1,10 +1,17 @@
-"""Messages between ranks of the job, point to point: sent at once, waited for when it suits, never for ever."""
+"""Messages between ranks of the job, point to point: sent at once, waited for when it suits, never for ever.
+
+What goes through NCCL goes in batches (`batch_isend_irecv`). torch gives every pair of ranks that exchanges a lone
+message a communicator of its own, with its buffers and a rendezvous that blocks both; those of a batch share the
+group's (`pointToPoint` in torch 2.11's and 2.13's ProcessGroupNCCL.cpp). One communicator has one stream, on which
+messages wait for those before them whomever they go to. So what may be taken late, such as samples that are sent
+while they are written, goes through the control group.
+"""
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,14 +29,14 @@ from megaverl.errors import TrainingStopped
 class PendingSends:
     """Messages being sent; their tensors are kept until they have left."""
 
-    _under_way: list[tuple[Channel, int, dist.Work, Tensor]] = field(default_factory=list)
+    _under_way: list[Batch] = field(default_factory=list)
 
     def add(self, other: PendingSends) -> None:
         self._under_way += other._under_way
 
     def forget_done(self) -> None:
         """Let go of what has left."""
-        self._under_way = [one for one in self._under_way if not one[2].is_completed()]
+        self._under_way = [one for one in self._under_way if not one.is_completed()]
 
     def wait(self) -> None:
         """Until all have left.
@@ -38,9 +45,25 @@ class PendingSends:
             TrainingStopped: a rank did not take one in time, by number and role.
         """
         while self._under_way:
-            channel, peer, work, tensor = self._under_way[0]
-            channel.wait(work, peer, tensor)
+            self._under_way[0].wait()
             del self._under_way[0]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Messages that were begun together, and their tensors, by peer."""
+
+    channel: Channel
+    works: Sequence[dist.Work]  # one for each message (gloo), or one for all (NCCL)
+    tensors: Sequence[tuple[int, Tensor]]
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Until all have come or left."""
+        for work, (peer, tensor) in zip(self.works, self.tensors, strict=False):
+            self.channel.wait(work, peer, tensor)
 
 
 @dataclass(frozen=True)
@@ -61,45 +84,28 @@ class Channel:
 
     def send(self, group: dist.ProcessGroup, out: Mapping[int, Tensor]) -> PendingSends:
         """By receiver; what is empty does not travel."""
-        sent = PendingSends()
-        for peer, tensor in out.items():
-            if tensor.numel():
-                try:
-                    work = dist.isend(tensor, group=group, group_dst=peer, tag=self._tag)
-                except RuntimeError as error:
-                    raise self._lost(peer, error) from error
-                assert work is not None
-                sent._under_way.append((self, peer, work, tensor))
-        return sent
+        return PendingSends([self._begin(group, out, {})])
 
     def receive(self, group: dist.ProcessGroup, into: Mapping[int, Tensor]) -> None:
         """By sender, all at once; what is empty does not travel."""
-        works = []
-        for peer, tensor in into.items():
-            if tensor.numel():
-                try:
-                    work = dist.irecv(tensor, group=group, group_src=peer, tag=self._tag)
-                except RuntimeError as error:
-                    raise self._lost(peer, error) from error
-                assert work is not None
-                works.append((work, peer, tensor))
-        for one in works:
-            self.wait(*one)
+        self._begin(group, {}, into).wait()
 
     def exchange(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> None:
         """`out` by receiver, `into` by sender, all in one batch: NCCL would let two ranks wait for each other else."""
+        self._begin(group, out, into).wait()
+
+    def _begin(self, group: dist.ProcessGroup, out: Mapping[int, Tensor], into: Mapping[int, Tensor]) -> Batch:
         moving: list[tuple[Callable[..., dist.Work | None], int, Tensor]]
         moving = [(dist.irecv, peer, tensor) for peer, tensor in into.items() if tensor.numel()]
         moving += [(dist.isend, peer, tensor) for peer, tensor in out.items() if tensor.numel()]
         if not moving:
-            return
+            return Batch(self, (), ())
         operations = [dist.P2POp(move, tensor, None, group, self._tag, peer) for move, peer, tensor in moving]
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
             raise self._lost(moving[0][1], error) from error
-        for work, (_, peer, tensor) in zip(works, moving, strict=False):  # NCCL gives one for all; gloo one for each
-            self.wait(work, peer, tensor)
+        return Batch(self, works, [(peer, tensor) for _, peer, tensor in moving])
 
     def wait(self, work: dist.Work, peer: int, tensor: Tensor) -> None:
         """Until a message from or to a peer has come or left."""

@@ -38,11 +38,10 @@ class Fabric:
     Attributes:
         rank: in the job.
         world: that this rank belongs to.
-        group: all ranks, on the platform's backend: batches and weights. A coordinator without a GPU beside ranks that
-            have one (`has_device`) is not in it, and has `control` in its place.
-        back: the same, for what goes from higher ranks to lower ones: on NCCL messages of one group wait for each
-            other, and two ranks that send to each other would both wait; with gloo it is `group` itself.
-        control: all ranks, gloo on CPU tensors: reports and decisions, which must not wait for a device.
+        group: all ranks, on the platform's backend: what lies on devices, such as weights. A coordinator without a GPU
+            beside ranks that have one (`has_device`) is not in it, and has `control` in its place.
+        control: all ranks, gloo on CPU tensors: reports, decisions and samples, which must not wait for a device or
+            keep one waiting.
         store: the job's.
         timeout: of everything in these groups.
         traffic: what the samples cost; weights are not in it.
@@ -52,7 +51,6 @@ class Fabric:
     rank: int
     world: World
     group: dist.ProcessGroup
-    back: dist.ProcessGroup
     control: dist.ProcessGroup
     store: dist.Store
     timeout: timedelta
@@ -75,10 +73,6 @@ class Fabric:
     def has_device(self, rank: int) -> bool:
         """Whether `group` reaches a rank."""
         return rank < self.placement.num_with_device
-
-    def group_between(self, source: int, dest: int) -> dist.ProcessGroup:
-        """The group through which bytes go from one rank to another."""
-        return self.group if source < dest else self.back
 
     def describe(self, rank: int) -> str:
         """A rank of the job for a message: "rank 3 (critic, node b)"."""
@@ -116,16 +110,14 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
     def joined(backend: str, name: str, size: int) -> dist.ProcessGroup:
         return _joined(backend, name, store, (rank, size, own), timeout)
 
-    group = back = control = default_group()
+    group = control = default_group()
     if not placement.is_colocated or platform.backend != "gloo":  # one world that speaks gloo needs no second group
         control = joined("gloo", "control", placement.size)
     if not placement.is_colocated:
-        group = back = control
+        group = control
         if rank < (count := placement.num_with_device):
-            group = back = joined(platform.backend, "fabric", count)
-            if platform.backend != "gloo":
-                back = joined(platform.backend, "back", count)
-    return Fabric(placement, rank, world, group, back, control, store, timeout)
+            group = joined(platform.backend, "fabric", count)
+    return Fabric(placement, rank, world, group, control, store, timeout)
 
 
 def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:
