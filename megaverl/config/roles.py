@@ -380,8 +380,9 @@ class ReshardConfig(Section):
     """auto: an engine's weight is the actor's own storage where layout and dtype agree. never: always a copy, as an
     actor that is moved out of device memory between steps needs."""
     ipc: Literal["auto", "never"] = "auto"
-    """auto: processes of one node read each other's memory where they can (CUDA IPC; on a CPU Linux's
-    process_vm_readv). never: all that travels goes through the process group."""
+    """auto: processes of one node read each other's memory where all of them can (CUDA IPC; on a CPU Linux's
+    process_vm_readv), which is tried before the first transfer; a line says why not. never: all that travels goes
+    through the process group."""
     overlap: bool = False
     """Move the next weights into a second set of the engine's weights, in the background; implies alias: never. Every
     loop of this version waits for the move at once: it costs the memory of the second set and hides nothing."""

@@ -31,7 +31,8 @@ from megaverl.weights.transfer import (
     converting,
     wire_dtypes,
 )
-from megaverl.weights.transports.ipc import CrossMemory, CudaIpc
+from megaverl.weights.transports.cuda_ipc import CudaIpc
+from megaverl.weights.transports.ipc import CrossMemory
 from megaverl.weights.transports.local import Alias, LocalCopy
 from megaverl.weights.transports.point_to_point import PointToPoint
 from megaverl.weights.transports.shared_folder import SharedFolder

@@ -1,11 +1,12 @@
-"""Processes of one node read boxes straight out of each other's memory: CUDA IPC on GPUs, cross-memory attach on CPUs.
+"""Processes of one node read boxes straight out of each other's memory: cross-memory attach on CPUs, and what CUDA IPC
+(`cuda_ipc`) shares with it.
 
 A reader needs nothing of the other side but that its weights are ready, which one number per rank and run says; and
 they stay as they are until every rank has finished. No bucket and no packing. What tells another process where the
-tensors lie goes round once as JSON, never as pickles, and again whenever some rank's tensors have moved.
+tensors lie goes to its readers as JSON, never as pickles, and again whenever some rank's tensors have moved.
 
 Cross-memory attach (MPI's and UCX's word) is Linux's `process_vm_readv(2)`: one copy between processes, from place to
-place, where a socket copies twice and needs both sides awake. `tools/gpu_check.py` runs what needs a GPU.
+place, where a socket copies twice and needs both sides awake.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import gather_json, reduce_json
+from megaverl.distributed.collectives import device_of, from_bytes, gather_json, reduce_json, to_bytes
 from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
 from megaverl.sharding.plan import Transfer
-from megaverl.weights.transfer import Moved, Tensors, TransferJob, copy_boxes, view
+from megaverl.weights.transfer import Moved, Tensors, TransferJob
 
 logger = logging.getLogger(__name__)
 
@@ -35,60 +36,70 @@ MAX_BYTES = 2**30  # of one call; Linux stops just below 2 GiB
 # one `struct iovec`: where a part of memory starts, and its bytes
 PART = np.dtype([("start", np.uint64), ("nbytes", np.uint64)])
 
+Transfers = Mapping[int, Sequence[Transfer]]  # by peer
 
-class _Readers:
-    """What both transports share: every rank learns that all sources are ready, and where they lie."""
 
-    def __init__(self, job: TransferJob, receives: Mapping[int, Sequence[Transfer]], sent: int) -> None:
-        self._job, self._receives, self._sent = job, receives, sent
-        self._addresses: list[int] | None = None
-        self._remote: dict[int, Any] = {}
+def no_problem(problem: str, job: TransferJob) -> bool:
+    """Whether no rank has a problem, the same on all; one line says which one stands in the way. All take part."""
+    found = [f"rank {rank}: {text}" for rank, text in enumerate(gather_json(problem, job.group)) if text]
+    if found and job.plan.rank == 0:
+        logger.warning("weights go over the network within nodes: %s", found[0])
+    return not found
 
-    @staticmethod
-    def peers(
-        job: TransferJob, problem: str, wanted: Callable[[int], bool]
-    ) -> tuple[dict[int, tuple[Transfer, ...]], int] | None:
-        """(receives, bytes sent) between this rank and these peers, taken from the job.
 
-        None where some rank has a problem, or none has anything to read. Every rank takes part; one that has nothing
-        to do goes on taking part in exchanging addresses.
-        """
-        if problems := [found for found in gather_json(problem, job.group) if found]:
-            if job.plan.rank == 0:
-                logger.warning("weights go over the network within nodes: %s", problems[0])
-            return None
-        sends, receives = job.take_peers(wanted)
-        if not reduce_json(bool(sends or receives), any, job.group):
-            return None
-        return receives, sum(map(job.wire_bytes, sends.values()))
+class Readers:
+    """What both transports share: every rank learns that all sources are ready, and its readers where they lie."""
 
-    def describe(self) -> Any:
-        """JSON from which another process finds this rank's source tensors."""
-        raise NotImplementedError
+    def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers) -> None:
+        self._job, self._sends, self._receives = job, sends, receives
+        self._sent = sum(map(job.wire_bytes, sends.values()))
+        self._version = 0
+        self._described: Any = None  # as the readers were told last
+        self._told: dict[int, Any] = {}  # by rank that is read from
 
-    def open(self, described: Any) -> Any:
-        """Another rank's `describe`, ready for use."""
-        raise NotImplementedError
+    def _meet(self, described: Any) -> bool:
+        """Whether a rank's tensors have moved since the last time, and all know where they lie now."""
+        what = "waiting until all ranks' weights are ready to be read"
+        moved = self._any_rank(described != self._described, what)
+        if moved:
+            self._described = described
+            self._told = self._exchange(described)
+        return moved
 
-    def start(self, version: int) -> None:
-        """All ranks' weights are ready to be read, and known to their readers."""
-        self._version = version
-        if platform.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        addresses = [tensor.data_ptr() for tensor in self._job.source.values()]
-        moved = torch.tensor([addresses != self._addresses], dtype=torch.int64, device=platform.device)
-        timeout = self._job.options.timeout
+    def _any_rank(self, mine: bool, what: str) -> bool:
+        """Whether it holds on any rank; all take part."""
+        flag = torch.tensor([mine], dtype=torch.int64, device=platform.device)
         try:
-            wait(dist.all_reduce(moved, group=self._job.group, async_op=True), timeout)
-            wait_for_event(record_event(), timeout)
+            self._wait(dist.all_reduce(flag, group=self._job.group, async_op=True))
         except (RuntimeError, TimeoutError) as error:
-            what = "waiting until all ranks' weights are ready to be read"
-            raise self._job.failures.blame(version, -1, what, error) from error
-        if int(moved):
-            self._addresses = addresses
-            self._remote = {}
-            everyone = gather_json(self.describe(), self._job.group)
-            self._remote = {peer: self.open(everyone[peer]) for peer in self._receives}
+            raise self._job.failures.blame(self._version, -1, what, error) from error
+        return bool(flag)
+
+    def _exchange(self, value: Any) -> dict[int, Any]:
+        """This rank's `value` to its readers, and those of the ranks that it reads from."""
+        device = device_of(self._job.group)
+        data = to_bytes(value).to(device)
+        lengths = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in self._receives}
+        self._batch(torch.tensor([data.numel()], device=device), lengths)
+        parts = {peer: torch.empty(int(n), dtype=torch.uint8, device=device) for peer, n in lengths.items()}
+        self._batch(data, parts)
+        return {peer: from_bytes(part) for peer, part in parts.items()}
+
+    def _batch(self, data: torch.Tensor, into: Mapping[int, torch.Tensor]) -> None:
+        group, peers = self._job.group, [*into, *self._sends]
+        ops = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in into.items()]
+        ops += [dist.P2POp(dist.isend, data, group=group, group_peer=peer) for peer in self._sends]
+        for number, work in enumerate(dist.batch_isend_irecv(ops) if ops else ()):
+            try:
+                self._wait(work)
+            except (RuntimeError, TimeoutError) as error:
+                what = f"exchanging with rank {peers[number]} where tensors lie"
+                raise self._job.failures.blame(self._version, peers[number], what, error) from error
+
+    def _wait(self, work: dist.Work | None) -> None:
+        assert work is not None
+        wait(work, self._job.options.timeout)
+        wait_for_event(record_event(), self._job.options.timeout)
 
 
 class TensorAddress(NamedTuple):
@@ -107,14 +118,12 @@ class Read(NamedTuple):
     nbytes: int
 
 
-class CrossMemory(_Readers):
+class CrossMemory(Readers):
     """Takes what goes between CPU processes of one node in one dtype, where the kernel lets them read each other:
     boxes go from where they lie to where they belong, many to a call."""
 
-    def __init__(
-        self, job: TransferJob, receives: Mapping[int, Sequence[Transfer]], sent: int, pids: Sequence[int]
-    ) -> None:
-        super().__init__(job, receives, sent)
+    def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers, pids: Sequence[int]) -> None:
+        super().__init__(job, sends, receives)
         self._pids = pids
         self._here: list[int] | None = None
         self._reads: dict[int, list[Read]] = {}
@@ -131,22 +140,18 @@ class CrossMemory(_Readers):
         secret = np.frombuffer(os.urandom(16), dtype=np.uint8)
         everyone = gather_json([os.getpid(), secret.ctypes.data, secret.tobytes().hex()], job.group)
         problem = next((why for peer in job.receives if wanted(peer) and (why := _cannot_read(everyone[peer]))), "")
-        taken = cls.peers(job, problem, wanted)
-        return None if taken is None else cls(job, *taken, [pid for pid, *_ in everyone])
-
-    def describe(self) -> dict[str, TensorAddress]:
-        return _places(self._job.source)
-
-    def open(self, described: Mapping[str, Any]) -> dict[str, TensorAddress]:
-        return {
-            name: TensorAddress(address, tuple(strides), size) for name, (address, strides, size) in described.items()
-        }
+        if not no_problem(problem, job):
+            return None
+        sends, receives = job.take_peers(wanted)
+        if not reduce_json(bool(sends or receives), any, job.group):
+            return None
+        return cls(job, sends, receives, [pid for pid, *_ in everyone])
 
     def start(self, version: int) -> None:
-        known = self._remote
-        super().start(version)
+        self._version = version
+        moved = self._meet(_places(self._job.source))
         here = [tensor.data_ptr() for tensor in self._job.dest.values()]
-        if self._remote is not known or here != self._here:
+        if moved or here != self._here:
             self._here = here
             self._reads = {peer: self._reads_of(peer) for peer in self._receives}
 
@@ -165,7 +170,8 @@ class CrossMemory(_Readers):
         return Moved(sent=self._sent, received=received, messages=calls)
 
     def _reads_of(self, peer: int) -> list[Read]:
-        dest, remote = _places(self._job.dest), self._remote[peer]
+        dest = _places(self._job.dest)
+        remote = {name: TensorAddress(where, tuple(by), size) for name, (where, by, size) in self._told[peer].items()}
         here = [parts(dest[t.dest_local], t.dest_box) for t in self._receives[peer]]
         there = [parts(remote[t.source_local], t.source_box) for t in self._receives[peer]]
         return calls_for(joined(np.concatenate(here)), joined(np.concatenate(there)))
@@ -255,84 +261,3 @@ def _cannot_read(probe: Sequence[Any]) -> str:
 
 def _places(tensors: Tensors) -> dict[str, TensorAddress]:
     return {name: TensorAddress(t.data_ptr(), tuple(t.stride()), t.element_size()) for name, t in tensors.items()}
-
-
-class CudaIpc(_Readers):
-    """Takes what goes between processes of one node, each of which sees the same CUDA devices, converting the dtype.
-
-    Every rank exports the storages that its source tensors lie in: a few, as Megatron keeps parameters in buffers.
-    """
-
-    @classmethod
-    def take(cls, job: TransferJob) -> CudaIpc | None:
-        if not job.options.ipc or not platform.is_cuda or job.plan.world == 1:
-            return None
-        taken = cls.peers(job, _cannot_export(job.source), lambda peer: job.options.same_node(job.plan.rank, peer))
-        return None if taken is None else cls(job, *taken)
-
-    def describe(self) -> dict[str, Any]:
-        return _export(self._job.source)
-
-    def open(self, described: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        return _open(described)
-
-    def finish(self) -> Moved:
-        received = 0
-        for peer, transfers in self._receives.items():
-            remote = self._remote[peer]
-            origins = [view(remote[t.source_local], t.source_box) for t in transfers]
-            copy_boxes(self._job.targets(transfers), origins)
-            received += self._job.wire_bytes(transfers)
-        try:
-            wait_for_event(record_event(), self._job.options.timeout)
-        except TimeoutError as error:
-            raise self._job.failures.blame(self._version, -1, "reading other ranks' memory", error) from error
-        return Moved(sent=self._sent, received=received)
-
-
-def _cannot_export(source: Tensors) -> str:
-    """Why this process's memory cannot be shared, or ''."""
-    try:
-        _export(source)
-    except RuntimeError as error:  # expandable segments, a container without the right to
-        return f"CUDA IPC does not work: {str(error).splitlines()[0]}"
-    return ""
-
-
-def _export(source: Tensors) -> dict[str, Any]:
-    """JSON: handles of the storages, and for each tensor its storage, place, shape, strides and dtype."""
-    numbers: dict[int, int] = {}
-    handles: list[list[Any]] = []
-    tensors = {}
-    for name, tensor in source.items():
-        storage = tensor.detach().untyped_storage()
-        if storage.data_ptr() not in numbers:
-            numbers[storage.data_ptr()] = len(handles)
-            shared = storage._share_cuda_()
-            handles.append([part.hex() if isinstance(part, bytes) else part for part in shared])
-        tensors[name] = [
-            numbers[storage.data_ptr()],
-            tensor.storage_offset(),
-            list(tensor.shape),
-            list(tensor.stride()),
-            str(tensor.dtype).removeprefix("torch."),
-        ]
-    return {"handles": handles, "tensors": tensors}
-
-
-# Places of bytes in what `_share_cuda_` returns: the memory's, the reference counter's and the event's handle.
-BYTES = (1, 4, 6)
-
-
-def _open(exported: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Another process's tensors, from what its `_export` gave."""
-    storages = []
-    for handle in exported["handles"]:
-        parts = [bytes.fromhex(part) if place in BYTES else part for place, part in enumerate(handle)]
-        storages.append(torch.UntypedStorage._new_shared_cuda(*parts))
-    opened = {}
-    for name, (number, offset, shape, stride, dtype) in exported["tensors"].items():
-        storage = storages[number]
-        empty = torch.empty(0, dtype=getattr(torch, dtype), device=storage.device)
-        opened[name] = empty.set_(storage, offset, shape, stride)
-    return opened
