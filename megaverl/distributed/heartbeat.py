@@ -35,6 +35,7 @@ class Heartbeat:
         host: the machine and the space of process ids in it. left: it ended of its own accord.
         world: those of one name go through the same stages. step: in which it is, or was last.
         begun: the stages that it has begun in that step, the last one last.
+        collective: that its process waits in for long, in words; empty: none is known of.
     """
 
     number: float
@@ -49,6 +50,7 @@ class Heartbeat:
     world: str = ""
     step: int = 0
     begun: tuple[str, ...] = ()
+    collective: str = ""
 
     @property
     def reached(self) -> tuple[str, int, tuple[str, ...]]:
@@ -65,7 +67,8 @@ class Heartbeat:
 
     def __str__(self) -> str:
         machine = self.host.split("/")[0]
-        return f"it was in {self.doing} for {self.seconds:.0f} s (process {self.pid} on {machine})"
+        waits = f", waiting in {self.collective}" if self.collective else ""
+        return f"it was in {self.doing} for {self.seconds:.0f} s (process {self.pid} on {machine}){waits}"
 
 
 def this_host() -> str:
@@ -166,7 +169,9 @@ def who_stalls(beats: Mapping[int, Heartbeat], stalled_after: float, name: Calla
         texts = ["all ranks wait for each other", *(f"{one}: {beat}, at {beat.where}" for one, beat in here)]
     waits = beats[witness]
     seconds = waits.waited if waits.waited > stalled_after else waits.seconds
-    return "; ".join(texts) + f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing} (run.timeout_minutes)"
+    what = f", in {waits.collective}" if waits.collective and to_blame else ""
+    text = f". {name(witness)} has waited for {seconds:.0f} s in {waits.doing}{what} (run.timeout_minutes)"
+    return "; ".join(texts) + text
 
 
 def place(frame: FrameType | None) -> tuple[str, Wait]:

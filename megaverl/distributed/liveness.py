@@ -19,10 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megaverl.distributed import flight_recorder
 from megaverl.distributed.heartbeat import Heartbeat, Wait, place, this_host, who_is_gone, who_stalls
 from megaverl.errors import FAILED
 
 _REASON = "liveness/failure_reason"
+ASKS_AFTER = 10.0  # seconds of waiting, at most: then the flight recorder is asked what for
 # What the transports say when the other side is gone.
 _SILENCE = re.compile(
     r"closed by peer|Connection reset|Broken pipe|Timed out waiting|timed out|Socket|gloo|NCCL|recvBytes|TCPStore"
@@ -81,6 +83,7 @@ class Liveness:
         self._main = threading.main_thread().ident
         self._call: tuple[int, int, Wait] = (0, 0, "")  # in which the main thread waits, and since when
         self._called = 0.0
+        self._collective: str | None = None  # that is waited in, where the flight recorder was asked
         self._seen: dict[int, tuple[Heartbeat, float]] = {}  # rank -> its last beat, and when it changed
         connection: Any = store  # torch's own annotations leave `clone` out
         self._store: dist.Store = connection.clone()
@@ -240,7 +243,10 @@ class Liveness:
         now = time.monotonic()
         call = (id(frame), frame.f_lasti if frame else 0, waits_for)
         if call != self._call:
-            self._call, self._called = call, now
+            self._call, self._called, self._collective = call, now, None
+        asks_after = min(ASKS_AFTER, self.timeouts.stalled_after / 2)
+        if waits_for and self._collective is None and now - self._called > asks_after:
+            self._collective = flight_recorder.waits_in()
         step, begun = self._position
         beat = Heartbeat(
             number=time.time(),
@@ -255,6 +261,7 @@ class Liveness:
             world=self._world,
             step=step,
             begun=begun,
+            collective=self._collective or "",
         )
         self._store.set(f"liveness/beat/{self.rank}", beat.to_json())
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megaverl.config import Config
 from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
+from megaverl.distributed import flight_recorder
 from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
@@ -75,6 +76,8 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
     placement = place(config, command, size, nodes)
     if check is not None:
         check(config, placement)
+    world = placement.world_of(rank).name
+    flight_recorder.write_into(config.run_dir / "logs", "" if placement.is_colocated else world)
     fabric = join(placement, store, rank, patience(config.run.timeout_minutes))
     seconds = config.run.timeout_minutes * 60
     console.speaks = rank == reporter(placement)
@@ -91,7 +94,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
             lost_after=min(LOST_AFTER, seconds),
             grace=min(4.0, seconds / 2),
         ),
-        world=placement.world_of(rank).name,
+        world=world,
         name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
         say=console.error,
     )

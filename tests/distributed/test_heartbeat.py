@@ -37,6 +37,10 @@ def test_whom_the_others_wait_for() -> None:
     assert who_stalls(beats, 6.0, name) == ""
     assert who_stalls(beats | {1: beat(seconds=3.0)}, 4.0, name) == "", "it has begun something new since"
     assert "all ranks wait for each other; rank 0: it was in w" in who_stalls({0: beats[0]}, 4.0, name)
+    waits = beat(waited=5.0, doing="w", collective="all_reduce 7 of the group tp")
+    assert "has waited for 5 s in w, in all_reduce 7 of the group tp (run" in who_stalls(beats | {0: waits}, 4.0, name)
+    told = who_stalls({0: waits}, 4.0, name)
+    assert told.count("(process 7 on h), waiting in all_reduce 7 of the group tp, at a.py:1") == 1 == told.count("tp")
 
 
 def test_who_is_gone_and_who_is_silent() -> None:

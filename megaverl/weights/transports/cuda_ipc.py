@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import torch
 
-from megaverl.distributed.collectives import gather_json
+from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.failures import record_event, wait_for_event
 from megaverl.platform import platform
 from megaverl.weights.transfer import Moved, Tensors, TransferJob, copy_boxes, view
@@ -51,7 +51,7 @@ class CudaIpc(Readers):
         if not job.options.ipc or not platform.is_cuda or job.plan.world == 1:
             return None
         sends, receives = job.take_peers(lambda peer: job.options.same_node(job.plan.rank, peer))
-        if not any(gather_json(bool(sends or receives), job.group)):
+        if not reduce_json(bool(sends or receives), any, job.group):
             return None
         made = cls(job, sends, receives)
         if no_problem(made._open_all(), job):

@@ -12,6 +12,7 @@ place, where a socket copies twice and needs both sides awake.
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import sys
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import device_of, from_bytes, gather_json, reduce_json, to_bytes
+from megaverl.distributed.collectives import device_of, gather_json, reduce_json
 from megaverl.distributed.failures import record_event, wait, wait_for_event
 from megaverl.platform import platform
 from megaverl.sharding.boxes import Box
@@ -78,12 +79,12 @@ class Readers:
     def _exchange(self, value: Any) -> dict[int, Any]:
         """This rank's `value` to its readers, and those of the ranks that it reads from."""
         device = device_of(self._job.group)
-        data = to_bytes(value).to(device)
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
         lengths = {peer: torch.zeros(1, dtype=torch.int64, device=device) for peer in self._receives}
         self._batch(torch.tensor([data.numel()], device=device), lengths)
         parts = {peer: torch.empty(int(n), dtype=torch.uint8, device=device) for peer, n in lengths.items()}
         self._batch(data, parts)
-        return {peer: from_bytes(part) for peer, part in parts.items()}
+        return {peer: json.loads(bytes(part.cpu().numpy())) for peer, part in parts.items()}
 
     def _batch(self, data: torch.Tensor, into: Mapping[int, torch.Tensor]) -> None:
         group, peers = self._job.group, [*into, *self._sends]
