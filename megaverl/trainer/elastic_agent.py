@@ -29,6 +29,7 @@ PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
 MASTER_PORT = 29500  # torchrun's, where none is given
 C10D_PORT = 29400  # torch's, of an endpoint without one
 JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
+MOST_THREADS = 8  # of a rank with a GPU: what it does on the processor (packing, checkpoints) gains nothing from more
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
 
 
@@ -43,10 +44,14 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, parse_args
+    from torch.distributed.run import config_from_args, determine_local_world_size, parse_args
+
+    from megaverl.trainer.launcher import count_gpus
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS
+    nproc = determine_local_world_size(arguments.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc, len(os.sched_getaffinity(0)), count_gpus())))
     _silence_torchs_agent()
     with _passing_on_signals():
         try:
@@ -65,6 +70,13 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
         except (KeyboardInterrupt, SignalException) as error:
             return _interrupted(error)
     return 0
+
+
+def threads_per_rank(nproc: int, cores: int, gpus: int) -> int:
+    """OMP_NUM_THREADS where nobody has set it: a rank's share of the cores, bounded where GPUs do the work. torchrun
+    alone would give each of several ranks 1."""
+    share = max(1, cores // nproc)
+    return min(share, MOST_THREADS) if gpus else share
 
 
 def _meet(arguments: argparse.Namespace) -> object:

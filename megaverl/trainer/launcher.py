@@ -59,7 +59,6 @@ def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int
 
     Returns: 0, or the exit code of the first rank that failed (1 where a signal ended it).
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     with tempfile.TemporaryDirectory(prefix="megaverl_launch_") as log_dir:
         agent = {

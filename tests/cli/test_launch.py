@@ -19,6 +19,7 @@ import pytest
 from megaverl.config import Config
 from megaverl.errors import GridError
 from megaverl.processes import MOST_FILES, ending_with_parent
+from megaverl.trainer.elastic_agent import threads_per_rank
 from megaverl.trainer.launcher import check_world, count_gpus, default_nproc
 from tests.trainer.conftest import command_arguments, environment, inputs  # noqa: F401  (a fixture)
 
@@ -47,6 +48,11 @@ def test_ranks_that_end_well(tmp_path):
     for rank in range(2):
         report = json.loads((tmp_path / f"rank_{rank}.json").read_text())
         assert report == {"sum": 3, "world": 2, "threads": threads}
+
+
+def test_threads_are_a_share_of_the_cores_and_few_beside_a_gpu():
+    assert [threads_per_rank(8, 208, gpus) for gpus in (0, 8)] == [26, 8]
+    assert [threads_per_rank(2, 2, gpus) for gpus in (0, 2)] == [1, 1] and threads_per_rank(8, 32, 8) == 4
 
 
 KILLED = "rank 1 was ended by SIGKILL. Out of memory is the usual cause (see dmesg). Its log: the-logs/rank_1.log"
