@@ -16,8 +16,11 @@ others quote of it.
 
 from megaverl.algorithms.advantages import (
     Advantages,
+    AllReduce,
     advantage_estimators,
+    check_finite,
     gae,
+    on_one_rank,
     optimal_token_baseline,
     reinforce_plus_plus,
     remax,
@@ -32,13 +35,22 @@ from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, 
 from megaverl.algorithms.groups import KeptSamples, keep_groups
 from megaverl.algorithms.implicit_rewards import implicit_rewards, outcome_cross_entropy, prime
 from megaverl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_estimators, kl_loss
-from megaverl.algorithms.loss import Denominators, LossOutput, aggregations, combine, count_denominators, entropy_sum
+from megaverl.algorithms.loss import (
+    Denominators,
+    LossOutput,
+    aggregations,
+    combine,
+    count_denominators,
+    entropy_sum,
+    of_counts,
+)
 from megaverl.algorithms.metrics import (
     MetricSums,
     add_metrics,
     finalize,
     masked_mean,
     masked_std,
+    mean,
     mean_pass_at_k,
     moments,
     pass_at_k,
@@ -59,6 +71,7 @@ from megaverl.algorithms.value_losses import value_losses
 __all__ = [
     "AdaptiveKL",
     "Advantages",
+    "AllReduce",
     "Correction",
     "Denominators",
     "Entry",
@@ -74,6 +87,7 @@ __all__ = [
     "binary_kl",
     "binary_tv",
     "bradley_terry",
+    "check_finite",
     "combine",
     "corrections",
     "count_denominators",
@@ -97,8 +111,11 @@ __all__ = [
     "kto_reference_kl",
     "masked_mean",
     "masked_std",
+    "mean",
     "mean_pass_at_k",
     "moments",
+    "of_counts",
+    "on_one_rank",
     "opo",
     "optimal_token_baseline",
     "outcome_cross_entropy",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,16 @@ def _problem(result: Any, inputs: Mapping[str, Any]) -> str | None:
 
 advantage_estimators: Registry[Advantages] = Registry("advantage estimator", _problem)
 
+# This rank's sum -> the sum over all ranks' samples.
+AllReduce = Callable[[Tensor], Tensor]
 
-@advantage_estimators.register("gae")
+
+def on_one_rank(value: Tensor) -> Tensor:
+    """The sum of a batch that is whole on this rank."""
+    return value
+
+
+@advantage_estimators.register("gae", of_groups=True)
 def gae(
     token_rewards: Tensor,
     values: Tensor,
@@ -69,21 +77,25 @@ def gae(
     return Advantages(advantages, advantages + values)
 
 
-def whiten(values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8) -> Tensor:
+def whiten(
+    values: Tensor, mask: Tensor, *, shift_mean: bool = True, eps: float = 1e-8, all_reduce: AllReduce | None = None
+) -> Tensor:
     """Values under the mask scaled to variance 1 and, if `shift_mean`, shifted to mean 0; 0 outside the mask.
 
-    Mean and population variance are taken over the whole mask in float64, so give the whole (mini-)batch.
+    Mean and population variance are taken over the whole mask in float64, so give the whole (mini-)batch; or, with
+    `all_reduce`, this rank's samples of it.
     A constant becomes 0 with `shift_mean`, and an empty mask gives zeros.
     Source: the advantage normalisation usual with PPO, studied in arXiv 2006.05990.
 
     Args:
         values: `[batch, response]` float. mask: bool, the same shape. eps: added to the variance.
     """
+    total = all_reduce or on_one_rank
     kept = torch.where(mask, values.double(), 0.0)
-    count = mask.sum().clamp(min=1)
-    mean = kept.sum() / count
+    count = total(mask.sum()).clamp(min=1)
+    mean = total(kept.sum()) / count
     centered = torch.where(mask, kept - mean, 0.0)
-    scale = (centered.square().sum() / count + eps).rsqrt()
+    scale = (total(centered.square().sum()) / count + eps).rsqrt()
     return ((centered if shift_mean else kept) * scale).to(values.dtype)
 
 
@@ -157,8 +169,10 @@ def check_finite(name: str, per_sample: Tensor) -> None:
         )
 
 
-@advantage_estimators.register("reinforce_plus_plus")
-def reinforce_plus_plus(token_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Advantages:
+@advantage_estimators.register("reinforce_plus_plus", of_groups=True)
+def reinforce_plus_plus(
+    token_rewards: Tensor, response_mask: Tensor, all_reduce: AllReduce | None = None, *, gamma: float = 1.0
+) -> Advantages:
     """REINFORCE++, arXiv 2501.03262, eq. 8 to 10 of version 2: rewards-to-go, normalised over the whole batch.
 
     A_t = sum_{s >= t} gamma^(s - t) r_s, shifted and scaled to mean 0 and variance 1 over all tokens. It needs no
@@ -169,10 +183,11 @@ def reinforce_plus_plus(token_rewards: Tensor, response_mask: Tensor, *, gamma: 
 
     Returns: advantages `[batch, response]`, 0 outside the mask; no returns.
     """
-    return Advantages(whiten(rewards_to_go(token_rewards, response_mask, gamma), response_mask), None)
+    gains = rewards_to_go(token_rewards, response_mask, gamma)
+    return Advantages(whiten(gains, response_mask, all_reduce=all_reduce), None)
 
 
-@advantage_estimators.register("remax")
+@advantage_estimators.register("remax", of_groups=True)
 def remax(token_rewards: Tensor, greedy_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Advantages:
     """ReMax, arXiv 2310.10505 (equation number not checked): the baseline is the reward of the greedy response to the
     same prompt.
@@ -193,7 +208,7 @@ def remax(token_rewards: Tensor, greedy_rewards: Tensor, response_mask: Tensor, 
     return Advantages(torch.where(response_mask, gains, 0.0).to(token_rewards.dtype), None)
 
 
-@advantage_estimators.register("optimal_token_baseline")
+@advantage_estimators.register("optimal_token_baseline", of_groups=True)
 def optimal_token_baseline(
     token_rewards: Tensor,
     score_norms: Tensor,

@@ -15,12 +15,19 @@ import math
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.advantages import Advantages, advantage_estimators, check_finite, whiten
+from megaverl.algorithms.advantages import (
+    Advantages,
+    AllReduce,
+    advantage_estimators,
+    check_finite,
+    on_one_rank,
+    whiten,
+)
 from megaverl.algorithms.groups import group_stats, group_totals
 from megaverl.errors import DataError
 
 
-@advantage_estimators.register("grpo")
+@advantage_estimators.register("grpo", of_groups=True)
 def grpo(
     rewards: Tensor,
     group_ids: Tensor,
@@ -40,7 +47,7 @@ def grpo(
     return _same_for_all_tokens(per_sample, rewards, response_mask)
 
 
-@advantage_estimators.register("dr_grpo")
+@advantage_estimators.register("dr_grpo", of_groups=True)
 def dr_grpo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
     """Dr. GRPO, arXiv 2503.20783, section 3.2 (unnumbered): A_i = r_i - mean of the group, not divided by a deviation.
 
@@ -49,7 +56,7 @@ def dr_grpo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advant
     return grpo(rewards, group_ids, response_mask, normalize_std=False)
 
 
-@advantage_estimators.register("rloo")
+@advantage_estimators.register("rloo", of_groups=True)
 def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
     """REINFORCE leave-one-out, arXiv 2402.14740 (unnumbered): A_i = r_i - mean of the group's other rewards.
 
@@ -61,7 +68,7 @@ def rloo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantage
     return _same_for_all_tokens(factor * stats.centered, rewards, response_mask)
 
 
-@advantage_estimators.register("opo")
+@advantage_estimators.register("opo", of_groups=True)
 def opo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
     """On-policy RL with the optimal reward baseline, arXiv 2505.23585 (equation number not checked):
     A_i = r_i - sum_j l_j r_j / sum_j l_j.
@@ -76,11 +83,12 @@ def opo(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages
     return _same_for_all_tokens(centered - baseline, rewards, response_mask)
 
 
-@advantage_estimators.register("gpg")
+@advantage_estimators.register("gpg", of_groups=True)
 def gpg(
     rewards: Tensor,
     group_ids: Tensor,
     response_mask: Tensor,
+    all_reduce: AllReduce | None = None,
     *,
     normalize_std: bool = False,
     eps: float = 1e-6,
@@ -94,14 +102,17 @@ def gpg(
     """
     check_finite("rewards", rewards)
     stats = group_stats(rewards, group_ids)
-    telling = (group_totals(stats.centered.abs(), group_ids) > 0).sum()
-    alpha = len(rewards) / telling.clamp(min=1)
+    total = all_reduce or on_one_rank
+    telling = total((group_totals(stats.centered.abs(), group_ids) > 0).sum())
+    alpha = int(total(torch.tensor(len(rewards)))) / telling.clamp(min=1)
     scale = stats.std + eps if normalize_std else 1.0
     return _same_for_all_tokens(alpha * stats.centered / scale, rewards, response_mask)
 
 
-@advantage_estimators.register("reinforce_plus_plus_baseline")
-def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
+@advantage_estimators.register("reinforce_plus_plus_baseline", of_groups=True)
+def reinforce_plus_plus_baseline(
+    rewards: Tensor, group_ids: Tensor, response_mask: Tensor, all_reduce: AllReduce | None = None
+) -> Advantages:
     """REINFORCE++ with baseline, arXiv 2501.03262, appendix A of version 2: the group's mean is subtracted,
     then the whole batch is normalised.
 
@@ -109,7 +120,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor, response_ma
     """
     check_finite("rewards", rewards)
     plain = dr_grpo(rewards, group_ids, response_mask)
-    return Advantages(whiten(plain.advantages, response_mask), None)
+    return Advantages(whiten(plain.advantages, response_mask, all_reduce=all_reduce), None)
 
 
 @advantage_estimators.register("gdpo")
@@ -143,7 +154,7 @@ def gdpo(
     return _same_for_all_tokens(everything.centered / (everything.std + eps), component_rewards, response_mask)
 
 
-@advantage_estimators.register("pass_at_k")
+@advantage_estimators.register("pass_at_k", of_groups=True)
 def pass_at_k_advantages(
     rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, k: int, right_from: float = 1.0
 ) -> Advantages:
@@ -181,7 +192,7 @@ def _pass_at_k_credit(n: int, m: int, k: int, *, is_wrong: bool) -> float:
     return (failing - (math.comb(m - 1, k - 1) / math.comb(n - 1, k - 1) if is_wrong else 0.0)) / deviation
 
 
-@advantage_estimators.register("best_of_group")
+@advantage_estimators.register("best_of_group", of_groups=True)
 def best_of_group(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> Advantages:
     """The gain of the group's maximum by each response, arXiv 2503.19595 (equation number not checked):
     A_i = max_j r_j - max_{j != i} r_j.
@@ -198,9 +209,15 @@ def best_of_group(rewards: Tensor, group_ids: Tensor, response_mask: Tensor) -> 
     return _same_for_all_tokens(credit, rewards, response_mask)
 
 
-@advantage_estimators.register("raft")
+@advantage_estimators.register("raft", of_groups=True)
 def raft(
-    rewards: Tensor, group_ids: Tensor, response_mask: Tensor, *, keep: int = 1, right_from: float | None = None
+    rewards: Tensor,
+    group_ids: Tensor,
+    response_mask: Tensor,
+    all_reduce: AllReduce | None = None,
+    *,
+    keep: int = 1,
+    right_from: float | None = None,
 ) -> Advantages:
     """Rejection sampling: the best responses of each group are learned as if somebody had written them.
 
@@ -220,8 +237,8 @@ def raft(
         kept[members[order]] = True
     if right_from is not None:
         kept &= rewards >= right_from
-    lengths = response_mask.sum(dim=1)
-    scale = lengths.sum() / lengths[kept].sum().clamp(min=1)
+    lengths, total = response_mask.sum(dim=1), all_reduce or on_one_rank
+    scale = total(lengths.sum()) / total(lengths[kept].sum()).clamp(min=1)
     return _same_for_all_tokens(kept.double() * scale, rewards, response_mask)
 
 

@@ -86,8 +86,12 @@ class Denominators(NamedTuple):
 
 def count_denominators(response_mask: Tensor) -> Denominators:
     """Count tokens and non-empty responses in the mask `[mini-batch, response]` of the WHOLE mini-batch."""
-    per_sequence = response_mask.sum(dim=1)
-    return Denominators(int(per_sequence.sum()), int((per_sequence > 0).sum()))
+    return of_counts(response_mask.sum(dim=1))
+
+
+def of_counts(num_tokens: Tensor) -> Denominators:
+    """The same from the tokens of each response, `[mini-batch]`."""
+    return Denominators(int(num_tokens.sum()), int((num_tokens > 0).sum()))
 
 
 @aggregations.register("token_mean")

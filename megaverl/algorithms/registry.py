@@ -34,6 +34,7 @@ class Entry(Generic[T]):
     optional_inputs: tuple[str, ...]
     options: Mapping[str, Any]  # name -> default; inspect.Parameter.empty where the option must be given
     problem: Problem | None = None
+    of_groups: bool = False
 
     def __call__(self, inputs: Mapping[str, Any], **options: Any) -> T:
         """Call with the inputs that the function declares, out of a larger mapping.
@@ -90,8 +91,11 @@ class Registry(Generic[T]):
         self.kind, self.problem = kind, problem
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    def register(self, name: str, *, of_groups: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Decorator: file a function under `name` and return it unchanged.
+
+        Args:
+            of_groups: see `Entry`.
 
         Raises:
             ConfigError: the name is taken by another function.
@@ -100,7 +104,7 @@ class Registry(Generic[T]):
         def file_it(function: Callable[P, T]) -> Callable[P, T]:
             if name in self._entries:
                 raise ConfigError(f"{self.kind} '{name}' is registered twice; give the second another name")
-            self._entries[name] = _entry(self.kind, name, function, self.problem)
+            self._entries[name] = _entry(self.kind, name, function, self.problem, of_groups)
             return function
 
         return file_it
@@ -131,7 +135,9 @@ class Registry(Generic[T]):
         return iter(self.names())
 
 
-def _entry(kind: str, name: str, function: Callable[..., T], problem: Problem | None) -> Entry[T]:
+def _entry(
+    kind: str, name: str, function: Callable[..., T], problem: Problem | None, of_groups: bool = False
+) -> Entry[T]:
     inputs, optional_inputs, options = [], [], {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
@@ -144,7 +150,7 @@ def _entry(kind: str, name: str, function: Callable[..., T], problem: Problem | 
             inputs.append(parameter.name)
         else:
             optional_inputs.append(parameter.name)
-    return Entry(kind, name, function, tuple(inputs), tuple(optional_inputs), options, problem)
+    return Entry(kind, name, function, tuple(inputs), tuple(optional_inputs), options, problem, of_groups)
 
 
 def tensor_problem(value: Any, shape: Sequence[int], where: str = "") -> str | None:

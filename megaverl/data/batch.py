@@ -15,6 +15,7 @@ from megaverl.data.joined import Joined, join
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:
+    from megaverl.data.held_rows import HeldRows
     from megaverl.rollout.engine import Generation
 
 
@@ -51,9 +52,10 @@ class RolloutBatch:
     agent_ids: Tensor
     margins: Tensor  # [B] float32
 
-    __slots__ = ("columns", "tensors")
+    __slots__ = ("columns", "held", "tensors")
     tensors: dict[str, Tensor]
     columns: dict[str, list[Any]]
+    held: HeldRows | None  # which of a step's samples these are, where this rank has not all of them
 
     def __init__(
         self,
@@ -61,6 +63,7 @@ class RolloutBatch:
         columns: Mapping[str, Sequence[Any]] | None = None,
         *,
         generated_includes_prompt: bool | None = None,
+        held: HeldRows | None = None,
         **named: Tensor,
     ) -> None:
         """Check every tensor against the schema; dtypes are converted between floats and between integers.
@@ -74,6 +77,7 @@ class RolloutBatch:
             generated_includes_prompt: of named tensors. True: each row of `generated_ids` is its prompt and then its
                 response, and the prompt is cut off, there and in every other tensor of that width. False: responses,
                 whatever they begin with. None: responses, and an error where every row begins with its own prompt.
+            held: which samples of a step's batch these are, where this rank has not all of them.
 
         Raises:
             DataError: a required tensor is missing, an unknown name, a wrong dtype or shape, a column whose
@@ -91,6 +95,7 @@ class RolloutBatch:
         if "response_lengths" not in self.tensors:
             self.tensors["response_lengths"] = _lengths_of(self.response_mask)
         self.columns = {name: list(column) for name, column in (columns or {}).items()}
+        self.held = held
         for name, column in self.columns.items():
             if len(column) != len(self):
                 raise DataError(f"column '{name}' has {len(column)} entries for a batch of {len(self)} samples")
@@ -206,11 +211,11 @@ class RolloutBatch:
 
     def with_(self, **tensors: Tensor) -> RolloutBatch:
         """This batch with tensors added or replaced; DataError names one that is wrong."""
-        return RolloutBatch({**self.tensors, **tensors}, self.columns)
+        return RolloutBatch({**self.tensors, **tensors}, self.columns, held=self.held)
 
     def with_columns(self, **columns: Sequence[Any]) -> RolloutBatch:
         """This batch with Python columns added or replaced."""
-        return RolloutBatch(self.tensors, {**self.columns, **columns})
+        return RolloutBatch(self.tensors, {**self.columns, **columns}, held=self.held)
 
     def select(self, indices: Sequence[int] | Tensor | slice) -> RolloutBatch:
         """The samples at these places, in this order; none at all is allowed. Widths S and R stay.

@@ -34,6 +34,8 @@ class SequenceLengths(NamedTuple):
 
 def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:
     """That of a batch; one that has some of its samples alone says itself which prompts are the same."""
+    if batch.held is not None:
+        return batch.held.lengths
     said = batch.tensors.get("prompt_numbers")
     prompts = prompt_numbers(batch) if said is None else said.tolist()
     return SequenceLengths(batch.prompt_lengths.tolist(), batch.response_lengths.tolist(), prompts)

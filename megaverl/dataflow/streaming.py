@@ -13,9 +13,9 @@ from typing import Any
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths, prompt_numbers
+from megaverl.data.row_transfer import Moving, as_ragged, receive_rows, send_rows
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
-from megaverl.dataflow.row_transfer import Moving, as_ragged, receive_rows, send_rows
 from megaverl.dataflow.tensor_channel import redistribute, scatter_rows
 from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.ragged import RaggedBatch, merge

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from megaverl.distributed.collectives import device_of
 from megaverl.distributed.failures import cause_of
-from megaverl.distributed.placement import ResolvedPlacement, World
+from megaverl.distributed.placement import Node, ResolvedPlacement, World
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
 
@@ -118,6 +118,17 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
         if rank < (count := placement.num_with_device):
             group = joined(platform.backend, "fabric", count)
     return Fabric(placement, rank, world, group, control, store, timeout)
+
+
+def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
+    """The default group as a job of one world with all of these roles, where a program has made that group itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every, group = tuple(range(size)), default_group()
+    world = World("the default group", every, tuple(roles))
+    nodes = (Node("this job", size),)
+    placement = ResolvedPlacement(size, dict.fromkeys(roles, every), (world,), (every,), nodes, (0,) * size)
+    control = group if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    return Fabric(placement, rank, world, group, group, control, distributed_c10d._get_default_store(), timeout)
 
 
 def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megaverl.errors import DataError
@@ -34,6 +34,31 @@ def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
     return {rank: sorted(rows) for rank, rows in found.items()}
 
 
+def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int] | None = None) -> list[Move]:
+    """What one rank sends and receives, as `plan_rows` says. Where every row has one holder nothing is to be shared
+    out among several, and a rank looks at its own rows alone. Arguments and errors: see there."""
+    holder = {row: other for other, rows in source.items() for row in rows}
+    if len(holder) != sum(map(len, source.values())):
+        plans = plan_rows(source, dest, node_of)
+        return moves_of(plans[rank]) if rank < len(plans) else []
+    for other, rows in dest.items():
+        _check_wanted(other, rows, holder)
+    mine, wanted = frozenset(source.get(rank, ())), dest.get(rank, ())
+    out = [Move(rank, peer, tuple(row for row in rows if row in mine)) for peer, rows in sorted(dest.items())]
+    parts: dict[int, list[int]] = {}
+    for row in wanted:
+        parts.setdefault(holder[row], []).append(row)
+    into = [Move(peer, rank, tuple(parts[peer])) for peer in sorted(parts)]
+    return [move for move in out + into if move.rows and move.source != move.dest]
+
+
+def _check_wanted(rank: int, rows: Sequence[int], held: Container[int]) -> None:
+    if twice := len(rows) - len(set(rows)) and sorted({row for row in rows if list(rows).count(row) > 1}):
+        raise DataError(f"rank {rank} wants the rows {twice[:8]} more than once")
+    if nowhere := [row for row in rows if row not in held]:
+        raise DataError(f"rank {rank} wants the rows {nowhere[:8]}, which no rank holds")
+
+
 def plan_rows(source: Rows, dest: Rows, node_of: Callable[[int], int] | None = None) -> Sequence[Plan]:
     """The plans of all ranks that bring each the rows that it wants: every row is a tensor of one element.
 
@@ -46,10 +71,7 @@ def plan_rows(source: Rows, dest: Rows, node_of: Callable[[int], int] | None = N
     """
     held = set().union(*source.values())
     for rank, rows in dest.items():
-        if twice := len(rows) - len(set(rows)) and sorted({row for row in rows if list(rows).count(row) > 1}):
-            raise DataError(f"rank {rank} wants the rows {twice[:8]} more than once")
-        if nowhere := [row for row in rows if row not in held]:
-            raise DataError(f"rank {rank} wants the rows {nowhere[:8]}, which no rank holds")
+        _check_wanted(rank, rows, held)
     world = max([*source, *dest], default=-1) + 1
     return make_plans(_layouts(source), _layouts(dest), world, node_of, allow_unused=True)
 

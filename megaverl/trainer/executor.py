@@ -14,15 +14,18 @@ from megaverl.config import Config
 from megaverl.coordinator import CoordinatorClient, LocalCoordinator, Progress, Rules
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow
+from megaverl.distributed.worlds import Fabric
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import memory_metrics
 from megaverl.trainer.agents import AgentsStep, agents_roles
 from megaverl.trainer.build import Builder
-from megaverl.trainer.job import Stages
+from megaverl.trainer.job import Stages, reporter
 from megaverl.trainer.records import Records
 from megaverl.trainer.roles import Roles, make_roles
+from megaverl.trainer.sample_routing import SampleRouting
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Evaluation, Validation
@@ -128,13 +131,17 @@ class Colocated(Executor):
 
     may_leave_inside = True
 
-    def __init__(self, builder: Builder, stages: Stages, console: Console, replayed: RolloutFolder | None) -> None:
+    def __init__(
+        self, builder: Builder, stages: Stages, console: Console, replayed: RolloutFolder | None, fabric: Fabric
+    ) -> None:
         self.config, self.stages = builder.config, stages
         own_agents = self.config.environment.agents == "own"
         self.roles = (agents_roles if own_agents else make_roles)(builder, generates=replayed is None)
         make_step = AgentsStep if own_agents else RLStep
         self.step = make_step(self.config, self.roles, replayed, warn=console.warn, span=stages)
         self.flow = self.step.flow()
+        self.routing = SampleRouting(self.step, fabric, reporter(fabric.placement))
+        self._readers = self.routing.readers(self.flow)
         self._values: Mapping[str, Any] = {}
         self._epoch = 0.0
 
@@ -142,15 +149,23 @@ class Colocated(Executor):
         return step
 
     def run(self, step: int, prompts: Prompts, given: StoredRollouts | None, after: AfterOperator) -> None:
-        self.step.stored = None
+        self.step.stored, self.routing.step = None, step
         self.step.metrics = dict(given.metrics) if given else {}
         with self.stages.timeline.step(step):
-            done = given.values if given else self.step.gathered(prompts, step)
+            done = self._held(given.values) if given else self.step.gathered(prompts, step)
             if done and not given:
                 after("reward", done)
             taken = [] if done else prompts.take(self.config.data.prompts_per_step)
+            self.step.readers = self._readers
             self._values = self.flow.run(self.stages, done, after, prompts=taken, step=step)
+            self.step.readers = None
         self._epoch = prompts.epoch
+
+    def _held(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Of samples that are on every rank already, those that this rank works on."""
+        if self._readers is None:
+            return given
+        return given | {"rollouts": self._readers.of_whole(given["rollouts"])}
 
     def generate(self, step: int, prompts: Sequence[PromptRecord]) -> RolloutBatch:
         with self.stages("rollout"):
@@ -158,6 +173,8 @@ class Colocated(Executor):
 
     def synchronise(self, done: int, *, starts: bool) -> None:
         """An operator of the step does."""
+        if starts:
+            self.routing.first_step = done
 
     def measured(self, done: int) -> Measured:
         self.stages.note("log")
@@ -170,7 +187,7 @@ class Colocated(Executor):
             "rollout/staleness": 0.0,  # of one's own weights; where roles have ranks of their own it may be more
             "train/step_time_ms": seconds * 1e3,
             "train/epoch": self._epoch,
-            "train/tokens_per_sec": float(batch.sequence_lengths.sum()) / seconds,
+            "train/tokens_per_sec": float(sum(sequence_lengths(batch).lengths)) / seconds,
         }
         return Measured(metrics, batch, self._values["scores"])
 

@@ -27,7 +27,7 @@ from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.store import job_store
-from megaverl.distributed.worlds import Fabric, join
+from megaverl.distributed.worlds import Fabric, join, of_default_group
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
@@ -99,6 +99,12 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         say=console.error,
     )
     return Job(fabric, liveness)
+
+
+def alone(config: Config) -> Fabric:
+    """Of a program that has made the default group itself: every role has all of its ranks."""
+    roles = [*used_roles(config, "train"), "rollout", "reward", "coordinator"]
+    return of_default_group(roles, patience(config.run.timeout_minutes))
 
 
 def place(config: Config, command: str, size: int, nodes: tuple[Node, ...]) -> ResolvedPlacement:

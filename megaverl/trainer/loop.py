@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.coordinator import Progress
+from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import together
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.monitoring.console import Console
@@ -20,7 +21,7 @@ from megaverl.monitoring.timeline import Timeline
 from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
-from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, reporter
+from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, reporter
 from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.saving import Saving, check_origin, export_model, settle_file, tokenizer_digest
 from megaverl.trainer.schedule import read_waiting
@@ -82,7 +83,8 @@ class Trainer:
         if job is not None and placed:
             self.executor = Disaggregated(builder, job, self.stages, console, replayed, self._agree_until, is_given)
         else:
-            self.executor = Colocated(builder, self.stages, console, replayed)
+            fabric = job.fabric if job is not None else alone(config)
+            self.executor = Colocated(builder, self.stages, console, replayed, fabric)
         self.step, self.roles = self.executor.step, self.executor.roles
         for each in self.executor.flow.plan.operators:
             mine = job.fabric.placement.roles_of(rank) if job else each.roles
@@ -233,7 +235,9 @@ class Trainer:
             return
         self.saving.look()
         if signal := self.leave.agreed():
-            self._leave(signal, self._rollouts(self.next_step, values, self.step.metrics))
+            batch: RolloutBatch = values["rollouts"]
+            whole = batch if batch.held is None else batch.held.whole_on(0, batch)
+            self._leave(signal, self._rollouts(self.next_step, {**values, "rollouts": whole}, self.step.metrics))
 
     def _leave(self, signal: str, cut_off: StoredRollouts | None) -> None:
         if self.next_step == 0 and cut_off is None:

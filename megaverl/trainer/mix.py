@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 
+from megaverl.algorithms import count_denominators
 from megaverl.config import Config
 from megaverl.config.run import MixConfig
 from megaverl.data.batch import RolloutBatch
@@ -120,6 +121,6 @@ class Mix:
 def answers_update(actor: Actor, batch: RolloutBatch, *, weight: float = 1.0) -> Metrics:
     """One optimizer step of the actor: the mean cross-entropy of the tokens under the mask, times `weight`."""
     mask = batch.response_mask
-    weights = Weighting("token_mean").weights(mask) * weight
+    weights = Weighting("token_mean").weights(mask, count_denominators(mask)) * weight
     micro = micro_batches_for(actor.model, batch, actor.micro_batch_tokens, {"weights": weights})
     return as_metrics(actor.trainable.update(micro, cross_entropy(actor.model)))

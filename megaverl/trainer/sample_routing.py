@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from megaverl.algorithms import advantage_estimators
+from megaverl.algorithms import advantage_estimators, policy_losses
 from megaverl.config import Config
+from megaverl.data.held_rows import Readers
 from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.dataflow import DataFlow
 from megaverl.dataflow.tensor_channel import Reads
 from megaverl.distributed.placement import ResolvedPlacement
 from megaverl.distributed.worlds import Fabric
@@ -21,6 +23,10 @@ TOKENS = frozenset({"input_ids", "generated_ids"})
 # What says which tokens train, and whose they are; and how the engine saw them.
 MASKS = frozenset({"response_mask", "turn_ids", "turn_rewards", "agent_ids", "group_ids"})
 OF_ENGINE = frozenset({"rollout_log_probs", "weight_versions"})
+
+
+# Operators that work with a rank's own samples alone; any other wants all of them on every rank.
+OF_HELD = frozenset({*SELECTIVE, "rollout", "critic_update", "actor_update", "reshard"} - {"implicit_rewards"})
 
 
 def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]:
@@ -43,7 +49,7 @@ class SampleRouting:
     """
 
     def __init__(self, steps: RLStep, fabric: Fabric, reporter: int) -> None:
-        self._steps, self._fabric, self._reporter = steps, fabric, reporter
+        self._steps, self.fabric, self._reporter = steps, fabric, reporter
         self.config, self.roles = steps.config, steps.roles
         self.step = self.first_step = 0
 
@@ -59,6 +65,19 @@ class SampleRouting:
             "values": Reads(self._critic, MASKS),
             "advantages": Reads(self._trained, weighed - TOKENS),
         }
+
+    def readers(self, flow: DataFlow) -> Readers | None:
+        """Who works on which samples of a step, where the roles share their ranks; None where something reads all."""
+        config, operators = self.config, [each.name for each in flow.plan.operators]
+        algorithm, reads = config.algorithm, self.of_operators()
+        made_together = config.environment.name is not None or config.rollout.function is not None
+        looks_at_all = made_together or algorithm.dynamic_sampling.metric is not None or self._reads_all
+        selects = "selected" in policy_losses.get(algorithm.policy_loss_name).inputs
+        estimator = advantage_estimators.get(algorithm.advantage_name)
+        if looks_at_all or selects or not estimator.of_groups or not OF_HELD.issuperset(operators):
+            return None
+        some = [reads[name] for name in operators if name in reads]
+        return Readers(self.fabric, Reads.together(some).rows)
 
     def _reward(self, outline: SequenceLengths) -> Rows:
         return self._on("reward", self.roles.reward.rows(outline))
@@ -87,7 +106,7 @@ class SampleRouting:
     def _trained(self, outline: SequenceLengths) -> Rows:
         """What the updates train on, and what is written down."""
         if self._reads_all:
-            return dict.fromkeys(self._fabric.placement.ranks["actor"], range(len(outline)))
+            return dict.fromkeys(self.fabric.placement.ranks["actor"], range(len(outline)))
         count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
         written = {self._reporter: range(min(count, len(outline)))}
         return join_rows([written, self._updates("actor", local(self.roles.actor), outline)])
@@ -114,7 +133,7 @@ class SampleRouting:
 
     def _worlds(self, role: str) -> Sequence[Sequence[int]]:
         """The ranks of a role; of each island where it is on those."""
-        placement = self._fabric.placement
+        placement = self.fabric.placement
         return placement.islands if placement.colocated(role, "actor") else (placement.ranks[role],)
 
 

@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 
-from megaverl.algorithms import masked_mean
+from megaverl.algorithms import check_finite, masked_mean
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
+from megaverl.data.held_rows import Readers, of_all, of_held
 from megaverl.data.streaming import Prompts
 from megaverl.dataflow import DataFlow, Operator
 from megaverl.dataflow.plan import Places
 from megaverl.dataflow.streaming import StreamingCarrier
+from megaverl.distributed.worlds import default_group
 from megaverl.plugins import load_object
 from megaverl.rollout.engine import SamplingOptions, drawing, of_some, sampling_of
 from megaverl.trainer.dynamic_sampling import refill
@@ -54,6 +56,7 @@ class RLStep:
         warn: tells the person who watches the run.
         span: opened around operators, with their names.
         is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
+        readers: who reads which samples, where each rank gets those that it works on; None: every rank gets all.
     """
 
     config: Config
@@ -67,6 +70,7 @@ class RLStep:
     warn: Callable[[str], None] = print
     span: Callable[[str], AbstractContextManager[Any]] = field(default=lambda name: nullcontext())
     is_given: bool = False
+    readers: Readers | None = None
     credit: AdvantageComputer = field(init=False)
     _has_compared: bool = False
     _early_seconds: float = 0.0
@@ -196,8 +200,10 @@ class RLStep:
         if self.outlet is not None:
             self.outlet.begin()
         hears = finished if self.outlet is not None else None
-        batch = responses(engines, prompts, sampling, draws, self.roles.player, config.rollout.function, hears)
-        batch = batch.with_(**drawing(sampling, len(batch)))
+        function = config.rollout.function
+        batch = responses(engines, prompts, sampling, draws, self.roles.player, function, hears, self.readers)
+        own = sampling if batch.held is None else of_some(sampling, batch.held.rows)
+        batch = batch.with_(**drawing(own, len(batch)))
         self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version)
         if (in_flight := engines.engine.in_flight) is not None:
             self.metrics["rollout/sequences_in_flight"] = float(in_flight.number)
@@ -239,7 +245,7 @@ class RLStep:
         Also taken by the first step after a start, where they show whether the first reshard was right. A resumed
         run does not train on these, as a run that was never interrupted would not have had them.
         """
-        if not self._wants_log_probs(step):
+        if not self.wants_log_probs(step):
             return None
         return self._compared(rollouts, self.roles.actor.log_probs(rollouts), step)
 
@@ -247,7 +253,7 @@ class RLStep:
         """`old_log_probs`, and both values of the same backbone, out of one forward pass."""
         actor = self.roles.actor
         assert isinstance(actor, ActorCritic)
-        if not self._wants_log_probs(step):
+        if not self.wants_log_probs(step):
             values, last_values = actor.values(rollouts)
             return {"old_log_probs": None, "values": values, "last_values": last_values}
         log_probs, values, last_values = actor.log_probs_and_values(rollouts)
@@ -258,7 +264,8 @@ class RLStep:
         """Whether the step trains on old log-probs: its own forward pass does not give the same."""
         return not self.roles.actor.is_on_policy or self.config.algorithm.kl.place == "reward" or step == 0
 
-    def _wants_log_probs(self, step: int) -> bool:
+    def wants_log_probs(self, step: int) -> bool:
+        """Whether the step computes any: it trains on them, or compares them with the engine's."""
         return self.needs_log_probs(step) or not self._has_compared
 
     def _compared(self, rollouts: RolloutBatch, log_probs: torch.Tensor, step: int) -> torch.Tensor | None:
@@ -266,7 +273,12 @@ class RLStep:
         if oldest_version(rollouts, self.newest_version) < self.newest_version:
             self.trust_engine()  # samples of older weights, after an interruption, say nothing of this reshard
         difference = LogProbDifference()
-        difference.add(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        if (held := rollouts.held) is None:
+            difference.add(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+        else:
+            own = rollouts.select(held.own)
+            difference.add(log_probs[held.own], own.rollout_log_probs, own.response_mask)
+            difference = difference.over_ranks(default_group())
         found = difference.stats()
         self.metrics |= found.metrics()
         if not self._has_compared and self.replayed is None:
@@ -327,18 +339,19 @@ class RLStep:
             keep = kept_by(self.config.algorithm.rollout_filter, rollouts, scores)
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & keep.unsqueeze(1))
             self.metrics["rollout/filtered_fraction"] = 1.0 - float(keep.float().mean())
-        tensors = {"rewards": scores.total}
+        check_finite("rewards", scores.total)
+        tensors = {"rewards": of_held(rollouts, scores.total)}
         given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
         given |= {"values": values, "last_values": last_values}
         if last_values is not None and self.config.algorithm.bootstrap_truncated:
-            self.metrics["train/last_value_mean"] = float(last_values.mean())
+            self.metrics["train/last_value_mean"] = float(of_all(rollouts, last_values).mean())
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
         weights = self.roles.reward.weights(scores)
         extra = {
             "greedy_rewards": None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts),
             "score_norms": score_norms,
             "implicit_rewards": implicit_rewards,
-            "component_rewards": torch.stack(list(scores.components.values()), dim=1),
+            "component_rewards": of_held(rollouts, torch.stack(list(scores.components.values()), dim=1)),
             "component_weights": torch.tensor([weights[name] for name in scores.components]),
         }
         coef = self.roles.kl.coef

@@ -6,9 +6,19 @@ from collections.abc import Mapping
 
 import torch
 
-from megaverl.algorithms import advantage_estimators, kl_estimators, masked_mean, token_rewards, whiten
+from megaverl.algorithms import (
+    AllReduce,
+    advantage_estimators,
+    kl_estimators,
+    mean,
+    moments,
+    on_one_rank,
+    token_rewards,
+    whiten,
+)
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.held_rows import HeldRows
 
 OF_REWARDS = ("component_weights",)  # what `extra` holds for each reward, and not for each sample
 
@@ -33,7 +43,12 @@ class AdvantageComputer:
     def assign_each(
         self, batch: RolloutBatch, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None]
     ) -> tuple[RolloutBatch, dict[str, float]]:
-        """`assign`, for every agent by itself where there are several; metrics are means over the agents."""
+        """`assign`, for every agent by itself where there are several; metrics are means over the agents.
+
+        Of a batch that ranks have parts of, each rank computes the groups that it speaks for.
+        """
+        if batch.held is not None:
+            return self._assign_held(batch, batch.held, kl_coef=kl_coef, extra=extra)
         if "agent_ids" not in batch:
             return self.assign(batch, kl_coef=kl_coef, extra=extra)
         parts, found = [], []
@@ -47,8 +62,24 @@ class AdvantageComputer:
         means = {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
         return RolloutBatch.concat(parts).select(order), means
 
+    def _assign_held(
+        self, batch: RolloutBatch, held: HeldRows, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None]
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        own = {k: v[held.own] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+        part, metrics = self.assign(batch.select(held.own), kl_coef=kl_coef, extra=own, all_reduce=held.all_reduce)
+        found: dict[str, torch.Tensor] = {}
+        for name in [name for name in ("advantages", "returns") if name in part]:
+            found[name] = part[name].new_zeros(batch.response_shape)
+            found[name][held.own] = part[name]
+        return batch.with_(**held.spread("advantages", found, held.groups_by_rank)), metrics
+
     def assign(
-        self, batch: RolloutBatch, *, kl_coef: float, extra: Mapping[str, torch.Tensor | None] | None = None
+        self,
+        batch: RolloutBatch,
+        *,
+        kl_coef: float,
+        extra: Mapping[str, torch.Tensor | None] | None = None,
+        all_reduce: AllReduce = on_one_rank,
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """The batch with `advantages`, and `returns` and `token_rewards` where the estimator has them.
 
@@ -56,6 +87,7 @@ class AdvantageComputer:
             batch: holds `rewards`, and whatever else the estimator reads.
             kl_coef: of the KL penalty in the reward.
             extra: inputs that are no field of a batch, such as `greedy_rewards` `[batch]` or `component_rewards`.
+            all_reduce: where other ranks have the rest of the batch, its sums over all of them.
 
         Returns: the batch, and the metrics `kl` (with a reference) and `advantage_mean`.
         """
@@ -63,9 +95,9 @@ class AdvantageComputer:
         penalty = None
         if "ref_log_probs" in batch:
             policy = batch.tensors.get("old_log_probs", batch.rollout_log_probs)
-            found = {"log_probs": policy, "ref_log_probs": batch.ref_log_probs}
-            kl = kl_estimators.get(self.algorithm.kl.kind_name)(found)
-            metrics["kl"] = masked_mean(kl, mask)
+            both = {"log_probs": policy, "ref_log_probs": batch.ref_log_probs}
+            kl = kl_estimators.get(self.algorithm.kl.kind_name)(both)
+            metrics["kl"] = mean(all_reduce(moments(kl, mask)))
             penalty = kl if self.algorithm.kl.place == "reward" else None
         if "token_rewards" in self.estimator.inputs:
             # What an environment gave for a turn stands where the turn ended, the rest at the end of the response.
@@ -75,9 +107,11 @@ class AdvantageComputer:
         if penalty is not None and "rewards" in self.estimator.inputs:
             # It scores whole responses: the penalty is summed over the tokens before groups are compared.
             batch = batch.with_(rewards=batch.rewards - kl_coef * (penalty * mask).sum(dim=1))
-        result = self.estimator({**batch.tensors, **(extra or {})}, **self.options)
-        metrics["advantage_mean"] = masked_mean(result.advantages, mask)
+        inputs = {**batch.tensors, **(extra or {}), "all_reduce": all_reduce}
+        result = self.estimator(inputs, **self.options)
+        metrics["advantage_mean"] = mean(all_reduce(moments(result.advantages, mask)))
         has_critic = "values" in self.estimator.inputs
         whitened = has_critic and self.algorithm.normalize_advantages
-        batch = batch.with_(advantages=whiten(result.advantages, mask) if whitened else result.advantages)
+        found = whiten(result.advantages, mask, all_reduce=all_reduce) if whitened else result.advantages
+        batch = batch.with_(advantages=found)
         return (batch if result.returns is None else batch.with_(returns=result.returns)), metrics

@@ -12,7 +12,7 @@ from megaverl.algorithms import LossOutput, value_losses
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.micro_batches import ModelWorker, Selection, Weighting, run_updates, share
+from megaverl.workers.micro_batches import MiniBatch, ModelWorker, Selection, Weighting, run_updates, share
 from megaverl.workers.policy import Actor
 from megaverl.workers.trainable import TrainableModel
 
@@ -127,9 +127,9 @@ class ActorCritic(Actor, ValueWorker):
     def _selection(self, batch: RolloutBatch) -> Selection:
         of_policy = super()._selection(batch)
 
-        def select(mask: torch.Tensor, which: tuple[int, int, int]) -> Mapping[str, torch.Tensor]:
-            chosen = of_policy(mask, which) if of_policy else {}
-            return {**chosen, "value_weights": self._value_weighting.weights(mask)}
+        def select(mini: MiniBatch) -> Mapping[str, torch.Tensor]:
+            chosen = of_policy(mini) if of_policy else {}
+            return {**chosen, "value_weights": self._value_weighting.weights(mini.mask, mini.denominators)}
 
         return select
 

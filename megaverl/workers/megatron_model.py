@@ -149,8 +149,12 @@ class MegatronModel:
     @property
     def reports(self) -> bool:
         """Whether this rank speaks for its model replica: last stage, first tensor- and context-parallel rank."""
-        coords = self.grid.coords
-        return self.grid.is_last_stage and coords.tp == 0 and coords.cp == 0
+        return self.reporter(self.grid.rank)
+
+    def reporter(self, rank: int) -> bool:
+        """Whether a rank of the grid does."""
+        coords = self.grid.shape.coords(rank)
+        return coords.pp == self.grid.shape.pp - 1 and coords.tp == 0 and coords.cp == 0
 
     def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
         """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
@@ -250,14 +254,19 @@ class MegatronModel:
         Returns:
             [B, R] float32 of `shape`, zero where there is no response token; [B, R, n] where `score` gives n values.
         """
+        result = self.scored(micro_batches, score, shape)
+        # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
+        dist.all_reduce(result, group=self.grid.world)
+        return result.cpu()
+
+    def scored(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same, of the samples that this rank reports alone; zeros for the others, on the device."""
         outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
         result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
         if self.reports:
             for samples, values in outputs:
                 result[samples, : values.shape[1]] += values
-        # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
-        dist.all_reduce(result, group=self.grid.world)
-        return result.cpu()
+        return result
 
     def outputs(
         self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]

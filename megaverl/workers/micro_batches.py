@@ -7,10 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megaverl.algorithms import Entry, MetricSums, add_metrics, aggregations, count_denominators, finalize
+from megaverl.algorithms import Denominators, Entry, MetricSums, add_metrics, aggregations, finalize, of_counts
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches, plan_micro_batches
+from megaverl.data.held_rows import of_all
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.megatron_model import Loss, MegatronModel, Score
@@ -110,12 +111,15 @@ def micro_batches_of(
     unit: int = 1,
     part: int = 0,
 ) -> list[MicroBatch]:
-    """Those of a plan that are this rank's."""
+    """Those of a plan that are this rank's; their samples are places in its batch."""
     bare = RolloutBatch({name: batch[name] for name in READ})
     # how each sample was drawn: its log-probs are of that distribution
     fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
     mine = plan[part * model.grid.shape.dp + model.grid.coords.dp]
-    return [_micro_batch(model, bare, rows, fields, outline.prompts, unit) for rows in mine]
+    if batch.held is None:
+        return [_micro_batch(model, bare, rows, fields, outline.prompts, unit) for rows in mine]
+    place, prompts = batch.held.place, [outline.prompts[row] for row in batch.held.rows]
+    return [_micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit) for rows in mine]
 
 
 def _multiple_of(model: MegatronModel) -> int:
@@ -175,12 +179,37 @@ class ModelWorker:
         shape: tuple[int, ...],
         fields: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`MegatronModel.score` of a batch, the same on every rank; `score` reads `fields` [B, R]."""
-        return self.model.score(micro_batches_for(self.model, batch, self.micro_batch_tokens, fields), score, shape)
+        """`MegatronModel.score` of a batch, the same on every rank that has a sample; `score` reads `fields` [B, R]."""
+        outline = sequence_lengths(batch)
+        plan = plan_for(self.model, outline, self.micro_batch_tokens)
+        micro = micro_batches_of(self.model, batch, outline, plan, fields)
+        if batch.held is None:
+            return self.model.score(micro, score, shape)
+        # each sample's are on the one rank that reports it
+        world, each = batch.held.fabric.world.ranks, of_each_rank(self.model, plan)
+        source = {rank: rows for n, (rank, rows) in enumerate(zip(world, each, strict=True)) if self.model.reporter(n)}
+        found = batch.held.spread(
+            f"scores of {self.model.role}", {"scores": self.model.scored(micro, score, shape)}, source
+        )
+        return found["scores"]
 
 
-# (mask of a mini-batch [B, R], (step, epoch, number of the mini-batch)) -> further fields of its loss
-Selection = Callable[[torch.Tensor, tuple[int, int, int]], Mapping[str, torch.Tensor]]
+class MiniBatch(NamedTuple):
+    """What the tokens of one optimizer step are.
+
+    Attributes:
+        mask: [B, R], of this rank's samples: the response tokens of those of the mini-batch.
+        denominators: of all of its samples.
+        number: (step, epoch, mini-batch).
+    """
+
+    mask: torch.Tensor
+    denominators: Denominators
+    number: tuple[int, int, int]
+
+
+# -> further fields of its loss
+Selection = Callable[[MiniBatch], Mapping[str, torch.Tensor]]
 # the micro-batches of a mini-batch, before they are trained on
 Preparation = Callable[[list[MicroBatch]], list[MicroBatch]]
 
@@ -219,15 +248,18 @@ def run_updates(
     """
     reports: list[UpdateReport] = []
     sums, outline, trainable = MetricSums(), sequence_lengths(batch), role.trainable
+    num_tokens = of_all(batch, batch.response_mask.sum(dim=1))
     with trainable.updating():
         for planned in plan_updates(role, outline, step):
-            mask = mini_batch_mask(batch.response_mask, planned.samples)
-            extra = select(mask, planned.number) if select else {}
-            given = {**fields, **extra, "weights": weighting.weights(mask)}
+            chosen = batch.held.places_of(planned.samples) if batch.held is not None else planned.samples
+            mask = mini_batch_mask(batch.response_mask, chosen)
+            mini = MiniBatch(mask, of_counts(num_tokens[planned.samples]), planned.number)
+            extra = select(mini) if select else {}
+            given = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators)}
             part = trainable.part[0]
             micro = micro_batches_of(trainable.model, batch, outline, planned.micro_batches, given, part=part)
             micro = prepare(micro) if prepare else micro
-            reports.append(trainable.update(micro, loss, float(mask.sum())))
+            reports.append(trainable.update(micro, loss, float(mini.denominators.num_tokens)))
             sums = add_metrics(sums, reports[-1].sums)
     shares = {name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"}
     return {
@@ -285,9 +317,9 @@ class Weighting:
         self.aggregation: Entry[torch.Tensor] = aggregations.get(name)
         self.options = {key: value for key, value in options.items() if key in self.aggregation.options}
 
-    def weights(self, mask: torch.Tensor) -> torch.Tensor:
-        """[B, R] weights of every token under the `mask` of a mini-batch, over its global denominators."""
-        inputs = {"response_mask": mask, "denominators": count_denominators(mask)}
+    def weights(self, mask: torch.Tensor, denominators: Denominators) -> torch.Tensor:
+        """[B, R] weights of every token under the `mask`, over the denominators of the whole mini-batch."""
+        inputs = {"response_mask": mask, "denominators": denominators}
         return self.aggregation(inputs, **self.options)
 
 

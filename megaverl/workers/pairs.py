@@ -24,6 +24,7 @@ from megaverl.algorithms import (
     reward_model_losses,
 )
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.held_rows import of_all
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.megatron_model import Loss
 from megaverl.workers.micro_batches import ModelWorker, micro_batches_for, share
@@ -215,8 +216,8 @@ class RewardModel(ModelWorker):
     """
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
-        """[B] float32, the same on every rank."""
-        return self.score(batch, at_the_end, (len(batch), 1))[:, 0]
+        """[B] float32, of all samples, the same on every rank."""
+        return of_all(batch, self.score(batch, at_the_end, (len(batch), 1))[:, 0])
 
 
 class RewardModelUpdates(PairUpdates):

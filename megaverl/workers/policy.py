@@ -41,7 +41,7 @@ from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
 from megaverl.rollout.replicas import sample_seed
 from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.micro_batches import ModelWorker, Selection, Weighting, run_updates, share
+from megaverl.workers.micro_batches import MiniBatch, ModelWorker, Selection, Weighting, run_updates, share
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -152,12 +152,10 @@ class Actor(Policy):
         """What the loss needs of a whole mini-batch."""
         return partial(self._select, batch) if self._selector else None
 
-    def _select(
-        self, batch: RolloutBatch, mask: torch.Tensor, which: tuple[int, int, int]
-    ) -> Mapping[str, torch.Tensor]:
+    def _select(self, batch: RolloutBatch, mini: MiniBatch) -> Mapping[str, torch.Tensor]:
         """The tokens that the loss treats otherwise, out of a whole mini-batch; the same on every rank."""
         assert self._selector is not None
-        step, epoch, number = which
+        (step, epoch, number), mask = mini.number, mini.mask
         seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
         inputs = {
             "log_probs": batch.tensors.get("old_log_probs", batch.rollout_log_probs),

@@ -10,6 +10,8 @@ import torch
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
+from megaverl.data.held_rows import HeldRows, Readers, as_held, of_all
+from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.rollout.engine import (
     Generation,
     Sampling,
@@ -55,6 +57,7 @@ def responses(
     player: Player | None = None,
     function: str | None = None,
     finished: Finished | None = None,
+    readers: Readers | None = None,
 ) -> RolloutBatch:
     """A batch of `draws.group_size` responses, or episodes, for every prompt.
 
@@ -63,6 +66,7 @@ def responses(
         function: `rollout.function`, which generates instead of the engine alone.
         finished: called, on the first rank of each engine, with a sample's number and with it, as soon as it is there;
             not of episodes, nor where a function generates.
+        readers: each rank gets the samples that it reads; None: every rank gets all.
     """
     size = draws.group_size
     repeated = [prompt for prompt in prompts for _ in range(size)]
@@ -71,6 +75,8 @@ def responses(
         played = episodes(rollout, repeated, sampling, draws, player)
         return episodes_batch(repeated, played, player.agents, group_ids)
     assert isinstance(rollout, Rollout), "agents of their own write in episodes"
+    if readers is not None and function is None:
+        return held_responses(rollout, repeated, sampling, draws, group_ids, readers)
     token_ids = [prompt.token_ids for prompt in repeated]
     seeds = [draws.seed(sample) for sample in range(len(repeated))]
     if function is not None:
@@ -85,6 +91,31 @@ def responses(
         hears = one_finished if finished is not None else None
         generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears)
     return rollout_batch(repeated, generations, group_ids)
+
+
+def held_responses(
+    rollout: Rollout,
+    prompts: Sequence[PromptRecord],
+    sampling: Sampling,
+    draws: Draws,
+    group_ids: Sequence[int],
+    readers: Readers,
+) -> RolloutBatch:
+    """A batch of the samples that this rank reads; its prompts are here, and its responses come to it."""
+    token_ids = [prompt.token_ids for prompt in prompts]
+    numbers: dict[tuple[int, ...], int] = {}
+    same = [numbers.setdefault(tuple(ids), len(numbers)) for ids in token_ids]
+
+    def hold(response_lengths: Sequence[int]) -> HeldRows:
+        lengths = SequenceLengths([len(ids) for ids in token_ids], list(response_lengths), same)
+        return readers.held(lengths, group_ids)
+
+    seeds = [draws.seed(sample) for sample in range(len(prompts))]
+    held, generations = rollout.generate_held(
+        token_ids, sampling, seeds, group_size=draws.group_size, fabric=readers.fabric, hold=hold
+    )
+    own = rollout_batch([prompts[row] for row in held.rows], generations, [group_ids[row] for row in held.rows])
+    return as_held(own, held)
 
 
 def episodes(
@@ -180,8 +211,9 @@ def episodes_batch(
 
 def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int) -> Metrics:
     """What is worth knowing of responses that took so long to generate."""
-    own = batch.response_mask.sum(dim=1).double()
-    finished = [reason == "stop" for reason in batch.columns["finish_reason"]]
+    own = of_all(batch, batch.response_mask.sum(dim=1)).double()
+    stopped = torch.tensor([reason == "stop" for reason in batch.columns["finish_reason"]], dtype=torch.bool)
+    finished = of_all(batch, stopped).tolist()
     return {
         "rollout/seconds": seconds,
         "rollout/throughput_tokens_per_sec": float(own.sum()) / seconds,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
+from megaverl.data.held_rows import of_all
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.data.prompts import Message
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
@@ -127,24 +128,23 @@ class RewardRole:
         Raises:
             RewardError: on every rank, when a reward raises or returns the wrong thing on any.
         """
-        size, rank = dist.get_world_size(self.world), dist.get_rank(self.world)
-        rows = rows_of_rank(len(batch), rank, size)
+        rows = own_rows(batch, self.world)
         scored = torch.empty(0)
         names = [component.name for component in self.reward.components]
         from_environment = "turn_rewards" in batch
         with together(self.world):
-            columns = self._take_scored(rows) or self._columns(batch, rows)
+            columns = self._take_scored(rows) or self._columns(batch, places_in(batch, rows))
             scored = torch.tensor(columns, dtype=torch.float32).reshape(len(rows), 2 + len(names))
         table = gather_host_rows(scored, self.world)
         components = {name: table[:, 2 + i] for i, name in enumerate(names)}
         total, correct = table[:, 0], table[:, 1].bool()
         for each in self.learned:
-            components[each.name] = each.model.scores(batch)
+            components[each.name] = each.model.scores(batch)  # of all samples
             total = total + each.weight * components[each.name]
         if self.learned and self.reward.accuracy_component is None:
             correct = components[self.learned[0].name] > 0
         if from_environment:
-            components[ENVIRONMENT] = batch.turn_rewards.sum(dim=1)
+            components[ENVIRONMENT] = of_all(batch, batch.turn_rewards.sum(dim=1))
             total = total + components[ENVIRONMENT]
             if self.reward.accuracy_component is None and not self.learned:
                 correct = components[ENVIRONMENT] > 0
@@ -255,11 +255,10 @@ class TransformersRewardModel:
         Raises:
             RewardError: on every rank: a response too long for it, or a score that is no number.
         """
-        size, rank = dist.get_world_size(self.world), dist.get_rank(self.world)
-        rows = rows_of_rank(len(batch), rank, size)
+        rows = own_rows(batch, self.world)
         found = torch.zeros(len(rows))
         with together(self.world), torch.no_grad():
-            tokens = [self._tokens(batch, row) for row in rows]
+            tokens = [self._tokens(batch, place) for place in places_in(batch, rows)]
             self._check_lengths(tokens, rows)
             for places in self._micro_batches(tokens):
                 ids = torch.tensor([tokens[place] for place in places], device=platform.device)
@@ -317,6 +316,17 @@ class TransformersRewardModel:
             most = max(1, self.micro_batch_tokens // length)
             for start in range(0, len(places), most):
                 yield places[start : start + most]
+
+
+def own_rows(batch: RolloutBatch, world: dist.ProcessGroup) -> range:
+    """The numbers of the samples that this rank scores: which it is follows from how many there are."""
+    count = len(batch) if batch.held is None else len(batch.held.lengths)
+    return rows_of_rank(count, dist.get_rank(world), dist.get_world_size(world))
+
+
+def places_in(batch: RolloutBatch, rows: Sequence[int]) -> Sequence[int]:
+    """Where in this rank's batch samples are."""
+    return rows if batch.held is None else [batch.held.place[row] for row in rows]
 
 
 def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:

@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
-from megaverl.distributed.collectives import reduce_json, together
+from megaverl.data.held_rows import HeldRows
+from megaverl.data.row_transfer import Moving, move_ragged
+from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
 from megaverl.distributed.ragged import RaggedBatch
+from megaverl.distributed.worlds import Fabric
 from megaverl.platform import platform
 from megaverl.plugins import call_object
 from megaverl.rollout.engine import Engine, Generation, Sampling, SamplingOptions, check_generations, of_some
@@ -72,7 +75,55 @@ class Rollout:
         conversations: Sequence[int] | None = None,
         finished: Finished | None = None,
     ) -> list[Generation]:
-        """One response per prompt, in order, the same list on every rank.
+        """One response per prompt, in order, the same list on every rank. Arguments and errors: see `write`."""
+        mine, found = self.write(
+            prompts, sampling, seeds, group_size=group_size, conversations=conversations, finished=finished
+        )
+        everything = _as_rows(mine, found).gather(self.world)
+        responses = dict(zip(everything.columns["number"], _from_rows(everything), strict=True))
+        return [responses[number] for number in range(len(prompts))]
+
+    def generate_held(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        group_size: int,
+        fabric: Fabric,
+        hold: Callable[[Sequence[int]], HeldRows],
+        finished: Finished | None = None,
+    ) -> tuple[HeldRows, list[Generation]]:
+        """Each rank gets the responses that it works on, and of all others their lengths.
+
+        Args:
+            hold: tokens of each response -> who has which of them. The others and errors: see `write`.
+
+        Returns: what `hold` says, and this rank's responses in the order of its samples.
+        """
+        mine, found = self.write(prompts, sampling, seeds, group_size=group_size, finished=finished)
+        sizes = [[number, len(each.token_ids), fabric.rank] for number, each in zip(mine, found, strict=True)]
+        known = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
+        table = sorted(gather_host_rows(known, self.world).tolist())
+        source: dict[int, list[int]] = {rank: [] for rank in fabric.world.ranks}
+        for number, _, rank in table:
+            source[rank].append(number)
+        held = hold([length for _, length, _ in table])
+        moved = move_ragged(fabric, Moving.plan(fabric, "responses", source, held.by_rank), _as_rows(mine, found))
+        assert moved is not None
+        return held, _from_rows(moved)
+
+    def write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        *,
+        group_size: int = 1,
+        conversations: Sequence[int] | None = None,
+        finished: Finished | None = None,
+    ) -> tuple[list[int], list[Generation]]:
+        """This rank's engine answers its share of the prompts; every rank takes part.
 
         Args:
             prompts: token ids; a prompt that is to be answered several times stands there several times.
@@ -82,6 +133,8 @@ class Rollout:
             conversations: see `split_prompts`.
             finished: called, on the first rank of each engine, with the prompt's number and the response, as soon as
                 that is there; once for each response of that engine.
+
+        Returns: numbers of prompts, ascending, and their responses, on the first rank of each engine; elsewhere none.
 
         Raises:
             ReshardError: the engine holds parts of two versions of the weights.
@@ -102,8 +155,7 @@ class Rollout:
             rest(found)
         if not self._stays_awake:
             self._sleep()
-        rows = _as_rows(mine, found) if speaks else _as_rows([], [])
-        return _from_rows(rows.gather(self.world), len(prompts))
+        return (mine, found) if speaks else ([], [])
 
     def _least_free_memory(self) -> int:
         """Bytes, on the rank that has the least; every rank takes part."""
@@ -152,16 +204,13 @@ def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> Ragge
     return RaggedBatch(tensors, dict.fromkeys(tensors, "R"), {"R": lengths}, columns=columns)
 
 
-def _from_rows(rows: RaggedBatch, count: int) -> list[Generation]:
-    """Undo `_as_rows`, for all of `count` prompts in their order."""
+def _from_rows(rows: RaggedBatch) -> list[Generation]:
+    """Undo `_as_rows`, in the order of the rows."""
     tokens, log_probs, lengths = rows.tensors["tokens"], rows.tensors["log_probs"], rows.lengths["R"].tolist()
-    found = {
-        number: Generation(tokens[i, :length].tolist(), log_probs[i, :length].tolist(), reason)
-        for i, (number, reason, length) in enumerate(
-            zip(rows.columns["number"], rows.columns["finish_reason"], lengths, strict=True)
-        )
-    }
-    return [found[number] for number in range(count)]
+    return [
+        Generation(tokens[i, :length].tolist(), log_probs[i, :length].tolist(), reason)
+        for i, (reason, length) in enumerate(zip(rows.columns["finish_reason"], lengths, strict=True))
+    ]
 
 
 class AgentRollouts:

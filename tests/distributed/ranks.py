@@ -1,4 +1,4 @@
-"""What the ranks do in tests/dataflow/test_row_transfer.py."""
+"""What the ranks do in tests/data/test_row_transfer.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.dataflow.row_transfer import Moving, move_batch, move_tensors
+from megaverl.data.row_transfer import Moving, move_batch, move_tensors
 from megaverl.dataflow.tensor_channel import Reads, TensorChannel
 from megaverl.distributed.collectives import gather_json
 from megaverl.distributed.placement import parse_wanted

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -16,6 +20,7 @@ from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
+from megaverl.trainer.executor import Colocated
 from megaverl.trainer.loop import Trainer
 from megaverl.trainer.run import COMMANDS, prepare_folder
 from tests.models.ranks import whole_rows
@@ -92,3 +97,57 @@ def checkpoint_logits(arguments: list[str], checkpoint: str, tokens: list[list[i
     micro = MicroBatch(torch.arange(len(batch)), batch.joined().token_ids, batch.prompt_lengths, batch.response_lengths)
     model.score([micro], score, tuple(batch.generated_ids.shape))
     return found[0].tolist() if found else []
+
+
+def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
+    """Train, and count what comes to this rank of samples and of what is said of them.
+
+    Args:
+        whole: every rank gets all samples, as where something reads them all.
+
+    Returns: `metrics` by step; `weights`, a number of their bits; bytes of `rows`, and of `numbers` in collectives; `held`, the
+        samples that this rank had in the last step.
+    """
+    trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO()))
+    executor = trainer.executor
+    assert isinstance(executor, Colocated)
+    if whole:
+        executor._readers = None
+    counted = CountedBytes()
+    with counted.counting():
+        trainer.train()
+    batch = executor._values["rollouts"]
+    return {
+        "metrics": [dict(metrics) for _, metrics in trainer.records.history],
+        "weights": [float(p.detach().double().sum()) for p in trainer.roles.actor.model.parameters.values()],
+        "rows": executor.routing.fabric.traffic.received,
+        "numbers": counted.numbers,
+        "held": len(batch),
+        "tokens": int(batch.response_lengths.sum()),
+    }
+
+
+class CountedBytes:
+    """What the package's own calls of gathers and sums bring to this rank; megatron-core's are not in it."""
+
+    def __init__(self) -> None:
+        self.numbers = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        gather, reduce = dist.all_gather, dist.all_reduce
+
+        def all_gather(found: Any, mine: torch.Tensor, *args: Any, **given: Any) -> Any:
+            self._add(sum(each.numel() for each in found) * mine.element_size())
+            return gather(found, mine, *args, **given)
+
+        def all_reduce(value: torch.Tensor, *args: Any, **given: Any) -> Any:
+            self._add(value.numel() * value.element_size())
+            return reduce(value, *args, **given)
+
+        with patch.object(dist, "all_gather", all_gather), patch.object(dist, "all_reduce", all_reduce):
+            yield
+
+    def _add(self, size: int) -> None:
+        if str(sys._getframe(2).f_globals["__name__"]).startswith(("megaverl.data", "megaverl.workers", "megaverl.distributed")):
+            self.numbers += size

@@ -14,7 +14,7 @@ from megaverl.distributed.p2p import Channel, PendingSends
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import DataError
-from megaverl.sharding.rows import Move, Rows, moves_of, plan_rows
+from megaverl.sharding.rows import Move, Rows, plan_moves
 
 _MAGIC = 0x6D6F7665
 _LENGTHS = {"S": "prompt_lengths", "R": "response_lengths"}
@@ -45,8 +45,8 @@ class Moving:
         Raises:
             DataError: rows that are wanted and not there.
         """
-        plans, rank = plan_rows(source, dest, fabric.placement.node_of), fabric.rank
-        moves = moves_of(plans[rank]) if rank < len(plans) else []
+        rank = fabric.rank
+        moves = plan_moves(rank, source, dest, fabric.placement.node_of)
         empty = [
             Move(min(source), other, ()) for other, rows in dest.items() if source and not (rows or other in source)
         ]
@@ -69,7 +69,7 @@ def move_batch(fabric: Fabric, moving: Moving, batch: RolloutBatch | None) -> Ro
         TrainingStopped: a rank that did not send or take its rows in time, by number and role.
     """
     ragged = None if batch is None else as_ragged(batch.tensors, batch, batch.columns)
-    moved = _move(fabric, moving, ragged)
+    moved = move_ragged(fabric, moving, ragged)
     return None if moved is None else RolloutBatch(moved.tensors, moved.columns)
 
 
@@ -89,7 +89,7 @@ def move_tensors(
         if batch is None:
             raise DataError(f"{', '.join(tensors)}: the batch that they belong to is missing; its lengths are needed")
         ragged = as_ragged(tensors, batch)
-    moved = _move(fabric, moving, ragged)
+    moved = move_ragged(fabric, moving, ragged)
     return None if moved is None else dict(moved.tensors)
 
 
@@ -106,7 +106,8 @@ def _fills() -> dict[str, float | bool]:
     return {name: field.fill for name, field in FIELDS.items()}
 
 
-def _move(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
+def move_ragged(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> RaggedBatch | None:
+    """As `move_batch`, of any rows."""
     _check_held(moving, ragged)
     sent, out = _announce(fabric, moving, ragged)
     headers, into = _hear(fabric, moving)
