@@ -133,8 +133,11 @@ class Readers:
         return HeldRows(self.fabric, lengths, group_ids, by_rank)
 
     def of_whole(self, batch: RolloutBatch) -> RolloutBatch:
-        """This rank's samples of a batch that every rank has."""
-        found = self.held(sequence_lengths(batch), batch.group_ids.tolist())
+        """This rank's samples of a batch that every rank has; of several agents' samples all."""
+        if "agent_ids" in batch:
+            return batch
+        groups = batch.group_ids.tolist() if "group_ids" in batch else list(range(len(batch)))
+        found = self.held(sequence_lengths(batch), groups)
         return as_held(batch.select(found.rows), found)
 
 

@@ -195,7 +195,7 @@ class Colocated(Executor):
         if self.roles.rollout is None:
             return None
         with self.stages("validation"):
-            return validation.evaluate(self.roles)
+            return validation.evaluate(self.roles, readers=self.routing.readers_of_validation())
 
     def share(self, metrics: dict[str, float]) -> dict[str, float]:
         return metrics

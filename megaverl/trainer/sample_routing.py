@@ -79,6 +79,17 @@ class SampleRouting:
         some = [reads[name] for name in operators if name in reads]
         return Readers(self.fabric, Reads.together(some).rows)
 
+    def readers_of_validation(self) -> Readers:
+        """Who scores which responses of a validation; and the first of them are written down."""
+
+        def rows(lengths: SequenceLengths) -> Rows:
+            return join_rows([self._reward(lengths), self._written(lengths, self.config.trainer.save_samples)])
+
+        return Readers(self.fabric, rows)
+
+    def _written(self, lengths: SequenceLengths, count: int) -> Rows:
+        return {self._reporter: range(min(count, len(lengths)))}
+
     def _reward(self, outline: SequenceLengths) -> Rows:
         return self._on("reward", self.roles.reward.rows(outline))
 
@@ -108,8 +119,7 @@ class SampleRouting:
         if self._reads_all:
             return dict.fromkeys(self.fabric.placement.ranks["actor"], range(len(outline)))
         count = len(outline) if self.config.trainer.store_rollouts else self.config.trainer.save_samples
-        written = {self._reporter: range(min(count, len(outline)))}
-        return join_rows([written, self._updates("actor", local(self.roles.actor), outline)])
+        return join_rows([self._written(outline, count), self._updates("actor", local(self.roles.actor), outline)])
 
     @property
     def _reads_all(self) -> bool:

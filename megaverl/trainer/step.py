@@ -221,7 +221,7 @@ class RLStep:
         assert self.replayed is not None
         self.stored = self.replayed.read(step)
         self.metrics |= self.stored.metrics
-        return self.stored.batch
+        return self.stored.batch if self.readers is None else self.readers.of_whole(self.stored.batch)
 
     def score(self, rollouts: RolloutBatch) -> Scores:
         """Rewards of all responses; in a replay those of the run that generated them."""

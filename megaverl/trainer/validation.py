@@ -10,6 +10,7 @@ from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
+from megaverl.data.held_rows import Readers, of_all
 from megaverl.distributed.collectives import together
 from megaverl.monitoring.console import Console
 from megaverl.rollout.engine import sampling_options
@@ -53,19 +54,25 @@ class Validation:
         trainer = self.config.trainer
         return self.happens and (done % trainer.validate_every == 0 or done == trainer.steps)
 
-    def evaluate(self, roles: Roles, score: Callable[[RolloutBatch], Scores] | None = None) -> Evaluation:
+    def evaluate(
+        self,
+        roles: Roles,
+        score: Callable[[RolloutBatch], Scores] | None = None,
+        readers: Readers | None = None,
+    ) -> Evaluation:
         """Of the weights that the engines hold now; all of their ranks take part.
 
         A resumed run has not validated here: nothing of this may be found again by the next step.
 
         Args:
             score: instead of `roles.reward`, where reward models are on other ranks.
+            readers: who scores, and writes down, which responses; None: every rank gets all of them.
         """
         assert self.data is not None
         rollout = roles.engines
         most = self.config.trainer.validation_prompts
         prompts = [self.data[i] for i in range(len(self.data) if most is None else min(len(self.data), most))]
-        found = evaluate(self.config, rollout, roles.reward, prompts, roles.player, score)
+        found = evaluate(self.config, rollout, roles.reward, prompts, roles.player, score, readers)
         with together():
             rollout.engine.reset_prefix_cache()
         return found
@@ -111,6 +118,7 @@ def evaluate(
     prompts: Sequence[PromptRecord],
     player: Player | None = None,
     score: Callable[[RolloutBatch], Scores] | None = None,
+    readers: Readers | None = None,
 ) -> Evaluation:
     """Generate `trainer.validation_samples` responses to (or episodes from) every prompt and score them.
 
@@ -118,16 +126,17 @@ def evaluate(
 
     Args:
         score: instead of `reward`, where its models are on other ranks.
+        readers: see `Validation.evaluate`.
     """
     sampling = sampling_options(config.rollout.sampling, **config.trainer.validation_sampling)
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
-    batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function)
-    scores = (score or reward.score)(batch)
+    batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
+    scores, group_ids = (score or reward.score)(batch), of_all(batch, batch.group_ids)
     metrics = {
         "reward": float(scores.total.mean()),
         "accuracy": float(scores.correct.float().mean()),
-        **{f"pass@{k}": mean_pass_at_k(scores.correct, batch.group_ids, k) for k in config.trainer.pass_at},
-        "response_length": float(batch.response_mask.sum(dim=1).float().mean()),
+        **{f"pass@{k}": mean_pass_at_k(scores.correct, group_ids, k) for k in config.trainer.pass_at},
+        "response_length": float(of_all(batch, batch.response_mask.sum(dim=1)).float().mean()),
     }
     return Evaluation(
         {f"validation/{name}": value for name, value in metrics.items()},

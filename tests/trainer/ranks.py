@@ -105,8 +105,8 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
     Args:
         whole: every rank gets all samples, as where something reads them all.
 
-    Returns: `metrics` by step; `weights`, a number of their bits; bytes of `rows`, and of `numbers` in collectives; `held`, the
-        samples that this rank had in the last step.
+    Returns: `metrics` by step; `weights`, a sum of each; bytes of `rows` of samples that came, and of `numbers` of all
+        samples; `held`, the samples that this rank had in the last step.
     """
     trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO()))
     executor = trainer.executor
@@ -128,26 +128,19 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
 
 
 class CountedBytes:
-    """What the package's own calls of gathers and sums bring to this rank; megatron-core's are not in it."""
+    """Bytes of the numbers that this rank hears of all samples: what `gather_rows` brings."""
 
     def __init__(self) -> None:
         self.numbers = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        gather, reduce = dist.all_gather, dist.all_reduce
+        gather = dist.all_gather
 
         def all_gather(found: Any, mine: torch.Tensor, *args: Any, **given: Any) -> Any:
-            self._add(sum(each.numel() for each in found) * mine.element_size())
+            if sys._getframe(2).f_code.co_name == "gather_rows":  # its own caller; JSON is gathered for other ends
+                self.numbers += sum(each.numel() for each in found) * mine.element_size()
             return gather(found, mine, *args, **given)
 
-        def all_reduce(value: torch.Tensor, *args: Any, **given: Any) -> Any:
-            self._add(value.numel() * value.element_size())
-            return reduce(value, *args, **given)
-
-        with patch.object(dist, "all_gather", all_gather), patch.object(dist, "all_reduce", all_reduce):
+        with patch.object(dist, "all_gather", all_gather):
             yield
-
-    def _add(self, size: int) -> None:
-        if str(sys._getframe(2).f_globals["__name__"]).startswith(("megaverl.data", "megaverl.workers", "megaverl.distributed")):
-            self.numbers += size

@@ -1,0 +1,338 @@
+#!/usr/bin/env python3
+"""What one rank of N gets and works on in a step, at N = 8, 128 and 1,024: the table of docs/scale.md, counted.
+
+    python tools/bench_scale.py                          # about a minute and 6 GB of memory for 1,024 ranks
+    python tools/bench_scale.py --ranks 8 128 --only samples
+
+One rank of N is simulated by the real code over torch's fake process group, whose collectives move nothing: its
+messages are packed and unpacked, its plans are made, and their bytes and its processor time are counted. Each function
+under `GROUPS` gives the lines of one subject, before and after; to add lines, add a function.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megaverl.config import load_config
+from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import rows_of_rank
+from megaverl.data.datasets import PromptRecord
+from megaverl.data.held_rows import HeldRows, Readers, as_held
+from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
+from megaverl.data.row_transfer import Moving
+from megaverl.dataflow.tensor_channel import Reads
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.ragged import RaggedBatch, merge
+from megaverl.distributed.worlds import of_default_group
+from megaverl.rollout.engine import Generation
+from megaverl.trainer.sample_routing import SampleRouting
+from megaverl.workers.advantage_computer import AdvantageComputer
+from megaverl.workers.micro_batches import ModelWorker, Weighting, micro_batches_of, of_counts, plan_for, plan_updates
+from megaverl.workers.responses import rollout_batch
+from megaverl.workers.reward import RewardRole
+from megaverl.workers.rollout import _as_rows, _from_rows
+
+TP = 8
+SAMPLES_PER_RANK = 16  # of a step: 128 for each data-parallel rank
+GROUP_SIZE, PROMPT_TOKENS, RESPONSE_TOKENS = 16, 256, 2048
+ROLES = ("actor", "reference", "rollout", "reward", "coordinator")
+MINUTE = timedelta(minutes=1)
+
+
+class Line(NamedTuple):
+    """One line of the table: what it is, and its number for each count of ranks, as text."""
+
+    what: str
+    cells: list[str]
+
+
+class Step(NamedTuple):
+    """The lengths and responses of a step at some number of ranks."""
+
+    lengths: SequenceLengths
+    group_ids: list[int]
+    prompts: list[PromptRecord]
+
+    def response(self, row: int) -> Generation:
+        size = self.lengths.response_lengths[row]
+        return Generation([1000 + row] * size, [-0.5] * size, "stop")
+
+
+class Stopwatch:
+    """Processor seconds of the parts of a rank's step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        start = time.process_time()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.process_time() - start
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 1024])
+    parser.add_argument("--only", choices=GROUPS, nargs="+", default=list(GROUPS))
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    print(f"| per rank and step | {' | '.join(f'{count:,} ranks' for count in given.ranks)} |")
+    print("| --- |" + " ---: |" * len(given.ranks))
+    for group in given.only:
+        for line in GROUPS[group](given.ranks):
+            print(f"| {line.what} | {' | '.join(line.cells)} |", flush=True)
+
+
+@contextmanager
+def rank_of(rank: int, size: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world whose collectives move nothing."""
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def samples(ranks: Sequence[int]) -> Iterator[Line]:
+    """Responses, log-probs and advantages: all of them on every rank, or each rank's own."""
+    found = {
+        (size, is_first): (own_rows(size, rank), everything(size, rank))
+        for size in ranks
+        for is_first, rank in ((True, 0), (False, size // 2 + 1))
+    }
+
+    def line(what: str, number: Callable[[tuple[Moved, Moved]], str], *, of_rank_0: bool = False) -> Line:
+        return Line(what, [number(found[size, of_rank_0]) for size in ranks])
+
+    yield Line("samples of the step", [f"{size * SAMPLES_PER_RANK:,}" for size in ranks])
+    yield line("samples that a rank has", lambda both: f"{both[0].held:,}")
+    yield line("bytes received, every rank having all samples", lambda both: megabytes(both[1].bytes))
+    yield line("bytes received, each its own: rows", lambda both: megabytes(both[0].bytes))
+    yield line("bytes received, each its own: numbers of all samples", lambda both: megabytes(both[0].numbers))
+    for name, of_rank_0 in (("a rank", False), ("rank 0", True)):
+        yield line(f"processor seconds of {name}, all samples", lambda b: f"{b[1].seconds:.2f}", of_rank_0=of_rank_0)
+        yield line(f"processor seconds of {name}, its own", lambda b: f"{b[0].seconds:.2f}", of_rank_0=of_rank_0)
+    for part in found[ranks[0], True][0].parts:
+        yield line(f"of these {part}", lambda both, part=part: f"{both[0].parts[part]:.3f}")  # type: ignore[misc]
+
+
+GROUPS: dict[str, Callable[[Sequence[int]], Iterator[Line]]] = {"samples": samples}
+
+
+class Moved(NamedTuple):
+    """What a step brings to a rank, and what its processor does with it.
+
+    Attributes:
+        bytes: of rows; numbers: of what is known of all samples.
+    """
+
+    held: int
+    bytes: float
+    numbers: float
+    parts: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def megabytes(size: float) -> str:
+    return f"{size / 1e6:,.2f} MB"
+
+
+def step_of(size: int) -> Step:
+    """Prompts of about 200 tokens, `GROUP_SIZE` responses of about 1,300 to each."""
+    count, draw = size * SAMPLES_PER_RANK, random.Random(0)
+    prompt = [draw.randint(PROMPT_TOKENS // 2, PROMPT_TOKENS) for _ in range(count // GROUP_SIZE)]
+    records = [PromptRecord(n, "", "", [n] * length, "", {}, "", []) for n, length in enumerate(prompt)]
+    groups = [row // GROUP_SIZE for row in range(count)]
+    response = [draw.randint(RESPONSE_TOKENS // 4, RESPONSE_TOKENS) for _ in range(count - 1)] + [RESPONSE_TOKENS]
+    lengths = SequenceLengths([prompt[group] for group in groups], response, groups)
+    return Step(lengths, groups, [records[group] for group in groups])
+
+
+def roles_of(size: int) -> tuple[Any, Any]:
+    """(roles, model): what plans ask of an actor and a reference at TP8, and of the rewards."""
+    shape = GridShape(tp=TP, dp=size // TP)
+    grid = SimpleNamespace(shape=shape, coords=shape.coords(dist.get_rank()))
+    model: Any = SimpleNamespace(role="actor", grid=grid, packs=True, config=SimpleNamespace(sequence_parallel=True))
+    actor: Any = ModelWorker(model, micro_batch_tokens=16384)
+    actor.trainable = SimpleNamespace(model=model, part=(0, 1), gradient_accumulation=1)
+    actor.algorithm, actor.seed, actor.is_on_policy = CONFIG.algorithm, 0, False
+    reward = RewardRole(None, None, dist.group.WORLD)  # type: ignore[arg-type]  # asked for rows alone
+    return SimpleNamespace(actor=actor, reference=actor, reward=reward, critic=None, implicit=None), model
+
+
+CONFIG = load_config(
+    None,
+    [
+        "model.path=m",
+        "data.train=t",
+        "reward=exact_match",
+        f"algorithm={{name: grpo, group_size: {GROUP_SIZE}, num_mini_batches: 4, kl: {{in: loss, kind: k3, coef: 0.01}}}}",
+    ],
+    check_paths=False,
+)
+
+
+def routing_of(size: int, roles: Any) -> SampleRouting:
+    steps: Any = SimpleNamespace(config=CONFIG, roles=roles, needs_log_probs=lambda step: True)
+    return SampleRouting(steps, of_default_group(ROLES, MINUTE), reporter=0)
+
+
+def written_by(size: int, count: int) -> dict[int, range]:
+    """The first rank of each engine -> the samples that it has written."""
+    return {rank: rows_of_rank(count, rank // TP, size // TP) for rank in range(0, size, TP)}
+
+
+def own_rows(size: int, rank: int) -> Moved:
+    """A step in which each rank has its own samples."""
+    watch, step = Stopwatch(), step_of(size)
+    lengths = step.lengths
+    with rank_of(rank, size):
+        roles, model = roles_of(size)
+        routing = routing_of(size, roles)
+        readers_of = routing.of_operators()
+        names = ("reward", "ref_log_probs", "old_log_probs", "advantages")
+        rows = Reads.together(readers_of[name] for name in names).rows
+        with watch.part("plans: who works on what"):
+            held = Readers(routing.fabric, rows).held(lengths, step.group_ids)
+            moving = Moving.plan(routing.fabric, "responses", written_by(size, len(lengths)), held.by_rank)
+        messages = [
+            _as_rows(move.rows, [step.response(row) for row in move.rows]).pack(range(len(move.rows)))
+            for move in moving.moves
+            if move.dest == rank
+        ]
+        wanted = [move.rows for move in moving.moves if move.dest == rank]
+        mine = [row for row in written_by(size, len(lengths)).get(rank, ()) if row in held.place]
+        own = _as_rows(mine, [step.response(row) for row in mine])
+        size_of_rows = sum(payload.numel() + len(header) for header, payload in messages)
+        with watch.part("unpacking responses"):
+            batch = held_batch(step, held, [(mine, own)], wanted, messages)
+        micro_batches(watch, model, batch)
+        size_of_rows += results(watch, roles, model, batch, held)
+        advantages(watch, batch, step)
+        weights(watch, roles.actor, batch, held)
+    # lengths and their ranks, two scores and one component, tokens that train
+    return Moved(len(held.rows), size_of_rows, len(lengths) * (12 + 12 + 8), watch.seconds)
+
+
+def held_batch(
+    step: Step, held: HeldRows, here: list[tuple[list[int], RaggedBatch]], wanted: Any, messages: Any
+) -> RolloutBatch:
+    """As `responses.held_responses` makes it of what has come."""
+    parts: list[Any] = [([held.place[row] for row in rows], part, range(len(rows))) for rows, part in here if rows]
+    for rows, (header, payload) in zip(wanted, messages, strict=True):
+        parts.append(([held.place[row] for row in rows], RaggedBatch.unpack(header, payload, {}), range(len(rows))))
+    generations = _from_rows(merge(len(held.rows), parts))
+    batch = rollout_batch(
+        [step.prompts[row] for row in held.rows], generations, [step.group_ids[row] for row in held.rows]
+    )
+    return as_held(batch, held)
+
+
+def everything(size: int, rank: int) -> Moved:
+    """A step in which every rank has all samples."""
+    watch, step = Stopwatch(), step_of(size)
+    count = len(step.lengths)
+    with rank_of(rank, size):
+        roles, model = roles_of(size)
+        speakers = written_by(size, count)
+        packed = [
+            (rows, _as_rows(rows, [step.response(row) for row in rows]).pack(range(len(rows))))
+            for rows in speakers.values()
+        ]
+        widest = max(payload.numel() for _, (_, payload) in packed)
+        with watch.part("unpacking responses"):
+            parts: list[Any] = []
+            for rows, (header, payload) in packed:
+                parts.append((rows, RaggedBatch.unpack(header, payload.clone(), {}), range(len(rows))))
+            batch = rollout_batch(step.prompts, _from_rows(merge(count, parts)), step.group_ids)
+        del packed, parts
+        micro_batches(watch, model, batch)
+        advantages(watch, batch, step)
+        weights(watch, roles.actor, batch, None)
+    # every rank's bytes are padded to the most of any; a sum over all ranks brings a tensor twice (ring)
+    gathered = widest * size
+    sums = 2 * 2 * count * batch.generated_ids.shape[1] * 4
+    return Moved(count, gathered + sums, count * 12, watch.seconds)
+
+
+def micro_batches(watch: Stopwatch, model: Any, batch: RolloutBatch) -> None:
+    """Of the actor's and the reference's log-probs."""
+    for _ in range(2):
+        with watch.part("plans: who works on what"):
+            outline = sequence_lengths(batch)
+            plan = plan_for(model, outline, 16384)
+        with watch.part("micro-batches"):
+            micro_batches_of(model, batch, outline, plan)
+
+
+def results(watch: Stopwatch, roles: Any, model: Any, batch: RolloutBatch, held: HeldRows) -> float:
+    """Log-probs of actor and reference, and advantages, to the ranks that have the samples; bytes that come."""
+    fabric = held.fabric
+    each = roles.actor.rows(held.lengths)
+    of_scores = {rank: rows if rank % TP == 0 else () for rank, rows in enumerate(each)}
+    received = 0.0
+    for name, source in (("old", of_scores), ("reference", of_scores), ("advantages", held.groups_by_rank)):
+        with watch.part("plans: who sends what"):
+            moving = Moving.plan(fabric, name, source, held.by_rank)
+        messages = []
+        for move in moving.moves:
+            if move.dest == fabric.rank:
+                sizes = torch.tensor([held.lengths.response_lengths[row] for row in move.rows])
+                rows = torch.zeros(len(move.rows), batch.generated_ids.shape[1])
+                messages.append(RaggedBatch({"x": rows}, {"x": "R"}, {"R": sizes}).pack(range(len(move.rows))))
+        received += sum(payload.numel() + len(header) for header, payload in messages)
+        with watch.part("unpacking results"):
+            for header, payload in messages:
+                RaggedBatch.unpack(header, payload, {})
+    return received
+
+
+def advantages(watch: Stopwatch, batch: RolloutBatch, step: Step) -> None:
+    """GRPO, on all samples or on this rank's groups."""
+    total = torch.arange(len(step.lengths)) % 3
+    rewards = (total if batch.held is None else batch.held.pick(total)).float()
+    given = batch.with_(rewards=rewards, ref_log_probs=batch.rollout_log_probs)
+    with watch.part("advantages"):
+        own = given if batch.held is None else given.select(batch.held.own)
+        AdvantageComputer(CONFIG.algorithm).assign(own, kl_coef=0.01)
+
+
+def weights(watch: Stopwatch, actor: Any, batch: RolloutBatch, held: HeldRows | None) -> None:
+    """Of the tokens in the loss of each mini-batch."""
+    num_tokens = torch.tensor(sequence_lengths(batch).response_lengths)
+    plans = plan_updates(actor, sequence_lengths(batch), 0)
+    while True:
+        with watch.part("plans: who works on what"):
+            planned = next(plans, None)
+        if planned is None:
+            return
+        with watch.part("micro-batches"):
+            places = planned.samples if held is None else held.places_of(planned.samples)
+            mask = torch.zeros_like(batch.response_mask)
+            mask[places] = batch.response_mask[places]
+            values = Weighting("token_mean").weights(mask, of_counts(num_tokens[planned.samples]))
+            fields = {"weights": values, "advantages": batch.rollout_log_probs}
+            micro_batches_of(actor.model, batch, sequence_lengths(batch), planned.micro_batches, fields)
+
+
+if __name__ == "__main__":
+    main()
