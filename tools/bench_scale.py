@@ -185,7 +185,8 @@ CONFIG = load_config(
         "model.path=m",
         "data.train=t",
         "reward=exact_match",
-        f"algorithm={{name: grpo, group_size: {GROUP_SIZE}, num_mini_batches: 4, kl: {{in: loss, kind: k3, coef: 0.01}}}}",
+        f"algorithm={{name: grpo, group_size: {GROUP_SIZE}, num_mini_batches: 4}}",
+        "algorithm.kl={in: loss, kind: k3, coef: 0.01}",
     ],
     check_paths=False,
 )
@@ -229,8 +230,8 @@ def own_rows(size: int, rank: int) -> Moved:
         size_of_rows += results(watch, roles, model, batch, held)
         advantages(watch, batch, step)
         weights(watch, roles.actor, batch, held)
-    # lengths and their ranks, two scores and one component, tokens that train
-    return Moved(len(held.rows), size_of_rows, len(lengths) * (12 + 12 + 8), watch.seconds)
+    # lengths and their ranks; two scores and a component; tokens that train, asked for twice, and whether they ended
+    return Moved(len(held.rows), size_of_rows, len(lengths) * (12 + 12 + 2 * 8 + 1), watch.seconds)
 
 
 def held_batch(

@@ -64,12 +64,12 @@ def rows_of_rank(num_samples: int, rank: int, size: int) -> range:
     return range(num_samples * rank // size, num_samples * (rank + 1) // size)
 
 
-def groups_of_rank(group_ids: Sequence[int], rank: int, size: int) -> range:
-    """As `rows_of_rank`, of whole groups: neighbours of one number are never parted."""
+def groups_of_ranks(group_ids: Sequence[int], size: int) -> list[range]:
+    """As `rows_of_rank`, of whole groups, for all ranks: neighbours of one number are never parted."""
     firsts = [row for row, group in enumerate(group_ids) if row == 0 or group != group_ids[row - 1]]
     bounds = [*firsts, len(group_ids)]
-    mine = rows_of_rank(len(firsts), rank, size)
-    return range(bounds[mine.start], bounds[mine.stop])
+    shares = (rows_of_rank(len(firsts), rank, size) for rank in range(size))
+    return [range(bounds[mine.start], bounds[mine.stop]) for mine in shares]
 
 
 def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = False) -> list[list[int]]:

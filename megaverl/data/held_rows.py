@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batching import groups_of_rank
+from megaverl.data.batching import groups_of_ranks
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
 from megaverl.data.row_transfer import Moving, move_batch, move_ragged
 from megaverl.distributed.collectives import device_of, gather_host_rows
@@ -33,12 +33,14 @@ class HeldRows:
     Attributes:
         lengths, group_ids: of all samples.
         by_rank: rank of the job -> the numbers of its samples, ascending; the same on every rank.
+        groups_by_rank: rank -> those of them that it speaks for: each sample has one such rank, and so has each group.
     """
 
     fabric: Fabric
     lengths: SequenceLengths
     group_ids: Sequence[int]
     by_rank: Rows
+    groups_by_rank: Mapping[int, range]
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
@@ -49,11 +51,6 @@ class HeldRows:
     def place(self) -> dict[int, int]:
         """Where in this rank's batch a sample is, by its number."""
         return {row: place for place, row in enumerate(self.rows)}
-
-    @cached_property
-    def groups_by_rank(self) -> dict[int, range]:
-        """Rank -> the samples that it speaks for: each sample has one such rank, and so has each group."""
-        return groups_by_rank(self.fabric, self.group_ids)
 
     @cached_property
     def own(self) -> Tensor:
@@ -109,12 +106,6 @@ class HeldRows:
         return dict(moved.tensors)
 
 
-def groups_by_rank(fabric: Fabric, group_ids: Sequence[int]) -> dict[int, range]:
-    """Rank of the world -> its whole groups, as many to each rank, up to one."""
-    ranks = fabric.world.ranks
-    return {rank: groups_of_rank(group_ids, place, len(ranks)) for place, rank in enumerate(ranks)}
-
-
 @dataclass(frozen=True)
 class Readers:
     """Who reads which samples of a batch, of the ranks of a world.
@@ -128,9 +119,9 @@ class Readers:
 
     def held(self, lengths: SequenceLengths, group_ids: Sequence[int]) -> HeldRows:
         """What each rank has of a batch: what it works on, and the groups that it speaks for."""
-        parts = [dict.fromkeys(self.fabric.world.ranks, ()), self.rows(lengths)]
-        by_rank = join_rows([*parts, groups_by_rank(self.fabric, group_ids)])
-        return HeldRows(self.fabric, lengths, group_ids, by_rank)
+        ranks = self.fabric.world.ranks
+        groups = dict(zip(ranks, groups_of_ranks(group_ids, len(ranks)), strict=True))
+        return HeldRows(self.fabric, lengths, group_ids, join_rows([groups, self.rows(lengths)]), groups)
 
     def of_whole(self, batch: RolloutBatch) -> RolloutBatch:
         """This rank's samples of a batch that every rank has; of several agents' samples all."""

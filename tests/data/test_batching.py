@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megaverl.data.batching import (
     balance,
     common_count,
+    groups_of_ranks,
     micro_batch_tokens,
     micro_batches,
     mini_batches,
@@ -268,3 +269,11 @@ def test_packed_micro_batches_take_the_first_that_fits():
     assert micro_batches([6, 3, 3], 11, padded=False, multiple_of=3) == [[0, 1], [2]], "9 of the 11 can be used"
     assert micro_batches([6, 3], 9, padded=False, multiple_of=3) == [[0, 1]]
     assert micro_batch_tokens([6, 4], padded=False, multiple_of=4) == 12 and micro_batch_tokens([0, 0]) == 2
+
+
+def test_groups_are_dealt_whole() -> None:
+    groups = [0, 0, 0, 1, 2, 2, 5, 5]
+    assert groups_of_ranks(groups, 2) == [range(4), range(4, 8)]
+    assert groups_of_ranks(groups, 3) == [range(3), range(3, 4), range(4, 8)]
+    assert groups_of_ranks([7, 7], 3) == [range(0), range(0), range(2)]
+    assert groups_of_ranks([], 2) == [range(0), range(0)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import DataError
 from megaverl.sharding.proof import check_plans
-from megaverl.sharding.rows import Move, Rows, moves_of, plan_rows
+from megaverl.sharding.rows import Move, Rows, moves_of, plan_moves, plan_rows
 
 
 def rows_of_grid(ranks: Sequence[int], grid: GridShape, parts: Sequence[Sequence[int]]) -> dict[int, Sequence[int]]:
@@ -93,3 +93,14 @@ def test_only_what_is_missing_moves() -> None:
 def test_what_cannot_be_moved(dest: dict[int, list[int]], words: str) -> None:
     with pytest.raises(DataError, match=words):
         all_moves({0: [0, 1]}, dest)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_a_rank_that_plans_for_itself_alone_plans_the_same(case) -> None:  # type: ignore[no-untyped-def]
+    source, dest, _ = case
+    first = {row: min(r for r in source if row in source[r]) for rows in source.values() for row in rows}
+    for holders in (source, {rank: [row for row in rows if first[row] == rank] for rank, rows in source.items()}):
+        plans = plan_rows(holders, dest)
+        for rank in range(len(plans)):
+            assert sorted(plan_moves(rank, holders, dest)) == sorted(moves_of(plans[rank]))

@@ -1,5 +1,4 @@
-"""Each rank has its own samples of a step: the numbers are those of a run in which every rank has all, and what comes to
-a rank does not grow with the number of ranks."""
+"""Each rank has its own samples of a step: numbers as where each has all, and bytes that do not grow with ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def test_the_same_numbers_as_with_all_samples_on_every_rank(
 
 
 def test_what_comes_to_a_rank_does_not_grow_with_their_number(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
-    """As many samples for each rank, on two ranks and on four: as many bytes of rows, and a few numbers of each sample."""
+    """As many samples for each of two ranks or four: as many bytes of rows, and a few numbers of each sample."""
     found = {n: train(launch, inputs, tmp_path / f"{n}", n, *GRPO, f"data.prompts_per_step={8 * n}") for n in (2, 4)}
     # of what it works on a rank has one in n from the start
     rows = {n: max(each["rows"] for each in of_all) / (1 - 1 / n) for n, of_all in found.items()}
