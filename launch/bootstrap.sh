@@ -3,6 +3,8 @@
 #
 #   source launch/bootstrap.sh            # what quickstart.sh and test.sh do; sets $MEGAVERL_ROOT and $PYTHON
 #   ./launch/bootstrap.sh gsm8k bench     # the same, with further locks from requirements/
+#   ./launch/bootstrap.sh --gpu           # .venv with CUDA, vLLM and Transformer Engine, in the place of a CPU's; what
+#                                         # has no wheel is built: needs Python 3.12, a CUDA toolkit and a compiler
 #
 # MEGAVERL_PYTHON=/path/to/python   use this interpreter, which already has everything; install nothing
 #                                   (GPU machines and containers).
@@ -14,7 +16,9 @@ set -euo pipefail # for the script that sources this one, too
 MEGAVERL_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _venv="$MEGAVERL_ROOT/.venv"
 _log="$_venv/install.log"
-_base_lock="cpu-py311"
+_cpu_lock="cpu-py311" _gpu_lock="cuda-py312"
+_base_lock="$_cpu_lock" # or what .venv was made of
+[[ ! -e "$_venv/stamps/$_gpu_lock" ]] || _base_lock="$_gpu_lock"
 _torch_cpu_index="https://download.pytorch.org/whl/cpu"
 _uv="uv==0.13.9"
 
@@ -32,19 +36,60 @@ _is_installed() {
     [[ "$(<"$_venv/stamps/$1")" == "$(_stamp_of "$1")" ]]
 }
 
-# A Python 3.11 that can make virtual environments. A name on PATH may be a shim that does not run: try each.
+# A Python of this minor version that can make virtual environments. A name on PATH may be a shim that does not run:
+# try each.
 _find_python() {
-    local candidate
+    local minor="${1#*-py3}" candidate probe
+    probe="import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, $minor))"
     while IFS= read -r candidate; do
-        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
+        if "$candidate" -c "$probe" 2>/dev/null; then
             echo "$candidate"
             return 0
         fi
-    done < <(type -a -p python3.11 python3 python 2>/dev/null || true)
-    _say "needs Python 3.11 with the venv module, and found none on PATH."
-    _say "Install it (Debian/Ubuntu: python3.11 and python3.11-venv; or pyenv install 3.11), or set"
+    done < <(type -a -p "python3.$minor" python3 python 2>/dev/null || true)
+    _say "needs Python 3.$minor with the venv module, and found none on PATH."
+    _say "Install it (Debian/Ubuntu: python3.$minor and python3.$minor-venv; or pyenv install 3.$minor), or set"
     _say "MEGAVERL_PYTHON to an interpreter that already has torch, megatron-core and vLLM."
     return 1
+}
+
+# Packages without a wheel are compiled against the torch that is installed, for this machine's GPUs alone.
+_prepare_builds() {
+    local lock="$1" toolkit="${CUDA_HOME:-/usr/local/cuda}" wanted found
+    [[ -x "$toolkit/bin/nvcc" ]] || toolkit="$(dirname "$(dirname "$(command -v nvcc || echo /no/nvcc)")")"
+    wanted="$(sed -n 's/^cuda-toolkit==\([0-9]*\).*/\1/p' "$lock")"
+    found="$("$toolkit/bin/nvcc" --version 2>/dev/null | sed -n 's/.*release \([0-9]*\)\..*/\1/p' || true)"
+    if [[ "$found" != "$wanted" ]]; then
+        [[ -z "$found" ]] && found="absent" || found="of CUDA $found"
+        _say "flash-attn and Transformer Engine are built here, for CUDA $wanted as torch is; nvcc is $found."
+        _say "Install the CUDA toolkit $wanted and set CUDA_HOME, or build docker/Dockerfile, which has it; or set"
+        _say "MEGAVERL_PYTHON to an interpreter that already has torch, megatron-core and vLLM."
+        return 1
+    fi
+    export CUDA_HOME="$toolkit" NVTE_BUILD_USE_NVIDIA_WHEELS="${NVTE_BUILD_USE_NVIDIA_WHEELS:-1}" # cuDNN's headers
+    # FlashAttention 2's kernels are for 80, 90, 100 and 120: that of a GPU is the last one before its own. Each takes
+    # as long as the others, and some 3 GB of memory a job.
+    export FLASH_ATTN_CUDA_ARCHS="${FLASH_ATTN_CUDA_ARCHS:-$(_architectures)}"
+    export MAX_JOBS="${MAX_JOBS:-$(awk '/MemAvailable/ {n = int($2 / 4e6); print n < 1 ? 1 : n}' /proc/meminfo)}"
+}
+
+_architectures() {
+    local capability newest each found=()
+    while read -r capability; do
+        newest=80
+        for each in 90 100 120; do ((${capability/./} < each)) || newest=$each; done
+        found+=("$newest")
+    done < <(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u || true)
+    ((${#found[@]})) || found=(80 90 100 120)
+    local IFS=";"
+    echo "${found[*]}"
+}
+
+# A GPU is there, and .venv has CPU wheels: what follows would train on the processor.
+_warn_of_cpu_venv() {
+    [[ "$_base_lock" == "$_cpu_lock" && "${CUDA_VISIBLE_DEVICES-0}" != "" ]] || return 0
+    [[ -e /dev/nvidia0 || "$(nvidia-smi -L 2>/dev/null || true)" == "GPU "* ]] || return 0
+    _say "this machine has a GPU, and .venv computes on the processor alone. For the GPU: ./launch/bootstrap.sh --gpu"
 }
 
 # Sets `pip`, `uv` (nothing where it cannot be had) and `wheel_folders`. uv looks where pip would.
@@ -80,6 +125,7 @@ _fetch() {
 
 # Options for torch's CPU wheel: none when one lies in a find-links folder.
 _torch_options() {
+    [[ "$1" == *+cpu ]] || return 0 # a CUDA build is on PyPI
     local version="${1#torch==}" index="${MEGAVERL_TORCH_INDEX:-}" folder wheels
     if [[ -z "$index" ]]; then
         for folder in "${wheel_folders[@]}"; do
@@ -126,13 +172,25 @@ _explain_failure() {
     _say "Then run the same command again; it starts over cleanly."
 }
 
+# Whether .venv was made of the other base lock.
+_is_of_another() {
+    [[ "$1" == "$_base_lock" ]] || return 1
+    local other="$_cpu_lock"
+    [[ "$1" == "$_cpu_lock" ]] && other="$_gpu_lock"
+    [[ -e "$_venv/stamps/$other" ]]
+}
+
 # Installs one lock. Called with the install lock held.
 _install() {
-    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python options=()
+    local name="$1" lock="$MEGAVERL_ROOT/requirements/$1.lock" torch_line base_python options=() wheels=() built=()
     local pip uv wheel_folders
+    mapfile -t wheels < <(grep -v '# no wheel' "$lock" | sed -n 's/^\([^# ]*==[^# ]*\).*/\1/p')
+    mapfile -t built < <(sed -n 's/^\([^# ]*==[^# ]*\) *# no wheel.*/\1/p' "$lock")
+    ((${#built[@]} == 0)) || _prepare_builds "$lock" || return 1
     # An interrupted install can leave half a package that is taken for whole: begin again.
-    if [[ -e "$_venv/.installing" || ! -x "$_venv/bin/python" ]] || ! "$_venv/bin/python" -m pip --version >/dev/null 2>&1; then
-        base_python="$(_find_python)" || return 1
+    if [[ -e "$_venv/.installing" || ! -x "$_venv/bin/python" ]] || _is_of_another "$name" ||
+        ! "$_venv/bin/python" -m pip --version >/dev/null 2>&1; then
+        base_python="$(_find_python "$_base_lock")" || return 1
         mkdir -p "$_venv"
         touch "$_venv/.installing"
         find "$_venv" -mindepth 1 -maxdepth 1 ! -name .installing -exec rm -rf {} +
@@ -144,7 +202,7 @@ _install() {
     touch "$_venv/.installing"
     : >"$_log"
     local begin=$SECONDS
-    _say "installing $(grep -c == "$lock") pinned packages ($name) into .venv, once; log: .venv/install.log"
+    _say "installing $((${#wheels[@]} + ${#built[@]})) pinned packages ($name) into .venv, once; log: .venv/install.log"
     _find_installers
     torch_line="$(grep -E '^torch==' "$lock" || true)"
     if [[ -n "$torch_line" ]]; then
@@ -154,9 +212,16 @@ _install() {
             return 1
         fi
     fi
-    if ! _fetch "installing" -r "$lock"; then
+    if ! _fetch "installing" "${wheels[@]}"; then
         _explain_failure "installing requirements/$name.lock"
         return 1
+    fi
+    if ((${#built[@]})); then
+        _say "building ${built[*]}: minutes to an hour, with MAX_JOBS=$MAX_JOBS"
+        if ! _fetch "building" --no-build-isolation "${built[@]}"; then
+            _explain_failure "building ${built[*]}"
+            return 1
+        fi
     fi
     if [[ "$name" == "$_base_lock" ]] &&
         ! _fetch "installing megaverl" --no-build-isolation -e "$MEGAVERL_ROOT"; then
@@ -202,10 +267,15 @@ if [[ -n "${MEGAVERL_PYTHON:-}" ]]; then
     export PYTHONPATH="$MEGAVERL_ROOT${PYTHONPATH:+:$PYTHONPATH}"
 elif [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
     PYTHON="$_venv/bin/python"
+    if [[ "${1:-}" == "--gpu" ]]; then
+        _base_lock="$_gpu_lock"
+        shift
+    fi
     _bootstrap "$_base_lock" "$@"
 else
     PYTHON="$_venv/bin/python"
     _bootstrap "$_base_lock"
 fi
+[[ -n "${MEGAVERL_PYTHON:-}" ]] || _warn_of_cpu_venv
 PATH="$(dirname "$PYTHON"):$PATH"
 export PATH

@@ -11,6 +11,8 @@ cd "$MEGAVERL_ROOT" || exit
 # One thread per process: the tests run several processes on few cores. No test may reach for a hub.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 export HF_HUB_OFFLINE=1 MPLBACKEND=Agg
+# An environment for a CPU is tested on the CPU, whatever else is here.
+[[ -n "${MEGAVERL_PYTHON:-}" || "$_base_lock" != "$_cpu_lock" ]] || export CUDA_VISIBLE_DEVICES=""
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy

@@ -16,8 +16,10 @@
 #
 #   sbatch --nodes=8 launch/train_slurm.sh --config configs/llama3_70b/grpo_8_nodes.yaml key=value ...
 #
-# Submit from the top of the repository. MEGAVERL_PYTHON, NPROC and COMMAND are passed on
-# (see launch/train_multi_node.sh).
+# Submit from the top of the repository. MEGAVERL_PYTHON, NPROC, COMMAND and what else launch/train_multi_node.sh knows
+# are passed on. In a container (pyxis and enroot; an image of docker/Dockerfile):
+#
+#   CONTAINER_IMAGE=megaverl.sqsh CONTAINER_MOUNTS=/data:/data sbatch launch/train_slurm.sh --config ...
 set -euo pipefail
 
 # sbatch runs a copy of this file, so its own place says nothing of the repository's.
@@ -28,11 +30,13 @@ MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 # One port per job, so that two jobs on a node do not meet.
 MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 export NNODES MASTER_ADDR MASTER_PORT
+# shellcheck source=launch/container.sh
+source "$root/launch/container.sh"
 
 # SLURM_NODEID is known inside a task only, hence the inner shell.
 # A rank that is lost ends all others within a minute, and each says why, so nothing is killed before that.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=0 --wait=120 bash -c 'NODE_RANK="$SLURM_NODEID" exec "$0" "$@"' \
+srun --kill-on-bad-exit=0 --wait=120 "${container[@]}" bash -c 'NODE_RANK="$SLURM_NODEID" exec "$0" "$@"' \
     "$root/launch/train_multi_node.sh" "$@" &
 step=$!
 # SLURM signals this script alone (B:); srun takes SIGUSR1 to all tasks of its step.

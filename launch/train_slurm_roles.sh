@@ -18,7 +18,8 @@
 #   ROLES="train rollout reward,critic coordinator" sbatch launch/train_slurm_roles.sh --config FILE key=value ...
 #
 # Change the groups above, or give them on sbatch's command line, with `:` between them. A coordinator's node needs no
-# GPU: it has one rank (NPROC_OF_COORDINATOR). Saving, leaving with 75 and requeueing are those of train_slurm.sh.
+# GPU: it has one rank (NPROC_OF_COORDINATOR). Saving, leaving with 75, requeueing and containers (CONTAINER_IMAGE) are
+# those of train_slurm.sh.
 set -euo pipefail
 
 root="${SLURM_SUBMIT_DIR:?submit with sbatch from the top of the repository}"
@@ -39,6 +40,9 @@ for group in "${!roles[@]}"; do
 done
 export NNODES="${#hosts[@]}" MASTER_ADDR="${hosts[0]}" MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 20000))}"
 
+# shellcheck source=launch/container.sh
+source "$root/launch/container.sh"
+
 steps=()
 first=0
 for group in "${!roles[@]}"; do
@@ -47,7 +51,7 @@ for group in "${!roles[@]}"; do
     [[ "$role" == coordinator ]] && processes="${NPROC_OF_COORDINATOR:-1}"
     # shellcheck disable=SC2016 # a node knows its number within its group
     FIRST="$first" ROLE="$role" NPROC="$processes" srun --het-group="$group" --kill-on-bad-exit=0 --wait=120 \
-        bash -c 'NODE_RANK=$((FIRST + SLURM_NODEID)) exec "$0" "$@"' "$root/launch/train_multi_node.sh" "$@" &
+        "${container[@]}" bash -c 'NODE_RANK=$((FIRST + SLURM_NODEID)) exec "$0" "$@"' "$root/launch/train_multi_node.sh" "$@" &
     steps+=("$!")
     for other in "${groups[@]}"; do ((other != group)) || first=$((first + 1)); done
 done

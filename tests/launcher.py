@@ -29,7 +29,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from megaverl.trainer.launcher import count_gpus
+from megaverl.gpus import count_gpus
 from tests import rank as rank_program
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -28,6 +28,7 @@ ORDER = (
     "errors",
     "version",
     "processes",
+    "gpus",
     "plugins",
     "platform",
     "algorithms",

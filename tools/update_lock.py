@@ -5,29 +5,36 @@
 
 pip's resolver chooses the versions (a dry run: nothing is installed). Of its answer only what the roots
 really reach is kept, without the parts in LEFT_OUT, so the locks are installed with `pip install --no-deps`.
-Run it with the Python version that the lock is for. Where PyTorch's CPU wheel is not on pip's own sources,
+Run it with the Python version that the CPU lock is for. Where PyTorch's CPU wheel is not on pip's own sources,
 set PIP_EXTRA_INDEX_URL to PyTorch's CPU wheel index.
+
+The locks for GPUs are of another Python and another machine: uv resolves those from the packages' metadata alone, with
+no GPU and nothing installed. What has no wheel is marked, for launch/bootstrap.sh to build.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
+BUILT = "  # no wheel: built from its source"  # launch/bootstrap.sh looks for "# no wheel"
 
 # Demanded by a package's metadata and yet not wanted.
 LEFT_OUT = {
@@ -40,9 +47,22 @@ LEFT_OUT = {
 }
 
 
+class Target(NamedTuple):
+    """A Python and a platform other than this one's, as uv names them."""
+
+    python: str
+    platform: str
+
+
+CUDA = Target("3.12", "x86_64-manylinux_2_35")  # glibc 2.35: Ubuntu 22.04 and newer
+
+
 @dataclass(frozen=True)
 class Lock:
-    """One lock file: the extras that it serves, and the lock that it adds to."""
+    """One lock file: the extras that it serves, and the lock that it adds to.
+
+    Without a `target` it is for the Python that runs this, and pip resolves it.
+    """
 
     name: str
     extras: tuple[str, ...]
@@ -51,6 +71,7 @@ class Lock:
     on_top_of: str | None = None
     tools: tuple[str, ...] = field(default=())
     resolve: bool = True  # False: only the roots, without what they depend on
+    target: Target | None = None
 
 
 def base_name() -> str:
@@ -77,6 +98,21 @@ def locks() -> list[Lock]:
             resolve=False,
         ),
         Lock("bench", ("trl",), "TRL, which tools/bench_step.py measures beside megaverl", on_top_of=base),
+        Lock(
+            "cuda-py312",
+            ("cuda", "datasets", "docs", "gguf", "tensorboard", "test", "wandb"),
+            "training on NVIDIA GPUs",
+            core=True,
+            tools=("ninja", "psutil", "setuptools", "wheel"),  # what the builds without isolation use
+            target=CUDA,
+        ),
+        Lock(
+            "resiliency-py312",
+            ("resiliency",),
+            "ft_launcher: restarts within a job, hot spares",
+            on_top_of="cuda-py312",
+            target=CUDA._replace(platform="x86_64-manylinux_2_39"),  # its wheels ask for glibc 2.39: Ubuntu 24.04
+        ),
     ]
 
 
@@ -108,6 +144,36 @@ def resolve(roots: Iterable[str], constraints: dict[str, str]) -> dict[str, dict
     return {canonicalize_name(item["metadata"]["name"]): item["metadata"] for item in items}
 
 
+def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str]) -> tuple[dict[str, str], set[str]]:
+    """Ask uv which versions fit together elsewhere: ({canonical name: version}, the names that have no wheel)."""
+    beside = Path(sys.executable).with_name("uv")
+    uv = str(beside) if beside.exists() else shutil.which("uv")
+    if uv is None:
+        raise SystemExit("uv is not here: pip install uv, or run ./launch/bootstrap.sh, which does it")
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
+    settings = runpy.run_path(str(ROOT / "launch" / "pip_settings.py"))["uv_settings"](listing.stdout.splitlines())
+    with tempfile.TemporaryDirectory() as folder:
+        given, constraint_file, found = (Path(folder, name) for name in ("roots.in", "constraints.txt", "pylock.toml"))
+        given.write_text("".join(f"{root}\n" for root in roots), encoding="utf-8")
+        constraint_file.write_text("".join(f"{n}=={v}\n" for n, v in constraints.items()), encoding="utf-8")
+        command = [uv, "pip", "compile", str(given), "--constraint", str(constraint_file), "--quiet"]
+        command += ["--python-version", target.python, "--python-platform", target.platform, "--no-python-downloads"]
+        command += ["--format", "pylock.toml", "--output-file", str(found)]
+        environment = dict(os.environ)
+        for setting in settings:
+            if setting[0].isupper():
+                environment.update([setting.split("=", 1)])
+            else:
+                command.append(setting)
+        if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode != 0:
+            raise SystemExit("uv found no versions that fit together (see above); try --upgrade")
+        packages = tomllib.loads(found.read_text(encoding="utf-8"))["packages"]
+    pins = {canonicalize_name(package["name"]): package["version"] for package in packages}
+    return pins, {canonicalize_name(package["name"]) for package in packages if not package.get("wheels")}
+
+
 def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[str, str]:
     """Names and versions that the roots lead to, following extras and markers, without LEFT_OUT."""
     pins: dict[str, str] = {}
@@ -132,18 +198,30 @@ def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[s
 
 def header(lock: Lock) -> str:
     """The comment at the top of a lock file."""
-    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    python, machine = f"{sys.version_info.major}.{sys.version_info.minor}", f"{platform.system()} {platform.machine()}"
+    if lock.target is not None:
+        python, machine = lock.target
     lines = [
-        f"Pins for {lock.purpose}. Python {python}, {platform.system()} {platform.machine()}.",
+        f"Pins for {lock.purpose}. Python {python}, {machine}.",
         "Made by tools/update_lock.py from setup.py: edit that, not this.",
-        f"Install: pip install --no-deps -r requirements/{lock.name}.lock   (launch/bootstrap.sh does it)",
     ]
-    if lock.core:
+    if lock.target is not None:
+        lines.append(
+            f"Install: ./launch/bootstrap.sh --gpu{'' if lock.core else f' {lock.name}'}, or docker/Dockerfile."
+        )
+    else:
+        lines.append(f"Install: pip install --no-deps -r requirements/{lock.name}.lock   (launch/bootstrap.sh does it)")
+    if lock.core and lock.target is not None:
+        lines.append("Resolved from the packages' metadata; not yet run on a GPU. vllm is the version of the CPU lock.")
+        lines.append(
+            "Lines marked `no wheel` are built last, with --no-build-isolation; they need nvcc and a compiler."
+        )
+    elif lock.core:
         lines += ["Left out, though a package's metadata asks for it:"]
         lines += [f"  {name}: {why}" for name, why in LEFT_OUT.items()]
     if lock.on_top_of:
         lines.append(f"On top of {lock.on_top_of}.lock.")
-    else:
+    elif lock.target is None:
         lines.append("torch's +cpu build is on PyTorch's CPU wheel index (or in a local wheel folder).")
         lines.append("Only this Python version was tried; under another, run the tool with that Python.")
     return "".join(f"# {line}\n" for line in lines)
@@ -158,14 +236,18 @@ def write_lock(lock: Lock, upgrade: bool) -> None:
     path = REQUIREMENTS / f"{lock.name}.lock"
     base = read_pins(REQUIREMENTS / f"{lock.on_top_of}.lock") if lock.on_top_of else {}
     constraints = base | ({} if upgrade else read_pins(path))
-    if lock.resolve:
+    built: set[str] = set()
+    if lock.target is not None:
+        pins, built = resolve_for(lock.target, roots, constraints)
+    elif lock.resolve:
         pins = reached(roots, resolve(roots, constraints))
     else:
         roots = [root for root in roots if canonicalize_name(Requirement(root).name) not in base]
         pins = {name: data["version"] for name, data in resolve(["--no-deps", *roots], constraints).items()}
     added = {name: version for name, version in pins.items() if name not in base}
     path.parent.mkdir(exist_ok=True)
-    body = "".join(f"{name}=={version}\n" for name, version in sorted(added.items()))
+    lines = (f"{name}=={version}{BUILT if name in built else ''}" for name, version in sorted(added.items()))
+    body = "".join(f"{line}\n" for line in lines)
     path.write_text(header(lock) + body, encoding="utf-8")
     print(f"{path.relative_to(ROOT)}: {len(added)} packages")
 

@@ -13,6 +13,7 @@ from megaverl.cli.options import Subcommand, add_config, add_dry_run, add_nproc,
 from megaverl.config import Config
 from megaverl.config.loader import Command
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, ConfigError, MegaverlError
+from megaverl.gpus import cpu_torch_beside_gpus
 
 UNDER_TORCHRUN = "Under torchrun the command is one of its ranks; otherwise it starts them itself."
 RESUMED = ("train", "sft", "dpo", "reward")  # commands that write checkpoints, and go on from them
@@ -59,10 +60,15 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
     try:
         options = (apply(arguments) if apply else None) or {}
         config = read_config(arguments, command, check_paths=not arguments.no_file_checks)
+        unused_gpus = cpu_torch_beside_gpus()
+        if unused_gpus and not arguments.dry_run and command != "quickstart":  # whose model is tiny
+            raise ConfigError(unused_gpus)
     except ConfigError as error:
         if not rank:  # every rank of a job finds the same mistakes: the first reports them
             print(error, file=sys.stderr)
         return MISTAKE
+    if unused_gpus and rank is None:
+        print(f"warning: {unused_gpus}", file=sys.stderr)
     if arguments.dry_run:
         if not rank:
             print(config.to_yaml(), end="")

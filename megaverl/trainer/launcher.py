@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import uuid
@@ -12,6 +10,7 @@ from collections.abc import Sequence
 
 from megaverl.config import Config, smallest_world
 from megaverl.errors import GridError
+from megaverl.gpus import count_gpus
 from megaverl.trainer import elastic_agent
 
 
@@ -38,17 +37,6 @@ def check_world(config: Config, command: str, world_size: int) -> None:
     mistakes = [str(mistake) for mistake in grid_mistakes(config, command, None, world_size)]
     if mistakes:
         raise GridError("\n".join(mistakes))
-
-
-def count_gpus() -> int:
-    """GPUs that CUDA would show, asked without importing torch."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
 
 
 def start_ranks(arguments: Sequence[str], nproc: int, log_hint: str = "") -> int:

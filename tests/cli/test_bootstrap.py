@@ -7,6 +7,8 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 import zipfile
 from pathlib import Path
 
@@ -51,37 +53,118 @@ def test_no_index(value: str, options: list[str]) -> None:
     assert list(uv_settings([f":env:.no-index='{value}'"])) == [*options, *BEST]
 
 
-def test_pip_serves_where_uv_cannot_be_had(tmp_path: Path) -> None:
-    """A project of one wheel, and no index: uv is not found, and the wheel and the project are installed."""
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of one wheel and one source distribution, with the launch folder; no index."""
     if sys.version_info[:2] != (3, 11):
         pytest.skip("the lock is for Python 3.11")
     wheels, project = tmp_path / "wheels", tmp_path / "project"
     wheels.mkdir()
     write_wheel(wheels / "tiny_thing-1.0-py3-none-any.whl")
+    write_source(wheels / "built_thing-1.0.tar.gz")
     (project / "requirements").mkdir(parents=True)
     (project / "requirements" / "cpu-py311.lock").write_text("tiny-thing==1.0\n")
+    pins = ["built-thing==1.0  # no wheel: built from its source", "cuda-toolkit==13.0", "tiny-thing==1.0"]
+    write_wheel(wheels / "cuda_toolkit-13.0-py3-none-any.whl")
+    (project / "requirements" / "cuda-py311.lock").write_text("\n".join(pins) + "\n")
     write_wheel(project / "megaverl-1.0-py3-none-any.whl")
     (project / "pyproject.toml").write_text(PROJECT)
     (project / "backend.py").write_text(BACKEND)
     shutil.copytree(LAUNCH, project / "launch")
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "MEGAVERL_"))}
-    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
-    command = [project / "launch" / "bootstrap.sh"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    script = project / "launch" / "bootstrap.sh"  # for GPUs too with the Python that is here
+    script.write_text(script.read_text().replace("cuda-py312", "cuda-py311"))
+    return project
+
+
+def bootstrap(project: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "MEGAVERL_", "CUDA"))}
+    wheels = str(project.parent / "wheels")
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels, **given}
+    command = [project / "launch" / "bootstrap.sh", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def imports(project: Path, *names: str) -> bool:
+    imported = [project / ".venv" / "bin" / "python", "-c", f"import {', '.join(names)}"]
+    return subprocess.run(imported, cwd=project.parent, capture_output=True).returncode == 0
+
+
+def write_program(path: Path, prints: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{prints}'\n")
+    path.chmod(0o755)
+
+
+def test_pip_serves_where_uv_cannot_be_had(project: Path) -> None:
+    """uv is not found, and the wheel and the project are installed."""
+    done = bootstrap(project)
     assert done.returncode == 0, done.stderr
     assert "uv could not be fetched" in done.stderr
-    imported = [project / ".venv" / "bin" / "python", "-c", "import tiny_thing, megaverl"]
-    assert subprocess.run(imported, cwd=tmp_path).returncode == 0
-    again = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert imports(project, "tiny_thing", "megaverl")
+    again = bootstrap(project)
     assert again.returncode == 0 and "installing" not in again.stderr
+
+
+def test_for_a_gpu_what_has_no_wheel_is_built(project: Path, tmp_path: Path) -> None:
+    """Without a toolkit, or with another's, nothing is touched; then everything is there, and stays the choice."""
+    refused = bootstrap(project, "--gpu", PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin", CUDA_HOME=str(tmp_path))
+    assert refused.returncode == 1 and "for CUDA 13 as torch is; nvcc is absent." in refused.stderr
+    assert "docker/Dockerfile" in refused.stderr and not (project / ".venv").exists()
+    write_program(tmp_path / "toolkit" / "bin" / "nvcc", "Cuda compilation tools, release 12.4, V12.4.131")
+    other = bootstrap(project, "--gpu", CUDA_HOME=str(tmp_path / "toolkit"))
+    assert other.returncode == 1 and "nvcc is of CUDA 12." in other.stderr
+    write_program(tmp_path / "toolkit" / "bin" / "nvcc", "Cuda compilation tools, release 13.0, V13.0.88")
+    write_program(tmp_path / "shims" / "nvidia-smi", "9.0")
+    path = f"{tmp_path / 'shims'}:{os.environ['PATH']}"
+    done = bootstrap(project, "--gpu", CUDA_HOME=str(tmp_path / "toolkit"), PATH=path)
+    assert done.returncode == 0, done.stderr
+    assert imports(project, "tiny_thing", "built_thing", "megaverl")
+    assert "FLASH_ATTN_CUDA_ARCHS=90" in (project / "architectures").read_text()
+    again = bootstrap(project)
+    assert again.returncode == 0 and "installing" not in again.stderr, "without --gpu, too, it stays a GPU's"
+
+
+def test_a_cpu_environment_on_a_machine_with_a_gpu(project: Path, tmp_path: Path) -> None:
+    venv = project / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    (venv / "stamps").mkdir()
+    stamp = ["bash", "-c", f"source {project}/launch/bootstrap.sh; _stamp_of cpu-py311"]
+    own = {**os.environ, "MEGAVERL_PYTHON": sys.executable}
+    (venv / "stamps" / "cpu-py311").write_text(subprocess.run(stamp, capture_output=True, text=True, env=own).stdout)
+    write_program(tmp_path / "shims" / "nvidia-smi", "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)")
+    path = f"{tmp_path / 'shims'}:{os.environ['PATH']}"
+    warned = bootstrap(project, PATH=path)
+    assert warned.returncode == 0 and "computes on the processor alone" in warned.stderr, warned.stderr
+    assert "./launch/bootstrap.sh --gpu" in warned.stderr
+    assert "processor" not in bootstrap(project, PATH=path, CUDA_VISIBLE_DEVICES="").stderr
+
+
+def write_source(path: Path) -> None:
+    """The smallest source distribution: its backend copies a wheel that lies in it, and notes what it was told."""
+    folder = path.name.removesuffix(".tar.gz")
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch, folder)
+        root.mkdir()
+        write_wheel(root / f"{folder}-py3-none-any.whl")
+        (root / "pyproject.toml").write_text(PROJECT)
+        notes = path.parents[1] / "project" / "architectures"
+        (root / "backend.py").write_text(
+            "import os, shutil\n\ndef build_wheel(folder, settings=None, metadata=None):\n"
+            f"    told = os.environ.get('FLASH_ATTN_CUDA_ARCHS')\n"
+            f"    open({str(notes)!r}, 'w').write(f'FLASH_ATTN_CUDA_ARCHS={{told}}')\n"
+            f"    return shutil.copy({folder + '-py3-none-any.whl'!r}, folder).rpartition('/')[2]\n"
+        )
+        with tarfile.open(path, "w:gz") as file:
+            file.add(root, arcname=folder)
 
 
 def write_wheel(path: Path) -> None:
     """The smallest wheel: one module, of its name."""
-    name = path.name.split("-")[0]
-    info = f"{name}-1.0.dist-info"
+    name, version = path.name.split("-")[:2]
+    info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{name}.py", "")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")

@@ -18,9 +18,10 @@ import pytest
 
 from megaverl.config import Config
 from megaverl.errors import GridError
+from megaverl.gpus import count_gpus
 from megaverl.processes import MOST_FILES, ending_with_parent
 from megaverl.trainer.elastic_agent import threads_per_rank
-from megaverl.trainer.launcher import check_world, count_gpus, default_nproc
+from megaverl.trainer.launcher import check_world, default_nproc
 from tests.trainer.conftest import command_arguments, environment, inputs  # noqa: F401  (a fixture)
 
 ROOT = Path(__file__).parents[2]

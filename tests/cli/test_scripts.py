@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from megaverl.errors import MISTAKE, SAVED_AND_LEFT
 from megaverl.processes import ending_with_parent
 from tests.cli import slurm_shims
 
@@ -124,6 +126,60 @@ def test_a_job_under_slurm_leaves_and_is_queued_again(tmp_path):
     finally:
         (tmp_path / "hold").unlink()
     assert (tmp_path / "scontrol.log").read_text() == "requeue 4711\n"
+
+
+def test_containers_under_slurm(tmp_path):
+    """Each of the four groups' steps gets the image, and sees the repository under its own name."""
+    assert (
+        slurm(tmp_path, CONTAINER_IMAGE="/images/megaverl.sqsh", CONTAINER_MOUNTS="/data:/data").wait(timeout=60) == 0
+    )
+    root = LAUNCH.parent
+    one = ["image=/images/megaverl.sqsh", f"mounts={root}:{root},/data:/data", f"workdir={root}"]
+    found = (tmp_path / "container.log").read_text().split()
+    assert sorted(found) == sorted(4 * [f"--container-{option}" for option in one])
+    assert len(nodes_of(tmp_path)) == 16
+
+
+def test_a_job_of_kubernetes(tmp_path):
+    """What a pod runs starts the agent of its node; the Service gives the first pod the name that all look for."""
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes" / "job.yaml").read_text())
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    nodes = str(job["spec"]["completions"])
+    given = {entry["name"]: entry.get("value", "1") for entry in container["env"]}
+    assert given["NNODES"] == nodes == str(job["spec"]["parallelism"])
+    assert given["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    codes = [
+        rule["onExitCodes"]["values"] for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule
+    ]
+    assert codes == [[MISTAKE], [SAVED_AND_LEFT]]
+    environment = {**ENVIRONMENT, **slurm_shims.write(tmp_path), **given, "SLURMD_NODENAME": "pod"}
+    command = [*container["command"], *container["args"]]
+    assert subprocess.run(command, cwd=LAUNCH.parent, env=environment).returncode == 0
+    assert (
+        nodes_of(tmp_path)["pod"]
+        == (
+            f"-m megaverl.trainer.elastic_agent --nnodes {nodes} --node-rank 1 --nproc-per-node 8 --master-addr "
+            "megaverl-0.megaverl --master-port 29500 --rdzv-conf timeout=600 --max-restarts 0 "
+            "-m megaverl.cli.main train"
+        ).split()
+        + container["args"]
+    )
+
+
+def test_the_image_is_made_of_what_is_here():
+    """Each file that docker/Dockerfile copies is in the repository, and it installs locks that there are."""
+    root = LAUNCH.parent
+    text = (root / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
+    copied = [words[1:-1] for words in map(str.split, text.splitlines()) if words[:1] == ["COPY"]]
+    for name in [name for names in copied for name in names if not name.startswith("--from")]:
+        assert name.startswith("/opt") or (root / name).exists(), name
+    (locks,) = [
+        line.split("--gpu")[1].split() for line in text.splitlines() if line.startswith("RUN ./launch/bootstrap")
+    ]
+    assert locks and all((root / "requirements" / f"{name}.lock").exists() for name in [*locks, "cuda-py312"])
+    assert text.count("FROM ${BASE_IMAGE}") == 2 and text.index("ARG BASE_IMAGE=") < text.index("FROM")
 
 
 def test_what_goes_wrong_under_slurm(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -14,6 +13,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from megaverl.gpus import cpu_torch_beside_gpus
 from megaverl.monitoring.doctor.finding import Finding
 from megaverl.monitoring.versions import collect_versions
 from megaverl.platform import platform
@@ -103,11 +103,12 @@ def devices() -> Iterator[Finding]:
 
 
 def _no_gpu() -> Iterator[Finding]:
-    if shutil.which("nvidia-smi") is None:
-        yield Finding("devices", "GPU", "note", "none: gloo and float32 on the CPU")
-    elif torch.version.cuda is None:
-        fix = "pip install 'megaverl[megatron,vllm]', whose torch has CUDA"
-        yield Finding("devices", "GPU", "fail", f"torch {torch.__version__} is built without CUDA", fix)
+    if torch.version.cuda is None:
+        if unused := cpu_torch_beside_gpus():
+            found, *fixes = unused.splitlines()
+            yield Finding("devices", "GPU", "fail", found, " ".join(fix.strip() for fix in fixes))
+        else:
+            yield Finding("devices", "GPU", "note", "none: gloo and float32 on the CPU")
     else:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
         fix = "unset CUDA_VISIBLE_DEVICES" if hidden == "" else "look at what nvidia-smi says; update the driver"

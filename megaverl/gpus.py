@@ -1,0 +1,55 @@
+"""GPUs of this machine, asked without importing torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+DEVICES = Path("/dev")
+
+
+def count_gpus() -> int:
+    """GPUs that CUDA would show."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
+    return _count_listed()
+
+
+def _count_listed() -> int:
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
+
+
+def cpu_torch_beside_gpus() -> str | None:
+    """What is wrong where GPUs are visible and the torch of this environment is built without CUDA; else None.
+
+    `CUDA_VISIBLE_DEVICES=` (empty, or -1) says that the processor is meant.
+    """
+    if "CUDA_VISIBLE_DEVICES" in os.environ and count_gpus() == 0:
+        return None
+    if not (any(DEVICES.glob("nvidia[0-9]*")) or _count_listed()) or (version := _cpu_torch()) is None:
+        return None
+    return (
+        f"This machine has a GPU, but torch {version} here is built without CUDA: everything would compute on the "
+        "processor.\n  For the GPU: ./launch/bootstrap.sh --gpu (or docker/Dockerfile, or MEGAVERL_PYTHON with the "
+        "interpreter of an environment that has CUDA).\n  If the processor is meant: CUDA_VISIBLE_DEVICES= megaverl ..."
+    )
+
+
+def _cpu_torch() -> str | None:
+    """The version of a torch that knows neither CUDA nor ROCm, by its version file; None of any other, or of none."""
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    facts = dict(re.findall(r"^(\w+)(?::[^=\n]*)? = (.+)$", text, flags=re.MULTILINE))
+    if facts.get("cuda") != "None" or facts.get("hip", "None") != "None":
+        return None
+    return facts.get("__version__", "(of an unknown version)").strip("'\"")

@@ -1,0 +1,69 @@
+"""A GPU that the installed torch cannot use: found without torch, and refused by what trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaverl import gpus
+from megaverl.cli import main as cli
+from megaverl.cli import ranks
+from megaverl.monitoring.doctor import stack
+
+DRY = ["--no-file-checks", "model.path=m", "data.train=t.jsonl", "data.validation=t.jsonl", "reward=gsm8k"]
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def write_torch(folder: Path, version: str, cuda: str) -> None:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").touch()
+    (folder / "torch" / "version.py").write_text(
+        f"from typing import Optional\n__version__ = {version!r}\ncuda: Optional[str] = {cuda}\n"
+        "hip: Optional[str] = None\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "wrong"), [("2.13.0+cpu", "None", True), ("2.13.0+cu130", "'13.0'", False)]
+)
+def test_the_version_file_says_what_torch_is_built_for(
+    version: str, cuda: str, wrong: bool, one_gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_torch(tmp_path / "site", version, cuda)
+    origin = tmp_path / "site" / "torch" / "__init__.py"
+    spec = gpus.importlib.util.spec_from_file_location("torch", origin)
+    monkeypatch.setattr(gpus.importlib.util, "find_spec", lambda name: spec)
+    found = gpus.cpu_torch_beside_gpus()
+    assert bool(found) == wrong
+    if found:
+        assert f"torch {version} here is built without CUDA" in found and "./launch/bootstrap.sh --gpu" in found
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "eval"])
+def test_nothing_trains_on_the_processor_of_a_machine_with_a_gpu(
+    command: str, one_gpu: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpus, "_cpu_torch", lambda: "2.13.0+cpu")
+    monkeypatch.delenv("RANK", raising=False)
+    real = ranks.read_config
+    monkeypatch.setattr(ranks, "read_config", lambda given, name, check_paths: real(given, name, check_paths=False))
+    assert cli.main([command, *DRY[1:]]) == 2
+    assert "built without CUDA" in capsys.readouterr().err
+    assert cli.main([command, "--dry-run", *DRY]) == 0, "a dry run warns"
+    assert "warning: This machine has a GPU" in capsys.readouterr().err
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpus.cpu_torch_beside_gpus() is None, "the processor is meant"
+
+
+def test_the_doctor_fails_it(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "_cpu_torch", lambda: "2.13.0+cpu")
+    monkeypatch.setattr(stack.torch.version, "cuda", None)
+    (finding,) = stack._no_gpu()
+    assert finding.status == "fail" and "bootstrap.sh --gpu" in finding.fix
