@@ -24,6 +24,7 @@ Look at this machine and try it: versions, devices, kernels, network, storage, a
 generated token. Every line that warns or fails says how to fix it. Something to paste into a bug report.
 
   megaverl doctor                     all of it, in under 30 seconds
+  megaverl doctor --gpu               also driver, ECC, clocks, NVLink, InfiniBand, and NCCL's rates between all GPUs
   megaverl doctor --json > doctor.json
   megaverl doctor --no-trials         only look, start no process
   megaverl doctor --timeout 120       a slow or busy machine
@@ -54,6 +55,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _doctor_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "the findings as JSON")
+    parser.add_argument("--gpu", action="store_true", help="look at GPUs and links, and measure NCCL between them")
     parser.add_argument("--no-trials", action="store_true", help="start no other processes")
     parser.add_argument("--no-generation", action="store_true", help="leave the engine out of the trials")
     parser.add_argument("--timeout", type=float, default=28.0, metavar="SECONDS", help="for the trials (%(default)s)")
@@ -72,7 +74,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from megaverl.monitoring.doctor import as_dict, as_text, examine
 
     trials, generate = not arguments.no_trials, not arguments.no_generation
-    findings = list(examine(arguments.run_dir, trials=trials, generate=generate, timeout=arguments.timeout))
+    options = {"trials": trials, "generate": generate, "gpu": arguments.gpu}
+    findings = list(examine(arguments.run_dir, timeout=arguments.timeout, **options))
     print(json.dumps(as_dict(findings), indent=2) if arguments.json else as_text(findings))
     return FAILED if any(finding.status == "fail" for finding in findings) else 0
 

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.store import job_store
-from megaverl.monitoring.doctor.trials import RANKS, answer
+from megaverl.monitoring.doctor.trials import RANKS, answer, join
 
 NUMEL = 4 * 2**20
 ROUNDS = 5
 
 
 def main() -> None:
-    rank = int(os.environ["RANK"])
-    with_gpus = torch.cuda.device_count() >= RANKS
-    device = torch.device("cuda", rank) if with_gpus else torch.device("cpu")
-    if with_gpus:
-        torch.cuda.set_device(device)
-    timeout = timedelta(seconds=60)
-    store, rank, size = job_store(timeout)
-    dist.init_process_group("nccl" if with_gpus else "gloo", timeout=timeout, store=store, rank=rank, world_size=size)
+    rank, _, device = join(RANKS)
+    with_gpus = device.type == "cuda"
     tensor = torch.full((NUMEL,), float(rank + 1), device=device)
     dist.all_reduce(tensor)  # the first opens the connections
     expected = sum(range(1, RANKS + 1))

@@ -7,16 +7,22 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megaverl.monitoring.doctor.finding import Finding
+from megaverl.monitoring.doctor.hardware import hardware
 from megaverl.monitoring.doctor.kernels import kernels
 from megaverl.monitoring.doctor.network import network, storage
 from megaverl.monitoring.doctor.stack import devices, python_of_this_report, versions
-from megaverl.monitoring.doctor.trials import start_trials
+from megaverl.monitoring.doctor.trials import measure_rates, start_trials
 
 SECTIONS = ("versions", "devices", "kernels", "network", "storage", "trials")
 
 
 def examine(
-    run_dir: Path = Path("runs"), *, trials: bool = True, generate: bool = True, timeout: float = 28.0
+    run_dir: Path = Path("runs"),
+    *,
+    trials: bool = True,
+    generate: bool = True,
+    gpu: bool = False,
+    timeout: float = 28.0,
 ) -> Iterator[Finding]:
     """Every finding, as soon as it is there.
 
@@ -24,6 +30,7 @@ def examine(
         run_dir: where runs would write.
         trials: False starts no other process.
         generate: False leaves the engine out of the trials.
+        gpu: also what the driver says of GPUs and links, and NCCL's rates between all of them.
         timeout: seconds after which a trial that is not done is ended and called failed.
     """
     deadline = time.monotonic() + timeout
@@ -36,6 +43,7 @@ def examine(
     looks: dict[str, Callable[[], Iterator[Finding]]] = {
         "versions": version_findings,
         "devices": devices,
+        **({"hardware": hardware} if gpu else {}),
         "kernels": kernels,
         "network": network,
         "storage": lambda: storage(run_dir),
@@ -48,3 +56,5 @@ def examine(
             yield Finding(section, "the look itself", "warn", found, "this is a bug of the doctor: please report it")
     for trial in running:
         yield trial.finish(deadline)
+    if gpu and trials:
+        yield measure_rates(timeout)

@@ -141,6 +141,7 @@ def _ephemeral() -> tuple[int, int]:
 GB = 2**30
 SHARED_MEMORY = Path("/dev/shm")
 OPEN_FILES = 4096
+PROCESSES = 4096
 
 
 def storage(run_dir: Path) -> Iterator[Finding]:
@@ -155,6 +156,7 @@ def storage(run_dir: Path) -> Iterator[Finding]:
         yield _disk(name, path)
     yield _shared_memory()
     yield _open_files()
+    yield _processes()
     yield _locked_memory()
 
 
@@ -182,7 +184,8 @@ def _shared_memory() -> Finding:
         return Finding("storage", "shared memory", "warn", f"no {SHARED_MEMORY}", f"mount a tmpfs at {SHARED_MEMORY}")
     total, _, free = shutil.disk_usage(SHARED_MEMORY)
     text = f"{SHARED_MEMORY}: {free / GB:.1f} of {total / GB:.1f} GiB free"
-    if free < GB:
+    ranks = max(1, torch.cuda.device_count()) if platform.is_cuda else 1
+    if free < ranks * GB:
         fix = "docker run --ipc=host, or --shm-size=16g; or remove what a killed job left there"
         return Finding("storage", "shared memory", "warn", f"{text}: NCCL and vLLM need about 1 GiB a rank", fix)
     return Finding("storage", "shared memory", "ok", text)
@@ -194,6 +197,15 @@ def _open_files() -> Finding:
         return Finding("storage", "open files", "ok", f"hard limit {hard if hard >= 0 else 'none'}")
     fix = "many ranks hold many sockets: nofile in /etc/security/limits.conf, or docker run --ulimit nofile=65536"
     return Finding("storage", "open files", "warn" if hard < 1024 else "note", f"hard limit {hard}", fix)
+
+
+def _processes() -> Finding:
+    """Of one user; threads count, and a rank has a hundred and more."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if soft == resource.RLIM_INFINITY or soft >= PROCESSES:
+        return Finding("storage", "processes", "ok", f"limit {soft if soft >= 0 else 'none'}")
+    fix = "ulimit -u unlimited; nproc in /etc/security/limits.conf, or docker run --ulimit nproc=-1 (--pids-limit -1)"
+    return Finding("storage", "processes", "warn", f"limit {soft}, threads included", fix)
 
 
 def _locked_memory() -> Finding:

@@ -12,10 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 
 from megaverl.monitoring.doctor.finding import Finding
 from megaverl.processes import ending_with_parent, free_port
@@ -115,6 +117,21 @@ def start_trials(*, generate: bool) -> Iterator[Trial]:
         )
 
 
+def join(ranks: int) -> tuple[int, int, torch.device]:
+    """Meet the other ranks of a trial, over NCCL where each has a GPU; (rank, world size, device)."""
+    from megaverl.distributed.store import job_store
+
+    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=60)
+    with_gpus = torch.cuda.device_count() >= max(RANKS, ranks)
+    device = torch.device("cuda", rank) if with_gpus else torch.device("cpu")
+    if with_gpus:
+        torch.cuda.set_device(device)
+    store, rank, size = job_store(timeout)
+    backend = "nccl" if with_gpus else "gloo"
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    return rank, size, device
+
+
 def answer(found: str, **more: str) -> None:
     """What a trial's process says as its last line."""
     print(json.dumps({"found": found, **more}), flush=True)
@@ -124,3 +141,13 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
     """A folder for one trial, in shared memory where there is one."""
     fast = Path("/dev/shm")
     return tempfile.TemporaryDirectory(dir=fast if os.access(fast, os.W_OK) else None)
+
+
+def measure_rates(timeout: float) -> Finding:
+    """Run one rank on each GPU, with nothing beside, and say how fast NCCL is between them."""
+    gpus = torch.cuda.device_count()
+    if gpus < RANKS:
+        return Finding("trials", "NCCL rates", "note", f"{gpus} GPU here: there is nothing to measure between")
+    fix = "NCCL_DEBUG=INFO shows what NCCL tries; look at the sections network and hardware"
+    trial = Trial("NCCL rates", "megaverl.monitoring.doctor.rates", gpus, fix, {"OMP_NUM_THREADS": "1"})
+    return trial.finish(time.monotonic() + timeout)
