@@ -174,7 +174,7 @@ def test_the_image_is_made_of_what_is_here():
     text = (root / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
     copied = [words[1:-1] for words in map(str.split, text.splitlines()) if words[:1] == ["COPY"]]
     for name in [name for names in copied for name in names if not name.startswith("--from")]:
-        assert name.startswith("/opt") or (root / name).exists(), name
+        assert name.startswith("/srv") or (root / name).exists(), name
     (locks,) = [
         line.split("--gpu")[1].split() for line in text.splitlines() if line.startswith("RUN ./launch/bootstrap")
     ]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -32,20 +32,31 @@ class Trial:
 
     Args:
         name: of the finding.
-        module: run as `python -m module`; its last line on stdout is JSON with `found`.
+        module: run as `python -m module arguments`; its last line that is JSON has `found`.
         ranks: how many processes.
         fix: what to do where it fails.
+        section: of the finding.
     """
 
-    def __init__(self, name: str, module: str, ranks: int, fix: str, environment: dict[str, str]) -> None:
-        self.name, self.fix = name, fix
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        ranks: int,
+        fix: str,
+        environment: dict[str, str],
+        *,
+        arguments: Sequence[str] = (),
+        section: str = "trials",
+    ) -> None:
+        self.name, self.fix, self.section = name, fix, section
         self._start = time.monotonic()
         self._logs: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(ranks)]  # noqa: SIM115 - read by finish()
         port = str(free_port())
         kept = {key: value for key, value in os.environ.items() if key not in KEPT_APART}
         self._processes = [
             subprocess.Popen(
-                ending_with_parent([sys.executable, "-m", module]),
+                ending_with_parent([sys.executable, "-m", module, *arguments]),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
@@ -65,17 +76,19 @@ class Trial:
 
     def finish(self, deadline: float) -> Finding:
         """Wait until `deadline` (of time.monotonic) at most, end what is left, and say how it went."""
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        failed: list[int] = []  # in the order in which they ended: the others fail on the connection to the first
+        while running := [rank for rank, process in enumerate(self._processes) if process.poll() is None]:
+            if time.monotonic() >= deadline:
                 return self._cut_off()
-        failed = [rank for rank, process in enumerate(self._processes) if process.returncode]
+            time.sleep(0.02)
+            failed += [rank for rank in running if self._processes[rank].poll()]
+        failed += [rank for rank, process in enumerate(self._processes) if process.returncode and rank not in failed]
         if failed:
             found = f"rank {failed[0]} ended with {self._processes[failed[0]].returncode}:\n{self._tail(failed[0])}"
-            return Finding("trials", self.name, "fail", found, self.fix)
-        answer: dict[str, Any] = json.loads(self._lines(0)[-1])
-        return Finding("trials", self.name, answer.get("status", "ok"), answer["found"], answer.get("fix", ""))
+            return Finding(self.section, self.name, "fail", found, self.fix)
+        said = next(line for line in reversed(self._lines(0)) if line.startswith('{"found": '))
+        answer: dict[str, Any] = json.loads(said)  # a library may say something more as it ends
+        return Finding(self.section, self.name, answer.get("status", "ok"), answer["found"], answer.get("fix", ""))
 
     def _cut_off(self) -> Finding:
         for process in self._processes:
@@ -85,7 +98,7 @@ class Trial:
             process.wait()
         seconds = time.monotonic() - self._start
         found = f"not done after {seconds:.0f} s, and ended. Its last words:\n{self._tail(0)}"
-        return Finding("trials", self.name, "fail", found, f"give it longer with --timeout 120; then: {self.fix}")
+        return Finding(self.section, self.name, "fail", found, f"give it longer with --timeout 120; then: {self.fix}")
 
     def _lines(self, rank: int) -> list[str]:
         self._logs[rank].seek(0)
