@@ -223,7 +223,7 @@ def own_rows(size: int, rank: int) -> Moved:
         wanted = [move.rows for move in moving.moves if move.dest == rank]
         mine = [row for row in written_by(size, len(lengths)).get(rank, ()) if row in held.place]
         own = _as_rows(mine, [step.response(row) for row in mine])
-        size_of_rows = sum(payload.numel() + len(header) for header, payload in messages)
+        size_of_rows: float = sum(payload.numel() + len(header) for header, payload in messages)
         with watch.part("unpacking responses"):
             batch = held_batch(step, held, [(mine, own)], wanted, messages)
         micro_batches(watch, model, batch)

@@ -170,7 +170,7 @@ def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str
         if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             raise SystemExit("uv found no versions that fit together (see above); try --upgrade")
         packages = tomllib.loads(found.read_text(encoding="utf-8"))["packages"]
-    pins = {canonicalize_name(package["name"]): package["version"] for package in packages}
+    pins = {str(canonicalize_name(package["name"])): package["version"] for package in packages}
     return pins, {canonicalize_name(package["name"]) for package in packages if not package.get("wheels")}
 
 

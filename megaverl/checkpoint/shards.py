@@ -183,7 +183,9 @@ class Stager:
         items = {item.index: planner.resolve_data(item) for item in plan.items}
         num_bytes = sum(v.nbytes if isinstance(v, torch.Tensor) else len(v.getbuffer()) for v in items.values())
         platform.synchronize()  # another thread will read them
-        data, lasting, changing = {}, {}, {}
+        data: dict[MetadataIndex, Any] = {}
+        lasting: dict[MetadataIndex, torch.Tensor] = {}
+        changing: dict[MetadataIndex, torch.Tensor] = {}
         for index, value in items.items():
             place = _place(value)
             (lasting if place in held else changing if place in copied else data)[index] = value

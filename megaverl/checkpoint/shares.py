@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     is_main_replica,
 )
 
-Described = ShardedTensor | ShardedTensorFactory
+Described: TypeAlias = ShardedTensor | ShardedTensorFactory
 EXPERTS = ".experts."  # of a name: such a weight's replicas are the ranks of the expert-data-parallel group
 
 

@@ -128,7 +128,7 @@ def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
     nodes = (Node("this job", size),)
     placement = ResolvedPlacement(size, dict.fromkeys(roles, every), (world,), (every,), nodes, (0,) * size)
     control = group if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
-    return Fabric(placement, rank, world, group, group, control, distributed_c10d._get_default_store(), timeout)
+    return Fabric(placement, rank, world, group, control, distributed_c10d._get_default_store(), timeout)
 
 
 def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:

@@ -112,6 +112,8 @@ def transformer_config(
         # micro-batches are cut to their longest sample, so stages tell each other the shape
         "variable_seq_lengths": shape.pp > 1,
         "moe_token_dispatcher_type": "alltoall",  # the other dispatcher wants equal lengths
+        # a wait of the host for every exchange of two stages, against a fault of PyTorch before 2.0
+        "batch_p2p_sync": False,
         # losses come normalised over the global batch: gradients are summed, never averaged
         "calculate_per_token_loss": True,
     }

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     from torch.distributed.launcher.api import elastic_launch
     from torch.distributed.run import config_from_args, determine_local_world_size, parse_args
 
-    from megaverl.trainer.launcher import count_gpus
+    from megaverl.gpus import count_gpus
 
     arguments = parse_args(list(sys.argv[1:] if argv is None else argv))
     arguments.signals_to_handle = ENDS_RANKS

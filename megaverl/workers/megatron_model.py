@@ -31,11 +31,11 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import BUCKET_BYTES, save_folder
 from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
+from megaverl.workers.pipeline import StageCommunicator
 
 platform.adapt_megatron()
 
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class MegatronModel:
                 chunk.embedding.register_forward_hook(as_one_row)
         self.on_device: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
-        self._p2p = P2PCommunicator(grid.pp_group, self.config) if grid.shape.pp > 1 else None
+        self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
 
     def _packer(self) -> Pack | None:
         reason = why_padded(self.config)
@@ -327,6 +327,8 @@ class MegatronModel:
         self, chunks: Sequence[torch.nn.Module], micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool
     ) -> Any:
         iterators = [iter(micro_batches) for _ in chunks]
+        if self._p2p is not None:
+            self._p2p.expect(micro_batches)
         return self._schedule(
             forward_step_func=step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -26,14 +26,14 @@ from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.failures import record_event, wait_for_event
 from megaverl.platform import platform
 from megaverl.weights.transfer import Moved, Tensors, TransferJob, copy_boxes, view
-from megaverl.weights.transports.ipc import Readers, Transfers, no_problem
+from megaverl.weights.transports.ipc import NodeReaders, Transfers, no_problem
 from megaverl.weights.transports.point_to_point import PointToPoint
 
 # Where torch would look for a count of readers, and finds none: it takes that for a sender that has ended, and goes on.
 NO_COUNTER = b"/megaverl_counts_by_itself"
 
 
-class CudaIpc(Readers):
+class CudaIpc(NodeReaders):
     """Takes what goes between processes of one node that can open each other's GPU memory, converting the dtype.
 
     Whether they can is tried once, before anything moves, and all ranks go by the result: else their weights go through

@@ -48,7 +48,7 @@ def no_problem(problem: str, job: TransferJob) -> bool:
     return not found
 
 
-class Readers:
+class NodeReaders:
     """What both transports share: every rank learns that all sources are ready, and its readers where they lie."""
 
     def __init__(self, job: TransferJob, sends: Transfers, receives: Transfers) -> None:
@@ -119,7 +119,7 @@ class Read(NamedTuple):
     nbytes: int
 
 
-class CrossMemory(Readers):
+class CrossMemory(NodeReaders):
     """Takes what goes between CPU processes of one node in one dtype, where the kernel lets them read each other:
     boxes go from where they lie to where they belong, many to a call."""
 

@@ -1,0 +1,79 @@
+"""The process whose copies are ranks on fake devices.
+
+    python -m tests.cuda.rank LIBRARY CASES OUT      CASES: [{"recipe": ..., "world": ..., "rank": ...}, ...] as JSON
+
+What a rank is stands in environment variables that many modules read, and torch's default process group is there once:
+so each case has a process, made after everything has been imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from tests.cuda import fake_device
+
+HOST_MEMORY = 14 << 30  # bytes of addresses that a rank may have: no copy of a model's state may grow beyond
+
+
+def import_everything(library: Path) -> None:
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(fake_device.NUM_DEVICES), CUDA_DEVICE_MAX_CONNECTIONS="1")
+    fake_device.install(library)
+    from tests.cuda import engine_optimizers, experts
+    from tests.models import engine_stub
+
+    sys.modules["transformer_engine.pytorch.optimizers"] = engine_optimizers
+    experts.install()
+    engine_stub.install()
+    _same_on_all_ranks()
+    from transformers import AutoTokenizer  # noqa: F401
+
+    import tests.cuda.recipes  # noqa: F401
+
+    experts.route_evenly()
+
+
+def _same_on_all_ranks() -> None:
+    """In the agreements between ranks all others say what this one says."""
+    import torch.distributed as dist
+
+    from megaverl.distributed import collectives
+
+    def raise_together(error: Exception | None, group: object = None) -> None:
+        if error is not None:
+            raise error
+
+    collectives.raise_together = raise_together
+    collectives.gather_json = lambda value, group=None: [value] * dist.get_world_size(group)
+    collectives.broadcast_json = lambda value, source, group=None: value
+    collectives.on_rank = lambda function, rank, group=None: function()
+
+
+def main(library: Path, cases: list[dict[str, Any]], out: Path) -> None:
+    import_everything(library)
+    for number, case in enumerate(cases):
+        child = os.fork()
+        if child == 0:
+            _run(case, out / f"{number}.json")
+        os.waitpid(child, 0)
+
+
+def _run(case: dict[str, Any], into: Path) -> None:
+    from tests.cuda.recipes import run
+
+    resource.setrlimit(resource.RLIMIT_AS, (HOST_MEMORY, HOST_MEMORY))
+    try:
+        found = run(**case)
+    except BaseException:
+        found = {"error": traceback.format_exc()}
+    into.write_text(json.dumps(found))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]))

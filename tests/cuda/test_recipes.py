@@ -1,0 +1,121 @@
+"""The recipes for large models on the CUDA branch, at full size: first, middle and last ranks, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.cuda import fake_device
+
+ROOT = Path(__file__).parents[2]
+BUILD, STEP = ["build"], ["build", "log_probs", "update"]
+
+
+class Case(NamedTuple):
+    recipe: str
+    world: int
+    rank: int
+    stages: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.recipe.rpartition('/')[2]} rank {self.rank} of {self.world}"
+
+
+GRPO_8, GRPO_128 = "llama3_70b/grpo_8_nodes", "llama3_70b/grpo_128_nodes"
+PPO, EXPERTS = "llama3_70b/ppo_16_nodes", "qwen3_235b_a22b/grpo_64_nodes"
+CASES = [
+    Case(GRPO_8, 64, 0, ["build", "reference", "log_probs", "update", "reshard"]),
+    Case(GRPO_8, 64, 31, BUILD),
+    Case(GRPO_8, 64, 63, STEP),
+    Case(PPO, 128, 0, BUILD),
+    Case(PPO, 128, 63, BUILD),
+    Case(PPO, 128, 127, ["build", "log_probs", "critic"]),
+    Case(GRPO_128, 1024, 0, BUILD),
+    Case(GRPO_128, 1024, 511, STEP),
+    Case(GRPO_128, 1024, 1023, BUILD),
+    Case(EXPERTS, 512, 0, BUILD),
+    Case(EXPERTS, 512, 255, STEP),
+    Case(EXPERTS, 512, 511, BUILD),
+]
+
+# Where the host waits for the device in a step, why, and how often at most (of a stage with one micro-batch).
+ALLOWED = {
+    "megaverl/workers/offload.py:store: copy to the host, not waited for": (
+        "one for each storage that is offloaded",
+        999,
+    ),
+    "megaverl/workers/offload.py:store: stream.synchronize": ("the memory is given away next", 1),
+    "megaverl/workers/megatron_model.py:score: copy to the host": ("log-probs go into the batch, once for all", 1),
+    "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": ("the coordinator decides by the norm", 1),
+    "megaverl/weights/reshard.py:_agree: copy to the host": ("that all ranks have the same version", 1),
+    "megaverl/weights/reshard.py:_finish_transports: stream.synchronize": ("engines read the weights next", 1),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[Case, dict[str, Any]]]:
+    """What each case's rank has done."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++, for the fake device")
+    folder = tmp_path_factory.mktemp("cuda")
+    library = fake_device.build(folder)
+    cases = json.dumps([case._asdict() for case in CASES])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.cuda.rank", str(library), cases, str(folder)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    found = [folder / f"{number}.json" for number in range(len(CASES))]
+    assert all(path.exists() for path in found), ended.stdout + ended.stderr
+    yield {case: json.loads(path.read_text()) for case, path in zip(CASES, found, strict=True)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_rank_of_a_recipe_runs_with_tensors_of_the_device_alone(
+    case: Case, ranks: dict[Case, dict[str, Any]]
+) -> None:
+    found = ranks[case]
+    assert "error" not in found, found["error"]
+    built = found["build"]["says"]
+    assert built["devices"] == [f"cuda:{case.rank % 8}"]
+    assert "TELayerNormColumnParallelLinear" in built["layers"] and built["packs"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.stages != BUILD], ids=str)
+def test_the_host_waits_for_the_device_only_where_it_must(case: Case, ranks: dict[Case, dict[str, Any]]) -> None:
+    for stage, of_stage in ranks[case].items():
+        print(case, stage, of_stage["reads"])
+        for read, times in of_stage["reads"].items():
+            assert read in ALLOWED, f"{stage}: {read} ({times} times)"
+            assert times <= ALLOWED[read][1] * (2 if stage == "critic" else 1), f"{stage}: {read}: {times} times"
+
+
+def test_the_reshard_receives_what_the_rank_lacks_and_no_more(ranks: dict[Case, dict[str, Any]]) -> None:
+    [case] = [case for case in CASES if "reshard" in case.stages]
+    found = ranks[case]["reshard"]
+    config = json.loads((ROOT / "configs/llama3_70b/config.json").read_text())
+    held = 2 * (config["num_hidden_layers"] // 4) * layer_elements(config) // 8  # bfloat16, PP4, TP8
+    table = 2 * config["vocab_size"] * config["hidden_size"] // 8
+    assert found["says"]["local"] == pytest.approx(held + table, rel=1e-3)
+    lacked = 3 * held + table  # the other stages' layers, and the output layer
+    assert found["says"]["received"] == pytest.approx(lacked, rel=1e-3)
+    assert math.isclose(found["collectives"]["recv_ (device)"][1], lacked, rel_tol=1e-3)
+
+
+def layer_elements(config: dict[str, Any]) -> int:
+    hidden, head_dim = config["hidden_size"], config["hidden_size"] // config["num_attention_heads"]
+    attention = hidden * head_dim * 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
+    return attention + 3 * hidden * config["intermediate_size"]
