@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.held_rows import Readers
 from megaverl.distributed.collectives import on_first_rank
+from megaverl.distributed.worlds import of_default_group
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.monitoring.console import Console
@@ -144,3 +147,46 @@ class CountedBytes:
 
         with patch.object(dist, "all_gather", all_gather):
             yield
+
+
+def hold_and_give_back(count: int, group_size: int) -> dict[str, Any]:
+    """Take some samples of a batch that every rank has; what is made of them on one rank or on all."""
+    fabric = of_default_group(("actor",), timedelta(minutes=1))
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 5, (count,), generator=generator)
+    lengths[0] = 5
+    mask = torch.arange(5) < lengths.unsqueeze(1)
+    prompts, values = torch.arange(1, count + 1).unsqueeze(1), torch.rand(count, 5, generator=generator) * mask
+    batch = RolloutBatch(
+        {
+            "input_ids": prompts,
+            "prompt_lengths": torch.ones(count, dtype=torch.int64),
+            "generated_ids": (values * 100).long(),
+            "response_mask": mask,
+            "response_lengths": lengths,
+            "rollout_log_probs": values,
+            "group_ids": torch.arange(count) // group_size,
+        },
+        {"text": [f"sample {row}" for row in range(count)]},
+    )
+    size = len(fabric.world.ranks)
+    wanted = {rank: [row for row in range(count) if (row * 7) % (size + 1) == rank] for rank in range(size)}
+    mine = Readers(fabric, lambda _: wanted).of_whole(batch)
+    held = mine.held
+    assert held is not None and set(wanted[fabric.rank]) <= set(held.rows)
+    assert torch.equal(held.of_all(mine.response_lengths), lengths)
+    assert torch.equal(held.pick(lengths), mine.response_lengths)
+    assert int(held.all_reduce(mine.response_mask[held.own].sum())) == int(mask.sum())
+    # each rank has made the values of its own groups, and knows nothing of the others
+    known = torch.zeros_like(mine.rollout_log_probs)
+    known[held.own] = mine.rollout_log_probs[held.own]
+    one_more = torch.nn.functional.pad(known, (1, 0), value=0.0)
+    found = held.spread("values", {"same": known, "more": one_more, "one": known.sum(1)}, held.groups_by_rank)
+    assert torch.equal(found["same"], mine.rollout_log_probs)
+    assert torch.equal(found["more"][:, 1:], mine.rollout_log_probs)
+    assert torch.equal(found["one"], mine.rollout_log_probs.sum(1))
+    whole = held.whole_on(0, mine)
+    if fabric.rank == 0:
+        assert all(torch.equal(whole[name], batch[name]) for name in batch)
+        assert whole.columns == batch.columns
+    return {"held": len(mine), "groups": len(held.own)}

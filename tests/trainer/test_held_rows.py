@@ -44,3 +44,12 @@ def test_what_comes_to_a_rank_does_not_grow_with_their_number(launch: Launcher, 
     assert rows[4] == pytest.approx(rows[2], rel=0.3)
     for n, of_all in found.items():
         assert of_all[0]["numbers"] / (2 * 32 * n) < NUMBERS
+
+
+@pytest.mark.parametrize(("count", "group_size"), [(12, 4), (4, 4), (7, 1)])
+def test_samples_and_what_is_made_of_them_come_where_they_are_read(
+    launch: Launcher, count: int, group_size: int
+) -> None:
+    found = launch.world(2, "tests.trainer.ranks:hold_and_give_back", count=count, group_size=group_size)
+    assert sum(rank["groups"] for rank in found) == count
+    assert min(rank["held"] for rank in found) < count
