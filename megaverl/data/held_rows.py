@@ -66,8 +66,8 @@ class HeldRows:
         return values[torch.tensor(self.rows, dtype=torch.int64)]
 
     def of_all(self, values: Tensor) -> Tensor:
-        """[n, ...] of this rank's samples -> [B, ...] of all, on every rank; for a few numbers a sample."""
-        return gather_host_rows(values[self.own].cpu(), default_group()).to(values.device)
+        """[n, ...] of this rank's samples -> [B, ...] of all, on every host; for a few numbers a sample."""
+        return gather_host_rows(values[self.own], default_group())
 
     def all_reduce(self, values: Tensor) -> Tensor:
         """The sum over all ranks, on each of them."""

@@ -17,6 +17,7 @@ from megaverl.checkpoint.store import CheckpointStore
 from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import Readers
+from megaverl.distributed import collectives
 from megaverl.distributed.collectives import on_first_rank
 from megaverl.distributed.worlds import of_default_group
 from megaverl.errors import MegaverlError
@@ -131,21 +132,22 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
 
 
 class CountedBytes:
-    """Bytes of the numbers that this rank hears of all samples: what `gather_rows` brings."""
+    """Bytes of the numbers that this rank hears of all samples: what `gather_host_rows` brings."""
 
     def __init__(self) -> None:
         self.numbers = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        gather = dist.all_gather
+        conclude = collectives.conclude
 
-        def all_gather(found: Any, mine: torch.Tensor, *args: Any, **given: Any) -> Any:
-            if sys._getframe(2).f_code.co_name == "gather_rows":  # its own caller; JSON is gathered for other ends
-                self.numbers += sum(each.numel() for each in found) * mine.element_size()
-            return gather(found, mine, *args, **given)
+        def counted(*args: Any) -> bytes:
+            found = conclude(*args)
+            if sys._getframe(1).f_code.co_name == "gather_host_rows":
+                self.numbers += len(found)
+            return found
 
-        with patch.object(dist, "all_gather", all_gather):
+        with patch.object(collectives, "conclude", counted):
             yield
 
 
