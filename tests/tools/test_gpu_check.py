@@ -1,0 +1,36 @@
+"""The checks of a first hour on GPUs: what of them a CPU can do, in the processes that a GPU's machine would start."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools import gpu_check
+from tools.gpu_check_parts import CHECKS
+
+
+def test_what_a_cpu_can_show(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes of their own for each; one that breaks hides no other; what needs a GPU says so; a table, and JSON."""
+    monkeypatch.setitem(CHECKS, "broken", replace(CHECKS["collectives"], world="one"))  # unknown to its process
+    report = tmp_path / "report.json"
+    names = ["broken", "packing", "graphs"]
+    assert gpu_check.main(["--device", "cpu", "--only", *names, "--json", str(report)]) == 1
+    found = json.loads(report.read_text())
+    checks = found["sections"]["checks"]
+    assert [(each["name"], each["status"]) for each in checks] == list(zip(names, ["fail", "ok", "note"], strict=True))
+    assert "KeyError: 'broken'" in checks[0]["found"] and "largest difference" in checks[1]["found"]
+    assert checks[2]["found"] == "not checked: it needs a GPU"
+    assert not found["healthy"] and found["gpus"] == 0 and found["versions"]["torch"]
+    assert "FAIL  broken" in capsys.readouterr().out
+
+
+def test_what_cannot_be_checked_says_why() -> None:
+    assert CHECKS["sleep"].why_not("cpu", 0) == "it needs a GPU"
+    assert CHECKS["ipc"].why_not("cuda", 1) == "it needs two GPUs"
+    assert CHECKS["point_to_point"].ranks("cuda", 8) == 8 and CHECKS["engine"].ranks("cuda", 8) == 1
+    assert gpu_check.main([]) == 2, "no GPU here"
