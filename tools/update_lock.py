@@ -170,8 +170,8 @@ def resolve_for(target: Target, roots: Iterable[str], constraints: dict[str, str
         if subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode != 0:
             raise SystemExit("uv found no versions that fit together (see above); try --upgrade")
         packages = tomllib.loads(found.read_text(encoding="utf-8"))["packages"]
-    pins = {str(canonicalize_name(package["name"])): package["version"] for package in packages}
-    return pins, {canonicalize_name(package["name"]) for package in packages if not package.get("wheels")}
+    pins = {str(canonicalize_name(package["name"])): str(package["version"]) for package in packages}
+    return pins, {str(canonicalize_name(package["name"])) for package in packages if not package.get("wheels")}
 
 
 def reached(roots: Iterable[str], metadata: dict[str, dict[str, Any]]) -> dict[str, str]:

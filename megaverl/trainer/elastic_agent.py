@@ -1,5 +1,6 @@
 """torchrun, but SIGTERM and SIGUSR1 go on to the ranks, the exit code is that of the ranks, they end with the agent
-whatever ends it, and the job's store listens where the other nodes look for it, and nowhere else.
+whatever ends it, `--max-restarts` leaves alone what a restart cannot mend, and the job's store listens where the other
+nodes look for it, and nowhere else.
 
     # torchrun's arguments
     python -m megaverl.trainer.elastic_agent --nnodes 2 --node-rank 0 ... -m megaverl.cli.main train ...
@@ -19,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -30,6 +32,9 @@ MASTER_PORT = 29500  # torchrun's, where none is given
 C10D_PORT = 29400  # torch's, of an endpoint without one
 JOIN_SECONDS = 600.0  # that the agents of all nodes are waited for
 MOST_THREADS = 8  # of a rank with a GPU: what it does on the processor (packing, checkpoints) gains nothing from more
+# Exit codes of a rank after which the ranks are not started again: a run that saved because it must leave, and a
+# mistake in the configuration, which would be the same again.
+STAYS_DOWN = (SAVED_AND_LEFT, MISTAKE)
 ENDS_RANKS = "SIGINT,SIGHUP,SIGQUIT"  # what torch's agent still takes as a reason to end its ranks
 
 
@@ -53,6 +58,7 @@ def main(argv: Sequence[str] | None = None, log_hint: str = "") -> int:
     nproc = determine_local_world_size(arguments.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc, len(os.sched_getaffinity(0)), count_gpus())))
     _silence_torchs_agent()
+    _restart_only_what_failed()
     with _passing_on_signals():
         try:
             met = _meet(arguments)  # the job's store lives as long as this does
@@ -102,6 +108,22 @@ def _meet(arguments: argparse.Namespace) -> object:
         return None
     patience = float(settings.get("timeout", JOIN_SECONDS))
     return meet(host, int(port), arguments.node_rank, int(arguments.nnodes), patience)
+
+
+def _restart_only_what_failed() -> None:
+    """`--max-restarts` counts for failures alone. torch's `launch_agent` makes its agent of the class that its module
+    names (torch 2.13, torch/distributed/launcher/api.py), and has no argument for another."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.launcher import api
+
+    class Agent(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            result = super()._monitor_workers(worker_group)
+            if any(failure.exitcode in STAYS_DOWN for failure in result.failures.values()):
+                self._remaining_restarts = 0
+            return result
+
+    api.LocalElasticAgent = Agent  # type: ignore[misc]
 
 
 def _silence_torchs_agent() -> None:

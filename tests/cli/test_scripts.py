@@ -23,6 +23,7 @@ ENVIRONMENT = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "MEGAVERL_PYTHON": sys.executable,
 }
+FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
 DRY = ["--dry-run", "--no-file-checks", "model.path=m", "data.train=t.jsonl", "reward=gsm8k"]
 
 
@@ -77,6 +78,24 @@ def test_what_several_nodes_must_be_told(missing, tmp_path):
     )
     assert done.returncode == 2
     assert f"set {missing}." in done.stderr
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "ft_launcher"])
+def test_nodes_that_come_and_go(launcher, tmp_path):
+    """NNODES=MIN:MAX needs no number of the node: the rendezvous counts."""
+    given = {"NNODES": "2:3", "MASTER_ADDR": "host0", "MAX_RESTARTS": "4", "JOB_ID": "17", "LAUNCHER": launcher}
+    environment = {**ENVIRONMENT, **slurm_shims.write(tmp_path), **given, "SLURMD_NODENAME": "node"}
+    command = [LAUNCH / "train_multi_node.sh", "--config", "run.yaml"]
+    assert subprocess.run(command, cwd=tmp_path, env=environment).returncode == 0
+    module = {"torchrun": "megaverl.trainer.elastic_agent"}.get(launcher, FT_LAUNCHER)
+    own = "" if launcher == "torchrun" else "--ft-log-level INFO "
+    assert " ".join(nodes_of(tmp_path)["node"]) == (
+        f"-m {module} --nnodes 2:3 --nproc-per-node 8 --max-restarts 4 --rdzv-backend c10d "
+        f"--rdzv-endpoint host0:29500 --rdzv-id 17 --rdzv-conf join_timeout=600 {own}"
+        "-m megaverl.cli.main train --config run.yaml"
+    )
+    wrong = subprocess.run(command, env={**environment, "LAUNCHER": "mpirun"}, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "it is torchrun or ft_launcher" in wrong.stderr
 
 
 def slurm(tmp_path, *arguments, **environment):

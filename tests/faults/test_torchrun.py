@@ -1,4 +1,5 @@
-"""`torchrun --max-restarts` starts the ranks again, and they go on by themselves."""
+"""`--max-restarts` of torchrun and of nvidia-resiliency-ext's ft_launcher: the ranks are started again, and go on by
+themselves; and what our agent of torchrun does not start again."""
 
 from __future__ import annotations
 
@@ -6,22 +7,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megaverl.errors import FAILED, SAVED_AND_LEFT
 from megaverl.processes import ending_with_parent
 from tests.faults.injector import Fault
 from tests.faults.runs import Remains, arguments, differences, remains
 from tests.launcher import free_port
 from tests.trainer.conftest import ROOT, environment
 
+TORCHRUN = "torch.distributed.run"
+FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
+# A rank that notes which start of it this is, and ends as it is told to.
+RANK = """
+import os, sys
+with open(sys.argv[1] + "/started", "a") as file:
+    file.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + " ")
+sys.exit(int(sys.argv[2]))
+"""
 
-def test_a_restart_by_torchrun(inputs: Path, expected: Remains, tmp_path: Path) -> None:
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, FT_LAUNCHER])
+def test_a_restart_in_the_job(launcher: str, inputs: Path, expected: Remains, tmp_path: Path) -> None:
     """`resume=never` is what the run was started with; its own checkpoints come before that when it is restarted."""
+    pytest.importorskip(launcher.split(".")[0], reason="pip install 'megaverl[resiliency]'")
     fault = Fault("kill", 1, "critic_update", 3, mark=str(tmp_path / "struck"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
+    agent = [sys.executable, "-m", launcher, "--nproc-per-node=2", "--max-restarts=1"]
+    if launcher == FT_LAUNCHER:
+        agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--ft-log-level=INFO"]
+    else:
+        agent.append(f"--master-port={free_port()}")
     done = subprocess.run(
-        ending_with_parent(
-            [*torchrun, f"--master-port={free_port()}", "-m", "tests.faults.rank"]
-            + arguments(inputs, tmp_path, "--resume", "never")
-        ),
+        ending_with_parent([*agent, "-m", "tests.faults.rank", *arguments(inputs, tmp_path, "--resume", "never")]),
         capture_output=True,
         text=True,
         timeout=200,
@@ -33,3 +50,21 @@ def test_a_restart_by_torchrun(inputs: Path, expected: Remains, tmp_path: Path) 
     assert (tmp_path / "struck").exists()
     assert "resumed from" in done.stdout and "of 4 steps are done" in done.stdout
     assert differences(remains(tmp_path / "run"), expected) == []
+
+
+@pytest.mark.parametrize(("code", "turns"), [(SAVED_AND_LEFT, 1), (FAILED, 2)])
+def test_only_failures_are_restarted(code: int, turns: int, tmp_path: Path) -> None:
+    """A run that saved because it must leave is not started again."""
+    (tmp_path / "rank.py").write_text(RANK)
+    agent = [sys.executable, "-m", "megaverl.trainer.elastic_agent", "--standalone", "--max-restarts=1"]
+    done = subprocess.run(
+        ending_with_parent([*agent, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path), str(code)]),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert (tmp_path / "started").read_text().split() == [str(turn) for turn in range(turns)]
