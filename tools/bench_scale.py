@@ -39,6 +39,7 @@ from megaverl.dataflow.tensor_channel import Reads
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.ragged import RaggedBatch, merge
 from megaverl.distributed.worlds import of_default_group
+from megaverl.models.packing import pack
 from megaverl.rollout.engine import Generation
 from megaverl.trainer.sample_routing import SampleRouting
 from megaverl.workers.advantage_computer import AdvantageComputer
@@ -171,7 +172,7 @@ def roles_of(size: int) -> tuple[Any, Any]:
     """(roles, model): what plans ask of an actor and a reference at TP8, and of the rewards."""
     shape = GridShape(tp=TP, dp=size // TP)
     grid = SimpleNamespace(shape=shape, coords=shape.coords(dist.get_rank()))
-    model: Any = SimpleNamespace(role="actor", grid=grid, packs=True, config=SimpleNamespace(sequence_parallel=True))
+    model: Any = SimpleNamespace(role="actor", grid=grid, pack=pack, config=SimpleNamespace(sequence_parallel=True))
     actor: Any = ModelWorker(model, micro_batch_tokens=16384)
     actor.trainable = SimpleNamespace(model=model, part=(0, 1), gradient_accumulation=1)
     actor.algorithm, actor.seed, actor.is_on_policy = CONFIG.algorithm, 0, False

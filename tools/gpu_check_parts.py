@@ -176,7 +176,7 @@ def packing(folder: Path) -> Outcome:
     from megaverl.workers.policy import Policy
 
     packed, _ = load_model(folder)
-    if not packed.packs:
+    if packed.pack is None:
         return Outcome(True, "not checked: this build of the model does not pack (padded rows are used)", "equal")
     padded, _ = load_model(folder, pack_samples=False)
     batch = responses_batch([[int(i) % 900 for i in range(10 * n, 10 * n + 3 * n + 2)] for n in range(8)])

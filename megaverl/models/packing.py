@@ -327,6 +327,8 @@ class Predicting(NamedTuple):
 class MicroBatch:
     """Samples that go through the model together, prompt and response joined: a row each, or packed into one row.
 
+    It is made on the host, with all that its shapes follow from: asking a device for them would mean waiting for it.
+
     Attributes:
         samples: [n] int64, the samples' places in the whole batch.
         tokens: [n, s] int64, right-padded: padding on the right needs no mask, as causal attention never sees it; or
@@ -335,6 +337,8 @@ class MicroBatch:
         fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
         packing: where the samples are in a packed row; None: they have rows of their own.
         taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
+        num_response_columns: r, the longest response here; follows from the lengths.
+        predicting: where each response token's predecessor is, whose output predicts that token; likewise.
     """
 
     samples: torch.Tensor
@@ -344,19 +348,20 @@ class MicroBatch:
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
     packing: Packing | None = None
     taught: torch.Tensor | None = None
+    num_response_columns: int = -1
+    predicting: Predicting = None  # type: ignore[assignment]  # `__post_init__` has it
 
-    @property
-    def num_response_columns(self) -> int:
-        """r: the longest response here."""
-        return int(self.response_lengths.max()) if self.samples.numel() else 0
+    def __post_init__(self) -> None:
+        if self.num_response_columns < 0:
+            self.num_response_columns = int(self.response_lengths.max()) if self.samples.numel() else 0
+            self.predicting = self._predicting()
 
     @property
     def response_mask(self) -> torch.Tensor:
         """[n, r] bool: where a response token is."""
         return torch.arange(self.num_response_columns, device=self.tokens.device) < self.response_lengths[:, None]
 
-    def predicting(self) -> Predicting:
-        """Where each response token's predecessor is, whose output predicts that token."""
+    def _predicting(self) -> Predicting:
         sample, column = self.response_mask.nonzero(as_tuple=True)
         if self.packing is not None:
             return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
@@ -380,8 +385,12 @@ class MicroBatch:
         if self.tokens.device == device:
             return self
         moved = {name: tensor.to(device) for name, tensor in self.fields.items()}
-        held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "fields"}
-        return replace(self, fields=moved, **{name: x.to(device) for name, x in held.items() if x is not None})
+        predicting = Predicting(*(tensor.to(device) for tensor in self.predicting))
+        held = {each.name: getattr(self, each.name) for each in fields(self)}
+        tensors: dict[str, Any] = {
+            name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor | Packing)
+        }
+        return replace(self, fields=moved, predicting=predicting, **tensors)
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:

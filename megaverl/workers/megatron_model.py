@@ -379,7 +379,7 @@ class MegatronModel:
 
     def _given(self, output: torch.Tensor, batch: MicroBatch, temperature: float) -> dict[str, Any]:
         """What the response tokens are, where they are predicted, and how they were drawn."""
-        sample, row, position = batch.predicting()
+        sample, row, position = batch.predicting
         return {
             "targets": batch.tokens[row, position + 1],
             "index": row * output.shape[1] + position,
@@ -398,7 +398,7 @@ class MegatronModel:
     def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
         """Those that the response tokens were drawn from, as this model has them: logits, or with `chunked_logits`
         hidden states and the output layer's weight."""
-        _, row, position = batch.predicting()
+        _, row, position = batch.predicting
         weight = None if self._head is None else self._head.weight
         return Distributions(output, row * output.shape[1] + position, weight)
 
@@ -409,7 +409,7 @@ class MegatronModel:
         of the forward pass that gave the `output`.
         """
         output = output if self._values_beside is None else self._values_beside.take()
-        sample, row, position = batch.predicting()
+        sample, row, position = batch.predicting
         heads = batch.fields.get("heads")
         head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
         after = batch.at_the_end(output).float().gather(1, head.unsqueeze(1))[:, 0]

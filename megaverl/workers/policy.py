@@ -368,7 +368,7 @@ class Teacher:
         """The same micro-batches, with what this model thinks at each response token; every rank takes part."""
 
         def take(hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-            _, row, position = batch.predicting()
+            _, row, position = batch.predicting
             return hidden[row, position]
 
         taught = self.model.outputs(micro_batches, take)

@@ -13,6 +13,7 @@ import os
 import resource
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +45,10 @@ def _same_on_all_ranks() -> None:
 
     from megaverl.distributed import collectives
 
-    def raise_together(error: Exception | None, group: object = None) -> None:
-        if error is not None:
-            raise error
+    def conclude(value: bytes, answer: Callable[[list[bytes]], bytes], group: dist.ProcessGroup | None = None) -> bytes:
+        return answer([value] * dist.get_world_size(group))
 
-    collectives.raise_together = raise_together
-    collectives.gather_json = lambda value, group=None: [value] * dist.get_world_size(group)
+    collectives.conclude = conclude
     collectives.broadcast_json = lambda value, source, group=None: value
     collectives.on_rank = lambda function, rank, group=None: function()
 

@@ -81,7 +81,7 @@ class RecipeRank:
         return {
             "parameters": sum(parameter.numel() for parameter in model.parameters.values()),
             "layers": sorted({type(module).__name__ for module in model.chunks[0].modules()}),
-            "packs": model.packs,
+            "packs": model.pack is not None,
             "devices": sorted({str(parameter.device) for parameter in model.parameters.values()}),
         }
 
