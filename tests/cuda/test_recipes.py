@@ -46,17 +46,19 @@ CASES = [
     Case(EXPERTS, 512, 511, BUILD),
 ]
 
-# Where the host waits for the device in a step, why, and how often at most (of a stage with one micro-batch).
+DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize"
+# Where the host waits for the device in a step, and how often at most (of a stage with one micro-batch, or two on a
+# middle rank; 12 layers with experts, computed twice in an update). docs/gpu.md says why.
 ALLOWED = {
-    "megaverl/workers/offload.py:store: copy to the host, not waited for": (
-        "one for each storage that is offloaded",
-        999,
-    ),
-    "megaverl/workers/offload.py:store: stream.synchronize": ("the memory is given away next", 1),
-    "megaverl/workers/megatron_model.py:score: copy to the host": ("log-probs go into the batch, once for all", 1),
-    "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": ("the coordinator decides by the norm", 1),
-    "megaverl/weights/reshard.py:_agree: copy to the host": ("that all ranks have the same version", 1),
-    "megaverl/weights/reshard.py:_finish_transports: stream.synchronize": ("engines read the weights next", 1),
+    "megaverl/workers/offload.py:store: copy to the host, not waited for": 200,
+    "megaverl/workers/offload.py:store: stream.synchronize": 1,
+    "megaverl/workers/megatron_model.py:score: copy to the host": 1,
+    "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
+    "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": 1,
+    f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
+    f"{DISPATCHER}: event.synchronize": 12 * 2,
+    "megaverl/weights/reshard.py:_agree: copy to the host": 1,
+    "megaverl/weights/reshard.py:_finish_transports: stream.synchronize": 1,
 }
 
 
@@ -97,7 +99,7 @@ def test_the_host_waits_for_the_device_only_where_it_must(case: Case, ranks: dic
         print(case, stage, of_stage["reads"])
         for read, times in of_stage["reads"].items():
             assert read in ALLOWED, f"{stage}: {read} ({times} times)"
-            assert times <= ALLOWED[read][1] * (2 if stage == "critic" else 1), f"{stage}: {read}: {times} times"
+            assert times <= ALLOWED[read] * (2 if stage == "critic" else 1), f"{stage}: {read}: {times} times"
 
 
 def test_the_reshard_receives_what_the_rank_lacks_and_no_more(ranks: dict[str, dict[str, Any]]) -> None:
