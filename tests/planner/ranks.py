@@ -63,12 +63,17 @@ def trained(
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.nbytes for buffer in buffers),
         "optimizer": sum(map(optimizer_bytes, parts(trainable.optimizer))),
-        **saved_bytes(trainable),
+        **(saved_bytes(trainable) if lora is None else {}),
     }
 
 
 def saved_bytes(trainable: TrainableModel) -> dict[str, int]:
-    """What this rank writes of a checkpoint."""
+    """What this rank writes of a checkpoint.
+
+    Nothing where it holds padding alone: without Transformer Engine, megatron-core (0.16) then lacks a step to store.
+    """
+    if not all(single.optimizer.state for single in parts(trainable.optimizer)):
+        return {}
     state, found = sharded_state({"actor": trainable}), {"saved_weights": 0, "saved_optimizer": 0}
     for each in nested_values(state):
         if isinstance(each, ShardedTensor) and is_main_replica(each.replica_id):
