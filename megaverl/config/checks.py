@@ -15,6 +15,7 @@ from megaverl.config.grids import REINFORCING, grid_mistakes
 from megaverl.config.rollout_checks import (
     environment_mistakes,
     length_mistakes,
+    quantisation_mistakes,
     sampling_mistakes,
     stored_rollout_mistakes,
     temperature_mistakes,
@@ -22,6 +23,7 @@ from megaverl.config.rollout_checks import (
 from megaverl.config.run import is_hub_name
 from megaverl.config.schema import Config
 from megaverl.config.training_checks import (
+    fp8_mistakes,
     mix_mistakes,
     optimizer_mistakes,
     preference_mistakes,
@@ -42,7 +44,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     if not config.model.path:
         mistakes = [ConfigIssue("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
     mistakes += _needed(config, command)
-    mistakes += length_mistakes(config, command, spec)
+    mistakes += [*length_mistakes(config, command, spec), *fp8_mistakes(config, command)]
     mistakes += [*grid_mistakes(config, command, spec, world_size), *reward_model_mistakes(config, command)]
     if command in REINFORCING:
         mistakes += [*environment_mistakes(config), *algorithm_mistakes(config), *mix_mistakes(config)]
@@ -52,6 +54,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
             *stored_rollout_mistakes(config),
             *temperature_mistakes(config),
             *sampling_mistakes(config),
+            *quantisation_mistakes(config),
         ]
     if command in ("dpo", "reward"):
         mistakes += preference_mistakes(config, command, check_paths)

@@ -18,6 +18,11 @@ _DTYPE = "Use model.dtype."
 _HOOK = "The training step installs its own."
 _NO_TEXT = "megaverl hands vLLM token ids and takes token ids back."
 
+_HALF = (
+    "Parameters stay in model.dtype, which layouts, checkpoints and the engines know; {role}.megatron.fp8 computes in "
+    "8 bits with them."
+)
+
 MEGATRON: dict[str, str] = {
     "tensor_model_parallel_size": "Use {role}.tp.",
     "pipeline_model_parallel_size": "Use {role}.pp.",
@@ -44,6 +49,7 @@ MEGATRON: dict[str, str] = {
         _FROM_MODEL,
     ),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _DTYPE),
+    "fp8_param": _HALF,
     "calculate_per_token_loss": "Losses cover the global batch; see algorithm.loss_aggregation.",
     "variable_seq_lengths": "Micro-batches are cut to their longest sample; see {role}.micro_batch_tokens.",
     "transformer_impl": "Transformer Engine is used where it is installed and a GPU is there.",
@@ -53,7 +59,11 @@ MEGATRON: dict[str, str] = {
     ),
 }
 
-OPTIMIZER: dict[str, str] = {**dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE), "timers": _HOOK}
+OPTIMIZER: dict[str, str] = {
+    **dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE),
+    **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
+    "timers": _HOOK,
+}
 
 SCHEDULER: dict[str, str] = {
     "optimizer": "It is the role's own optimizer.",
@@ -64,6 +74,7 @@ SCHEDULER: dict[str, str] = {
 }
 
 DDP: dict[str, str] = {
+    **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
     "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_custom_fsdp"), "megaverl reshards from Megatron's own layout, not from FSDP's."
@@ -99,7 +110,7 @@ SAMPLING: dict[str, str] = {
 }
 
 _ONE_ENGINE = "Replicas come from the world's size and rollout.tp."
-_IN_PLACE = "Weights are updated in place, in the model's own dtype."
+_IN_PLACE = "Weights are updated in place, adapters merged into them."
 
 VLLM: dict[str, str] = {
     "model": "Use model.path.",
@@ -113,7 +124,8 @@ VLLM: dict[str, str] = {
     "max_model_len": "It is data.max_prompt_tokens + rollout.sampling.max_tokens.",
     "logprobs_mode": "It is processed_logprobs: after temperature, as the loss sees them.",
     "enable_sleep_mode": "Use rollout.sleep.",
-    **dict.fromkeys(("quantization", "quantization_config", "enable_lora"), _IN_PLACE),
+    "enable_lora": _IN_PLACE,
+    "quantization_config": "Use rollout.vllm.quantization: fp8_per_block or fp8_per_tensor.",
     **dict.fromkeys(
         (
             "pipeline_parallel_size",

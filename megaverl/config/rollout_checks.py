@@ -15,6 +15,7 @@ from megaverl.config.yaml_source import MISSING
 from megaverl.errors import ConfigError, ModelError
 from megaverl.rollout.environments import agents_of, check_options, environment_names
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.quantised import QUANTIZATIONS
 
 _KEY = "rollout.sampling_rules"
 PROMPT, RESPONSE = "data.max_prompt_tokens", "rollout.sampling.max_tokens"
@@ -97,6 +98,27 @@ def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:
             "rollout.sampling.temperature",
             f"found {found(temperature)}; expected above 0, since the loss divides logits by it. "
             "For greedy validation use trainer.validation_sampling.temperature=0.",
+        )
+
+
+def quantisation_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Of engines whose weights are quantised as they arrive."""
+    key, method = "rollout.vllm.quantization", config.rollout.vllm.get("quantization")
+    if method is None:
+        return
+    if not isinstance(method, str) or method not in QUANTIZATIONS:
+        hint = did_you_mean(method, QUANTIZATIONS) if isinstance(method, str) else ""
+        text = f"found {found(method)}; weights that come from an actor can be {listed(QUANTIZATIONS)}.{hint}"
+        yield ConfigIssue(key, text)
+    if config.model.dtype == "float32":
+        text = f"found {found(method)}, and vLLM quantises engines of 16 bits only. Set model.dtype=bfloat16."
+        yield ConfigIssue(key, text, involves=("model.dtype",))
+    if config.reshard.overlap:
+        yield ConfigIssue(
+            key,
+            f"found {found(method)}, but reshard.overlap gathers a second set of floating-point weights. Leave one of "
+            "the two out.",
+            involves=("reshard.overlap",),
         )
 
 

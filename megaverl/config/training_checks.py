@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
+from megaverl.config.grids import used_roles
 from megaverl.config.option_checks import is_number, loss_mistakes, named_function, option_mistakes
 from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
 from megaverl.config.run import MixConfig, PreferenceConfig, SFTConfig
@@ -74,6 +75,23 @@ def optimizer_mistakes(config: Config) -> Iterator[ConfigIssue]:
                     involves=(f"{role}.optimizer.{name}",),
                 )
         yield from scheduler_mistakes(role, section, config.total_updates)
+
+
+def fp8_mistakes(config: Config, command: str) -> Iterator[ConfigIssue]:
+    """Of Megatron models that compute in 8 bits (`megatron.fp8`)."""
+    for role in used_roles(config, command):
+        megatron = getattr(config, role).megatron
+        if megatron.get("fp8") is None or (role != "actor" and megatron == config.actor.megatron):
+            continue  # an inherited mistake is the actor's
+        if config.model.dtype in ("float32", "float16"):
+            text = f"found {found(megatron['fp8'])}; weights that are quantised for products are bfloat16. Set that."
+            yield ConfigIssue(f"{role}.megatron.fp8", text, involves=("model.dtype",))
+        if megatron.get("fp8_recipe") == "delayed":
+            yield ConfigIssue(
+                f"{role}.megatron.fp8_recipe",
+                "found 'delayed', whose scales come from the steps before: scoring would depend on them, and a "
+                "checkpoint does not hold them. Use tensorwise (the default here), blockwise or mxfp8.",
+            )
 
 
 def warmup_mistakes(name: str, section: SFTConfig | PreferenceConfig) -> Iterator[ConfigIssue]:

@@ -140,6 +140,9 @@ def transformer_config(
     if spec.moe is not None:
         _check_expert_options(options, shape)
     _check_attention_backend(options.get("attention_backend", AttnBackend.auto))
+    if options.get("fp8"):
+        options.setdefault("fp8_recipe", "tensorwise")
+        _check_fp8()
     try:
         return config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
@@ -155,6 +158,27 @@ def _check_attention_backend(backend: AttnBackend) -> None:
         reason = flash_attention.why_not()
     if reason:
         raise ModelError(f"megatron.attention_backend={backend.name}: {reason}. Leave it at auto.")
+
+
+def _check_fp8() -> None:
+    """Refuse to compute in 8 bits where no layer can."""
+    if not uses_transformer_engine():
+        raise ModelError(
+            "megatron.fp8: products in 8 bits come with Transformer Engine, which needs a GPU and is not here. Leave "
+            "it out on this machine."
+        )
+
+
+def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
+    """What rows of tokens are filled up to a multiple of, so that every rank's part is as long as its kernels want.
+
+    Products in 8 bits take rows of 16 tokens, of 32 under the recipe mxfp8 (megatron-core 0.16 to 0.19,
+    `fp8_utils.py`, `get_fp8_align_size`), before and after a sequence is cut over ranks.
+    """
+    cut = shape.tp if config.sequence_parallel else 1
+    if not config.fp8:
+        return cut
+    return cut * shape.cp * (32 if config.fp8_recipe == "mxfp8" else 16)
 
 
 def recompute_options(kind: str, spec: ModelSpec) -> dict[str, Any]:

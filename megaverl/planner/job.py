@@ -203,7 +203,7 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
         roles.append(_role("reference", config.reference, spec, placement))
     roles += _reward_models(config, spec, placement)
     expert_parallel = spec.moe is not None and bool(config.rollout.vllm.get("enable_expert_parallel", False))
-    layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel)
+    layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel, config.rollout.vllm.get("quantization"))
     rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
     return PlannedJob(config, spec, machine, world, tuple(roles), rollout, placement)
 
@@ -280,8 +280,10 @@ def _model_layouts(
 
 
 @lru_cache(maxsize=16)
-def _engine_layouts(spec: ModelSpec, tp: int, expert_parallel: bool) -> Callable[[int], Layout]:
-    return vllm_layouts(weights_of(spec), spec, tp, expert_parallel=expert_parallel)
+def _engine_layouts(
+    spec: ModelSpec, tp: int, expert_parallel: bool, quantization: str | None
+) -> Callable[[int], Layout]:
+    return vllm_layouts(weights_of(spec), spec, tp, expert_parallel=expert_parallel, quantization=quantization)
 
 
 GB = 1e9

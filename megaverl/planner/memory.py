@@ -21,9 +21,9 @@ from megaverl.planner.buffers import BufferOptions, Parameter, TrainedBytes, ada
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.stages import padded_vocab_size
 from megaverl.planner.traffic import aliased_elements
-from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.quantised import held_bytes, matrices
 
 MB = 2**20  # of `reshard.bucket_mb`
 
@@ -111,7 +111,9 @@ class MemoryModel:
                 "workspace": engine.workspace,
             }
         moves = job.world > 1 and (generates or rank in job.placement.islands[0])
-        buckets = 2 * job.config.reshard.bucket_mb * MB if moves else 0
+        buckets = float(2 * job.config.reshard.bucket_mb * MB) if moves else 0.0
+        if generates:
+            buckets += self._landing_bytes()
         if moves or job.world == 1:
             parts["reshard"] = {"buckets": buckets}
         if job.config.actor.offload.parameters and rank in job.actor.ranks:
@@ -195,6 +197,12 @@ class MemoryModel:
         """What training adds to a role on this rank."""
         coords = role.grid.coords(role.place(rank) or 0)
         return self._trained(role.name, coords.pp, coords.cp + role.grid.cp * coords.dp, coords.edp)
+
+    def _landing_bytes(self) -> float:
+        """Of the buffer in which matrices land before they are quantised: a bucket, or the largest if that is more."""
+        job = self.job
+        sizes = [numel * job.itemsize for numel in matrices(job.rollout.layout_of(0)).values()]
+        return max(min(job.config.reshard.bucket_mb * MB, sum(sizes)), *sizes) if sizes else 0.0
 
     def _aliased_on(self, rank: int) -> int:
         job = self.job
@@ -376,7 +384,7 @@ def engine_bytes(
         memory: of the GPU, bytes.
         sequences, longest: responses per engine and step, and the context they may need.
     """
-    weights = sum(whole(shape).numel for shape in layout.local_shapes.values()) * itemsize
+    weights = held_bytes(layout, itemsize)
     budget = memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
     cache_itemsize = 1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
     workspace = _workspace(spec, tp, fields, itemsize)

@@ -128,7 +128,7 @@ def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = fro
     """
     total = 0
     for local, pieces in _by_local(dest).items():
-        if any(piece.tensor in adapted or ".lora_" in piece.tensor for piece in pieces):
+        if local in dest.quantised or any(p.tensor in adapted or ".lora_" in p.tensor for p in pieces):
             continue
         numel = sum(piece.box.numel for piece in pieces)
         if numel and _is_run_of_rows(source, dest.local_shapes[local], pieces, numel):

@@ -80,9 +80,12 @@ def _keep_experts_beside_packed() -> None:
 
 @contextmanager
 def weights_to_come() -> Iterator[None]:
-    """An engine made inside gets its weights from a reshard: spare it noise in their place, and packing that."""
+    """An engine made inside gets its weights from a reshard: spare it noise in their place, and packing that.
+
+    What it quantises as it loads has no place before: it is loaded with noise.
+    """
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader, get_layerwise_info
 
     noise, pack = DummyModelLoader.load_weights, utils.dispatch_cpu_unquantized_gemm
 
@@ -92,7 +95,12 @@ def weights_to_come() -> Iterator[None]:
         else:
             layer.cpu_linear = torch.nn.functional.linear  # type: ignore[assignment]
 
-    DummyModelLoader.load_weights = lambda self, model, model_config: None
+    def load_quantised(self: Any, model: torch.nn.Module, model_config: Any) -> None:
+        for layer in model.modules():
+            if (info := get_layerwise_info(layer)).can_load():
+                self._process_online_quant_layer(layer, info)
+
+    DummyModelLoader.load_weights = load_quantised
     utils.dispatch_cpu_unquantized_gemm = pack_later
     try:
         yield
@@ -109,6 +117,39 @@ def repack_weights(model: torch.nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
         if repack := getattr(layer, REPACK, None):
             repack()
+
+
+@_adapts("quantised products by definition")
+def _multiply_quantised_by_definition() -> None:
+    """vLLM's CPU build multiplies 8-bit weights with AMX alone, from packed copies in their places, and lacks the
+    operator that quantises a matrix."""
+    from vllm import _custom_ops
+    from vllm.model_executor.kernels import linear
+    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.platforms import PlatformEnum
+
+    class ReferenceBlockKernel(Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
+        """Both factors are quantised as on a GPU, and multiplied in float32."""
+
+        @classmethod
+        def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, None]:
+            return True, None
+
+        def apply_block_scaled_mm(
+            self, A: torch.Tensor, B: torch.Tensor, As: torch.Tensor, Bs: torch.Tensor
+        ) -> torch.Tensor:
+            down, across = self.weight_group_shape.row, self.weight_group_shape.col
+            tokens = A.float() * As.repeat_interleave(across, 1)[:, : A.shape[1]]
+            scales = Bs.repeat_interleave(down, 0)[: B.shape[0]].repeat_interleave(across, 1)[:, : B.shape[1]]
+            return torch.nn.functional.linear(tokens, B.float() * scales)
+
+    @replaces(_custom_ops, "scaled_fp8_quant")
+    def quantise(original: Any, input: torch.Tensor, scale: Any = None, **options: Any) -> Any:
+        largest = torch.finfo(torch.float8_e4m3fn).max
+        return (input.float() * (1.0 / scale)).clamp_(-largest, largest).to(torch.float8_e4m3fn), scale
+
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU] = [ReferenceBlockKernel]
+    linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU] = [linear.PerTensorTorchFP8ScaledMMLinearKernel]
 
 
 @_adapts("no sgl kernels")
@@ -226,17 +267,19 @@ def engine_defaults(
     return {"enforce_eager": True, "kv_cache_memory_bytes": cache_bytes, "block_size": BLOCK_TOKENS, **backend}
 
 
-def check_runs_here(head_dim: int, arguments: dict[str, Any]) -> None:
+def check_runs_here(head_dim: int, arguments: dict[str, Any], *, experts: bool) -> None:
     """Refuse what vLLM's CPU build cannot do for training; each would fail, or go wrong, in the first batches.
 
     Args:
         head_dim: of the model.
         arguments: EngineArgs.
+        experts: whether the model has routed experts.
 
     Raises:
-        RolloutError: a head size without an attention kernel; compiled models, which would keep old weights; scheduling
-            beside a device that works by itself, which vLLM would turn off without a word (0.32, `platforms/cpu.py`); a
-            backend of latent attention that throws away the weights that an update is written to, and knows no float32.
+        RolloutError: a head size without an attention kernel; quantised experts; compiled models, which would keep old
+            weights; scheduling beside a device that works by itself, which vLLM would turn off without a word (0.32,
+            `platforms/cpu.py`); a backend of latent attention that throws away the weights that an update is written
+            to, and knows no float32.
     """
     if not arguments["enforce_eager"]:
         raise RolloutError(
@@ -250,6 +293,11 @@ def check_runs_here(head_dim: int, arguments: dict[str, Any]) -> None:
         raise RolloutError(
             "rollout.vllm.attention_backend=AMX_MLA: it drops weights that every update is written to. Leave it out: "
             f"{LATENT_ATTENTION} is taken."
+        )
+    if experts and arguments.get("quantization"):
+        raise RolloutError(
+            "rollout.vllm.quantization: vLLM's CPU build has kernels for quantised experts only where there is AMX, "
+            "and these reorder the weights that an update is written to. Leave it out on a CPU, or use a dense model."
         )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from megaverl.config.roles import RolloutConfig, SamplingRule
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.sharding.quantised import QuantisedWeight
     from megaverl.sharding.weight import Weight
 
 
@@ -126,7 +127,13 @@ class Engine(Protocol):
         """Whether parameters may take other storage: no captured graph holds their addresses."""
 
     def named_parameters(self) -> dict[str, Tensor]:
-        """The parameters that this rank holds, under the engine's names; written in place by a reshard."""
+        """The parameters that this rank holds, under the engine's names; written in place by a reshard.
+
+        A quantised one stands there by its shape and the dtype in which it travels, on the meta device.
+        """
+
+    def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
+        """Where the numbers and scales of the quantised ones are; asked for only where the layouts name some."""
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
         """Rank -> where the elements of `weights` stand in that rank's `named_parameters()`."""

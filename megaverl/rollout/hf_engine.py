@@ -25,6 +25,7 @@ from megaverl.sharding.layout import Layout, whole_layout
 
 if TYPE_CHECKING:
     from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.sharding.quantised import QuantisedWeight
     from megaverl.sharding.weight import Weight
 
 
@@ -67,6 +68,9 @@ class HFEngine:
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
         return dict(self.model.named_parameters())
+
+    def quantised_weights(self) -> dict[str, QuantisedWeight]:
+        return {}
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
         """Every rank holds every weight whole, under its own name."""

@@ -86,6 +86,11 @@ def engine_layouts(config: RolloutConfig, weights: Sequence[Weight], spec: Model
     if config.engine == "hf":
         layout = whole_layout((weight.name, weight.shape) for weight in weights)
         return lambda rank: layout
-    expert_parallel = bool(config.vllm.get("enable_expert_parallel"))
-    placement = config.vllm.get("expert_placement_strategy", "linear")
-    return vllm_layouts(weights, spec, config.tp, expert_parallel=expert_parallel, expert_placement=placement)
+    return vllm_layouts(
+        weights,
+        spec,
+        config.tp,
+        expert_parallel=bool(config.vllm.get("enable_expert_parallel")),
+        expert_placement=config.vllm.get("expert_placement_strategy", "linear"),
+        quantization=config.vllm.get("quantization"),
+    )

@@ -35,6 +35,7 @@ from megaverl.rollout.process_state import (
     random_state_kept,
     release_groups,
 )
+from megaverl.rollout.vllm_quantised import in_floating_point, is_scale, quantised_arguments, quantised_weights
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
+    from megaverl.sharding.quantised import QuantisedWeight
     from megaverl.sharding.weight import Weight
 
 logger = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class VLLMEngine:
 
     Raises:
         RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
-            this machine cannot run, a quantised engine without weights of its own, EngineArgs that vLLM refuses, or
+            this machine cannot run, a quantisation that no reshard can write, EngineArgs that vLLM refuses, or
             kernels that read weights in another order than a reshard would write them in.
     """
 
@@ -133,33 +135,33 @@ class VLLMEngine:
             **config.vllm,
         }
         if not platform.is_cuda:
-            vllm_cpu().check_runs_here(spec.head_dim, arguments)
+            vllm_cpu().check_runs_here(spec.head_dim, arguments, experts=spec.moe is not None)
             if spec.mla is not None:
                 # seen with vLLM 0.32 alone: a prompt's greedy answer changes with the batch that it is in
                 logger.warning(
                     "vLLM's CPU build gives wrong answers for multi-head latent attention: expect a large "
                     "rollout/logprob_diff, or set rollout.engine=hf."
                 )
-        if not load_weights and (method := arguments.get("quantization")):
-            raise RolloutError(
-                f"rollout.vllm.quantization={method}: the engine's weights come from the actor, whose floating-point "
-                "weights have no place in a quantised engine. Leave it out."
-            )
+        if arguments.get("quantization"):
+            arguments |= quantised_arguments(arguments, experts=spec.moe is not None)
         self.in_flight: InFlight | None = None
         self.told: Told | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
-        self._experts: dict[str, Any] = {
+        self._layout_options: dict[str, Any] = {
             "expert_parallel": bool(arguments.get("enable_expert_parallel")),
             "expert_placement": arguments.get("expert_placement_strategy", "linear"),
+            "quantization": arguments.get("quantization"),
         }
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
+        # a quantised layer's order is looked at by `quantised_weights`
+        kept = nullcontext() if load_weights or arguments.get("quantization") else order_kept()
 
         def loaded(model: torch.nn.Module) -> None:
             if on_load is not None:
-                on_load(dict(loaded_parameters(model)), self.layouts)
+                on_load(self._parameters_of(model), self.layouts)
                 remake_derived(model, dtype, may_move=True)  # views of what a parameter held before
 
-        with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
+        with to_come, kept, model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
@@ -209,10 +211,17 @@ class VLLMEngine:
         return model
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        return dict(loaded_parameters(self.model))
+        return self._parameters_of(self.model)
+
+    def _parameters_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        own = {name: parameter for name, parameter in loaded_parameters(model) if not is_scale(name)}
+        return {**own, **in_floating_point(quantised_weights(model), self._dtype)}
+
+    def quantised_weights(self) -> dict[str, QuantisedWeight]:
+        return quantised_weights(self.model)
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-        return vllm_layouts(weights, spec, self.tp_size, **self._experts)
+        return vllm_layouts(weights, spec, self.tp_size, **self._layout_options)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         if not self._has_weights:
@@ -311,7 +320,8 @@ class VLLMEngine:
             return False
         if WEIGHTS not in self._asleep:
             parameters = self.named_parameters()
-            self._sleep([parameters[name] for name in names])
+            # numbers and scales of quantised weights are kept, as a part of a scale's block may be padding
+            self._sleep([parameters[name] for name in names if not parameters[name].is_meta])
         self._has_weights = False
         return True
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -31,11 +31,14 @@ class Layout:
         pieces: in the order of the weights' table, those of routed experts after the others.
         local_shapes: shape of every local tensor, by its name in the engine.
         global_shapes: shape of every global tensor of which the rank holds a piece.
+        quantised: of the local tensors, those that hold 8-bit numbers: rows and columns of the blocks of a matrix that
+            share a scale; None: the whole matrix does (`sharding/quantised.py`).
     """
 
     pieces: tuple[Piece, ...]
     local_shapes: dict[str, tuple[int, ...]]
     global_shapes: dict[str, tuple[int, ...]]
+    quantised: Mapping[str, int | None] = field(default_factory=dict)
 
     @cached_property
     def by_tensor(self) -> dict[str, list[Piece]]:
@@ -55,6 +58,7 @@ class Layout:
             pieces,
             {name: shape for name, shape in self.local_shapes.items() if name not in gone},
             {name: shape for name, shape in self.global_shapes.items() if name not in tensors},
+            {name: block for name, block in self.quantised.items() if name not in gone},
         )
 
     @property
@@ -68,7 +72,12 @@ EMPTY = Layout((), {}, {})
 
 def join_layouts(a: Layout, b: Layout) -> Layout:
     """What a rank holds that holds both, under different local names."""
-    return Layout(a.pieces + b.pieces, a.local_shapes | b.local_shapes, a.global_shapes | b.global_shapes)
+    return Layout(
+        a.pieces + b.pieces,
+        a.local_shapes | b.local_shapes,
+        a.global_shapes | b.global_shapes,
+        {**a.quantised, **b.quantised},
+    )
 
 
 class Fill(NamedTuple):
@@ -117,8 +126,8 @@ class LayoutBuilder:
             self._global_shapes[weight.name] = weight.shape
         self._local_shapes[local] = fill.shape
 
-    def build(self) -> Layout:
-        return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes)
+    def build(self, quantised: Mapping[str, int | None] | None = None) -> Layout:
+        return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes, quantised or {})
 
 
 def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:

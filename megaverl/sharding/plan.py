@@ -8,9 +8,9 @@ the rest comes from a holder on its node, else from any, shared out as `load_bal
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import NamedTuple, overload
 
@@ -53,6 +53,17 @@ class Plan:
     copies: tuple[Transfer, ...]
     sends: dict[int, tuple[Transfer, ...]]
     receives: dict[int, tuple[Transfer, ...]]
+
+    def only(self, wanted: Callable[[str], bool]) -> Plan:
+        """The part of it that concerns the weights, by their global names, that are wanted."""
+
+        def kept(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
+            return tuple(transfer for transfer in transfers if wanted(transfer.tensor))
+
+        def by_peer(lists: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
+            return {peer: left for peer, transfers in lists.items() if (left := kept(transfers))}
+
+        return replace(self, copies=kept(self.copies), sends=by_peer(self.sends), receives=by_peer(self.receives))
 
     @property
     def num_received(self) -> int:

@@ -11,7 +11,8 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
 - with expert parallelism the tensor-parallel ranks divide the experts instead, each whole: neighbouring ones
   ("linear") or every n-th ("round_robin"), one more on the first ranks where the number does not divide
   (`fused_moe/expert_map_manager.py`). Router and shared experts stay as they are.
-Kernels that repack the experts after loading (FlashInfer, CPU grouped GEMM) hold something else: not laid out.
+Kernels that repack the experts after loading (FlashInfer, CPU grouped GEMM) hold something else: not laid out. Of a
+quantised engine the layout says the same, and which tensors are quantised; where their scales are, the engine does.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megaverl.sharding.boxes import Box, cut
 from megaverl.sharding.fit import misfits, shares_kv_heads
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, stack
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.quantised import QUANTIZATIONS, quantised_tensors
 from megaverl.sharding.weight import Split, Weight, even_part
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE; the tests compare it with the installed one.
@@ -40,6 +42,7 @@ def vllm_layouts(
     *,
     expert_parallel: bool = False,
     expert_placement: Placement = "linear",
+    quantization: str | None = None,
 ) -> Callable[[int], Layout]:
     """`rank -> layout`, under vLLM's parameter names, for replicas of `tp_size` neighbouring ranks.
 
@@ -49,6 +52,7 @@ def vllm_layouts(
         expert_parallel: vLLM's `enable_expert_parallel`.
         expert_placement: its `expert_placement_strategy`; as in vLLM, models without expert groups are placed
             linearly whatever it says.
+        quantization: vLLM's, one of `QUANTIZATIONS`; None: weights are floating-point numbers.
 
     Raises:
         GridError: heads, rows or the padded vocabulary that `rollout.tp` does not divide, or fewer experts than
@@ -68,6 +72,7 @@ def vllm_layouts(
             experts.setdefault(weight.vllm, {}).setdefault(weight.expert, []).append(weight)
     kinds = {local: _kind(members) for local, members in fused.items()}
     layouts: dict[int, Layout] = {}
+    quantised = {} if quantization is None else dict.fromkeys(quantised_tensors(weights), QUANTIZATIONS[quantization])
 
     def layout_of(rank: int) -> Layout:
         tp_rank = rank % tp_size
@@ -83,7 +88,7 @@ def vllm_layouts(
                 _add_experts(builder, experts, experts_of(spec.moe.num_experts, tp_size, tp_rank, placement), 1, 0)
             elif spec.moe:
                 _add_experts(builder, experts, range(spec.moe.num_experts), tp_size, tp_rank)
-            layouts[tp_rank] = builder.build()
+            layouts[tp_rank] = builder.build(quantised)
         return layouts[tp_rank]
 
     return layout_of

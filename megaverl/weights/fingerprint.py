@@ -14,13 +14,14 @@ over the axes of a hash of the index along that axis. So
 
 from __future__ import annotations
 
+import copy as copying
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ from megaverl.weights.transfer import Tensors, agree_on_dtypes, view
 
 # Elements that are widened to 64 bits at a time: what a CPU's cache holds, and what keeps a GPU busy.
 CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23
+# The box of a local tensor -> its elements.
+ViewOf = Callable[[str, Box], torch.Tensor]
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -177,16 +180,28 @@ class ReshardCheck:
         self._layouts = {"source": source_layouts, "destination": dest_layouts}
         self._tensors = {"source": source_tensors, "destination": dest_tensors}
         self._group = group
-        self._cells: _Cells | None = None
-        self._dtypes: Callable[[str], torch.dtype | None] = lambda tensor: None
+        self._dtypes: Callable[[str], torch.dtype | None] | None = None
 
-    def compare(self) -> CheckStats:
+    @cached_property
+    def _cells(self) -> _Cells:
+        rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
+        return _Cells(self._layouts["source"], self._layouts["destination"], world, rank)
+
+    @property
+    def tensors(self) -> frozenset[str]:
+        """All weights of the source, by their global names."""
+        return frozenset(self._cells.tensors)
+
+    def compare(self, only: Collection[str] | None = None, landed: ViewOf | None = None) -> CheckStats:
         """Compare every copy of every element of both sides.
+
+        Args:
+            only, landed: as in `differences`.
 
         Raises:
             ReshardError: on every rank; names tensor, box, local tensor and rank of what differs.
         """
-        stats, found, num_more = self.differences()
+        stats, found, num_more = self.differences(only=only, landed=landed)
         if found:
             more = f"; and {num_more} more boxes" if num_more else ""
             raise ReshardError(
@@ -196,18 +211,28 @@ class ReshardCheck:
             )
         return stats
 
-    def differences(self, limit: int = MAX_NAMED) -> tuple[CheckStats, list[Difference], int]:
-        """What differs in the first `limit` cells that do, on every rank alike, and how many cells are left out."""
+    def differences(
+        self, limit: int = MAX_NAMED, only: Collection[str] | None = None, landed: ViewOf | None = None
+    ) -> tuple[CheckStats, list[Difference], int]:
+        """What differs in the first `limit` cells that do, on every rank alike, and how many cells are left out.
+
+        Args:
+            only: these weights, the same on every rank; None: all.
+            landed: the box of a local tensor of the destination, where it is not in its place yet.
+        """
         start = time.perf_counter()
-        if self._cells is None:
-            rank, world = dist.get_rank(self._group), dist.get_world_size(self._group)
-            self._cells = _Cells(self._layouts["source"], self._layouts["destination"], world, rank)
+        if self._dtypes is None:
+            rank = dist.get_rank(self._group)
             mine = {"destination": (self._layouts["destination"](rank), self._tensors["destination"])}
             self._dtypes = agree_on_dtypes(mine, self._group)["destination"].of
-        cells = self._cells
+        cells = self._cells if only is None else self._cells.only(only)
+        num_tensors = len(self._cells.tensors if only is None else only)
         nbytes, values = 0, torch.zeros(len(cells.held), dtype=torch.int64, device=platform.device)
         for i, held in enumerate(cells.held):
-            data = view(self._tensors[held.side][held.local], held.local_box)
+            if landed is not None and held.side == "destination":
+                data = landed(held.local, held.local_box)
+            else:
+                data = view(self._tensors[held.side][held.local], held.local_box)
             values[i] = box_fingerprint(data, held.box, self._dtypes(held.tensor))
             nbytes += data.numel() * data.element_size()
         index = torch.tensor([held.cell for held in cells.held], dtype=torch.int64, device=values.device)
@@ -218,17 +243,23 @@ class ReshardCheck:
         found: list[Difference] = []
         num_more = 0
         if reduce_json(wrong.numel(), sum, self._group):
-            found, num_more = self._name({cells.held[i].cell for i in wrong.tolist()}, values.tolist(), limit)
-        return CheckStats(cells.num_tensors, nbytes, time.perf_counter() - start), found, num_more
+            found, num_more = self._name(cells.held, set(wrong.tolist()), values.tolist(), limit)
+        return CheckStats(num_tensors, nbytes, time.perf_counter() - start), found, num_more
 
-    def _name(self, wrong: set[int], values: list[int], limit: int) -> tuple[list[Difference], int]:
-        """Every rank tells its values of the first cells that differ: all see which copies are the odd ones."""
-        assert self._cells is not None
-        all_wrong = sorted({cell for found in gather_json(sorted(wrong), self._group) for cell in found})
+    def _name(
+        self, held_here: list[Held], wrong: set[int], values: list[int], limit: int
+    ) -> tuple[list[Difference], int]:
+        """Every rank tells its values of the first cells that differ: all see which copies are the odd ones.
+
+        Args:
+            wrong: positions in `held_here`.
+        """
+        cells = sorted({held_here[i].cell for i in wrong})
+        all_wrong = sorted({cell for found in gather_json(cells, self._group) for cell in found})
         named = set(all_wrong[:limit])
         mine = [
             [held.cell, held.tensor, held.box, held.side, held.local, value]
-            for held, value in zip(self._cells.held, values, strict=True)
+            for held, value in zip(held_here, values, strict=True)
             if held.cell in named
         ]
         copies: dict[int, list[_Copy]] = {}
@@ -272,10 +303,14 @@ class _Cells:
     def __init__(self, source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int) -> None:
         sources, dests = _holders(source_layouts, world), _holders(dest_layouts, world)
         own_source, own_dest = _own(source_layouts(rank)), _own(dest_layouts(rank))
-        self.num_tensors, self.num_cells = len(sources), 0
+        self.num_cells = 0
         self.held: list[Held] = []
         self.given: list[int] = []
+        # of each tensor: the numbers of its cells, and where in `held` they are
+        self._numbers: dict[str, range] = {}
+        self._positions: dict[str, list[int]] = {}
         for tensor in sorted(sources):
+            first = self.num_cells
             boxes = sorted(dests.get(tensor, {}))
             index = BoxIndex(boxes)
             for box in sorted(sources[tensor]):
@@ -286,10 +321,33 @@ class _Cells:
                     self._add(mine, common, "source")
                     self._add(own_dest.get((tensor, boxes[number]), ()), common, "destination")
                     self.num_cells += 1
+            self._numbers[tensor] = range(first, self.num_cells)
+        self._given = frozenset(self.given)
+
+    @property
+    def tensors(self) -> Collection[str]:
+        """Of the source, on whichever rank."""
+        return self._numbers.keys()
+
+    def only(self, tensors: Collection[str]) -> _Cells:
+        """The cells of these tensors, numbered anew."""
+        part = copying.copy(self)
+        part.num_cells, part.held, part.given = 0, [], []
+        given = self._given
+        for tensor in sorted(tensors):
+            shift = part.num_cells - self._numbers[tensor].start
+            for position in self._positions.get(tensor, ()):
+                held = self.held[position]
+                if position in given:
+                    part.given.append(len(part.held))
+                part.held.append(held._replace(cell=held.cell + shift))
+            part.num_cells += len(self._numbers[tensor])
+        return part
 
     def _add(self, pieces: Iterable[Piece], common: Box, side: str) -> None:
         for piece in pieces:
             local_box = carry(common, piece.box, piece.local_box)
+            self._positions.setdefault(piece.tensor, []).append(len(self.held))
             self.held.append(Held(self.num_cells, side, piece.tensor, common, piece.local, local_box))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -18,13 +18,14 @@ from megaverl.distributed.collectives import reduce_json, together
 from megaverl.distributed.failures import GRACE_SECONDS, Failures, record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
-from megaverl.sharding.plan import Plan, Transfer
+from megaverl.sharding.plan import Plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import listed
 from megaverl.weights.transfer import (
     Moved,
     TransferJob,
     Transport,
+    TransportKind,
     TransportOptions,
     agree_on_dtypes,
     check_tensors,
@@ -35,10 +36,16 @@ from megaverl.weights.transports.cuda_ipc import CudaIpc
 from megaverl.weights.transports.ipc import CrossMemory
 from megaverl.weights.transports.local import Alias, LocalCopy
 from megaverl.weights.transports.point_to_point import PointToPoint
+from megaverl.weights.transports.quantised import QuantisedDestination, QuantisedLanding
 from megaverl.weights.transports.shared_folder import SharedFolder
 
 # Each takes what it can carry and leaves the rest to the next.
-TRANSPORTS: tuple[type[Transport], ...] = (Alias, LocalCopy, CrossMemory, CudaIpc, SharedFolder, PointToPoint)
+TRANSPORTS: tuple[TransportKind, ...] = (Alias, LocalCopy, CrossMemory, CudaIpc, SharedFolder, PointToPoint)
+
+OVERLAPS_QUANTISED = (
+    "reshard.overlap gathers a second set of the engine's weights in floating point, and a quantised engine "
+    "(rollout.vllm.quantization) takes them part by part. Leave one of the two out."
+)
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,8 @@ class Resharder:
         overlap: move in the background, into a second set of the destination's tensors; nothing is aliased.
         changing: the weights that the source changes or `options.never_alias` speaks of; the others travel until they
             have arrived whole, and then no more. None: all.
+        quantised: the weights that the destination holds in 8 bits. Of them, `dest_tensors` has the shape of the
+            layout and the dtype in which they travel, on the meta device: their place is in here.
 
     Raises:
         ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
@@ -97,6 +106,7 @@ class Resharder:
         *,
         overlap: bool = False,
         changing: Collection[str] | None = None,
+        quantised: QuantisedDestination | None = None,
     ) -> None:
         self.version = 0
         self.inconsistent: str | None = "no version has been moved yet"
@@ -104,6 +114,8 @@ class Resharder:
         options = options or TransportOptions()
         if overlap:
             options = replace(options, alias=False)
+            if quantised is not None:
+                raise ReshardError(OVERLAPS_QUANTISED)
         self._timeout = options.timeout
         with together(group) if plan.world > 1 else nullcontext():
             check_plan(plan)
@@ -126,12 +138,16 @@ class Resharder:
         self._failures = Failures(group, plan.rank, options.timeout)
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         self._job = TransferJob(plan, source, dest, wire, converts, moving, options, self._failures)
-        self._all_transports = self._transports = assign(self._job)
+        self._all_transports = self._transports = assign(self._job, quantised)
         self._aliases = [transport for transport in self._transports if isinstance(transport, Alias)]
         self._later_transports = self._transports
         if changing is not None:
-            later = replace(self._job, plan=_only(plan, frozenset(changing)))
-            self._later_transports = assign(later)
+            changing = frozenset(changing)
+            if quantised is not None:
+                quantised = quantised.changing(changing)
+                changing |= quantised.tensors
+            later = replace(self._job, plan=plan.only(changing.__contains__))
+            self._later_transports = assign(later, quantised)
         # the second set of an overlapped run is another one every time
         self._to_arrive = 2 if overlap and options.may_rebind else 1
         travels = bool(plan.sends or plan.receives)
@@ -269,28 +285,19 @@ class Resharder:
             raise ReshardError(f"this rank brought the weights to version {self.version + 1}, others to {other}.")
 
 
-def assign(job: TransferJob) -> list[Transport]:
-    """Give every copy, send and receive of the job to a transport. Every rank of the group takes part.
+def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> list[Transport]:
+    """Give every copy, send and receive of the job to a transport, in the order in which they work. Every rank of the
+    group takes part.
 
     Raises:
         ReshardError: something is left that no transport carries.
     """
+    last: list[Transport] = [] if quantised is None else [QuantisedLanding.take(job, quantised, assign)]
     found = [transport for cls in TRANSPORTS if (transport := cls.take(job)) is not None]
+    found += last
     if job.copies or job.sends or job.receives:
         raise ReshardError(f"no transport carries the weights between rank {job.plan.rank} and {sorted(job.sends)}.")
     return found
-
-
-def _only(plan: Plan, tensors: Collection[str]) -> Plan:
-    """The part of a plan that concerns these weights."""
-
-    def kept(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
-        return tuple(transfer for transfer in transfers if transfer.tensor in tensors)
-
-    def by_peer(lists: Mapping[int, tuple[Transfer, ...]]) -> dict[int, tuple[Transfer, ...]]:
-        return {peer: left for peer, transfers in lists.items() if (left := kept(transfers))}
-
-    return replace(plan, copies=kept(plan.copies), sends=by_peer(plan.sends), receives=by_peer(plan.receives))
 
 
 # Left free beside the second set: allocations of the generation that goes on meanwhile.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -119,7 +119,7 @@ def agree_on_dtypes(
 
     Raises:
         ReshardError: on every rank, naming every tensor whose dtype differs between ranks of one side, is no
-            floating-point one of at least 16 bits (a quantised engine), or cannot be converted without loss of
+            floating-point one of at least 16 bits, or cannot be converted without loss of
             range (float16 and bfloat16).
     """
     mine = {name: _report(layout, tensors) for name, (layout, tensors) in sides.items()}
@@ -139,7 +139,7 @@ def agree_on_dtypes(
             lines = "; ".join(f"{problem}: {', '.join(listed(names))}" for problem, names in problems.items())
             raise ReshardError(
                 f"nothing was moved, as dtypes do not fit: {lines}. Use one floating-point dtype per side "
-                "(model.dtype), and no quantisation in rollout.vllm."
+                "(model.dtype), and for a quantised engine one of the rollout.vllm.quantization that are known."
             )
     return merged
 
@@ -237,6 +237,12 @@ class TransferJob:
         self.copies = list(self.plan.copies)
         self.sends, self.receives = dict(self.plan.sends), dict(self.plan.receives)
 
+    def leave_out(self, tensors: Collection[str]) -> None:
+        """Take everything that concerns these weights, for another to carry."""
+        left = replace(self.plan, copies=tuple(self.copies), sends=self.sends, receives=self.receives)
+        left = left.only(lambda tensor: tensor not in tensors)
+        self.copies, self.sends, self.receives = list(left.copies), left.sends, left.receives
+
     def wire_of(self, transfer: Transfer) -> torch.dtype:
         return self.wire(transfer.tensor)
 
@@ -273,15 +279,18 @@ class Moved(NamedTuple):
         return Moved(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-class Transport(Protocol):
-    """Carries its share of a plan, as often as asked."""
+class TransportKind(Protocol):
+    """A class of transports."""
 
-    @classmethod
-    def take(cls, job: TransferJob) -> Transport | None:
-        """Take from the job what this transport carries; None when that is nothing.
+    def take(self, job: TransferJob) -> Transport | None:
+        """Take from the job what such a transport carries; None when that is nothing.
 
         Every rank of the group calls this, in the same order: small collectives are allowed.
         """
+
+
+class Transport(Protocol):
+    """Carries its share of a plan, as often as asked."""
 
     def start(self, version: int) -> None:
         """Begin what can go on by itself while other transports work. `version` numbers the run, from 1."""

@@ -22,7 +22,7 @@ from megaverl.models.layers import HiddenHead, ValuesBesideLogits
 from megaverl.models.lora.adapters import Adapters, add_product
 from megaverl.models.lora.low_rank import adapter_names, with_factors
 from megaverl.models.lora.peft import load_adapters, save_adapters
-from megaverl.models.options import check_divides, recompute_options, transformer_config
+from megaverl.models.options import check_divides, recompute_options, token_multiple, transformer_config
 from megaverl.models.packing import AtPositions, MicroBatch, Pack, as_one_row, spread
 from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.platform import platform
@@ -65,6 +65,7 @@ class MegatronModel:
 
     Attributes:
         pack: how micro-batches are packed. None: every sample has a row of its own.
+        token_multiple: what rows of tokens are filled up to a multiple of.
         parameters: the model's own on this rank, by local name, that `layout_of` describes.
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
@@ -96,6 +97,7 @@ class MegatronModel:
         options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
         options |= {} if initialize else {"perform_initialization": False}
         self.config = transformer_config(spec, grid.shape, dtype, options)
+        self.token_multiple = token_multiple(self.config, grid.shape)
         self._router_losses = {name: getattr(self.config, name) for name in ROUTER_LOSSES if getattr(self.config, name)}
         self.beside_logits = beside_logits
         self.chunks = build_model(
@@ -345,9 +347,8 @@ class MegatronModel:
 
     def _forward(self, model: Any, batch: MicroBatch) -> torch.Tensor:
         tokens = batch.tokens
-        if self.config.sequence_parallel and tokens.shape[1] % self.grid.shape.tp:
-            # the sequence is cut over tensor-parallel ranks into equal parts
-            tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.grid.shape.tp))
+        if tokens.shape[1] % self.token_multiple:
+            tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.token_multiple))
         if batch.packing is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
             return model(tokens, positions, None)

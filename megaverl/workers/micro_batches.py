@@ -73,7 +73,7 @@ def plan_for(
     """
     shape = model.grid.shape
     given: dict[str, Any] = {
-        "multiple_of": _multiple_of(model),
+        "multiple_of": model.token_multiple,
         # an interleaved pipeline takes micro-batches in groups of its stages
         "count_multiple_of": shape.pp if shape.vpp else 1,
         "least": least,
@@ -122,10 +122,6 @@ def micro_batches_of(
     return [_micro_batch(model, bare, [place[row] for row in rows], fields, prompts, unit) for rows in mine]
 
 
-def _multiple_of(model: MegatronModel) -> int:
-    return model.grid.shape.tp if model.config.sequence_parallel else 1
-
-
 def _micro_batch(
     model: MegatronModel,
     batch: RolloutBatch,
@@ -140,7 +136,7 @@ def _micro_batch(
         batch, index = batch.select([]).pad_to(samples=unit), torch.zeros(unit, dtype=torch.int64)
     packing = None
     if model.pack is None:
-        tokens = batch.joined(multiple_of=_multiple_of(model)).token_ids
+        tokens = batch.joined(multiple_of=model.token_multiple).token_ids
     else:
         padded = batch.joined().token_ids
         packing = model.pack(
@@ -148,7 +144,7 @@ def _micro_batch(
             shared_tokens(batch.prompt_lengths.tolist()),
             [prompts[row] for row in rows] or list(range(unit)),
             width=padded.shape[1],
-            multiple_of=_multiple_of(model),
+            multiple_of=model.token_multiple,
         )
         tokens = padded.flatten()[packing.source].unsqueeze(0)
     width = int(batch.response_lengths.max())

@@ -25,12 +25,15 @@ from megaverl.models.options import transformer_config
 from megaverl.platform import platform
 from megaverl.rollout.engine import Engine
 from megaverl.sharding.layout import EMPTY, Layout, padded_tensors
+from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plan
-from megaverl.weights.fingerprint import ReshardCheck
+from megaverl.sharding.quantised import landing_parts
+from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import Resharder, ReshardStats
-from megaverl.weights.transfer import TransportOptions
+from megaverl.weights.transfer import TransportOptions, view
 from megaverl.weights.transports.local import adopt
+from megaverl.weights.transports.quantised import QuantisedDestination
 from megaverl.workers.megatron_model import MegatronModel
 
 LayoutOf = Callable[[int], Layout]
@@ -177,6 +180,7 @@ class WeightSync:
             ipc=self.config.ipc == "auto",
             never_alias=self._merge.written if self._merge is not None else frozenset(),
         )
+        self._quantised = self._landing(layout_of, group)
         self._resharder = Resharder(
             plan or source.plan(layout_of, group, node_of),
             tensors,
@@ -185,10 +189,27 @@ class WeightSync:
             options,
             overlap=self.config.overlap,
             changing=self._merge.brought if self._merge is not None else None,
+            quantised=self._quantised,
         )
         self._check: ReshardCheck | None = None
         if self.config.check_every >= 0:
             self._check = ReshardCheck(*source.sides(layout_of), tensors, self._dest, group)
+
+    def _landing(self, layout_of: LayoutOf, group: dist.ProcessGroup) -> QuantisedDestination | None:
+        """How weights land in quantised engines; None where there are none."""
+        layouts = RankLayouts(layout_of, dist.get_world_size(group)).layouts
+        max_numel = self.config.bucket_mb * 2**20 // self._actor.dtype.itemsize
+        if not (parts := landing_parts(layouts, max_numel)):
+            return None
+        weights = self._engine.quantised_weights() if self._engine is not None else {}
+        return QuantisedDestination(parts, weights, self._landed)
+
+    def _landed(self, tensors: frozenset[str], view_of: ViewOf) -> None:
+        """What is done with weights that have arrived and are not quantised yet."""
+        if self._check is not None and self._check_is_due(self._resharder.version):
+            self._check.compare(tensors, view_of)
+        if self._merge is not None:
+            self._merge.apply(view_of, tensors)
 
     def reshard(self) -> ReshardStats:
         """Bring the engine's weights up to the actor's, in place, and forget what was cached of the old ones."""
@@ -278,19 +299,27 @@ class WeightSync:
             return 0.0
         start, resharder = perf_counter(), self._resharder
         resharder.inconsistent = f"the adapters of version {resharder.version} are being merged into its weights"
-        self._merge.apply(self._dest)
+        landed = self._quantised.tensors if self._quantised is not None else frozenset()
+        self._merge.apply(lambda local, box: view(self._dest[local], box), self._merge.brought - landed)
         if platform.is_cuda:
             torch.cuda.current_stream().synchronize()
         resharder.inconsistent = None
         return perf_counter() - start
 
+    def _check_is_due(self, before: int) -> bool:
+        """Whether the version that follows `before` is compared."""
+        every = self.config.check_every
+        return not (before % every if every else before)
+
     def _compare(self) -> None:
         """Fingerprints of both sides, where `reshard.check_every` asks for them."""
-        every, before = self.config.check_every, self._resharder.version - 1
-        if self._check is None or (before % every if every else before):
+        if self._check is None or not self._check_is_due(self._resharder.version - 1):
             return
+        rest = None  # what is quantised was compared when it landed
+        if self._quantised is not None:
+            rest = self._check.tensors - self._quantised.tensors
         try:
-            self._check.compare()
+            self._check.compare(rest)
         except ReshardError as error:
             self._resharder.inconsistent = f"version {self._resharder.version} did not arrive as it left ({error})"
             raise

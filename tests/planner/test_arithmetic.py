@@ -156,9 +156,34 @@ def test_seconds_follow_the_bandwidths() -> None:
     assert traffic.seconds(slow)[0] == pytest.approx(2 * traffic.seconds(job.machine)[0])
 
 
+def test_an_engine_in_8_bits_holds_a_byte_an_element_and_its_scales() -> None:
+    name = "llama3_70b/grpo_8_nodes"
+    plain, block, tensor = (
+        recipe(name, 64, *([f"rollout.vllm.quantization={kind}"] if kind else []))
+        for kind in ("", "fp8_per_block", "fp8_per_tensor")
+    )
+    spec = plain.spec
+    # linear layers of a rank of 8; 80 layers
+    heads = (spec.num_heads + 2 * spec.num_kv_heads) // 8
+    shapes = [(heads * 128, 8192), (8192, 1024), (2 * 3584, 8192), (8192, 3584)]
+    linear = 80 * sum(map(math.prod, shapes))
+    scales = 80 * sum(4 * (-(-rows // 128)) * (-(-columns // 128)) for rows, columns in shapes)
+    held = [MemoryModel(job).rank(0) for job in (plain, block, tensor)]
+    weights = [rank.engine.weights for rank in held]
+    assert weights == [weights[0], weights[0] - linear + scales, weights[0] - linear + 80 * 4 * 4]
+    assert held[1].parts["rollout"]["aliased"] < held[0].parts["rollout"]["aliased"]
+    largest = 2 * math.prod(shapes[2])
+    buckets = [rank.parts["reshard"]["buckets"] for rank in held]
+    assert buckets == [buckets[0], buckets[0] + largest, buckets[0] + largest]
+    # as many bytes come as into an engine of bfloat16, and nothing of a linear layer stays where it is
+    sums = [sum(make_traffic(job).ranks[0].received.values()) for job in (plain, block)]
+    assert sums[0] == sums[1]
+
+
 def test_recipes_fit_the_machines_that_they_name() -> None:
     for name, nodes in (
         ("llama3_70b/grpo_8_nodes", 8),
+        ("llama3_70b/grpo_8_nodes_fp8_rollout", 8),
         ("llama3_70b/ppo_16_nodes", 16),
         ("llama3_70b/grpo_128_nodes", 128),
     ):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,7 +45,6 @@ from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, split, whole
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.weight import Split, Weight
-from megaverl.weights.transfer import view
 
 platform.adapt_megatron()
 
@@ -326,12 +325,17 @@ class Merge:
         self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]
 
     @torch.no_grad()
-    def apply(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Add alpha / rank * B A to every weight that has an adapter; each must hold its base value."""
+    def apply(self, view_of: Callable[[str, Box], torch.Tensor], only: Collection[str] | None = None) -> None:
+        """Add alpha / rank * B A to every weight that has an adapter; each must hold its base value.
+
+        Args:
+            view_of: the box of a local tensor -> its elements, to be written to.
+            only: to these, by their global names.
+        """
         for piece in self._pieces:
-            adapter = self._adapters[piece.tensor]
-            target = view(tensors[piece.local], piece.local_box)
-            add_product(target, *self._factors_of(adapter, piece.box), self.scaling)
+            if only is None or piece.tensor in only:
+                target = view_of(piece.local, piece.local_box)
+                add_product(target, *self._factors_of(self._adapters[piece.tensor], piece.box), self.scaling)
 
     def _factors_of(self, adapter: LowRank, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
         """(A, B) of a box of the weight."""
