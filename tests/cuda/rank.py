@@ -42,6 +42,7 @@ def import_everything(library: Path) -> None:
 def _same_on_all_ranks() -> None:
     """In the agreements between ranks all others say what this one says."""
     import torch.distributed as dist
+    from torch.distributed.checkpoint.utils import _DistWrapper
 
     from megaverl.distributed import collectives
 
@@ -49,6 +50,7 @@ def _same_on_all_ranks() -> None:
         return answer([value] * dist.get_world_size(group))
 
     collectives.conclude = conclude
+    _DistWrapper.reduce_scatter = lambda self, step, of_each, of_all: of_all([of_each()])[0]
     collectives.broadcast_json = lambda value, source, group=None: value
     collectives.on_rank = lambda function, rank, group=None: function()
 

@@ -15,6 +15,9 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaverl.checkpoint.commit import Committer
+from megaverl.checkpoint.shards import Stager
+from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ReshardError
@@ -111,6 +114,13 @@ class RecipeRank:
         sync.start()
         stats = sync.finish()
         return {"received": stats.bytes_received, "local": stats.bytes_local}
+
+    def save(self) -> dict[str, int]:
+        """What the rank would write of a checkpoint, planned and staged."""
+        staged = Stager().stage(sharded_state({"actor": self.actor.trainable}), committer=Committer())
+        held = sum(buffer.grad_data.numel() for buffer in self.actor.trainable._buffers)
+        staged.held.close()
+        return {"bytes": staged.num_bytes, "trained": held}
 
 
 class EngineParameters:

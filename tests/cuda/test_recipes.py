@@ -32,7 +32,7 @@ class Case(NamedTuple):
 GRPO_8, GRPO_128 = "llama3_70b/grpo_8_nodes", "llama3_70b/grpo_128_nodes"
 PPO, EXPERTS = "llama3_70b/ppo_16_nodes", "qwen3_235b_a22b/grpo_64_nodes"
 CASES = [
-    Case(GRPO_8, 64, 0, ["build", "reference", "log_probs", "update", "reshard"]),
+    Case(GRPO_8, 64, 0, ["build", "reference", "log_probs", "update", "reshard", "save"]),
     Case(GRPO_8, 64, 31, BUILD),
     Case(GRPO_8, 64, 63, STEP),
     Case(PPO, 128, 0, BUILD),
@@ -57,6 +57,7 @@ ALLOWED = {
     "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": 1,
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
     f"{DISPATCHER}: event.synchronize": 12 * 2,
+    "megaverl/platform/device.py:synchronize: torch.cuda.synchronize": 1,  # of a save
     "megaverl/weights/reshard.py:_agree: copy to the host": 1,
     "megaverl/weights/reshard.py:_finish_transports: stream.synchronize": 1,
 }
@@ -112,6 +113,14 @@ def test_the_reshard_receives_what_the_rank_lacks_and_no_more(ranks: dict[str, d
     lacked = 3 * held + table  # the other stages' layers, and the output layer
     assert found["says"]["received"] == pytest.approx(lacked, rel=1e-3)
     assert math.isclose(found["collectives"]["recv_ (device)"][1], lacked, rel_tol=1e-3)
+
+
+def test_a_save_writes_the_ranks_share_and_gathers_nothing(ranks: dict[str, dict[str, Any]]) -> None:
+    [case] = [case for case in CASES if "save" in case.stages]
+    found = ranks[str(case)]["save"]
+    # bfloat16 weights, and a master and two moments in float32; of two data-parallel ranks each writes half
+    assert found["says"]["bytes"] == pytest.approx(found["says"]["trained"] * (2 + 12) / 2, rel=1e-3)
+    assert not found["collectives"]
 
 
 def layer_elements(config: dict[str, Any]) -> int:
