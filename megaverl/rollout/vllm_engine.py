@@ -35,7 +35,7 @@ from megaverl.rollout.process_state import (
     random_state_kept,
     release_groups,
 )
-from megaverl.rollout.vllm_quantised import in_floating_point, is_scale, quantised_arguments, quantised_weights
+from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
@@ -86,8 +86,8 @@ class VLLMEngine:
 
     Raises:
         RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
-            this machine cannot run, a quantisation that no reshard can write, EngineArgs that vLLM refuses, or
-            kernels that read weights in another order than a reshard would write them in.
+            this machine cannot run, a quantisation or kernels that read weights in another order than a reshard would
+            write them in, or EngineArgs that vLLM refuses.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class VLLMEngine:
                     "rollout/logprob_diff, or set rollout.engine=hf."
                 )
         if arguments.get("quantization"):
-            arguments |= quantised_arguments(arguments, experts=spec.moe is not None)
+            arguments |= quantised_arguments(arguments["quantization"])
         self.in_flight: InFlight | None = None
         self.told: Told | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
@@ -153,15 +153,13 @@ class VLLMEngine:
             "quantization": arguments.get("quantization"),
         }
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
-        # a quantised layer's order is looked at by `quantised_weights`
-        kept = nullcontext() if load_weights or arguments.get("quantization") else order_kept()
 
         def loaded(model: torch.nn.Module) -> None:
             if on_load is not None:
-                on_load(self._parameters_of(model), self.layouts)
+                on_load(_written(model, dtype), self.layouts)
                 remake_derived(model, dtype, may_move=True)  # views of what a parameter held before
 
-        with to_come, kept, model_loaded(loaded):
+        with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
 
     def _prepare_vllm(self) -> None:
@@ -211,11 +209,7 @@ class VLLMEngine:
         return model
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        return self._parameters_of(self.model)
-
-    def _parameters_of(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        own = {name: parameter for name, parameter in loaded_parameters(model) if not is_scale(name)}
-        return {**own, **in_floating_point(quantised_weights(model), self._dtype)}
+        return _written(self.model, self._dtype)
 
     def quantised_weights(self) -> dict[str, QuantisedWeight]:
         return quantised_weights(self.model)
@@ -319,9 +313,8 @@ class VLLMEngine:
         if not self._can_sleep:
             return False
         if WEIGHTS not in self._asleep:
-            parameters = self.named_parameters()
-            # numbers and scales of quantised weights are kept, as a part of a scale's block may be padding
-            self._sleep([parameters[name] for name in names if not parameters[name].is_meta])
+            parameters = dict(loaded_parameters(self.model))
+            self._sleep([parameters[name] for name in names])
         self._has_weights = False
         return True
 
@@ -441,6 +434,11 @@ def _telling(llm: LLM, told: Told | None) -> Iterator[None]:
         yield
     finally:
         del engine.step
+
+
+def _written(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What a reshard writes; the quantised ones by their shapes."""
+    return {**dict(loaded_parameters(model)), **in_floating_point(quantised_weights(model), dtype)}
 
 
 def _generation(output: RequestOutput) -> Generation:

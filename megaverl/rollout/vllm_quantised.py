@@ -11,7 +11,7 @@ kernels count that keep rows and columns as they are (read in vLLM 0.32, `proces
 - Marlin (before FP8 units), Humming, b12x and AMX kernels reorder the weights: refused.
 - experts (`layers/fused_moe/oracle/fp8.py`): Triton and, on Hopper, DeepGEMM leave w13 as [gate; up]. FlashInfer's,
   which vLLM prefers for one scale a matrix and under expert parallelism, puts up before gate, and HPC folds scales into
-  others that it computes once: refused. So `moe_backend` is triton where the user has not chosen.
+  others that it computes once: refused.
 """
 
 from __future__ import annotations
@@ -45,28 +45,20 @@ LINEAR_KERNELS = {
 EXPERT_BACKENDS = {True: ("TRITON", "BATCHED_TRITON", "DEEPGEMM", "BATCHED_DEEPGEMM"), False: ("TRITON",)}
 
 
-def quantised_arguments(arguments: dict[str, Any], *, experts: bool) -> dict[str, Any]:
-    """EngineArgs that a quantised engine needs besides, where the user has set none.
-
-    Args:
-        arguments: EngineArgs.
-        experts: whether the model has routed experts.
+def quantised_arguments(method: str) -> dict[str, Any]:
+    """EngineArgs of an engine with this `rollout.vllm.quantization`.
 
     Raises:
         RolloutError: a quantisation whose weights no reshard can write.
     """
-    method = arguments["quantization"]
     if method not in QUANTIZATIONS:
         raise RolloutError(f"{KEY}={method}: weights that come from an actor can be {', '.join(QUANTIZATIONS)}.")
-    more: dict[str, Any] = {
+    return {
         # vLLM's own word for `fp8` where the folder is not quantised
         "quantization": "fp8_per_tensor" if method == "fp8" else method,
         # choosing experts in 8 bits would send tokens to others than in training
         "quantization_config": {"ignore": [ROUTERS]},
     }
-    if experts and "moe_backend" not in arguments:
-        more["moe_backend"] = "triton"
-    return more
 
 
 def quantised_weights(model: nn.Module) -> dict[str, QuantisedWeight]:

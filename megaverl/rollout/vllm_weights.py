@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megaverl.errors import RolloutError
+from megaverl.rollout.vllm_quantised import is_scale
 
 # vLLM's tags of what it allocates (0.24 to 0.33: v1/worker/gpu_worker.py)
 WEIGHTS, CACHE = "weights", "kv_cache"
@@ -90,7 +91,7 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
     """What `load_weights` fills."""
     derived = with_derived_weights(model)
     for name, parameter in model.named_parameters():
-        if name.rpartition(".")[0] not in derived:
+        if name.rpartition(".")[0] not in derived and not is_scale(name):
             yield name, parameter
 
 
