@@ -32,7 +32,9 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     """
     if dist.get_world_size(group) == 1:
         return [value]
-    found: list[Any] = json.loads(conclude(_encode(value), lambda every: b"[" + b",".join(every) + b"]", group))
+    found: list[Any] = json.loads(
+        conclude(_encode(value), lambda every: b"[" + b",".join(every) + b"]", group, "gather")
+    )
     return found
 
 
@@ -53,7 +55,7 @@ def reduce_json(value: Any, function: Callable[[list[Any]], Any], group: dist.Pr
             error = caught
             return _encode({"error": _report(caught)})
 
-    return _result(json.loads(conclude(_encode(value), answer, group)), "", error)
+    return _result(json.loads(conclude(_encode(value), answer, group, "reduce")), "", error)
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:
@@ -61,13 +63,13 @@ def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = No
     if dist.get_world_size(group) == 1:
         return value
     mine = _encode(value) if dist.get_rank(group) == source else b""
-    return json.loads(conclude(mine, lambda every: every[source], group))
+    return json.loads(conclude(mine, lambda every: every[source], group, "broadcast"))
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Until every rank of `group` is here."""
     if dist.get_world_size(group) > 1:
-        conclude(b"", lambda every: b"", group)
+        conclude(b"", lambda every: b"", group, "barrier")
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -89,7 +91,7 @@ def gather_host_rows(rows: Tensor, group: dist.ProcessGroup | None = None) -> Te
     """`gather_rows` of a few bytes for each row, which lie on the host and stay there."""
     if dist.get_world_size(group) == 1:
         return rows
-    joined = conclude(rows.contiguous().numpy().tobytes(), b"".join, group)
+    joined = conclude(rows.contiguous().numpy().tobytes(), b"".join, group, "rows")
     flat = torch.frombuffer(bytearray(joined), dtype=rows.dtype) if joined else rows.new_empty(0)
     return flat.reshape(-1, *rows.shape[1:])
 

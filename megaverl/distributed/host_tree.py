@@ -27,7 +27,6 @@ from megaverl.platform import platform
 
 FRAME = 2048  # bytes of a message, its length among them; what is longer follows in a second one
 _LENGTH = 8  # bytes of a length
-_TAG = zlib.crc32(b"megaverl.host_tree") & 0x7FFFFFFF  # apart from what is sent point to point
 _LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
@@ -42,10 +41,13 @@ def children(place: int, size: int) -> list[int]:
     return [place + (1 << bit) for bit in range((reach - 1).bit_length()) if place + (1 << bit) < size]
 
 
-def conclude(mine: bytes, function: Callable[[list[bytes]], bytes], group: dist.ProcessGroup | None = None) -> bytes:
+def conclude(
+    mine: bytes, function: Callable[[list[bytes]], bytes], group: dist.ProcessGroup | None = None, kind: str = ""
+) -> bytes:
     """What `function` makes of every rank's bytes, in rank order, on the first rank; its result, on every rank.
 
-    Every rank of `group` takes part. `function` must not raise: the others would wait.
+    Every rank of `group` takes part. `function` must not raise: the others would wait. One kind of agreement does not
+    take another's messages: ranks that are not at the same one wait, and liveness says where.
 
     Raises:
         TrainingStopped: a rank died, or did not come within the group's timeout; by its number in the group.
@@ -54,14 +56,15 @@ def conclude(mine: bytes, function: Callable[[list[bytes]], bytes], group: dist.
     assert group is not None, "torch.distributed is not initialised"
     ranks = _hosts_of(group)
     rank, below = ranks.rank(), children(ranks.rank(), ranks.size())
-    found = [_chunk(mine), *(_receive(ranks, child) for child in below)]  # neighbours' come in the order of ranks
+    tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF  # apart from what is sent point to point
+    found = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]  # neighbours' come in the order of ranks
     if rank:
-        sent = _send(ranks, parent(rank), b"".join(found))
-        result = _receive(ranks, parent(rank))
+        sent = _send(ranks, parent(rank), b"".join(found), tag)
+        result = _receive(ranks, parent(rank), tag)
         _finish(sent)
     else:
         result = function(_split(b"".join(found)))
-    _finish([one for child in reversed(below) for one in _send(ranks, child, result)])  # the longest way first
+    _finish([one for child in reversed(below) for one in _send(ranks, child, result, tag)])  # the longest way first
     return result
 
 
@@ -122,27 +125,27 @@ def _split(chunks: bytes) -> list[bytes]:
 _Pending = tuple[dist.Work, Tensor, int]
 
 
-def _send(ranks: dist.ProcessGroup, peer: int, data: bytes) -> list[_Pending]:
+def _send(ranks: dist.ProcessGroup, peer: int, data: bytes, tag: int) -> list[_Pending]:
     """Begin to send; the tensors are kept until it is done."""
     framed = torch.frombuffer(bytearray(_chunk(data).ljust(FRAME, b"\0")), dtype=torch.uint8)
     parts = [part for part in (framed[:FRAME], framed[FRAME:]) if part.numel()]
     try:
-        return [(ranks.send([part], peer, _TAG), part, peer) for part in parts]
+        return [(ranks.send([part], peer, tag), part, peer) for part in parts]
     except RuntimeError as error:  # the first message opens the connection
         raise _lost(peer, error) from error
 
 
-def _receive(ranks: dist.ProcessGroup, peer: int) -> bytes:
-    head = _receive_some(ranks, peer, FRAME)
+def _receive(ranks: dist.ProcessGroup, peer: int, tag: int) -> bytes:
+    head = _receive_some(ranks, peer, FRAME, tag)
     length = int.from_bytes(head[:_LENGTH], "little")
     rest = length - (FRAME - _LENGTH)
-    return head[_LENGTH:] + _receive_some(ranks, peer, rest) if rest > 0 else head[_LENGTH : _LENGTH + length]
+    return head[_LENGTH:] + _receive_some(ranks, peer, rest, tag) if rest > 0 else head[_LENGTH : _LENGTH + length]
 
 
-def _receive_some(ranks: dist.ProcessGroup, peer: int, count: int) -> bytes:
+def _receive_some(ranks: dist.ProcessGroup, peer: int, count: int, tag: int) -> bytes:
     data = torch.empty(count, dtype=torch.uint8)
     try:
-        ranks.recv([data], peer, _TAG).wait()
+        ranks.recv([data], peer, tag).wait()
     except RuntimeError as error:
         raise _lost(peer, error) from error
     return data.numpy().tobytes()

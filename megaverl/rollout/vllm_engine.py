@@ -116,7 +116,7 @@ class VLLMEngine:
         self._vocab_size = spec.vocab_size
         _check_model(spec, config.tp, max_model_len)
         self._prepare_vllm()
-        _inspect_here(spec.architecture)
+        inspect_here(spec.architecture)
         arguments: dict[str, Any] = {
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": config.tp,
@@ -390,7 +390,7 @@ def _eager() -> AbstractContextManager[Any]:
     return nullcontext() if platform.is_cuda else vllm_cpu().without_compiler()
 
 
-def _inspect_here(architecture: str) -> None:
+def inspect_here(architecture: str) -> None:
     """Let vLLM look at the model's class in this process.
 
     To keep CUDA out of its own, it would start another that imports vLLM anew: on a new machine ten seconds on every

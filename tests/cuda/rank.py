@@ -46,7 +46,9 @@ def _same_on_all_ranks() -> None:
 
     from megaverl.distributed import collectives
 
-    def conclude(value: bytes, answer: Callable[[list[bytes]], bytes], group: dist.ProcessGroup | None = None) -> bytes:
+    def conclude(
+        value: bytes, answer: Callable[[list[bytes]], bytes], group: dist.ProcessGroup | None = None, kind: str = ""
+    ) -> bytes:
         return answer([value] * dist.get_world_size(group))
 
     collectives.conclude = conclude

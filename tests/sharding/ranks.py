@@ -64,12 +64,15 @@ def compare_with_vllm(cases: list[dict[str, Any]]) -> list[list[str]]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
+    from megaverl.rollout.vllm_engine import inspect_here
+
     wrong = []
     tp = 0
     for case in cases:
         if tp != case["tp"] and tp:
             parallel_state.destroy_model_parallel()
         tp = case["tp"]
+        inspect_here(ModelSpec.from_folder(case["folder"]).architecture)
         config = EngineArgs(
             case["folder"],
             tensor_parallel_size=tp,

@@ -132,7 +132,6 @@ def test_vllm_itself_places_the_elements_there(launch: Launcher, tmp_path: Path)
         "tests.sharding.ranks:compare_with_vllm",
         cases=cases,
         fresh=True,  # vLLM's process-wide state must not meet the engines of other tests
-        deadline=300.0,
     )
     for rank, wrong in enumerate(results):
         assert len(wrong) == len(cases)
