@@ -1,0 +1,225 @@
+"""The layout of vLLM's parameters for any architecture: its own `load_weights`, run on a model without data.
+
+For any rank of any tensor-parallel size in one process, without weights and without other ranks: vLLM's groups are
+stood in for by objects that have a size and a rank. Layers that are alike are traced once, and repeated by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from megaverl.platform import platform
+from megaverl.weights.tracing import TracedLayout, Tracer, joined, traced_layout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_GROUPS = ("_WORLD", "_TP", "_EP", "_PP", "_DP", "_DCP", "_PCP", "_ETP", "_EPLB")
+
+
+class _Size(NamedTuple):
+    """What is asked of a process group."""
+
+    members: int
+    place: int
+
+    def size(self) -> int:
+        return self.members
+
+    def rank(self) -> int:
+        return self.place
+
+
+@contextmanager
+def placed(tp: int, rank: int) -> Iterator[None]:
+    """vLLM builds and loads what `rank` of `tp` holds; nothing can be sent."""
+    from vllm.distributed import parallel_state
+
+    def group(name: str, size: int, place: int) -> Any:
+        made = object.__new__(parallel_state.GroupCoordinator)
+        members = _Size(size, place)
+        made.__dict__.update(
+            {"world_size": size, "rank_in_group": place, "rank": place, "local_rank": place, "ranks": [*range(size)]}
+            | {"unique_name": name, "device": torch.device("cpu"), "cpu_group": members, "device_group": members}
+            | {"device_communicator": None, "mq_broadcaster": None, "use_custom_op_call": False}
+        )
+        return made
+
+    held = {name: getattr(parallel_state, name) for name in _GROUPS if hasattr(parallel_state, name)}
+    try:
+        for name in held:
+            wide = name in ("_WORLD", "_TP", "_EP")
+            setattr(parallel_state, name, group(name, tp if wide else 1, rank if wide else 0))
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(parallel_state, name, value)
+
+
+def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
+    """What vLLM makes of a model folder's config.json and of its EngineArgs, for so many tensor-parallel ranks."""
+    platform.adapt_vllm()
+    from vllm.engine.arg_utils import EngineArgs
+
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True} | arguments
+    config = EngineArgs(str(folder), **given).create_engine_config()
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = tp  # which need not be here
+    return config
+
+
+def build(config: VllmConfig, rank: int, *, data: bool = False) -> torch.nn.Module:
+    """vLLM's model as this tensor-parallel rank builds it, on the host; its parameters without `data` if not asked."""
+    from vllm.model_executor.layers import rotary_embedding
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    config = copy.deepcopy(config)
+    config.compilation_config.static_forward_context.clear()  # a layer's name may be given once
+    known = dict(rotary_embedding._ROPE_DICT)  # an engine's, which may lie on another device
+    rotary_embedding._ROPE_DICT.clear()
+    with as_rank(config, rank), set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
+        try:
+            with nullcontext() if data else _parameters_without_data():
+                model: torch.nn.Module = initialize_model(config)
+        finally:
+            rotary_embedding._ROPE_DICT.clear()
+            rotary_embedding._ROPE_DICT.update(known)
+    return model
+
+
+@contextmanager
+def _parameters_without_data() -> Iterator[None]:
+    """Each lets its numbers go when a module registers it; buffers keep theirs, which loaders look things up in."""
+    register = torch.nn.Module.register_parameter
+
+    def without_data(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            made = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            made.__class__, made.__dict__ = parameter.__class__, parameter.__dict__
+            module._parameters[name] = made
+
+    torch.nn.Module.register_parameter = without_data  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def as_rank(config: VllmConfig, rank: int) -> Iterator[None]:
+    """`placed`, and what vLLM's layers look up is this configuration."""
+    from vllm.config import set_current_vllm_config
+
+    with placed(config.parallel_config.tensor_parallel_size, rank), set_current_vllm_config(config), torch.no_grad():
+        yield
+
+
+def loaded_here(config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
+    """The model of a rank with these tensors in it; what nothing is loaded into is zero."""
+    model = build(config, rank, data=True)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    with as_rank(config, rank):
+        model.load_weights(iter(tensors))
+    return model
+
+
+def destinations(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What `load_weights` may write to: parameters, and buffers that are no parameters of another name."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    kept = {id(tensor) for tensor in found.values()}
+    return found | {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in kept}
+
+
+def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | None = None) -> TracedLayout:
+    """Where vLLM's model puts tensors of these names and shapes on a tensor-parallel rank.
+
+    Args:
+        config: vLLM's; its `parallel_config.tensor_parallel_size` is the size.
+        sources: of a checkpoint, by the names in its files.
+        dtype: of the checkpoint; None: the model's own.
+    """
+    model = build(config, rank)
+    dtype = dtype or config.model_config.dtype
+    held = destinations(model)
+
+    def traced(names: Iterable[str]) -> TracedLayout:
+        tracer = Tracer()
+        tensors = [(name, tracer.source(name, sources[name], dtype)) for name in names]
+        with as_rank(config, rank), tracer:
+            model.load_weights(iter(tensors))
+        return traced_layout(tracer, held)
+
+    kinds = _Kinds.of(sources)
+    found = traced(kinds.first)
+    try:
+        whole = kinds.repeat(found)
+    except LookupError:
+        return traced(sources)
+    shapes = whole.layout.local_shapes
+    known = whole.parameters <= held.keys()
+    alike = known and all(shapes[name] == tuple(held[name].shape) for name in shapes.keys() - whole.views.keys())
+    return whole if alike else traced(sources)
+
+
+@dataclass(frozen=True)
+class _Kinds:
+    """Layers that are alike, by the names and shapes of their tensors.
+
+    Attributes:
+        first: the names that are traced: those of no layer, and of the first layer of each kind.
+        alike: ("model.layers.", number of the first layer of a kind) -> the numbers of the others.
+    """
+
+    first: list[str]
+    alike: dict[tuple[str, str], list[str]]
+
+    @classmethod
+    def of(cls, sources: Shapes) -> _Kinds:
+        layers: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
+        for name, shape in sources.items():
+            if number := _NUMBER.search(name):
+                layers.setdefault((name[: number.start()], number.group()), {})[name[number.end() :]] = shape
+        firsts: dict[tuple[str, frozenset[Any]], str] = {}
+        alike: dict[tuple[str, str], list[str]] = {}
+        skipped = set()
+        for (stack, number_), tensors in layers.items():
+            first = firsts.setdefault((stack, frozenset(tensors.items())), number_)
+            if first != number_:
+                alike.setdefault((stack, first), []).append(number_)
+                skipped |= {f"{stack}{number_}{tail}" for tail in tensors}
+        return cls([name for name in sources if name not in skipped], alike)
+
+    def repeat(self, found: TracedLayout) -> TracedLayout:
+        """With what was traced of the first of a kind said of the others.
+
+        Raises:
+            LookupError: one layer's tensors went where no layer's number stands.
+        """
+        if self.alike and found.refused:
+            raise LookupError("what is refused is not known by its sources")
+        parts = [found]
+        for (stack, first), others in self.alike.items():
+            layer = found.from_sources(f"{stack}{first}.")
+            parts += [layer.renamed(partial(_renumbered, first, number)) for number in others]
+        return joined(parts)
+
+
+def _renumbered(first: str, number: str, name: str) -> str:
+    """The name in another layer."""
+    found = _NUMBER.search(name)
+    if found is None or found.group() != first:
+        raise LookupError(f"{name} is of no layer {first}")
+    return name[: found.start()] + number + name[found.end() :]

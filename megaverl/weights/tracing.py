@@ -1,0 +1,346 @@
+"""Where a program copies tensors to, seen by running it on tensors without data: the layout of what it loads.
+
+The program is a model's own `load_weights`, or what turns a model's tensors into those of a file. Sources are meta
+tensors; a dispatch mode sees every copy below torch's views, which are offsets and strides by then. Copies of copies
+are followed back to the sources (`sharding.strided`). What is computed from a source instead of copied is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megaverl.sharding.boxes import Box
+from megaverl.sharding.layout import Layout, Piece
+from megaverl.sharding.strided import Copy, Loop, NotStrided, Strides, boxes, compose
+
+MOST_REPEATS = 64  # of one element of a source
+MOST_STEPS = 8  # between a source and what it is copied to
+_COPIES = ("aten::clone", "aten::_to_copy", "aten::contiguous")
+_VIEWS = (
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::lift_fresh",
+    "aten::split_with_sizes",
+    "aten::split",
+    "aten::unbind",
+    "aten::chunk",
+)
+_NEW = (
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+    "aten::zeros_like",
+    "aten::new_zeros",
+    "aten::ones_like",
+    "aten::is_same_size",
+    "aten::set_",
+    "aten::resize_",
+)
+
+
+class _Write(NamedTuple):
+    """A copy into a storage; `source` None: of numbers that come from no source."""
+
+    source: int | None
+    copy: Copy
+
+
+class Tracer(TorchDispatchMode):
+    """While it is active, copies of its sources are recorded and not made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: list[torch.Tensor] = []  # storages are known by their address
+        self._names: dict[int, str] = {}
+        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._writes: dict[int, list[_Write]] = {}
+        self._computed: dict[int, frozenset[str]] = {}
+
+    def source(self, name: str, shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor without data, which stands for one of that name."""
+        tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        self._kept.append(tensor)
+        self._names[_storage(tensor)] = name
+        self._shapes[_storage(tensor)] = tuple(shape)
+        return tensor
+
+    def copied(self, tensor: torch.Tensor) -> Iterator[tuple[str | None, tuple[int, ...], Copy]]:
+        """What was copied into a tensor's storage: name and shape of the source, and the copy, the last one last.
+
+        Raises:
+            NotStrided: what it holds is no copy.
+        """
+        for write in self._writes.get(_storage(tensor), ()):
+            for source, copy in self._followed(write, MOST_STEPS):
+                name = self._names.get(source) if source is not None else None
+                yield name, self._shapes.get(source, ()) if source is not None else (), copy
+
+    def computed(self, tensor: torch.Tensor) -> frozenset[str]:
+        """The sources of what a tensor holds, if some of it is not a copy; else none."""
+        key = _storage(tensor)
+        if key not in self._computed:
+            return frozenset()
+        return self._computed[key] | self._sources_of(key)
+
+    def _followed(self, write: _Write, steps: int) -> Iterator[tuple[int | None, Copy]]:
+        if write.source is None or write.source in self._names:
+            yield write.source, write.copy
+            return
+        if write.source in self._computed:
+            raise NotStrided(f"computed from {', '.join(sorted(self._computed[write.source])[:3])}")
+        if not steps:
+            raise NotStrided(f"it was copied more than {MOST_STEPS} times")
+        for earlier in self._writes.get(write.source, ()):
+            for copy in compose(write.copy, earlier.copy):
+                yield from self._followed(_Write(earlier.source, copy), steps - 1)
+
+    def _sources_of(self, key: int) -> frozenset[str]:
+        if key in self._names:
+            return frozenset((self._names[key],))
+        found = self._computed.get(key, frozenset())
+        for write in self._writes.get(key, ()):
+            if write.source is not None and write.source != key:
+                found |= self._sources_of(write.source)
+        return found
+
+    def _is_known(self, tensor: torch.Tensor) -> bool:
+        key = _storage(tensor)
+        return key in self._names or key in self._writes or key in self._computed
+
+    def _write(self, dest: torch.Tensor, source: torch.Tensor) -> None:
+        key = _storage(dest)
+        self._kept += [dest, source]
+        source = source.expand(dest.shape)
+        if not dest.numel():
+            self._writes.setdefault(key, [])
+        elif _storage(source) in self._computed:
+            self._computed[key] = self._computed.get(key, frozenset()) | self._computed[_storage(source)]
+        else:
+            loops = zip(source.shape, source.stride(), dest.stride(), strict=True)
+            copy = Copy(source.storage_offset(), dest.storage_offset(), tuple(Loop(*loop) for loop in loops))
+            origin = _storage(source) if self._is_known(source) else None
+            self._writes.setdefault(key, []).extend(_Write(origin, one) for one in _once(copy))
+
+    def _compute(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
+        self._kept.append(tensor)
+        key = _storage(tensor)
+        self._computed[key] = self._computed.get(key, frozenset()) | sources
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name
+        known = [each for each in tree_leaves((args, kwargs)) if _is_tensor(each) and self._is_known(each)]
+        if not known or name in _NEW:
+            return func(*args, **kwargs)
+        if name == "aten::copy_":
+            self._write(args[0], args[1])
+            return args[0]
+        if name in _COPIES:
+            made = func(args[0].to("meta"), **{key: value for key, value in kwargs.items() if key != "device"})
+            return self._made(made, [(made, args[0])])
+        if name in ("aten::cat", "aten::stack"):
+            return self._joined(name == "aten::stack", func, *args, **kwargs)
+        if func.is_view or name in _VIEWS:
+            return func(*args, **kwargs)
+        if name in ("aten::zero_", "aten::fill_"):
+            self._write(args[0], torch.empty((), device="meta"))
+            if (key := _storage(args[0])) in self._names:  # a source of which a program makes a constant
+                del self._names[key]
+            return args[0]
+        sources = frozenset[str]().union(*(self._sources_of(_storage(each)) for each in known))
+        if func._schema.is_mutable:
+            self._compute(args[0], sources)
+            return args[0]
+        result = func(*(each.to("meta") if _is_tensor(each) else each for each in args), **kwargs)
+        for each in tree_leaves(result):
+            if _is_tensor(each):
+                self._compute(each, sources)
+        return result
+
+    def _joined(self, stacks: bool, func: Any, tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        made: torch.Tensor = func([each.to("meta") for each in tensors], dim)
+        parts = made.unbind(dim) if stacks else made.split([each.shape[dim] for each in tensors], dim)
+        return self._made(made, zip(parts, tensors, strict=True))
+
+    def _made(self, made: torch.Tensor, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        self._shapes[_storage(made)] = tuple(made.shape)
+        for part, source in parts:
+            if self._is_known(source):
+                self._write(part, source)
+        return made
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _once(copy: Copy) -> Iterator[Copy]:
+    """Without loops that stay at one element of the source."""
+    still = next((loop for loop in copy.loops if loop.count > 1 and not loop.source), None)
+    if still is None:
+        yield copy
+        return
+    if still.count > MOST_REPEATS:
+        raise NotStrided(f"{still.count} copies of each element")
+    rest = copy._replace(loops=tuple(loop for loop in copy.loops if loop is not still))
+    for turn in range(still.count):
+        yield from _once(rest.shifted(still, turn))
+
+
+@dataclass(frozen=True)
+class TracedLayout:
+    """Where the sources have gone.
+
+    Attributes:
+        layout: of all that is a copy; a local tensor is a destination, or a view of one.
+        views: local name -> (destination, how it is seen), of those that are views.
+        computed: destination -> the sources that its program computes it from.
+        refused: destination -> why no boxes describe it.
+    """
+
+    layout: Layout
+    views: dict[str, tuple[str, Strides]] = field(default_factory=dict)
+    computed: dict[str, frozenset[str]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> frozenset[str]:
+        """The destinations, views of them not counted."""
+        return frozenset(self.layout.local_shapes.keys() - self.views.keys()) | self.computed.keys()
+
+    def from_sources(self, prefix: str) -> TracedLayout:
+        """What comes from the sources whose names begin so."""
+        pieces = tuple(piece for piece in self.layout.pieces if piece.tensor.startswith(prefix))
+        views = {piece.local: self.views[piece.local] for piece in pieces if piece.local in self.views}
+        locals_ = {piece.local for piece in pieces} | {name for name, _ in views.values()}
+        layout = Layout(
+            pieces,
+            {name: self.layout.local_shapes[name] for name in locals_},
+            {piece.tensor: self.layout.global_shapes[piece.tensor] for piece in pieces},
+        )
+        computed = {
+            name: sources
+            for name, sources in self.computed.items()
+            if any(source.startswith(prefix) for source in sources)
+        }
+        return TracedLayout(layout, views, computed)
+
+    def renamed(self, rename: Callable[[str], str]) -> TracedLayout:
+        """The same of other sources and destinations."""
+        layout = Layout(
+            tuple(p._replace(tensor=rename(p.tensor), local=rename(p.local)) for p in self.layout.pieces),
+            {rename(name): shape for name, shape in self.layout.local_shapes.items()},
+            {rename(name): shape for name, shape in self.layout.global_shapes.items()},
+        )
+        views = {rename(local): (rename(name), view) for local, (name, view) in self.views.items()}
+        computed = {rename(name): frozenset(map(rename, sources)) for name, sources in self.computed.items()}
+        return TracedLayout(layout, views, computed)
+
+
+def joined(parts: Sequence[TracedLayout]) -> TracedLayout:
+    """Of different sources; what some say of destinations is added."""
+    computed = {name: sources for part in parts for name, sources in part.computed.items()}
+    shapes = {name: shape for part in parts for name, shape in part.layout.local_shapes.items()}
+    layout = Layout(
+        tuple(piece for part in parts for piece in part.layout.pieces),
+        {name: shape for name, shape in shapes.items() if name not in computed},
+        {name: shape for part in parts for name, shape in part.layout.global_shapes.items()},
+    )
+    return TracedLayout(
+        layout,
+        {local: view for part in parts for local, view in part.views.items()},
+        computed,
+        {name: why for part in parts for name, why in part.refused.items()},
+    )
+
+
+def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> TracedLayout:
+    """What the tracer saw of these tensors, which are dense."""
+    pieces: list[Piece] = []
+    local_shapes: dict[str, tuple[int, ...]] = {}
+    global_shapes: dict[str, tuple[int, ...]] = {}
+    found = TracedLayout(Layout((), {}, {}))
+    for name, tensor in destinations.items():
+        if sources := tracer.computed(tensor):
+            found.computed[name] = sources
+            continue
+        try:
+            held = _pieces(name, tensor, tracer, found.views, global_shapes)
+        except NotStrided as error:
+            found.refused[name] = str(error)
+            continue
+        if not held and not isinstance(tensor, torch.nn.Parameter):
+            continue  # a buffer that is not loaded
+        pieces += held
+        local_shapes[name] = tuple(tensor.shape)
+        for local in {piece.local for piece in held} & found.views.keys():
+            local_shapes[local] = seen_shape(tuple(tensor.shape), found.views[local][1])
+    return TracedLayout(Layout(tuple(pieces), local_shapes, global_shapes), found.views, found.computed, found.refused)
+
+
+def _pieces(
+    name: str,
+    tensor: torch.Tensor,
+    tracer: Tracer,
+    views: dict[str, tuple[str, Strides]],
+    global_shapes: dict[str, tuple[int, ...]],
+) -> list[Piece]:
+    pieces: list[Piece] = []
+    shape = tuple(tensor.shape)
+    for source, source_shape, copy in tracer.copied(tensor):
+        if source is None:
+            continue  # a constant, as padding is
+        global_shapes[source] = source_shape
+        moved = copy._replace(dest_start=copy.dest_start - tensor.storage_offset())
+        for box, view, local_box in boxes(moved, source_shape, shape):
+            local = name
+            if not view.are_plain:
+                local = f"{name}.{view}"
+                views[local] = (name, view)
+            pieces.append(Piece(source, box, local, local_box))
+    return _last_ones(pieces)
+
+
+def _last_ones(pieces: list[Piece]) -> list[Piece]:
+    """Without those that are written over by a later one, as tied weights are that a file has twice."""
+    if sum(piece.local_box.numel for piece in pieces) <= 1:
+        return pieces
+    kept: list[Piece] = []
+    seen: dict[tuple[str, Box], int] = {}
+    for piece in pieces:
+        key = (piece.local, piece.local_box)
+        if key in seen:
+            kept[seen[key]] = piece
+        else:
+            seen[key] = len(kept)
+            kept.append(piece)
+    return kept
+
+
+def seen_shape(shape: tuple[int, ...], view: Strides) -> tuple[int, ...]:
+    """Of a tensor of this shape, seen so."""
+    permuted = [shape[axis] for axis in view.axes]
+    return tuple(
+        math.ceil((size - first) / step) for size, first, step in zip(permuted, view.first, view.step, strict=True)
+    )
+
+
+def seen(tensor: torch.Tensor, view: Strides) -> torch.Tensor:
+    """A view of a tensor, into which is written as the layout says."""
+    return tensor.permute(view.axes)[
+        tuple(slice(first, None, step) for first, step in zip(view.first, view.step, strict=True))
+    ]

@@ -1,0 +1,53 @@
+"""Layouts derived from vLLM's own loaders: against the rules, and against what vLLM loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megaverl.models.tiny import make_tiny_folder
+from megaverl.sharding.model_spec import ARCHITECTURES
+from tests.launcher import Launcher
+from tests.sharding.specs import CONFIGS, ROUTED
+
+RANKS = "tests.rollout.tracing_ranks"
+# Plain, transposed (GPT-2, gpt-oss, Llama 4), fused in the file, interleaved, normalised by heads, with constants
+EXACT = ["GPT2LMHeadModel", "GptOssForCausalLM", "Llama4ForCausalLM", "Phi3ForCausalLM", "FalconForCausalLM"]
+EXACT += ["BloomForCausalLM", "GPTNeoXForCausalLM", "Gemma3ForCausalLM", "Qwen3NextForCausalLM", "Glm4MoeForCausalLM"]
+
+
+def test_the_rules_are_what_vllm_does(launch: Launcher, tmp_path: Path) -> None:
+    """Every architecture that has rules, at TP 1, 2 and 4; experts with and without expert parallelism."""
+    folders = [
+        make_tiny_folder(
+            tmp_path / architecture,
+            architecture,
+            **{"vocab_size": 130, "num_hidden_layers": 2, **CONFIGS.get(architecture, {})},
+            tie_embeddings=architecture == "GemmaForCausalLM",
+        )
+        for architecture in ARCHITECTURES
+    ]
+    cases = [
+        {"folder": str(folder), "tp": tp, "expert_parallel": parallel, "placement": placement}
+        for folder in folders
+        for tp in (1, 2, 4)
+        for parallel, placement in ((False, "linear"), (True, "linear"), (True, "round_robin"))
+        if not parallel or (tp > 1 and folder.name.startswith(ROUTED))
+    ]
+    [found] = launch.world(1, f"{RANKS}:compare_with_rules", cases=cases)
+    assert [(case, wrong) for case, wrong in zip(cases, found, strict=True) if wrong] == []
+
+
+def test_architectures_without_rules(launch: Launcher) -> None:
+    [found] = launch.world(1, f"{RANKS}:check_architectures", architectures=[*EXACT, "MambaForCausalLM"])
+    assert found[:-1] == [[architecture, "exact", ""] for architecture in EXACT]
+    assert found[-1] == ["MambaForCausalLM", "computed", "backbone.layers.N.mixer.A"]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "MambaForCausalLM", "GPT2LMHeadModel"])
+def test_one_layer_of_each_kind_stands_for_all(launch: Launcher, architecture: str) -> None:
+    """Hybrid ones, whose layers alternate, a computed parameter, a transposed one."""
+    [found] = launch.world(1, f"{RANKS}:layers_are_repeated", architecture=architecture, fresh=True)
+    assert found["same"] and found["traced"] < found["of"]
+    assert found["dtype"] == "torch.float32"

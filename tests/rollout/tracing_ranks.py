@@ -1,0 +1,75 @@
+"""What the rank does in the tests of layouts that are derived from vLLM."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megaverl.models.architectures import weights_of
+from megaverl.rollout.vllm_engine import inspect_here
+from megaverl.rollout.vllm_tracing import engine_config, trace
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.vllm import vllm_layouts
+from tests.sharding.specs import element_ids, fill
+from tools import check_layouts
+
+
+def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
+    """For each case (folder, tp, expert_parallel, placement) what a derived layout says otherwise than the rules."""
+    found = []
+    for case in cases:
+        spec = ModelSpec.from_folder(case["folder"])
+        weights = weights_of(spec)
+        ids, sources = element_ids(weights), {weight.name: weight.shape for weight in weights}
+        inspect_here(spec.architecture)
+        parallel = {"enable_expert_parallel": case["expert_parallel"], "expert_placement_strategy": case["placement"]}
+        config = engine_config(case["folder"], case["tp"], dtype="float32", **parallel)
+        rules = vllm_layouts(
+            weights, spec, case["tp"], expert_parallel=case["expert_parallel"], expert_placement=case["placement"]
+        )
+        wrong = []
+        for rank in range(case["tp"]):
+            traced = trace(config, rank, sources)
+            assert not traced.views and not traced.computed and not traced.refused
+            mine, theirs = fill(traced.layout, ids), fill(rules(rank), ids)
+            wrong += [f"rank {rank}: {name}: only in one" for name in sorted(mine.keys() ^ theirs.keys())]
+            wrong += [
+                f"rank {rank}: {name}" for name in mine.keys() & theirs.keys() if (mine[name] != theirs[name]).any()
+            ]
+        found.append(wrong)
+    return found
+
+
+def check_architectures(architectures: list[str]) -> list[list[str]]:
+    return [[*check_layouts.check(architecture, [1, 2])] for architecture in architectures]
+
+
+def layers_are_repeated(architecture: str) -> dict[str, Any]:
+    """What is traced with and without repeating one layer of each kind."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = check_layouts.BASE | check_layouts.MORE.get(architecture, {})
+        sources = check_layouts.write_folder(architecture, Path(folder), sizes)
+        inspect_here(architecture)
+        config = engine_config(folder, 2, dtype="float32", max_model_len=64)
+        from megaverl.rollout import vllm_tracing
+
+        fed: list[int] = []
+        repeated = trace(config, 1, sources)
+        kinds = vllm_tracing._Kinds.of(sources)
+        fed.append(len(kinds.first))
+        alone = vllm_tracing._Kinds([*sources], {})
+        vllm_tracing._Kinds.of = classmethod(lambda cls, sources: alone)  # type: ignore[method-assign, assignment]
+        whole = trace(config, 1, sources)
+        before = torch.get_default_dtype()
+    return {
+        "same": sorted(repeated.layout.pieces) == sorted(whole.layout.pieces)
+        and repeated.layout.local_shapes == whole.layout.local_shapes
+        and repeated.views == whole.views
+        and repeated.computed == whole.computed,
+        "traced": fed[0],
+        "of": len(sources),
+        "dtype": str(before),
+    }

@@ -1,0 +1,268 @@
+"""The layouts that are derived from vLLM's own `load_weights`, against what it loads: one line an architecture.
+
+python tools/check_layouts.py [ARCHITECTURE ...] [--tp 1 2] [--big] [--json FILE]
+
+For each architecture that vLLM and transformers both know, a tiny configuration: every tensor-parallel rank's layout
+is traced without data (`megaverl/rollout/vllm_tracing.py`), then vLLM's model is built and loads numbered elements.
+`exact`: every element is where the layout says, and nothing else is; `computed`: so is all but the parameters that
+are named, which vLLM computes from tensors that a reshard hands to its `load_weights`; `refused`: why. --big traces
+70B and 235B instead, with their time and memory. The table stands in docs/models.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import resource
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+BASE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 130,
+    "max_position_embeddings": 64,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+GPT2 = {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 64, "n_inner": 128, "vocab_size": 130}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 8,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+LEFT_OUT = object()
+# What an architecture's configuration says besides BASE.
+MORE: dict[str, dict[str, Any]] = {
+    "DeepseekV2ForCausalLM": LATENT | {"topk_method": "greedy", "scoring_func": "softmax"},
+    "DeepseekV3ForCausalLM": LATENT,
+    "BloomForCausalLM": {"n_layer": 3, "n_head": 4, "tie_word_embeddings": True},
+    "AfmoeForCausalLM": {"score_func": "sigmoid", "num_dense_layers": 1, "route_scale": 1.0, "num_shared_experts": 1}
+    | {"route_norm": True, "n_group": 1, "topk_group": 1},
+    "FalconForCausalLM": {"new_decoder_architecture": True, "num_kv_heads": 2, "head_dim": LEFT_OUT},
+    "MiniMaxM2ForCausalLM": {
+        "rotary_dim": 16,
+        "num_key_value_heads": 4,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    },
+    "Glm4MoeLiteForCausalLM": LATENT,
+    "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 130, "hidden_size_per_layer_input": 16, "global_head_dim": 16},
+    "Lfm2ForCausalLM": {"block_dim": 64, "block_ff_dim": 128, "layer_types": ["conv", "full_attention", "conv"]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "GPT2LMHeadModel": GPT2,
+    "GPTBigCodeForCausalLM": GPT2,
+    "GPTJForCausalLM": GPT2 | {"rotary_dim": 8},
+    "MptForCausalLM": {"d_model": 64, "n_heads": 4, "n_layers": 3},
+    "OPTForCausalLM": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 16},
+    "Gemma3ForCausalLM": {"sliding_window": 32},
+    "Llama4ForCausalLM": {"intermediate_size_mlp": 128, "attn_scale": 0.1},
+    "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
+    "Glm4MoeForCausalLM": {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "JambaForCausalLM": {
+        "use_mamba_kernels": False,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+    },
+    "MambaForCausalLM": {"state_size": 8},
+    "Mamba2ForCausalLM": {"state_size": 8, "num_heads": 8, "head_dim": 16, "expand": 2, "n_groups": 1},
+    "Qwen3NextForCausalLM": {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+}
+BIG: dict[str, tuple[dict[str, Any], int]] = {
+    "LlamaForCausalLM": (
+        {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+        | {"num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 128, "max_position_embeddings": 8192},
+        8,
+    ),
+    "Qwen3MoeForCausalLM": (
+        {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_hidden_layers": 94, "num_attention_heads": 64}
+        | {"num_key_value_heads": 4, "vocab_size": 151936, "head_dim": 128, "num_experts": 128}
+        | {"num_experts_per_tok": 8, "max_position_embeddings": 8192},
+        8,
+    ),
+}
+
+
+class Line(NamedTuple):
+    """Of the table."""
+
+    architecture: str
+    verdict: str
+    detail: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("architectures", nargs="*")
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--big", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parsed = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    from megaverl.rollout.vllm_engine import ENVIRONMENT
+
+    os.environ.update(ENVIRONMENT)
+    if parsed.big:
+        for architecture in parsed.architectures or BIG:
+            print(_big(architecture), flush=True)
+        return
+    lines = []
+    for architecture in parsed.architectures or known_to_both():
+        line = check(architecture, parsed.tp)
+        print(f"{line.architecture:<36} {line.verdict:<9} {line.detail}", flush=True)
+        lines.append(line)
+    counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in ("exact", "computed", "refused")}
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    if parsed.json is not None:
+        parsed.json.write_text(json.dumps([line._asdict() for line in lines], indent=1), encoding="utf-8")
+
+
+def known_to_both() -> list[str]:
+    """Architectures that generate text, by the names that config.json has for them."""
+    import transformers
+    from vllm.model_executor.models import registry
+
+    return sorted(name for name in registry._TEXT_GENERATION_MODELS if hasattr(transformers, name))
+
+
+def write_folder(architecture: str, folder: Path, sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """config.json; the names and shapes of the tensors that a checkpoint of it has."""
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model_class = getattr(transformers, architecture)
+    config = model_class.config_class(**{key: value for key, value in sizes.items() if value is not LEFT_OUT})
+    config.architectures = [architecture]
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = model_class(config)
+    once = {id(value): name for name, value in reversed(model.state_dict(keep_vars=True).items())}  # tied: the first
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if once[id(value)] == name}
+    found = revert_weight_conversion(model, state)
+    return {name: tuple(value.shape) for name, value in found.items()}
+
+
+def check(architecture: str, sizes: list[int]) -> Line:
+    """Every rank of every tensor-parallel size."""
+    from megaverl.rollout.vllm_engine import inspect_here
+    from megaverl.rollout.vllm_tracing import engine_config
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            sources = write_folder(architecture, Path(folder), BASE | MORE.get(architecture, {}))
+            inspect_here(architecture)
+            computed: set[str] = set()
+            for tp in sizes:
+                config = engine_config(folder, tp, dtype="float32", max_model_len=64)
+                for rank in range(tp):
+                    wrong, from_sources = differences(config, rank, sources)
+                    computed |= from_sources
+                    if wrong:
+                        return Line(architecture, "refused", f"tp{tp} rank {rank}: {'; '.join(wrong[:3])}")
+    except (Exception, SystemExit) as error:
+        text = " ".join(str(error).split())
+        return Line(architecture, "refused", f"{type(error).__name__}: {text[:160]}")
+    names = sorted({"".join("N" if part.isdigit() else part for part in _parts(name)) for name in computed})
+    return Line(architecture, "computed" if names else "exact", ", ".join(names))
+
+
+def _parts(name: str) -> Iterator[str]:
+    for number, part in enumerate(name.split(".")):
+        if number:
+            yield "."
+        yield part
+
+
+def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> tuple[list[str], set[str]]:
+    """(what is not as the layout says, names of the parameters that vLLM computes)."""
+    from megaverl.rollout.vllm_tracing import destinations, loaded_here, trace
+    from megaverl.weights.tracing import seen
+
+    traced = trace(config, rank, sources, torch.float32)
+    ids, first = {}, 1
+    for name, shape in sources.items():
+        count = math.prod(shape)
+        ids[name] = torch.arange(first, first + count, dtype=torch.float32).reshape(shape)
+        first += count
+    assert first < 2**24, "float32 must hold every number"
+    model = loaded_here(config, rank, ((name, tensor.clone()) for name, tensor in ids.items()))
+    wrong = [f"{name}: {why}" for name, why in traced.refused.items()]
+    parameters = {name for name, _ in model.named_parameters()}
+    held = destinations(model)
+    mine = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
+    for piece in traced.layout.pieces:
+        name, view = traced.views.get(piece.local, (piece.local, None))
+        target = (mine[name] if view is None else seen(mine[name], view))[piece.local_box.slices]
+        target.copy_(ids[piece.tensor][piece.box.slices].reshape(target.shape))
+    for name, tensor in held.items():
+        if name in traced.computed or name in traced.refused:
+            continue
+        is_loaded = name in parameters or any(piece.local == name for piece in traced.layout.pieces)
+        if is_loaded and not torch.equal(mine[name].float(), tensor.float()):
+            wrong.append(f"{name}: other elements")
+    return wrong, set(traced.computed)
+
+
+def _big(architecture: str) -> str:
+    from megaverl.rollout.vllm_engine import inspect_here
+    from megaverl.rollout.vllm_tracing import engine_config, trace
+
+    sizes, tp = BIG[architecture]
+    with tempfile.TemporaryDirectory() as folder:
+        sources = write_folder(architecture, Path(folder), sizes)
+        inspect_here(architecture)
+        config = engine_config(folder, tp, dtype="bfloat16", max_model_len=64)
+        begin, cpu = time.perf_counter(), time.process_time()
+        traced = trace(config, tp - 1, sources)
+        seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
+    numel = sum(math.prod(shape) for shape in sources.values())
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    return (
+        f"{architecture} {numel / 1e9:.0f}B TP{tp}: {len(sources):,} tensors, {len(traced.layout.pieces):,} pieces; "
+        f"{seconds:.1f} s ({cpu:.1f} s of processor time), {memory:.0f} MiB at most"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
