@@ -16,7 +16,6 @@ import json
 import math
 import os
 import resource
-import sys
 import tempfile
 import time
 import warnings
@@ -185,8 +184,7 @@ def write_folder(architecture: str, folder: Path, sizes: dict[str, Any]) -> dict
 
 def check(architecture: str, sizes: list[int]) -> Line:
     """Every rank of every tensor-parallel size."""
-    from megaverl.rollout.vllm_engine import inspect_here
-    from megaverl.rollout.vllm_tracing import engine_config
+    from megaverl.rollout.vllm_tracing import engine_config, inspect_here
 
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -217,7 +215,7 @@ def _parts(name: str) -> Iterator[str]:
 def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> tuple[list[str], set[str]]:
     """(what is not as the layout says, names of the parameters that vLLM computes)."""
     from megaverl.rollout.vllm_tracing import destinations, loaded_here, trace
-    from megaverl.weights.tracing import seen
+    from megaverl.sharding.tracing import seen
 
     traced = trace(config, rank, sources, torch.float32)
     ids, first = {}, 1
@@ -245,8 +243,7 @@ def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> 
 
 
 def _big(architecture: str) -> str:
-    from megaverl.rollout.vllm_engine import inspect_here
-    from megaverl.rollout.vllm_tracing import engine_config, trace
+    from megaverl.rollout.vllm_tracing import engine_config, inspect_here, trace
 
     sizes, tp = BIG[architecture]
     with tempfile.TemporaryDirectory() as folder:
@@ -265,4 +262,4 @@ def _big(architecture: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -36,6 +36,7 @@ from megaverl.rollout.process_state import (
     release_groups,
 )
 from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
+from megaverl.rollout.vllm_tracing import check_layout, inspect_here
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
@@ -152,6 +153,7 @@ class VLLMEngine:
             "expert_placement": arguments.get("expert_placement_strategy", "linear"),
             "quantization": arguments.get("quantization"),
         }
+        self._is_unchecked = not load_weights and arguments.get("quantization") is None
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
 
         def loaded(model: torch.nn.Module) -> None:
@@ -215,7 +217,11 @@ class VLLMEngine:
         return quantised_weights(self.model)
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-        return vllm_layouts(weights, spec, self.tp_size, **self._layout_options)
+        layouts = vllm_layouts(weights, spec, self.tp_size, **self._layout_options)
+        if self._is_unchecked and self._llm is not None:
+            self._is_unchecked = False
+            check_layout(self._llm, self.model, layouts(self.tp_rank), self._dtype)
+        return layouts
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         if not self._has_weights:
@@ -388,18 +394,6 @@ def vllm_cpu() -> ModuleType:
 def _eager() -> AbstractContextManager[Any]:
     """Around everything that runs the model on a CPU: eager means eager in vLLM's helpers too."""
     return nullcontext() if platform.is_cuda else vllm_cpu().without_compiler()
-
-
-def inspect_here(architecture: str) -> None:
-    """Let vLLM look at the model's class in this process.
-
-    To keep CUDA out of its own, it would start another that imports vLLM anew: on a new machine ten seconds on every
-    rank, for a class that is imported here a moment later.
-    """
-    from vllm import ModelRegistry
-
-    if known := ModelRegistry.models.get(architecture):
-        ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
 def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:

@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megaverl.errors import RolloutError
 from megaverl.platform import platform
-from megaverl.weights.tracing import TracedLayout, Tracer, joined, traced_layout
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.tracing import TracedLayout, Tracer, joined, traced_layout
+from megaverl.sharding.weight import as_block
 
 if TYPE_CHECKING:
+    from vllm import LLM
     from vllm.config import VllmConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -67,6 +71,18 @@ def placed(tp: int, rank: int) -> Iterator[None]:
             setattr(parallel_state, name, value)
 
 
+def inspect_here(architecture: str) -> None:
+    """Let vLLM look at the model's class in this process.
+
+    To keep CUDA out of its own, it would start another that imports vLLM anew: on a new machine ten seconds on every
+    rank, for a class that is imported here a moment later.
+    """
+    from vllm import ModelRegistry
+
+    if known := ModelRegistry.models.get(architecture):
+        ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
 def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
     """What vLLM makes of a model folder's config.json and of its EngineArgs, for so many tensor-parallel ranks."""
     platform.adapt_vllm()
@@ -78,7 +94,7 @@ def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
     return config
 
 
-def build(config: VllmConfig, rank: int, *, data: bool = False) -> torch.nn.Module:
+def build(config: VllmConfig, rank: int, *, data: bool = False) -> Any:
     """vLLM's model as this tensor-parallel rank builds it, on the host; its parameters without `data` if not asked."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -91,7 +107,7 @@ def build(config: VllmConfig, rank: int, *, data: bool = False) -> torch.nn.Modu
     with as_rank(config, rank), set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
         try:
             with nullcontext() if data else _parameters_without_data():
-                model: torch.nn.Module = initialize_model(config)
+                model = initialize_model(config)
         finally:
             rotary_embedding._ROPE_DICT.clear()
             rotary_embedding._ROPE_DICT.update(known)
@@ -110,7 +126,7 @@ def _parameters_without_data() -> Iterator[None]:
             made.__class__, made.__dict__ = parameter.__class__, parameter.__dict__
             module._parameters[name] = made
 
-    torch.nn.Module.register_parameter = without_data  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = without_data  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -126,7 +142,7 @@ def as_rank(config: VllmConfig, rank: int) -> Iterator[None]:
         yield
 
 
-def loaded_here(config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> torch.nn.Module:
+def loaded_here(config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Any:
     """The model of a rank with these tensors in it; what nothing is loaded into is zero."""
     model = build(config, rank, data=True)
     for parameter in model.parameters():
@@ -152,13 +168,18 @@ def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | N
         dtype: of the checkpoint; None: the model's own.
     """
     model = build(config, rank)
-    dtype = dtype or config.model_config.dtype
+    with as_rank(config, rank):
+        return trace_into(model, sources, dtype or config.model_config.dtype)
+
+
+def trace_into(model: Any, sources: Shapes, dtype: torch.dtype) -> TracedLayout:
+    """The same of a model that vLLM has built, without a change to it."""
     held = destinations(model)
 
     def traced(names: Iterable[str]) -> TracedLayout:
         tracer = Tracer()
         tensors = [(name, tracer.source(name, sources[name], dtype)) for name in names]
-        with as_rank(config, rank), tracer:
+        with torch.no_grad(), tracer:
             model.load_weights(iter(tensors))
         return traced_layout(tracer, held)
 
@@ -172,6 +193,29 @@ def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | N
     known = whole.parameters <= held.keys()
     alike = known and all(shapes[name] == tuple(held[name].shape) for name in shapes.keys() - whole.views.keys())
     return whole if alike else traced(sources)
+
+
+def check_layout(llm: LLM, model: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> None:
+    """Refuse an engine whose own loader puts tensors elsewhere than the layout that a reshard follows.
+
+    Raises:
+        RolloutError: names what differs.
+    """
+    from vllm import __version__
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(llm.llm_engine.vllm_config):  # as while an engine is made
+        traced = trace_into(model, layout.global_shapes, dtype)
+    wrong = [f"{name} is computed from {', '.join(sorted(sources))}" for name, sources in traced.computed.items()]
+    wrong += [f"{name}: {why}" for name, why in traced.refused.items()]
+    ours, theirs = {*layout.pieces}, {*traced.layout.pieces}
+    wrong += [f"{piece.tensor} {piece.box} goes to {piece.local} {piece.local_box}" for piece in theirs - ours]
+    wrong += [f"{piece.tensor} {piece.box} does not go to {piece.local} {piece.local_box}" for piece in ours - theirs]
+    if wrong:
+        raise RolloutError(
+            f"vLLM {__version__} loads this model otherwise than megaverl lays its weights out:"
+            f"{as_block(sorted(wrong), 5)}\nUse the vLLM of requirements/, or rollout.engine=hf."
+        )
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ class NotStrided(ValueError):
 
 
 class Loop(NamedTuple):
-    """Its count, and how far one turn moves in the source and in the destination."""
+    """Its turns, and how far one of them moves in the source and in the destination."""
 
-    count: int
+    turns: int
     source: int
     dest: int
 
@@ -72,9 +72,9 @@ def settle(copy: Copy, side: str, strides: Sequence[int]) -> Iterator[Copy]:
 def _plain(copy: Copy) -> Copy:
     """Without loops of one turn; two that are one in both sides are joined."""
     loops: list[Loop] = []
-    for loop in sorted((loop for loop in copy.loops if loop.count > 1), key=lambda loop: (-loop.source, -loop.dest)):
-        if loops and loops[-1][1:] == (loop.source * loop.count, loop.dest * loop.count):
-            loops[-1] = Loop(loops[-1].count * loop.count, loop.source, loop.dest)
+    for loop in sorted((loop for loop in copy.loops if loop.turns > 1), key=lambda loop: (-loop.source, -loop.dest)):
+        if loops and loops[-1][1:] == (loop.source * loop.turns, loop.dest * loop.turns):
+            loops[-1] = Loop(loops[-1].turns * loop.turns, loop.source, loop.dest)
         else:
             loops.append(loop)
     return copy._replace(loops=tuple(loops))
@@ -98,27 +98,27 @@ def _split(copy: Copy, side: str, strides: Sequence[int]) -> list[Copy] | None:
         for loop in here:
             _axis_of(getattr(loop, side), strides)
         first = start % end
-        reach = first + sum((loop.count - 1) * getattr(loop, side) for loop in here)
+        reach = first + sum((loop.turns - 1) * getattr(loop, side) for loop in here)
         if not here or reach - reach % unit < end:
             continue
         loop = here.pop()
         stride = getattr(loop, side)
         others = tuple(other for other in copy.loops if other is not loop)
-        finer = first % stride + sum((other.count - 1) * getattr(other, side) for other in here)
+        finer = first % stride + sum((other.turns - 1) * getattr(other, side) for other in here)
         if end % stride or finer - finer % unit >= stride:
-            return [copy.shifted(loop, turn)._replace(loops=others) for turn in range(loop.count)]
+            return [copy.shifted(loop, turn)._replace(loops=others) for turn in range(loop.turns)]
         turns = end // stride
         head = -(first // stride) % turns
-        bounds = sorted({0, min(head, loop.count), head + max(0, loop.count - head) // turns * turns, loop.count})
+        bounds = sorted({0, min(head, loop.turns), head + max(0, loop.turns - head) // turns * turns, loop.turns})
         parts = []
-        for low, high in pairwise(bound for bound in bounds if bound <= loop.count):
+        for low, high in pairwise(bound for bound in bounds if bound <= loop.turns):
             rows, rest = divmod(high - low, turns) if low >= head else (0, high - low)
             inner = (
-                (Loop(rows, loop.source * turns, loop.dest * turns), loop._replace(count=turns))
+                (Loop(rows, loop.source * turns, loop.dest * turns), loop._replace(turns=turns))
                 if rows
-                else (loop._replace(count=rest),)
+                else (loop._replace(turns=rest),)
             )
-            parts.append(copy.shifted(loop, low)._replace(loops=(*others, *(one for one in inner if one.count > 1))))
+            parts.append(copy.shifted(loop, low)._replace(loops=(*others, *(one for one in inner if one.turns > 1))))
         return parts
     for loop in copy.loops:
         _axis_of(getattr(loop, side), strides)
@@ -134,7 +134,7 @@ def compose(read: Copy, write: Copy) -> Iterator[Copy]:
     write = _plain(write)
     written = sorted(write.loops, key=lambda loop: -loop.dest)
     for outer, inner in pairwise(written):
-        if outer.dest % inner.dest or (inner.count - 1) * inner.dest >= outer.dest:
+        if outer.dest % inner.dest or (inner.turns - 1) * inner.dest >= outer.dest:
             raise NotStrided("a copy writes to an element twice")
     if not written or written[-1].dest > 1:
         written.append(Loop(1, 0, 1))
@@ -156,13 +156,13 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
     for axis, (loop, digit) in enumerate(zip(written, digits, strict=True)):
         end = written[axis - 1].dest if axis else math.inf
         here = [each for each in part.loops if loop.dest <= each.source < end]
-        last = digit + sum((each.count - 1) * each.source // loop.dest for each in here)
-        if digit >= 0 and last < loop.count:
-            loops += [Loop(each.count, each.source // loop.dest * loop.source, each.dest) for each in here]
+        last = digit + sum((each.turns - 1) * each.source // loop.dest for each in here)
+        if digit >= 0 and last < loop.turns:
+            loops += [Loop(each.turns, each.source // loop.dest * loop.source, each.dest) for each in here]
         elif len(here) == 1:
             step = here[0].source // loop.dest
             low = max(0, -(digit // step))
-            high = min(here[0].count, (loop.count - 1 - digit) // step + 1)
+            high = min(here[0].turns, (loop.turns - 1 - digit) // step + 1)
             if low >= high:
                 return
             digit += low * step
@@ -171,7 +171,7 @@ def _within(part: Copy, source_start: int, written: Sequence[Loop]) -> Iterator[
         elif here:
             widest = max(here, key=lambda each: each.source)
             others = tuple(each for each in part.loops if each is not widest)
-            for turn in range(widest.count):
+            for turn in range(widest.turns):
                 yield from _within(part.shifted(widest, turn)._replace(loops=others), source_start, written)
             return
         else:
@@ -210,14 +210,14 @@ def boxes(copy: Copy, source_shape: Sequence[int], dest_shape: Sequence[int]) ->
         for part in settle(half, "dest", [dest_strides[axis] for axis in dest_axes] or [1]):
             # source axis -> the loop that is an axis of the box; the other loops are turned one by one
             kept: dict[int, Loop] = {}
-            for loop in sorted(part.loops, key=lambda loop: -loop.count):
+            for loop in sorted(part.loops, key=lambda loop: -loop.turns):
                 axis = source_axes[_axis_of(loop.source, [source_strides[axis] for axis in source_axes])]
                 taken = {_dest_axis(other.dest, dest_axes, dest_strides) for other in kept.values()}
                 is_free = axis not in kept and _dest_axis(loop.dest, dest_axes, dest_strides) not in taken
                 if is_free and loop.source == source_strides[axis]:
                     kept[axis] = loop
             turned = [loop for loop in part.loops if not any(loop is each for each in kept.values())]
-            for turns in product(*(range(loop.count) for loop in turned)):
+            for turns in product(*(range(loop.turns) for loop in turned)):
                 one = part
                 for loop, turn in zip(turned, turns, strict=True):
                     one = one.shifted(loop, turn)
@@ -236,13 +236,13 @@ def _box(
     dest_strides: Sequence[int],
 ) -> tuple[Box, Strides, Box]:
     low, at = _unravel(copy.source_start, source_strides), _unravel(copy.dest_start, dest_strides)
-    high = tuple(start + (kept[axis].count if axis in kept else 1) for axis, start in enumerate(low))
+    high = tuple(start + (kept[axis].turns if axis in kept else 1) for axis, start in enumerate(low))
     counts, steps = [1] * len(at), [1] * len(at)
     moving = []
     for source_axis in sorted(kept):
         loop = kept[source_axis]
         axis = _dest_axis(loop.dest, dest_axes, dest_strides)
-        counts[axis], steps[axis] = loop.count, loop.dest // dest_strides[axis]
+        counts[axis], steps[axis] = loop.turns, loop.dest // dest_strides[axis]
         moving.append(axis)
     still = [axis for axis in range(len(at)) if axis not in moving]
     places = iter(moving)  # where an axis moves, the axes that move stand there in the source's order

@@ -51,3 +51,10 @@ def test_one_layer_of_each_kind_stands_for_all(launch: Launcher, architecture: s
     [found] = launch.world(1, f"{RANKS}:layers_are_repeated", architecture=architecture, fresh=True)
     assert found["same"] and found["traced"] < found["of"]
     assert found["dtype"] == "torch.float32"
+
+
+def test_an_engine_that_loads_otherwise_is_refused(launch: Launcher, tmp_path: Path) -> None:
+    folder = make_tiny_folder(tmp_path / "model", head_dim=32)
+    [said] = launch.world(1, f"{RANKS}:other_layout", folder=str(folder), fresh=True)
+    assert "loads this model otherwise than megaverl lays its weights out" in said, said
+    assert "model.layers.0.mlp.gate_proj.weight" in said and "rollout.engine=hf" in said

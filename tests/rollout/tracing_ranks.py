@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megaverl.config.roles import RolloutConfig
 from megaverl.models.architectures import weights_of
-from megaverl.rollout.vllm_engine import inspect_here
-from megaverl.rollout.vllm_tracing import engine_config, trace
+from megaverl.rollout.vllm_tracing import engine_config, inspect_here, trace
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layouts
 from tests.sharding.specs import element_ids, fill
@@ -73,3 +74,30 @@ def layers_are_repeated(architecture: str) -> dict[str, Any]:
         "of": len(sources),
         "dtype": str(before),
     }
+
+
+def other_layout(folder: str) -> str:
+    """What an engine says whose vLLM loads otherwise than the rules say."""
+    from unittest.mock import patch
+
+    from megaverl.errors import RolloutError
+    from megaverl.rollout import vllm_engine
+
+    def changed(*args: Any, **options: Any) -> Any:
+        layout = vllm_layouts(*args, **options)(0)
+        swapped = {"model.layers.0.mlp.gate_proj.weight": "model.layers.0.mlp.up_proj.weight"}
+        swapped |= {value: key for key, value in swapped.items()}
+        pieces = tuple(p._replace(tensor=swapped.get(p.tensor, p.tensor)) for p in layout.pieces)
+        return lambda rank: replace(layout, pieces=pieces)
+
+    with patch.object(vllm_engine, "vllm_layouts", changed):
+        spec = ModelSpec.from_folder(folder)
+        sizes = {"dtype": torch.float32, "max_model_len": 64}
+        made = vllm_engine.VLLMEngine(folder, RolloutConfig(), seed=0, load_weights=False, **sizes)
+        try:
+            made.layouts(weights_of(spec), spec)
+        except RolloutError as error:
+            return str(error)
+        finally:
+            made.close()
+    return "no error"

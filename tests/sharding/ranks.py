@@ -64,7 +64,7 @@ def compare_with_vllm(cases: list[dict[str, Any]]) -> list[list[str]]:
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from megaverl.rollout.vllm_engine import inspect_here
+    from megaverl.rollout.vllm_tracing import inspect_here
 
     wrong = []
     tp = 0

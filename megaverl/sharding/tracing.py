@@ -124,9 +124,11 @@ class Tracer(TorchDispatchMode):
             self._computed[key] = self._computed.get(key, frozenset()) | self._computed[_storage(source)]
         else:
             loops = zip(source.shape, source.stride(), dest.stride(), strict=True)
-            copy = Copy(source.storage_offset(), dest.storage_offset(), tuple(Loop(*loop) for loop in loops))
-            origin = _storage(source) if self._is_known(source) else None
-            self._writes.setdefault(key, []).extend(_Write(origin, one) for one in _once(copy))
+            copy = Copy(_offset(source), _offset(dest), tuple(Loop(*map(int, loop)) for loop in loops))
+            if self._is_known(source):
+                self._writes.setdefault(key, []).extend(_Write(_storage(source), one) for one in _once(copy))
+            else:
+                self._writes.setdefault(key, []).append(_Write(None, copy))
 
     def _compute(self, tensor: torch.Tensor, sources: frozenset[str]) -> None:
         self._kept.append(tensor)
@@ -188,16 +190,20 @@ def _storage(tensor: torch.Tensor) -> int:
     return address
 
 
+def _offset(tensor: torch.Tensor) -> int:
+    return int(tensor.storage_offset())
+
+
 def _once(copy: Copy) -> Iterator[Copy]:
     """Without loops that stay at one element of the source."""
-    still = next((loop for loop in copy.loops if loop.count > 1 and not loop.source), None)
+    still = next((loop for loop in copy.loops if loop.turns > 1 and not loop.source), None)
     if still is None:
         yield copy
         return
-    if still.count > MOST_REPEATS:
-        raise NotStrided(f"{still.count} copies of each element")
+    if still.turns > MOST_REPEATS:
+        raise NotStrided(f"{still.turns} copies of each element")
     rest = copy._replace(loops=tuple(loop for loop in copy.loops if loop is not still))
-    for turn in range(still.count):
+    for turn in range(still.turns):
         yield from _once(rest.shifted(still, turn))
 
 
@@ -305,7 +311,7 @@ def _pieces(
         if source is None:
             continue  # a constant, as padding is
         global_shapes[source] = source_shape
-        moved = copy._replace(dest_start=copy.dest_start - tensor.storage_offset())
+        moved = copy._replace(dest_start=copy.dest_start - _offset(tensor))
         for box, view, local_box in boxes(moved, source_shape, shape):
             local = name
             if not view.are_plain:
