@@ -36,7 +36,7 @@ from megaverl.rollout.process_state import (
     release_groups,
 )
 from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
-from megaverl.rollout.vllm_tracing import check_layout, inspect_here
+from megaverl.rollout.vllm_tracing import check_layout, current_config, inspect_here
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
@@ -52,6 +52,7 @@ from megaverl.sharding.vllm import vllm_layouts
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.config import VllmConfig
 
     from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
@@ -153,10 +154,13 @@ class VLLMEngine:
             "expert_placement": arguments.get("expert_placement_strategy", "linear"),
             "quantization": arguments.get("quantization"),
         }
-        self._is_unchecked = not load_weights and arguments.get("quantization") is None
+        # vLLM's model and configuration, until its layout has been asked for
+        self._unchecked: tuple[torch.nn.Module, VllmConfig] | None = None
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
 
         def loaded(model: torch.nn.Module) -> None:
+            if not load_weights and arguments.get("quantization") is None:
+                self._unchecked = (model, current_config())
             if on_load is not None:
                 on_load(_written(model, dtype), self.layouts)
                 remake_derived(model, dtype, may_move=True)  # views of what a parameter held before
@@ -218,9 +222,9 @@ class VLLMEngine:
 
     def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
         layouts = vllm_layouts(weights, spec, self.tp_size, **self._layout_options)
-        if self._is_unchecked and self._llm is not None:
-            self._is_unchecked = False
-            check_layout(self._llm, self.model, layouts(self.tp_rank), self._dtype)
+        if self._unchecked is not None:
+            (model, vllm_config), self._unchecked = self._unchecked, None
+            check_layout(model, vllm_config, layouts(self.tp_rank), self._dtype)
         return layouts
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:

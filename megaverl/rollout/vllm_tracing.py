@@ -24,7 +24,6 @@ from megaverl.sharding.tracing import TracedLayout, Tracer, joined, traced_layou
 from megaverl.sharding.weight import as_block
 
 if TYPE_CHECKING:
-    from vllm import LLM
     from vllm.config import VllmConfig
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -195,8 +194,18 @@ def trace_into(model: Any, sources: Shapes, dtype: torch.dtype) -> TracedLayout:
     return whole if alike else traced(sources)
 
 
-def check_layout(llm: LLM, model: torch.nn.Module, layout: Layout, dtype: torch.dtype) -> None:
+def current_config() -> VllmConfig:
+    """vLLM's, while it makes an engine."""
+    from vllm.config import get_current_vllm_config
+
+    return get_current_vllm_config()
+
+
+def check_layout(model: torch.nn.Module, config: VllmConfig, layout: Layout, dtype: torch.dtype) -> None:
     """Refuse an engine whose own loader puts tensors elsewhere than the layout that a reshard follows.
+
+    Args:
+        model, config: vLLM's; each parameter still has storage of its own.
 
     Raises:
         RolloutError: names what differs.
@@ -204,7 +213,7 @@ def check_layout(llm: LLM, model: torch.nn.Module, layout: Layout, dtype: torch.
     from vllm import __version__
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(llm.llm_engine.vllm_config):  # as while an engine is made
+    with set_current_vllm_config(config):  # as while an engine is made
         traced = trace_into(model, layout.global_shapes, dtype)
     wrong = [f"{name} is computed from {', '.join(sorted(sources))}" for name, sources in traced.computed.items()]
     wrong += [f"{name}: {why}" for name, why in traced.refused.items()]
