@@ -24,7 +24,7 @@ PICTURES = (".svg", ".png")
 # Dataclass fields that are given in GB or GB/s: flag, help
 MACHINE = {
     "memory": "memory of a GPU, GB of 1e9 bytes",
-    "reserve": "of it, kept for CUDA's context, NCCL and fragments",
+    "reserve": "of it, kept for CUDA's context, NCCL, workspaces and graphs; by default what each rank needs",
     "nvlink": "GB/s of a GPU to its node, each way",
     "network": "GB/s of a GPU to other nodes, each way",
     "hbm": "GB/s of a GPU's memory",
@@ -45,8 +45,10 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nodes", type=int, metavar="N", help="without it run.nproc, or the fewest ranks that do")
     parser.add_argument("--gpus-per-node", type=int, default=Machine.gpus_per_node, metavar="N", help="default 8")
     for name, meaning in MACHINE.items():
-        default = getattr(Machine, name) / GB
-        parser.add_argument(f"--{name}", type=float, default=default, metavar="GB", help=f"{meaning} ({default:g})")
+        default = getattr(Machine, name)
+        text = meaning if default is None else f"{meaning} ({default / GB:g})"
+        default = None if default is None else default / GB
+        parser.add_argument(f"--{name}", type=float, default=default, metavar="GB", help=text)
     parser.add_argument("--picture", metavar="FILE", help="placement and traffic, as .svg or .png")
     add_json(parser, "the same for machines: bytes and seconds")
 
@@ -60,7 +62,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--picture: found {arguments.picture}; expected a file that ends in {' or '.join(PICTURES)}")
     from megaverl.planner.report import as_dict, as_text, survey
 
-    sizes = {name: getattr(arguments, name) * GB for name in MACHINE}
+    sizes = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
     machine = Machine(gpus_per_node=arguments.gpus_per_node, **sizes)
     try:
         config = read_config(arguments)  # the grids are judged below, against the world and the model together

@@ -119,6 +119,8 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
         return 2 * latents + heads + size * spec.num_heads * mla.v_head_dim / shape.tp
     q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim  # no rank has no head
     held = size * (2 * q + 2 * kv * shape.repeats) / shape.tp
+    if spec.qk_norm:  # the norms' inputs, which a rotation follows (megatron-core 0.16, transformer/attention.py)
+        held += size * (q + kv) / shape.tp
     if keep_core and shape.unfused:  # softmax's output twice where dropout follows it, and its mask
         held += spec.num_heads * sequence * (2 * size + 1 if shape.dropout else size) / shape.tp
     elif keep_core:
@@ -148,13 +150,17 @@ def mlp_bytes(shape: LayerShape, width: int, cut: int) -> float:
 
 
 def moe_bytes(shape: LayerShape, *, keep_act: bool = True) -> float:
-    """Tokens sent to experts and back, for perfectly even routing; per token of the micro-batch."""
+    """Tokens that arrive at experts, for perfectly even routing; per token of the micro-batch.
+
+    What an expert gives is not kept on its way back: probabilities are applied inside the expert, to the input of its
+    second matrix (megatron-core 0.16, transformer/moe: experts.py, and `unpermute` without `probs`).
+    """
     spec, moe, size = shape.spec, shape.spec.moe, shape.itemsize
     assert moe is not None
     # A rank of the attention grid owns 1/tp of the tokens; an expert's ranks all hold each of its tokens.
     arriving = moe.experts_per_token * shape.etp / shape.tp
     inner = size * (3 if keep_act else 2) * moe.ffn_hidden_size / shape.etp
-    routed = arriving * (2 * size * spec.hidden_size + inner)
+    routed = arriving * (size * spec.hidden_size + inner)
     router = 2 * 4 * moe.num_experts / shape.replicated
     shared = mlp_bytes(shape, moe.shared_ffn_hidden_size, shape.tp) if moe.shared_ffn_hidden_size else 0.0
     return routed + router + shared

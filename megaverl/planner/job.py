@@ -296,13 +296,14 @@ class Machine:
     Attributes:
         gpus_per_node: neighbouring ranks share a node and its NVLink.
         memory: of a GPU. An "80 GB" H100 shows 85.5e9 bytes; the defaults count 80e9.
-        reserve: of it, what neither role nor engine may count on: CUDA's context, NCCL's buffers, fragments.
+        reserve: of it, what neither role nor engine may count on: CUDA's context, NCCL's buffers and the like; None:
+            what each rank needs, part by part (`megaverl.planner.reserve`).
         nvlink, network, hbm: bandwidths; NVLink 4 gives 450 GB/s each way, a 400 Gbit/s adapter 50 GB/s.
     """
 
     gpus_per_node: int = 8
     memory: float = 80 * GB
-    reserve: float = 3 * GB
+    reserve: float | None = None
     nvlink: float = 450 * GB
     network: float = 50 * GB
     hbm: float = 3350 * GB

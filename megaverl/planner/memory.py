@@ -19,8 +19,9 @@ from megaverl.planner.activations import (
 )
 from megaverl.planner.buffers import BufferOptions, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
 from megaverl.planner.job import PlannedJob, Role
+from megaverl.planner.reserve import NUM_SEQS, graph_bytes, reserve_parts
 from megaverl.planner.stages import padded_vocab_size
-from megaverl.planner.traffic import aliased_elements
+from megaverl.planner.traffic import aliased_elements, reshard_plans
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantised import held_bytes, matrices
@@ -33,8 +34,8 @@ class RankMemory:
     """Bytes of one rank.
 
     Attributes:
-        parts: role -> component -> bytes.
-        moments: phase of a step -> what is in use at its busiest -> bytes; the machine's reserve among them.
+        parts: role -> component -> bytes; besides roles there are "reshard" and "reserve".
+        moments: phase of a step -> what is in use at its busiest -> bytes; the reserve among them.
         engine: how the rollout engine divides its share.
         saved: what it writes of a checkpoint. `checkpoint.async_save` may hold as much in host memory, where an update
             begins before it is written.
@@ -64,6 +65,7 @@ class MemoryModel:
         self._stage_parameters = cache(self._make_stage_parameters)
         self._trained = cache(self._make_trained)
         self._activations = cache(self._make_activations)
+        self._plans = cache(lambda: reshard_plans(job))
         config = job.config
         self._engine = engine_bytes(
             job.spec,
@@ -75,6 +77,7 @@ class MemoryModel:
             memory=job.machine.memory,
             sequences=-(-config.samples_per_step // job.rollout.num_engines),
             longest=config.max_tokens,
+            graphs=graph_bytes(config.rollout.vllm) if job.machine.reserve is None else 0.0,
         )
 
     def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
@@ -85,7 +88,8 @@ class MemoryModel:
         """Of one rank."""
         job = self.job
         parts: dict[str, dict[str, float]] = {}
-        held = {"reserve": job.machine.reserve, "training": 0.0, "frozen": 0.0}
+        reserve = self._reserve(rank)
+        held = {"reserve": sum(reserve.values()), "training": 0.0, "frozen": 0.0}
         loads: dict[str, dict[str, float]] = {}
         for role in job.roles:
             place = role.place(rank)
@@ -118,10 +122,23 @@ class MemoryModel:
             parts["reshard"] = {"buckets": buckets}
         if job.config.actor.offload.parameters and rank in job.actor.ranks:
             loads["reshard"] = {"training": parts["actor"]["weights"]}
+        if parts and reserve:
+            parts["reserve"] = reserve
         moments = self._moments(held, loads, aliased, buckets) if generates else _training(held, loads, buckets)
         written = [self.trained(role, rank) for role in job.roles if role.trained and role.place(rank) is not None]
         saved = float(sum(each.saved_weights + each.saved_optimizer for each in written))
         return RankMemory(rank, parts, moments, engine, saved)
+
+    def _reserve(self, rank: int) -> dict[str, float]:
+        """Part -> bytes: what a person gave, or what the rank needs."""
+        job = self.job
+        if job.machine.reserve is not None:
+            return {"as given": job.machine.reserve}
+        plan, node_of = self._plans()[rank], job.machine.node_of
+        peers = {*plan.sends, *plan.receives}
+        if job.config.reshard.ipc == "auto":  # within a node weights are read in place (`weights.transports.cuda_ipc`)
+            peers = {peer for peer in peers if node_of(peer) != node_of(rank)}
+        return reserve_parts(job, rank, peers)
 
     def _train(
         self,
@@ -318,7 +335,6 @@ def _optimizer(role: Role) -> dict[str, Any]:
 
 UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
 BATCHED_TOKENS = 16384  # its default of max_num_batched_tokens, offline, on GPUs of 70 GiB and more
-NUM_SEQS = 1024  # its default of max_num_seqs there
 
 
 @dataclass(frozen=True)
@@ -372,6 +388,7 @@ def engine_bytes(
     memory: float,
     sequences: int,
     longest: int,
+    graphs: float = 0.0,
 ) -> EngineBytes:
     """What an engine of `tp` ranks holds on each.
 
@@ -383,15 +400,17 @@ def engine_bytes(
             utils/mem_utils.py, v1/executor/uniproc_executor.py).
         memory: of the GPU, bytes.
         sequences, longest: responses per engine and step, and the context they may need.
+        graphs: bytes of CUDA graphs, which vLLM takes off its share before the cache (0.32: v1/worker/gpu_worker.py,
+            `determine_available_memory`). Its communicators are made before it measures, and lie outside.
     """
     weights = held_bytes(layout, itemsize)
     budget = memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
     cache_itemsize = 1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
     workspace = _workspace(spec, tp, fields, itemsize)
-    cache = budget - (weights - aliased) - workspace
+    cache = budget - (weights - aliased) - workspace - graphs
     if fields.get("kv_cache_memory_bytes"):  # then vLLM asks for that much, whatever the utilization
         cache = float(fields["kv_cache_memory_bytes"])
-        budget = cache + weights - aliased + workspace
+        budget = cache + weights - aliased + workspace + graphs
     per_token = kv_bytes_per_token(spec, tp, cache_itemsize)
     return EngineBytes(budget, weights, workspace, cache, per_token, sequences, longest)
 

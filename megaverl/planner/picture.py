@@ -11,7 +11,7 @@ import numpy as np
 
 from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import phases_of
-from megaverl.planner.report import Capacity, nodes_text, num_nodes
+from megaverl.planner.report import Capacity, nodes_text, num_nodes, parts_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,6 @@ NEW_LINE = "\n"
 MOST_NAMED = 16  # up to this many cells a side, each cell says its number
 # Okabe and Ito's colours, which differ for colour-blind eyes too
 COLOURS = {
-    "reserve": "#bbbbbb",
     "training": "#0072B2",
     "frozen": "#56B4E9",
     "engine weights": "#D55E00",
@@ -29,6 +28,7 @@ COLOURS = {
     "activations": "#009E73",
     "buckets": "#CC79A7",
 }
+GREYS = (0.85, 0.35)  # of the reserve's parts, from first to last
 
 
 def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
@@ -168,8 +168,11 @@ def _fill(axes: Axes, capacity: Capacity) -> None:
     fullest = {p: max(capacity.memory, key=lambda m: m.phases.get(p, 0.0)) for p in phases}
     labels = [f"{phase}\n(rank {fullest[phase].rank})" for phase in fullest]
     left = np.zeros(len(fullest))
-    for part, colour in COLOURS.items():
-        values = np.array([fullest[p].moments[p].get(part, 0.0) / GB for p in fullest])
+    reserve = parts_of(capacity.memory).get("reserve", [])
+    greys = dict(zip(reserve, (str(grey) for grey in np.linspace(*GREYS, len(reserve))), strict=True))
+    for part, colour in (greys | COLOURS).items():
+        held = (fullest[p].parts["reserve"] if part in greys else fullest[p].moments[p] for p in fullest)
+        values = np.array([each.get(part, 0.0) / GB for each in held])
         if values.any():
             axes.barh(labels, values, left=left, color=colour, label=part, edgecolor="white", linewidth=0.5)
             left += values

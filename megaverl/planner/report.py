@@ -24,6 +24,8 @@ BASIS = {
     "with fused attention, every sample at full length, even routing of experts; logits by megaverl's own heads",
     "checkpoint": "checkpoint: weights and optimizer; no rank gathers, and each may hold what it writes in host memory",
     "cache": "KV cache: gpu_memory_utilization of the GPU less weights and an estimate of vLLM's workspace",
+    "reserve": "reserve: CUDA's context, NCCL's buffers by groups and channels, workspaces and CUDA graphs of Hopper; "
+    "every source is in megaverl/planner/reserve.py; fragments between blocks are not known beforehand",
     "bytes": "bytes: the plans that every rank itself will make; aliased weights are one storage on both sides",
     "time": "time: the slowest rank, all its links at work at once; pass your own --nvlink, --network, --hbm",
 }
@@ -63,7 +65,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         | {"rollout": {"ranks": ranks_text(rollout.ranks), "tp": rollout.tp, "engines": rollout.num_engines}}
         | {name: {"ranks": ranks_text(job.placement.ranks[name])} for name in ("reward", "coordinator")},
         "memory": {
-            role: {part: spread([m.parts[role][part] for m in memory if role in m.parts]) for part in parts}
+            role: {part: spread(of_part(memory, role, part)) for part in parts}
             for role, parts in parts_of(memory).items()
         },
         "phases": {
@@ -109,6 +111,11 @@ def parts_of(memory: Sequence[RankMemory]) -> dict[str, list[str]]:
         for role, parts in rank.parts.items():
             found.setdefault(role, {}).update(dict.fromkeys(parts))
     return {role: list(parts) for role, parts in found.items()}
+
+
+def of_part(memory: Sequence[RankMemory], role: str, part: str) -> list[float]:
+    """Bytes of a component on each rank that has it."""
+    return [rank.parts[role][part] for rank in memory if part in rank.parts.get(role, {})]
 
 
 def parameters(job: PlannedJob) -> int:
@@ -158,8 +165,7 @@ def _memory(capacity: Capacity) -> Iterator[str]:
     yield f"{'memory per rank, GB':<36}{'least':>10}{'median':>10}{'most':>10}"
     for role, parts in parts_of(memory).items():
         for part in parts:
-            yield _row(f"  {role:<10} {part}", [m.parts[role][part] for m in memory if role in m.parts])
-    yield _row("  reserve", [machine.reserve] * len(memory))
+            yield _row(f"  {role:<10} {part}", of_part(memory, role, part))
     yield f"in use, of {machine.memory / GB:g} GB"
     for phase in phases_of(memory):
         values = [m.phases[phase] for m in memory if phase in m.phases]

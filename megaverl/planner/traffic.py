@@ -71,18 +71,36 @@ class ReshardTraffic:
 
 def make_traffic(job: PlannedJob) -> ReshardTraffic:
     """Make every rank's plan, as the ranks themselves will, and add up its bytes."""
-    source, dest = job.actor.layout_of, job.rollout.layout_of
-    if not job.placement.is_colocated:
-        source, dest = _on(job.placement.islands[0], source), _on(job.rollout.ranks, dest)
-    adapters = job.actor.adapters
-    if adapters:
-        source, dest = with_factors(source, adapters, adapter_names), with_factors(dest, adapters)
-    plans = make_plans(source, dest, job.world, node_of=job.machine.node_of)
+    source, dest = _sides(job)
+    plans, adapters = reshard_plans(job), job.actor.adapters
     ranks = []
     for rank in range(job.world):
         aliased = aliased_elements(source(rank), dest(rank), frozenset(adapters)) if job.aliases else 0
         ranks.append(plan_traffic(plans[rank], aliased, job.itemsize, job.machine))
     return ReshardTraffic(tuple(ranks))
+
+
+def reshard_plans(job: PlannedJob) -> Sequence[Plan]:
+    """Every rank's plan of a reshard, each made when it is asked for."""
+    return _plans_between(*_sides(job), job.world, job.machine)
+
+
+# Kept, since a search for settings that fit changes the grids of few.
+@lru_cache(maxsize=4)
+def _plans_between(
+    source: Callable[[int], Layout], dest: Callable[[int], Layout], world: int, machine: Machine
+) -> Sequence[Plan]:
+    return make_plans(source, dest, world, node_of=machine.node_of)
+
+
+def _sides(job: PlannedJob) -> tuple[Callable[[int], Layout], Callable[[int], Layout]]:
+    """What each rank of the world has of the actor, and what its engine needs."""
+    source, dest = job.actor.layout_of, job.rollout.layout_of
+    if not job.placement.is_colocated:
+        source, dest = _on(job.placement.islands[0], source), _on(job.rollout.ranks, dest)
+    if adapters := job.actor.adapters:
+        source, dest = with_factors(source, adapters, adapter_names), with_factors(dest, adapters)
+    return source, dest
 
 
 def _on(ranks: Sequence[int], layout_of: Callable[[int], Layout]) -> Callable[[int], Layout]:

@@ -20,6 +20,7 @@ from megaverl.planner.activations import (
     in_flight,
     keys_per_token,
     layer_bytes,
+    moe_bytes,
     paper_layer_bytes,
     stage_bytes,
 )
@@ -69,6 +70,17 @@ def test_keys_of_a_packed_row(group_size: int, shared: int, own: int, tokens: in
     spec = make_spec(num_heads=8, num_kv_heads=2, head_dim=16)
     once, again = (attention_bytes(LayerShape(spec, repeats=repeats), 50) for repeats in (1.0, 3.0))
     assert again - once == 2 * 2 * (2 * 2 * 16), "keys and values twice more, of two heads in 16 bits"
+
+
+def test_what_experts_and_norms_of_queries_and_keys_keep() -> None:
+    """Of a routed token its hidden state, gate and up, and their product; of the norms what enters them."""
+    spec = make_spec("Qwen3MoeForCausalLM", hidden_size=64, num_heads=8, num_kv_heads=2, head_dim=16)
+    assert spec.moe is not None and (spec.moe.num_experts, spec.moe.experts_per_token) == (4, 2)
+    router = 2 * 4 * 4
+    assert moe_bytes(LayerShape(spec)) == router + 2 * 2 * (64 + 3 * spec.moe.ffn_hidden_size)
+    plain = dataclasses.replace(spec, qk_norm=False)
+    kept, without = (attention_bytes(LayerShape(each, tp=2), 50) for each in (spec, plain))
+    assert kept - without == 2 * (8 + 2) * 16 / 2
 
 
 def test_the_papers_example() -> None:

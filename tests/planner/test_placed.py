@@ -29,7 +29,8 @@ def test_what_each_rank_holds_and_sends(tmp_path: Path) -> None:
     assert [role.ranks for role in found.roles] == [(6,), (4, 5)]
     assert found.rollout.ranks == (0, 1, 2, 3) and not found.aliases
     parts = [set(rank.parts) for rank in capacity.memory]
-    assert parts == [{"rollout", "reshard"}] * 4 + [{"critic"}] * 2 + [{"actor", "reshard"}, set()]
+    shared = {"reshard", "reserve"}
+    assert parts == [{"rollout", *shared}] * 4 + [{"critic", "reserve"}] * 2 + [{"actor", *shared}, set()]
     for rank in capacity.traffic.ranks:
         assert set(rank.from_rank) <= {0, 1, 2, 3, 6} and rank.received["local"] == rank.received["alias"] == 0
         assert bool(rank.from_rank) == (rank.rank < 4)
@@ -106,7 +107,9 @@ def test_reward_models_take_memory_where_they_are(tmp_path: Path) -> None:
     capacity = survey(found)
     memory = capacity.memory
     assert "liked" in as_text(capacity) and "liked" in draw(capacity, tmp_path / "plan.svg").read_text()
-    assert [set(rank.parts) - {"reshard"} for rank in memory[4:]] == [{"liked"}] * 2 + [{"actor", "critic"}] * 2
+    assert [set(rank.parts) - {"reshard", "reserve"} for rank in memory[4:]] == [{"liked"}] * 2 + [
+        {"actor", "critic"}
+    ] * 2
     held = memory[4].parts["liked"]["weights"]
     assert set(memory[4].parts["liked"]) == {"weights", "activations"}
     assert held == sum(math.prod(shape) for shape in liked.layout_of(0).local_shapes.values()) * found.itemsize > 0

@@ -1,0 +1,240 @@
+"""Bytes of a rank that are neither weights, activations nor cache: what CUDA, NCCL, matrix products and graphs hold.
+
+Sizes are those of Hopper GPUs with NVSwitch, and of the versions of `requirements/cuda-py312.lock`: NCCL 2.29.7,
+Transformer Engine 2.20 (read at 2.18), torch 2.13, vLLM 0.32. Each constant says where it was read; those marked
+"measured" are other people's measurements, the rest follows from source code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from functools import lru_cache
+from itertools import product
+from typing import Any
+
+from megaverl.distributed.grid import DIMS, EXPERT_DIMS, GridShape
+from megaverl.planner.job import GB, Machine, PlannedJob, Role
+
+KIB, MIB = 2**10, 2**20
+
+# Measured: what a process on an H100 holds outside torch's allocator with NCCL initialised and nothing connected yet
+# (NVIDIA/nccl issue 1685). Kernels are loaded as they are first used, so it hardly depends on what is installed.
+CONTEXT = 1.06 * GB
+
+# NCCL 2.29.7, src/init.cc: buffers of a connection for the protocols Simple (NCCL_BUFFSIZE), LL and LL128.
+SIMPLE, LL, LL128 = 4 * MIB, 512 * KIB, 120 * 640 * 8 * 8
+PAGE = 2 * MIB  # what cuMem allocates at least
+# src/transport/p2p.cc: inside a node the receiver has the three buffers and the sender a page of counters; issue 1685
+# counts allocations of 10,485,760 and 2,097,152 bytes.
+LINK = -(-(SIMPLE + LL + LL128) // PAGE) * PAGE + PAGE
+# src/transport/net.cc: between nodes both sides have Simple and LL128 on the GPU, LL on the host.
+NETWORK_LINK = 2 * -(-(SIMPLE + LL128) // PAGE) * PAGE
+CHANNELS = 24  # rings and trees inside a node: "24 coll channels, 16 nvls channels, 32 p2p channels" on 8 H100
+MOST_CHANNELS = 16  # between nodes, src/graph/connect.cc: two a search channel, four where that makes less than 16
+P2P_CHANNELS = 32  # for each peer inside a node: src/graph/paths.cc, seen in issue 1685
+CHANNEL_BANDWIDTH = 14 * GB  # src/graph/paths.cc: NCCL_P2P_PER_CHANNEL_NET_BW
+PEERS_AT_ONCE = 8  # src/include/device.h: NCCL_MAX_DEV_WORK_P2P_PER_BATCH
+SHARED = 16 * 128 * KIB  # of a p2p channel between nodes, for all peers: src/transport/net.cc, NCCL_P2P_NET_CHUNKSIZE
+# src/transport/nvls.cc: 16 channels, two directions, 8 steps of 128 KiB, for each rank of the node
+NVLS = 16 * 2 * 8 * 128 * KIB
+
+# torch, ATen/cuda/CublasHandlePool.cpp: 32 MiB for each stream on Hopper (CUBLAS_WORKSPACE_CONFIG): the main one, and
+# the one on which a rank's engine captures graphs.
+CUBLAS = 32 * MIB
+# Transformer Engine 2.18, pytorch/cpp_extensions/gemm.py: get_cublas_workspace_size_bytes() on Hopper; experts' grouped
+# products have one for each of 4 streams besides.
+TE_GEMM, TE_STREAMS = 32 * MIB + 1024, 4  # the second: common/util/multi_stream.cpp
+
+# Measured, on an engine of vLLM: 0.44 GiB for 51 sizes (vllm-project/vllm pull request 48214)
+GRAPH = 0.44 * 2**30 / 51
+MOST_CAPTURED = 512  # vLLM 0.32, config/vllm.py: _set_cudagraph_sizes
+NUM_SEQS = 1024  # its default of max_num_seqs, offline, on GPUs of 70 GiB and more
+# vLLM 0.32, distributed/device_communicators: all_reduce_utils.py, tables for "9.0" (Hopper), in bytes by tp; two
+# buffers of the custom all-reduce and a table of 8 MiB of its own, and one in symmetric memory
+CUSTOM = {2: 8 * MIB, 4: 8 * MIB, 6: MIB // 2, 8: MIB // 4}
+SYMMETRIC = {2: 64 * MIB, 4: 32 * MIB, 6: 64 * MIB, 8: 64 * MIB}
+
+# torch 2.13, c10/core/AllocatorConfig.h: large blocks are cut from segments of 20 MiB (kLargeBuffer), and each stream's
+# last one is part-filled; streams: computing, offloading, graphs, exchanges. Fragments are not counted.
+SEGMENT, STREAMS = 20 * MIB, 4
+
+Members = tuple[int, ...] | range  # ranks of a group
+
+
+def reserve_parts(job: PlannedJob, rank: int, peers: Collection[int]) -> dict[str, float]:
+    """Part -> bytes on a rank, all of a run long; nothing on a rank that has no role.
+
+    Args:
+        peers: ranks that it exchanges weights with over NCCL in a reshard.
+    """
+    roles = [role for role in job.roles if role.place(rank) is not None]
+    generates = rank in job.rollout.ranks
+    if not roles and not generates:
+        return {}
+    parts = {
+        "CUDA context": CONTEXT,
+        "NCCL": float(nccl_bytes(job, rank, peers)),
+        "GEMM workspaces": float(_gemm_bytes(roles, generates)),
+        "allocator": float(STREAMS * SEGMENT),
+    }
+    if generates:
+        parts["all-reduce buffers"] = float(_all_reduce_bytes(job.rollout.tp))
+        parts["CUDA graphs"] = graph_bytes(job.config.rollout.vllm)
+    return parts
+
+
+def graph_bytes(fields: Mapping[str, Any]) -> float:
+    """Of an engine's CUDA graphs: one a size for any batch, and one more for those of decoding alone.
+
+    Args:
+        fields: `rollout.vllm`.
+    """
+    sizes = captured_sizes(fields)
+    return GRAPH * (len(sizes) + sum(size <= int(fields.get("max_num_seqs") or NUM_SEQS) for size in sizes))
+
+
+def captured_sizes(fields: Mapping[str, Any]) -> list[int]:
+    """The batches that vLLM 0.32 captures (`VllmConfig._set_cudagraph_sizes`) without speculative decoding: 1, 2, 4, by
+    8 to 256, by 16 to twice `max_num_seqs` and at most 512, and `max_num_seqs` itself."""
+    given = fields.get("compilation_config")
+    given = {**(given if isinstance(given, Mapping) else {}), **fields}
+    if fields.get("enforce_eager") or given.get("cudagraph_mode") in ("NONE", 0):
+        return []
+    if chosen := given.get("cudagraph_capture_sizes"):
+        return sorted({int(size) for size in chosen})
+    num_seqs, largest = int(fields.get("max_num_seqs") or NUM_SEQS), given.get("max_cudagraph_capture_size")
+    tokens = int(fields.get("max_num_batched_tokens") or MOST_CAPTURED)
+    most = min(tokens, int(largest or min(MOST_CAPTURED, 2 * num_seqs)))
+    own = [num_seqs] if num_seqs <= most and largest is None else []
+    return sorted({size for size in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), *own) if size <= most})
+
+
+def nccl_bytes(job: PlannedJob, rank: int, peers: Collection[int]) -> int:
+    """Of the communicators that a rank uses: each group of its roles once, the engine's, and those of a reshard."""
+    total = sum(collective_bytes(members, rank, job) for members in _collective_groups(job, rank))
+    total += sum(p2p_bytes(members, others, rank, job) for members, others in _exchanges(job, rank).items())
+    if rank in job.rollout.ranks:
+        first = job.rollout.ranks.index(rank) // job.rollout.tp * job.rollout.tp
+        engine = job.rollout.ranks[first : first + job.rollout.tp]
+        groups = 2 if job.spec.moe is not None else 1  # of vLLM's own: tensor parallelism, and experts
+        total += groups * collective_bytes(engine, rank, job)
+    if peers:
+        total += p2p_bytes(range(job.world), peers, rank, job)
+    return total
+
+
+def collective_bytes(members: Members, rank: int, job: PlannedJob) -> int:
+    """Of rings, trees and NVLink SHARP of a group. A rank has two neighbours; of two, both are the same."""
+    if len(members) < 2:
+        return 0
+    here, nodes = _here(members, rank, job)
+    directions = 1 if len(members) == 2 else 2  # a tree sends both ways, a ring one
+    nvls = NVLS * here if here > 1 else 0
+    if nodes == 1:
+        return directions * CHANNELS * LINK + nvls
+    # of each channel one rank of the node has the way out, and one the way in
+    return directions * _channels(here) * ((here - 1) * LINK + NETWORK_LINK) // here + nvls
+
+
+def p2p_bytes(members: Members, peers: Collection[int], rank: int, job: PlannedJob) -> int:
+    """Of messages between a rank and its peers, over the communicator of `members`."""
+    here, nodes = _here(members, rank, job)
+    near = sum(job.machine.node_of(peer) == job.machine.node_of(rank) for peer in peers)
+    if nodes == 1:
+        return near * P2P_CHANNELS * LINK
+    channels = _power_of_two(_channels(here))
+    each = _power_of_two(-(-int(job.machine.network) // int(CHANNEL_BANDWIDTH)))
+    while each > 1 and each * -(-len(members) // PEERS_AT_ONCE) > channels:
+        each //= 2
+    far = any(job.machine.node_of(peer) != job.machine.node_of(rank) for peer in peers)
+    return near * min(each, channels) * LINK + (2 * channels * SHARED if far else 0)
+
+
+def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
+    """Groups of this rank's roles in which all take part; one that two roles share is there once."""
+    found: set[tuple[int, ...]] = set()
+    for role in job.roles:
+        place = role.place(rank)
+        if place is None:
+            continue
+        groups = [group_of(role, rank, DIMS, ("tp",))]
+        if role.spec.moe is not None:
+            groups.append(group_of(role, rank, EXPERT_DIMS, ("etp", "ep")))
+        if role.trained is not None:  # gradients, and their norm over all
+            groups.append(group_of(role, rank, DIMS, ("cp", "dp")))
+            groups.append(role.ranks[_island(role, rank) :][: role.grid.world_size])
+            if role.spec.moe is not None:
+                groups.append(group_of(role, rank, EXPERT_DIMS, ("edp",)))
+            stages = group_of(role, rank, DIMS, ("pp",))
+            if role.spec.tie_embeddings and not role.value_head and rank in (stages[0], stages[-1]):
+                groups.append(tuple(dict.fromkeys((stages[0], stages[-1]))))
+        found.update(group for group in groups if len(group) > 1)
+    return found
+
+
+def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
+    """Groups in which a rank sends to some, and these: experts' ranks to all, pipeline stages to their neighbours."""
+    found: dict[tuple[int, ...], set[int]] = {}
+    for role in job.roles:
+        if role.place(rank) is None:
+            continue
+        stages = group_of(role, rank, DIMS, ("pp",))
+        place, last = stages.index(rank), len(stages) - 1
+        beside = (place - 1, place + 1) if role.grid.vpp else (max(place - 1, 0), min(place + 1, last))
+        found.setdefault(stages, set()).update(stages[number % len(stages)] for number in beside)
+        if role.spec.moe is not None:
+            experts = group_of(role, rank, EXPERT_DIMS, ("ep",))
+            found.setdefault(experts, set()).update(experts)
+    return {group: others - {rank} for group, others in found.items() if len(group) > 1}
+
+
+def group_of(role: Role, rank: int, dims: tuple[str, ...], spanned: tuple[str, ...]) -> tuple[int, ...]:
+    """Ranks of the world that differ from this one along these dimensions of its grid alone."""
+    island = _island(role, rank)
+    return tuple(role.ranks[island + other] for other in _along(role.grid, role.place(rank) or 0, dims, spanned))
+
+
+def _island(role: Role, rank: int) -> int:
+    """Where this rank's island begins among the ranks of its role."""
+    return role.ranks.index(rank) - (role.place(rank) or 0)
+
+
+def _along(grid: GridShape, place: int, dims: tuple[str, ...], spanned: tuple[str, ...]) -> list[int]:
+    steps, step = [], 1
+    for dim, size in zip(dims, grid.sizes(dims), strict=True):
+        if dim in spanned:
+            place -= place // step % size * step
+            steps.append(range(0, size * step, step))
+        step *= size
+    return sorted(place + sum(offsets) for offsets in product(*steps))
+
+
+def _here(members: Members, rank: int, job: PlannedJob) -> tuple[int, int]:
+    """(members on this rank's node, nodes that members are on)."""
+    nodes = _by_node(members, job.machine)
+    return nodes[job.machine.node_of(rank)], len(nodes)
+
+
+@lru_cache(maxsize=256)
+def _by_node(members: Members, machine: Machine) -> Counter[int]:
+    return Counter(machine.node_of(member) for member in members)
+
+
+def _channels(here: int) -> int:
+    """Of a communicator between nodes, where each GPU has a network adapter: a search channel each."""
+    return min(MOST_CHANNELS, 2 * here if here >= MOST_CHANNELS // 2 else 4 * here)
+
+
+def _gemm_bytes(roles: list[Role], generates: bool) -> int:
+    te = TE_GEMM * (1 + (TE_STREAMS if any(role.spec.moe is not None for role in roles) else 0)) if roles else 0
+    return CUBLAS * (1 + generates) + te
+
+
+def _all_reduce_bytes(tp: int) -> int:
+    return 2 * CUSTOM[tp] + 8 * MIB + SYMMETRIC[tp] if tp in CUSTOM else 0
+
+
+def _power_of_two(number: int) -> int:
+    """The next one upwards."""
+    return 1 << (number - 1).bit_length()
