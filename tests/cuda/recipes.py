@@ -23,8 +23,10 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.rollout import engine_layouts
+from megaverl.rollout.vllm_quantised import in_floating_point
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.quantised import QuantisedWeight, scale_shape
 from megaverl.sharding.weight import Weight
 from megaverl.trainer.build import Builder
 from megaverl.weights.transfer import check_tensors
@@ -110,11 +112,13 @@ class RecipeRank:
 
     def reshard(self) -> dict[str, int]:
         """The plan to the engine's layout, and all that its transports send, receive and copy."""
-        sync = self.builder.rollout(self.actor.model, EngineParameters(self.config, self.builder, self.rank)).sync
+        engine = EngineParameters(self.config, self.builder, self.rank)
+        sync = self.builder.rollout(self.actor.model, engine).sync
         assert sync is not None
         sync.start()
         stats = sync.finish()
-        return {"received": stats.bytes_received, "local": stats.bytes_local}
+        wanted = engine.layout.numel * self.builder.dtype.itemsize
+        return {"received": stats.bytes_received, "local": stats.bytes_local, "wanted": wanted}
 
     def save(self) -> dict[str, int]:
         """What the rank would write of a checkpoint, planned and staged."""
@@ -135,9 +139,14 @@ class EngineParameters:
         self.replica, self.tp_rank = divmod(rank, self.tp_size)
         self.num_replicas = dist.get_world_size() // self.tp_size
         self._config = config.rollout
-        shapes = self.layouts(weights_of(builder.spec), builder.spec)(rank).local_shapes
-        self._parameters = {
-            name: torch.empty(shape, dtype=builder.dtype, device="cuda") for name, shape in shapes.items()
+        self.layout = layout = self.layouts(weights_of(builder.spec), builder.spec)(rank)
+        self._quantised = {
+            name: _quantised(layout.local_shapes[name], block) for name, block in layout.quantised.items()
+        }
+        self._parameters = in_floating_point(self._quantised, builder.dtype) | {
+            name: torch.empty(shape, dtype=builder.dtype, device="cuda")
+            for name, shape in layout.local_shapes.items()
+            if name not in layout.quantised
         }
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
@@ -154,8 +163,18 @@ class EngineParameters:
         """They are dropped, and woken before the reshard writes all of them."""
         return True
 
-    def quantised_weights(self) -> dict[str, object]:
-        return {}
+    def quantised_weights(self) -> dict[str, QuantisedWeight]:
+        return self._quantised
+
+
+def _quantised(shape: tuple[int, ...], block: int | None) -> QuantisedWeight:
+    *experts, rows, columns = shape
+    of_one = () if experts and block is None else scale_shape(rows, columns, block)
+    return QuantisedWeight(
+        torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda"),
+        torch.empty((*experts, *of_one), dtype=torch.float32, device="cuda"),
+        block,
+    )
 
 
 def _write_tokenizer(folder: Path) -> None:
