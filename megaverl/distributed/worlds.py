@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 
 from megaverl.distributed.collectives import device_of
 from megaverl.distributed.failures import cause_of
+from megaverl.distributed.host_tree import connects_lazily
 from megaverl.distributed.placement import Node, ResolvedPlacement, World
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
@@ -111,12 +112,12 @@ def join(placement: ResolvedPlacement, store: dist.Store, rank: int, timeout: ti
         return _joined(backend, name, store, (rank, size, own), timeout)
 
     group = control = default_group()
-    if not placement.is_colocated or platform.backend != "gloo":  # one world that speaks gloo needs no second group
-        control = joined("gloo", "control", placement.size)
     if not placement.is_colocated:
-        group = control
+        group = control = joined("gloo", "control", placement.size)
         if rank < (count := placement.num_with_device):
             group = joined(platform.backend, "fabric", count)
+    elif platform.backend != "gloo":  # one world that speaks gloo needs no second group
+        control = _hosts_of_all(timeout)
     return Fabric(placement, rank, world, group, control, store, timeout)
 
 
@@ -127,8 +128,18 @@ def of_default_group(roles: Sequence[str], timeout: timedelta) -> Fabric:
     world = World("the default group", every, tuple(roles))
     nodes = (Node("this job", size),)
     placement = ResolvedPlacement(size, dict.fromkeys(roles, every), (world,), (every,), nodes, (0,) * size)
-    control = group if platform.backend == "gloo" else dist.new_group(backend="gloo", timeout=timeout)
+    control = group if platform.backend == "gloo" else _hosts_of_all(timeout)
     return Fabric(placement, rank, world, group, control, distributed_c10d._get_default_store(), timeout)
+
+
+def _hosts_of_all(timeout: timedelta) -> dist.ProcessGroup:
+    """gloo beside the default group: two ranks connect when they first speak.
+
+    The sender waits for the receiver then. In one world that ends: agreements go along a tree, and what operators send
+    each other comes in the order of one flow.
+    """
+    with connects_lazily():
+        return dist.new_group(backend="gloo", timeout=timeout)
 
 
 def join_some(fabric: Fabric, name: str, members: Sequence[int]) -> dist.ProcessGroup:

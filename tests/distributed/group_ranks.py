@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from megaverl import errors
+from megaverl.distributed import worlds
 from megaverl.distributed.collectives import (
     barrier,
     broadcast_json,
@@ -23,6 +26,7 @@ from megaverl.distributed.collectives import (
 )
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import DENSE_GROUPS, EXPERT_GROUPS, ProcessGroupManager
+from megaverl.distributed.p2p import Channel
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.errors import MegaverlError
 
@@ -182,6 +186,25 @@ def agree_without_a_device() -> dict[str, Any]:
         "rows": gather_host_rows(torch.full((rank, 2), rank, dtype=torch.float32), silent).tolist(),
         "none": list(gather_host_rows(torch.empty(0, 3), silent).shape),
     }
+
+
+def control_beside_a_device() -> dict[str, Any]:
+    """Where the default group is not gloo: the sockets that agreements open, and each rank's message to the next."""
+    with patch.object(worlds, "platform", SimpleNamespace(backend="nccl")):
+        fabric = worlds.of_default_group(("actor",), timedelta(seconds=60))
+    rank, size = fabric.rank, dist.get_world_size()
+    before = _num_sockets()
+    barrier(fabric.control)
+    agreed = gather_json(rank, fabric.control)
+    opened = _num_sockets() - before
+    barrier()  # until all have counted
+    heard = torch.zeros(1)
+    for sender in range(size):  # in one order on all ranks, as operators of a flow are
+        if rank == sender:
+            Channel(fabric, "next").send(fabric.control, {(rank + 1) % size: torch.tensor([float(rank)])}).wait()
+        if rank == (sender + 1) % size:
+            Channel(fabric, "next").receive(fabric.control, {sender: heard})
+    return {"opened": opened, "agreed": agreed, "heard": int(heard), "own": fabric.control is not dist.group.WORLD}
 
 
 def _num_sockets() -> int:

@@ -97,6 +97,13 @@ def test_hosts_agree_whatever_the_groups_backend_and_open_a_few_connections(laun
     assert found == [expected] * 4
 
 
+def test_beside_a_device_ranks_join_those_they_speak_with(launch: Launcher) -> None:
+    found = launch.world(4, RANKS + "control_beside_a_device")
+    assert [each["opened"] for each in found] == [2, 1, 2, 1]
+    assert [each["heard"] for each in found] == [3, 0, 1, 2]
+    assert all(each["agreed"] == [0, 1, 2, 3] and each["own"] for each in found)
+
+
 def test_an_error_in_what_one_rank_makes_of_all_values_is_raised_on_all(launch: Launcher) -> None:
     found = launch.world(4, RANKS + "reduce_that_fails")
     assert [each[0] for each in found] == ["IndexError: list index out of range"] * 4
