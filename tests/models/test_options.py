@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from hypothesis import strategies as st
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
-from megaverl.models.options import CPU_OPTIONS, check_divides, padded_vocab_size, rope_options, transformer_config
+from megaverl.models.options import (
+    CPU_OPTIONS,
+    check_divides,
+    padded_vocab_size,
+    rope_options,
+    token_multiple,
+    transformer_config,
+)
 from megaverl.platform import platform
 from tests.sharding.specs import make_spec
 
@@ -39,6 +47,28 @@ def test_the_padded_vocabulary_is_the_next_multiple(vocab_size: int, tp_size: in
 )
 def test_examples_of_padding(vocab_size: int, tp: int, padded: int) -> None:
     assert padded_vocab_size(vocab_size, tp) == padded
+
+
+@pytest.mark.parametrize(
+    ("fp8", "recipe", "sequence_parallel", "shape", "multiple"),
+    [
+        (None, None, False, {"tp": 2}, 1),
+        (None, None, True, {"tp": 2}, 2),
+        ("hybrid", "tensorwise", False, {"tp": 2}, 16),
+        ("hybrid", "tensorwise", True, {"tp": 4}, 64),
+        ("e4m3", "mxfp8", True, {"tp": 2, "cp": 2}, 128),
+    ],
+)
+def test_rows_are_as_long_as_kernels_in_8_bits_want(
+    fp8: str | None, recipe: str | None, sequence_parallel: bool, shape: dict[str, int], multiple: int
+) -> None:
+    config: Any = SimpleNamespace(fp8=fp8, fp8_recipe=recipe, sequence_parallel=sequence_parallel)
+    assert token_multiple(config, GridShape(**shape)) == multiple
+
+
+def test_8_bits_are_refused_where_no_kernel_is() -> None:
+    with pytest.raises(ModelError, match=r"megatron\.fp8: .* needs a GPU and is not here. Leave it out"):
+        transformer_config(make_spec(), GridShape(), torch.float32, {"fp8": "hybrid"})
 
 
 def test_what_tp_and_pp_do_not_divide_comes_at_once() -> None:
