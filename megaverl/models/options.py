@@ -282,7 +282,11 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         ModelError: a scaling that megatron-core's GPTModel cannot express.
     """
-    options: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": spec.rope_theta}
+    options: dict[str, Any] = {
+        "position_embedding_type": "rope",
+        "rotary_base": spec.rope_theta,
+        "rotary_percent": spec.rotary_fraction,
+    }
     scaling = spec.rope_scaling
     if scaling is None or spec.mla is not None:  # latent attention has an embedding of its own
         return options

@@ -42,6 +42,20 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 0,
         "rms_norm_eps": 1e-6,  # transformers normalises the latents with this one, whatever is set
     },
+    "Glm4MoeForCausalLM": {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
 }
 
 

@@ -19,6 +19,7 @@ ARCHITECTURES = (
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
 )
 AGAIN = "Copy the file again from its source."
 
@@ -44,8 +45,16 @@ MORE_WHOLE_NUMBERS: dict[str, tuple[str, ...]] = {
         "qk_rope_head_dim",
         "v_head_dim",
     ),
+    "Glm4MoeForCausalLM": ("num_experts_per_tok", "moe_intermediate_size"),
 }
-MORE_OPTIONAL_NUMBERS = {"DeepseekV3ForCausalLM": ("q_lora_rank", "n_group", "topk_group", "n_shared_experts")}
+MORE_OPTIONAL_NUMBERS = {
+    "DeepseekV3ForCausalLM": ("q_lora_rank", "n_group", "topk_group", "n_shared_experts"),
+    "Glm4MoeForCausalLM": ("n_group", "topk_group", "n_shared_experts"),
+}
+# Whose routers score by a sigmoid, with a bias and shared experts, behind first layers that have none.
+SIGMOID_ROUTED = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+# Rotary embeddings turn a fraction of each head, by default so much.
+PARTLY_ROTARY = {"Glm4MoeForCausalLM": 0.5}
 
 # Where a config.json may ask for something else: the key, and the only value (besides none) that is computed.
 ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
@@ -55,7 +64,6 @@ ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
         ("final_logit_softcapping", None),
         ("mlp_bias", False),
         ("use_bidirectional_attention", False),
-        ("partial_rotary_factor", 1.0),
     ),
     "MixtralForCausalLM": (("router_jitter_noise", 0.0),),
     "Qwen3MoeForCausalLM": (
@@ -130,6 +138,7 @@ class ModelSpec:
         mla: multi-head latent attention; None: plain attention.
         activation: of the gate in the MLP; `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`.
         norm_plus_one: norms multiply by weight + 1 (Gemma), Megatron's `layernorm_zero_centered_gamma`.
+        rotary_fraction: of each head, from its first dimension on, that rotary embeddings turn.
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size) (Gemma).
         sliding_window: tokens of attention's window; None: full attention.
     """
@@ -149,6 +158,7 @@ class ModelSpec:
     rope_theta: float
     max_positions: int
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)
+    rotary_fraction: float = 1.0
     moe: MoESpec | None = None
     mla: MLASpec | None = None
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -216,7 +226,8 @@ def _wrong_numbers(architecture: str, config: dict[str, Any]) -> Iterator[str]:
 def _computed_otherwise(architecture: str, config: dict[str, Any]) -> Iterator[str]:
     """What this config.json asks for and would not be given."""
     rope = config.get("rope_parameters") or {}
-    for key, value in (*ONLY[""], *ONLY.get(architecture, ())):
+    whole_heads = () if architecture in PARTLY_ROTARY else (("partial_rotary_factor", 1.0),)
+    for key, value in (*ONLY[""], *whole_heads, *ONLY.get(architecture, ())):
         found = config.get(key, rope.get(key))
         if found is not None and found != value:
             yield f"{key} is {found!r}; only {value!r} is computed. Use another model."
@@ -278,10 +289,15 @@ def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         # Gemma's folders leave the key out, for theirs are always tied
         "tie_embeddings": bool(config.get("tie_word_embeddings", is_gemma)),
         "qkv_bias": architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
-        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM") or bool(config.get("use_qk_norm")),
         "norm_eps": config["rms_norm_eps"],
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
         "rope_scaling": None if rope_type == "default" else dict(rope),
+        "rotary_fraction": float(
+            rope.get("partial_rotary_factor")
+            or config.get("partial_rotary_factor")
+            or PARTLY_ROTARY.get(architecture, 1.0)
+        ),
         "max_positions": config["max_position_embeddings"],
         "activation": "gelu_tanh" if is_gemma else "silu",
         "norm_plus_one": is_gemma,
@@ -299,7 +315,7 @@ def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_experts(architecture: str, config: dict[str, Any]) -> MoESpec:
-    is_deepseek = architecture == "DeepseekV3ForCausalLM"
+    by_sigmoid = architecture in SIGMOID_ROUTED
     width = config["intermediate_size" if architecture == "MixtralForCausalLM" else "moe_intermediate_size"]
     return MoESpec(
         num_experts=next(config[key] for key in NUM_EXPERTS if key in config),
@@ -307,13 +323,13 @@ def _read_experts(architecture: str, config: dict[str, Any]) -> MoESpec:
         ffn_hidden_size=width,
         # the defaults of transformers' own configurations
         normalize_weights=bool(config.get("norm_topk_prob", architecture != "Qwen3MoeForCausalLM")),
-        num_dense_layers=config.get("first_k_dense_replace") or 0 if is_deepseek else 0,
-        shared_ffn_hidden_size=(config.get("n_shared_experts") or 0) * width if is_deepseek else 0,
-        router="sigmoid" if is_deepseek else "softmax",
-        router_bias=is_deepseek,
-        num_groups=config.get("n_group") or 1 if is_deepseek else 1,
-        groups_per_token=config.get("topk_group") or 1 if is_deepseek else 1,
-        scaling=float(config.get("routed_scaling_factor") or 1.0) if is_deepseek else 1.0,
+        num_dense_layers=config.get("first_k_dense_replace") or 0 if by_sigmoid else 0,
+        shared_ffn_hidden_size=(config.get("n_shared_experts") or 0) * width if by_sigmoid else 0,
+        router="sigmoid" if by_sigmoid else "softmax",
+        router_bias=by_sigmoid,
+        num_groups=config.get("n_group") or 1 if by_sigmoid else 1,
+        groups_per_token=config.get("topk_group") or 1 if by_sigmoid else 1,
+        scaling=float(config.get("routed_scaling_factor") or 1.0) if by_sigmoid else 1.0,
         # as in transformers, the coefficient counts only where the router's outputs are asked for
         aux_loss_coef=float(config.get("router_aux_loss_coef") or 0.0) if config.get("output_router_logits") else 0.0,
     )

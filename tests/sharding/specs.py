@@ -10,10 +10,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.model_spec import ARCHITECTURES, SIGMOID_ROUTED, MLASpec, ModelSpec, MoESpec
 from megaverl.sharding.weight import Split, Weight
 
-ROUTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+ROUTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
 DENSE = tuple(architecture for architecture in ARCHITECTURES if architecture not in ROUTED)
 # What a tiny folder of an architecture needs beside the sizes that all share, in Hugging Face's words.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -35,6 +35,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
     },
+    "Glm4MoeForCausalLM": {
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "n_group": 2,
+        "topk_group": 1,
+    },
 }
 
 
@@ -52,8 +61,8 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "head_dim": 4 if latent else 2,
         "vocab_size": 50,
         "tie_embeddings": False,
-        "qkv_bias": architecture == "Qwen2ForCausalLM",
-        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+        "qkv_bias": architecture in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM"),
+        "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"),
         "norm_eps": 1e-5,
         "rope_theta": 1e4,
         "max_positions": 64,
@@ -71,7 +80,7 @@ def make_experts(
 ) -> MoESpec:
     """Experts as the architecture has them."""
     experts = MoESpec(num_experts, 2, ffn_hidden_size, normalize_weights=True)
-    if architecture != "DeepseekV3ForCausalLM":
+    if architecture not in SIGMOID_ROUTED:
         return experts
     return replace(
         experts,

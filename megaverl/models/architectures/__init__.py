@@ -16,7 +16,12 @@ LAYERS = {
     "MixtralForCausalLM": Layers(routed=ATTENTION + experts("block_sparse_moe", "w1", "w3", "w2")),
     "Qwen3MoeForCausalLM": Layers(routed=ATTENTION + QK_NORMS + experts()),
     "DeepseekV3ForCausalLM": deepseek_v3.LAYERS,
+    "Glm4MoeForCausalLM": Layers(
+        dense=ATTENTION + QKV_BIAS + QK_NORMS + MLP,
+        routed=ATTENTION + QKV_BIAS + QK_NORMS + experts() + deepseek_v3.ROUTER_BIAS + deepseek_v3.SHARED_EXPERTS,
+    ),
 }
+WITH_QKV_BIAS = ("Qwen2ForCausalLM", "Glm4MoeForCausalLM")
 
 
 def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False) -> list[Weight]:
@@ -30,9 +35,9 @@ def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = Fa
     """
     if spec.architecture not in LAYERS:
         raise ModelError(f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYERS)}.")
-    if spec.qkv_bias and spec.architecture != "Qwen2ForCausalLM":
+    if spec.qkv_bias and spec.architecture not in WITH_QKV_BIAS:
         raise ModelError(
-            f"{spec.architecture} with `attention_bias: true` is not supported: only Qwen2 may have "
-            "biases on its attention projections."
+            f"{spec.architecture} with `attention_bias: true` is not supported: only {' and '.join(WITH_QKV_BIAS)} may "
+            "have biases on their attention projections."
         )
     return build(LAYERS[spec.architecture], spec, value_head=value_head, beside_logits=beside_logits)

@@ -52,5 +52,5 @@ SHARED_EXPERTS = (
         ("mlp.shared_experts.linear_fc2", "mlp.shared_experts.down_proj"),
     ),
 )
-ROUTER_BIAS = Rule(BIAS, ("expert_bias",), WHOLE, "mlp.router.expert_bias", BIAS)
-LAYERS = Layers(dense=ATTENTION + llama.MLP, routed=(*ATTENTION, *llama.experts(), ROUTER_BIAS, *SHARED_EXPERTS))
+ROUTER_BIAS = (Rule(BIAS, ("expert_bias",), WHOLE, "mlp.router.expert_bias", BIAS),)
+LAYERS = Layers(dense=ATTENTION + llama.MLP, routed=ATTENTION + llama.experts() + ROUTER_BIAS + SHARED_EXPERTS)

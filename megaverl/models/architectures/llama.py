@@ -34,12 +34,13 @@ MLP = (
     linear("mlp.up_proj", ("ffn", "hidden"), Split.UP, FC1),
     linear("mlp.down_proj", ("hidden", "ffn"), Split.ROW, FC2),
 )
-# Qwen2 has biases on the projections of queries, keys and values; Qwen3 a norm over each query and key head.
-QKV_BIAS = tuple(linear(f"self_attn.{part}_proj", (axis,), split, QKV, "bias") for part, axis, split in PARTS)
+# Qwen2 has biases on the projections of queries, keys and values; Qwen3 a norm over each query and key head; GLM-4.5
+# either, both or none.
+QKV_BIAS = tuple(linear(f"self_attn.{part}_proj", (f"{axis}_bias",), split, QKV, "bias") for part, axis, split in PARTS)
 QK_NORMS = tuple(
     linear(
         f"self_attn.{part}_norm",
-        ("head",),
+        ("head_norm",),
         Split.REPLICATED,
         (f"self_attention.{part}_layernorm", f"self_attn.{part}_norm"),
     )

@@ -95,6 +95,11 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "q": spec.num_heads * spec.head_dim,
         "kv": spec.num_kv_heads * spec.head_dim,
     }
+    sizes |= {
+        "q_bias": sizes["q"] * spec.qkv_bias,
+        "kv_bias": sizes["kv"] * spec.qkv_bias,
+        "head_norm": spec.head_dim * spec.qk_norm,
+    }
     if spec.moe is not None:
         sizes |= {
             "experts": spec.moe.num_experts,
