@@ -282,11 +282,9 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
     Raises:
         ModelError: a scaling that megatron-core's GPTModel cannot express.
     """
-    options: dict[str, Any] = {
-        "position_embedding_type": "rope",
-        "rotary_base": spec.rope_theta,
-        "rotary_percent": spec.rotary_fraction,
-    }
+    options: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": spec.rope_theta}
+    if spec.rotary_fraction != 1.0:
+        options["rotary_percent"] = spec.rotary_fraction
     scaling = spec.rope_scaling
     if scaling is None or spec.mla is not None:  # latent attention has an embedding of its own
         return options

@@ -17,8 +17,8 @@ from megaverl.sharding.vllm import VOCAB_PADDING, vllm_layouts
 from tests.launcher import Launcher
 from tests.sharding.specs import CONFIGS, DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
 
-# vLLM's Gemma is always tied, its DeepSeek never.
-VLLM_HAS_NONE = (("GemmaForCausalLM", False), ("DeepseekV3ForCausalLM", True))
+# vLLM's Gemma is always tied, its DeepSeek and GLM-4.5 never.
+VLLM_HAS_NONE = (("GemmaForCausalLM", False), ("DeepseekV3ForCausalLM", True), ("Glm4MoeForCausalLM", True))
 
 
 @settings(max_examples=40, deadline=None)

@@ -29,7 +29,7 @@ DENSE = (
     "MistralForCausalLM",
     "GemmaForCausalLM",
 )
-WITH_EXPERTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
+WITH_EXPERTS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM")
 GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2}]
 EXPERT_GRIDS: list[dict[str, int]] = [{"tp": 2}, {"pp": 2}, {"dp": 2, "ep": 2}, {"tp": 2, "ep": 2, "etp": 1}]
 PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(8)]
