@@ -34,7 +34,8 @@ PPO, EXPERTS = "llama3_70b/ppo_16_nodes", "qwen3_235b_a22b/grpo_64_nodes"
 CASES = [
     Case(GRPO_8, 64, 0, ["build", "reference", "log_probs", "update", "reshard", "save"]),
     Case(GRPO_8, 64, 31, BUILD),
-    Case(GRPO_8, 64, 63, STEP),
+    Case(GRPO_8, 64, 56, STEP),  # of the last stage the rank that tells the loss
+    Case(GRPO_8, 64, 63, BUILD),
     Case(PPO, 128, 0, BUILD),
     Case(PPO, 128, 63, BUILD),
     Case(PPO, 128, 127, [*STEP, "critic"]),
@@ -104,6 +105,11 @@ def test_the_host_waits_for_the_device_only_where_it_must(case: Case, ranks: dic
             print(f"  {times:3} x {read}")
             assert read in ALLOWED, f"{stage}: {read} ({times} times)"
             assert times <= ALLOWED[read] * (2 if stage == "critic" else 1), f"{stage}: {read}: {times} times"
+
+
+def test_every_wait_that_is_allowed_is_met(ranks: dict[str, dict[str, Any]]) -> None:
+    met = {read for found in ranks.values() for of_stage in found.values() for read in of_stage["reads"]}
+    assert not ALLOWED.keys() - met, "docs/gpu.md would list what no rank does any more"
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.stages != BUILD], ids=str)

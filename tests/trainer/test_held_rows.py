@@ -44,6 +44,7 @@ def test_what_comes_to_a_rank_does_not_grow_with_their_number(launch: Launcher, 
     assert rows[4] == pytest.approx(rows[2], rel=0.3)
     for n, of_all in found.items():
         assert of_all[0]["numbers"] / (2 * 32 * n) < NUMBERS
+        assert of_all[0]["groups"].count(n) == 1, "a group joins every rank with every other: one of all ranks will do"
 
 
 @pytest.mark.parametrize(("count", "group_size"), [(12, 4), (4, 4), (7, 1)])
