@@ -20,7 +20,7 @@ _DEPTH = 6
 _WAITS = ("torch/distributed/", "megaverl/distributed/host_tree.py", "megaverl/coordinator/exchange.py")
 _CALLS = (".wait(", "barrier(", "batch_isend_irecv(")
 # Where Python waits until a device has computed, and with it for the collectives that were launched before.
-_READS = (".item(", ".tolist(", ".cpu(", ".numpy(", ".to(", "synchronize(", "float(", "int(", "bool(")
+_READS = (".item(", ".tolist(", ".cpu(", ".numpy(", ".to(", ".copy_(", "synchronize(", "float(", "int(", "bool(")
 
 
 @dataclass(frozen=True)

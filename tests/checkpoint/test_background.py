@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 
 from megaverl.checkpoint.background import HeldTensors, HostBuffers
@@ -51,7 +52,7 @@ def test_of_what_lies_in_a_gpu_one_copy_is_held_at_a_time() -> None:
     tensors, _, buffers = held()
     holding = HeldTensors({name: DeviceTensor(tensor) for name, tensor in tensors.items()}, {}, buffers)
     assert [holding.take(name).tolist() for name in tensors] == [[float(i)] * 4 for i in range(3)]
-    holding.settle()
+    holding.settle(waits=lambda: pytest.fail("the last one is a copy: nobody reads the device"))
     assert buffers.num_bytes == 16
 
 

@@ -110,7 +110,7 @@ def _copy(mode: DeviceMode, func: Any, args: Sequence[Any], kwargs: Mapping[str,
         with mode.fake:
             return func(*args, **kwargs)
     non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-    HostReads.count("copy to the host" + (", not waited for" if non_blocking else ""))
+    HostReads.count("copy to the host" + (", not waited for" if non_blocking else ""), waits=not non_blocking)
     return into
 
 

@@ -29,7 +29,7 @@ def route_evenly() -> None:
     def share(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
         if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda:
             return tensor
-        HostReads.count("copy to the host, not waited for")
+        HostReads.count("copy to the host, not waited for", waits=False)
         each, rest = divmod(total, tensor.numel())
         shares = torch.full(tensor.shape, each).flatten()
         shares[:rest] += 1

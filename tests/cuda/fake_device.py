@@ -16,10 +16,18 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 HERE = Path(__file__).parent
 NUM_DEVICES = 8
+OF_THE_RIG = (
+    "/tests/cuda/",
+    "/torch/utils/_python_dispatch.py",
+    "/torch/_subclasses/",
+    "/torch/_dynamo/",
+    "/torch/_compile.py",
+)
 
 
 def build(folder: Path) -> Path:
@@ -157,14 +165,21 @@ def _functions(library: Any) -> dict[str, Any]:
 class HostReads:
     """Where the host waited for the device, and how often: by the nearest function that is ours or Megatron's.
 
-    The device runs behind the host; each of these makes the host wait until it has caught up.
+    The device runs behind the host; each of these makes the host wait until it has caught up, and with it for the
+    collectives that were launched before. `unknown` are those that liveness would take for work: the lines that ask.
     """
 
     found: Counter[tuple[str, str]] = Counter()
+    unknown: set[str] = set()
 
     @classmethod
-    def count(cls, what: str) -> None:
+    def count(cls, what: str, *, waits: bool = True) -> None:
         cls.found[what, _caller()] += 1
+        if waits:
+            from megaverl.distributed.heartbeat import place
+
+            where, waits_for = place(_asking())
+            cls.unknown |= set() if waits_for else {where}
 
     @classmethod
     def take(cls) -> dict[str, int]:
@@ -172,6 +187,20 @@ class HostReads:
         found = {f"{where}: {what}": times for (what, where), times in sorted(cls.found.items())}
         cls.found.clear()
         return found
+
+    @classmethod
+    def take_unknown(cls) -> list[str]:
+        found = sorted(cls.unknown)
+        cls.unknown.clear()
+        return found
+
+
+def _asking() -> FrameType | None:
+    """The innermost frame of the code under test: on a GPU it would be in this call until the device has caught up."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and any(part in frame.f_code.co_filename for part in OF_THE_RIG):
+        frame = frame.f_back
+    return frame
 
 
 def _caller() -> str:

@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import torch.distributed as dist
 from tokenizers import Tokenizer, models
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megaverl.checkpoint.background import HeldTensors, HostBuffers
 from megaverl.checkpoint.commit import Committer
-from megaverl.checkpoint.shards import Stager
+from megaverl.checkpoint.shards import StagedShards, Stager
 from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
@@ -51,11 +53,13 @@ def run(recipe: str, world: int, rank: int, stages: Sequence[str], overrides: Se
     with tempfile.TemporaryDirectory() as folder, mode:
         job = RecipeRank(recipe, world, rank, Path(folder), overrides)
         HostReads.take()
+        HostReads.take_unknown()
         for name in stages:
             begin = time.process_time()
             says = getattr(job, name)()
             found[name] = {
                 "reads": HostReads.take(),
+                "unknown_waits": HostReads.take_unknown(),
                 "collectives": mode.take_collectives(),
                 "seconds": time.process_time() - begin,
                 "says": says,
@@ -121,11 +125,16 @@ class RecipeRank:
         return {"received": stats.bytes_received, "local": stats.bytes_local, "wanted": wanted}
 
     def save(self) -> dict[str, int]:
-        """What the rank would write of a checkpoint, planned and staged."""
+        """What the rank would write of a checkpoint, planned and staged; a few tensors of it go from the device into
+        files, and into the copies that are taken before an update."""
         staged = Stager().stage(sharded_state({"actor": self.actor.trainable}), committer=Committer())
         held = sum(buffer.grad_data.numel() for buffer in self.actor.trainable._buffers)
-        staged.held.close()
-        return {"bytes": staged.num_bytes, "trained": held}
+        few = _smallest(staged)
+        with tempfile.TemporaryDirectory() as folder:
+            written, _ = few.write(Path(folder))
+        tensors = {item.index: staged.data[item.index] for item in few.plan.items if item.type.name != "BYTE_IO"}
+        HeldTensors(tensors, {}, HostBuffers()).settle()
+        return {"bytes": staged.num_bytes, "trained": held, "tensors": len(tensors), "files": len(written)}
 
 
 class EngineParameters:
@@ -175,6 +184,17 @@ def _quantised(shape: tuple[int, ...], block: int | None) -> QuantisedWeight:
         torch.empty((*experts, *of_one), dtype=torch.float32, device="cuda"),
         block,
     )
+
+
+def _smallest(staged: StagedShards) -> StagedShards:
+    """What is written of it in a moment, from the device: its objects, and the smallest tensors of each dtype."""
+    kinds: dict[Any, list[Any]] = {}
+    for item in staged.plan.items:
+        value = staged.data[item.index]
+        kinds.setdefault(value.dtype if isinstance(value, torch.Tensor) else None, []).append((value, item))
+    objects = [item for _, item in kinds.pop(None, [])]
+    tensors = [item for each in kinds.values() for _, item in sorted(each, key=lambda one: one[0].nbytes)[:4]]
+    return replace(staged, plan=replace(staged.plan, items=[*tensors, *objects]))
 
 
 def _write_tokenizer(folder: Path) -> None:

@@ -250,15 +250,17 @@ def test_what_the_engine_shares_leaves_its_cache_more_room() -> None:
     machine = Machine(reserve=0.0)
     options = ("rollout.tp=8", "actor.tp=8", "algorithm={name: grpo, group_size: 8}", "rollout.sleep=true")
     spec = recipe("llama3_70b/grpo_8_nodes", 64).spec
-    shared, apart = (
-        MemoryModel(make(spec, 64, *options, f"reshard.alias={alias}", machine=machine)).rank(0)
-        for alias in ("auto", "never")
+    little = ("reshard.alias=auto", "rollout.vllm.gpu_memory_utilization=0.1")
+    shared, apart, small = (
+        MemoryModel(make(spec, 64, *options, *more, machine=machine)).rank(0)
+        for more in (["reshard.alias=auto"], ["reshard.alias=never"], little)
     )
     weights = apart.parts["rollout"]["weights"]
     assert shared.parts["rollout"]["aliased"] == weights and shared.parts["rollout"]["weights"] == 0
     assert shared.parts["rollout"]["KV cache"] - apart.parts["rollout"]["KV cache"] == weights
     # loaded beside the actor's; then one share for both
-    for rank in (shared, apart):
+    for rank in (shared, apart, small):
         held = rank.parts["actor"]["weights"] + rank.parts["actor"]["gradients"] + rank.parts["actor"]["optimizer"]
         assert rank.phases["generate"] - held == pytest.approx(rank.engine.budget)
         assert rank.phases["engine start"] == max(rank.phases["generate"], held + weights)
+    assert small.phases["engine start"] > small.phases["generate"], "both are there until the actor's are adopted"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megaverl.platform import Platform, platform
+from megaverl.processes import MOST_FILES
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +33,18 @@ def test_what_follows_from_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     cuda = Platform(is_cuda=True)
     assert (cuda.backend, cuda.device) == ("nccl", torch.device("cuda", 3))
+
+
+def test_a_rank_may_open_as_many_files_as_the_machine_lets_it() -> None:
+    """However it was started: the launcher raises the limit of its own ranks, torchrun and srun do not."""
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, most), hard))
+    try:
+        platform.start()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
 
 
 def in_a_new_process(code: str) -> dict[str, object]:

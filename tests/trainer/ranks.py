@@ -110,7 +110,7 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
         whole: every rank gets all samples, as where something reads them all.
 
     Returns: `metrics` by step; `weights`, a sum of each; bytes of `rows` of samples that came, and of `numbers` of all
-        samples; `held`, the samples that this rank had in the last step.
+        samples; `held`, the samples that this rank had in the last step; `groups`, of how many ranks each is.
     """
     trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO()))
     executor = trainer.executor
@@ -127,6 +127,7 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
         "rows": executor.routing.fabric.traffic.received,
         "numbers": counted.numbers,
         "held": len(batch),
+        "groups": [len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()],
         "tokens": int(batch.response_lengths.sum()),
     }
 

@@ -143,6 +143,7 @@ def read_over_ipc(folder: str, fails: dict[str, int] | None = None, offload: boo
         ipc.logger.addHandler(handler)
         source = Source(device, sides.source)
         resharder = Resharder(sides.plan, sides.source, sides.dest, options=TransportOptions(ipc=True))
+        found["open after the trial"] = device.counts["open"]
         for version in (1, 2, 3):
             if version == first:
                 device.problem = "invalid device context"

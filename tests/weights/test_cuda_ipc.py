@@ -21,7 +21,7 @@ def test_memory_is_open_while_it_is_read_and_no_longer(launch: Launcher, tmp_pat
     for found in read(launch, tmp_path, offload=offload):
         assert found["wrong"] == [] and found["lines"] == []
         assert found["received"] == [found["by plan"]] * 3 and found["messages"] == [0] * 3
-        assert found["open"] == [0] * 3
+        assert found["open"] == [0] * 3 and found["open after the trial"] == 0
         # once to try it, and once for each version
         assert found["opened"] == [found["peers"] * STORAGES * (1 + version) for version in (1, 2, 3)]
         assert found["devices"] == [5], "opened on the receiver's own device"
@@ -34,7 +34,7 @@ def test_all_ranks_use_the_network_where_one_cannot_open_memory(launch: Launcher
     everyone = read(launch, tmp_path, fails={"2": first})
     before = max(0, first - 1)
     for found in everyone:
-        assert found["wrong"] == [] and found["open"] == [0] * 3
+        assert found["wrong"] == [] and found["open"] == [0] * 3 and found["open after the trial"] == 0
         assert found["received"] == [found["by plan"]] * 3
         assert [count > 0 for count in found["messages"]] == [version > before for version in (1, 2, 3)]
     (line,) = everyone[0]["lines"]
