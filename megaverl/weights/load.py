@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,6 +175,7 @@ def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight
         ModelError: names every tensor that is missing or left over.
     """
     names = {weight.name for weight in weights}
+    ignored = further_predictors(folder, weights)
     problems = [
         f"{weight.name}: missing, expected with shape {list(weight.shape)}"
         for weight in weights
@@ -183,9 +185,21 @@ def check_names(folder: Path, files: Mapping[str, str], weights: Sequence[Weight
         f"{name}: in {file}, but config.json describes a model without it"
         for name, file in files.items()
         # tied models and critics have no head of their own, yet some folders store one
-        if name not in names and name != LM_HEAD and not name.endswith(IGNORED_SUFFIXES)
+        if name not in names
+        and name != LM_HEAD
+        and not name.endswith(IGNORED_SUFFIXES)
+        and not name.startswith(ignored)
     ]
     _refuse(folder, problems)
+
+
+def further_predictors(folder: Path, weights: Sequence[Weight]) -> tuple[str, ...]:
+    """How the names begin of the layers behind the last one that predict tokens further on (`num_nextn_predict_layers`
+    of DeepSeek-V3 and GLM-4.5): a policy is the model without them."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    first = 1 + max((weight.stage for weight in weights if isinstance(weight.stage, int)), default=-1)
+    return tuple(f"model.layers.{first + number}." for number in range(config.get("num_nextn_predict_layers") or 0))
 
 
 def check_shapes(folder: Path, stored: Mapping[str, StoredTensor], weights: Sequence[Weight]) -> None:

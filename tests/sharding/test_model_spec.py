@@ -152,6 +152,26 @@ DEEPSEEK = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 10,
 }
+# the keys of zai-org/GLM-4.5's config.json, with smaller numbers
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 16,
+    "partial_rotary_factor": 0.5,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "use_qk_norm": True,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+}
 GEMMA = {"architectures": ["GemmaForCausalLM"], "head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}
 MISTRAL = {"architectures": ["MistralForCausalLM"]}
 
@@ -190,6 +210,26 @@ def test_experts_and_latent_attention_of_deepseek() -> None:
     without = spec(**DEEPSEEK | {"q_lora_rank": None, "n_shared_experts": None})
     assert without.mla is not None and without.moe is not None
     assert (without.mla.q_lora_rank, without.moe.shared_ffn_hidden_size) == (None, 0)
+
+
+def test_glm_as_its_folders_write_it() -> None:
+    found = spec(**GLM)
+    assert (found.qkv_bias, found.qk_norm, found.head_dim, found.rotary_fraction) == (True, True, 16, 0.5)
+    assert found.moe == MoESpec(
+        16,
+        4,
+        24,
+        normalize_weights=True,
+        num_dense_layers=2,
+        shared_ffn_hidden_size=24,
+        router="sigmoid",
+        router_bias=True,
+        scaling=2.5,
+    )
+    air = spec(**GLM | {"use_qk_norm": False})
+    assert not air.qk_norm and air.rotary_fraction == 0.5
+    as_transformers_writes = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}
+    assert spec(**GLM | as_transformers_writes).rotary_fraction == 0.25
 
 
 @pytest.mark.parametrize("written", [{}, {"hidden_act": "gelu"}, {"hidden_activation": "gelu_pytorch_tanh"}])

@@ -64,6 +64,22 @@ def test_each_rank_gets_its_slices(tmp_path: Path, architecture: str, tied: bool
     assert (load(folder)[0][1]["embedding.word_embeddings.weight"][100:] == 0).all()
 
 
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As GLM-4.5 and DeepSeek-V3 come: behind the last layer, if config.json says so."""
+    folder = make_tiny_folder(tmp_path, "Glm4MoeForCausalLM")
+    stored = stored_tensors(folder)
+    further = {
+        "model.layers.4.eh_proj.weight": torch.ones(3),
+        "model.layers.4.mlp.experts.0.up_proj.weight": torch.ones(2),
+    }
+    save_file({**stored, **further}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"model\.layers\.4\.eh_proj\.weight: in model.safetensors, but config.json"):
+        load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    check(*load(folder)[0], stored)
+
+
 def test_the_dtype_is_converted_on_the_way(tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, dtype="bfloat16")
     layout, tensors = load(folder, dtype=torch.float32)[0]
