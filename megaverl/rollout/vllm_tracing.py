@@ -19,6 +19,7 @@ import torch
 
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
+from megaverl.rollout.vllm_weights import loaded_parameters
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.tracing import TracedLayout, Tracer, joined, traced_layout
 from megaverl.sharding.weight import as_block
@@ -168,12 +169,11 @@ def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | N
     """
     model = build(config, rank)
     with as_rank(config, rank):
-        return trace_into(model, sources, dtype or config.model_config.dtype)
+        return trace_into(model, destinations(model), sources, dtype or config.model_config.dtype)
 
 
-def trace_into(model: Any, sources: Shapes, dtype: torch.dtype) -> TracedLayout:
-    """The same of a model that vLLM has built, without a change to it."""
-    held = destinations(model)
+def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dtype: torch.dtype) -> TracedLayout:
+    """The same of a model that vLLM has built, without a change to it; `held` are those of its tensors that count."""
 
     def traced(names: Iterable[str]) -> TracedLayout:
         tracer = Tracer()
@@ -214,7 +214,7 @@ def check_layout(model: torch.nn.Module, config: VllmConfig, layout: Layout, dty
     from vllm.config import set_current_vllm_config
 
     with set_current_vllm_config(config):  # as while an engine is made
-        traced = trace_into(model, layout.global_shapes, dtype)
+        traced = trace_into(model, dict(loaded_parameters(model)), layout.global_shapes, dtype)
     wrong = [f"{name} is computed from {', '.join(sorted(sources))}" for name, sources in traced.computed.items()]
     wrong += [f"{name}: {why}" for name, why in traced.refused.items()]
     ours, theirs = {*layout.pieces}, {*traced.layout.pieces}
