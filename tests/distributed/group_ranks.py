@@ -177,6 +177,7 @@ def agree_without_a_device() -> dict[str, Any]:
     rank, size = dist.get_rank(), dist.get_world_size()
     silent = dist.new_group(list(range(size)), backend="fake")
     before = _num_sockets()
+    barrier()  # until all have counted
     barrier(silent)
     return {
         "opened": _num_sockets() - before,
@@ -194,6 +195,7 @@ def control_beside_a_device() -> dict[str, Any]:
         fabric = worlds.of_default_group(("actor",), timedelta(seconds=60))
     rank, size = fabric.rank, dist.get_world_size()
     before = _num_sockets()
+    barrier()  # until all have counted
     barrier(fabric.control)
     agreed = gather_json(rank, fabric.control)
     opened = _num_sockets() - before

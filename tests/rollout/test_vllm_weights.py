@@ -40,15 +40,18 @@ def segment(tensors: list[torch.Tensor], unused: int = 0) -> dict[str, int]:
 
 
 def test_only_what_is_written_anew_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, shared, cache, adopted = (torch.zeros(4096) for _ in range(4))
-    state = shared[2048:]  # of the sampler, in the allocation of a small weight
-    weight, buffer = shared[:2048].clone(), torch.zeros(64)
+    memory, sizes = bytearray(6 * 2**16), (4096, 4096, 4096, 2048, 2048, 64)
+    whole, cache, adopted, weight, state, buffer = (  # each with storage of its own, none close to another
+        torch.frombuffer(memory, dtype=torch.float32, count=numel, offset=place * 2**16)
+        for place, numel in enumerate(sizes)
+    )
     pool = Pool(
         {
             tensor.data_ptr(): Allocation((0, tensor.nbytes, tensor.data_ptr(), 0), tag)
             for tensor, tag in ((whole, "weights"), (weight, "weights"), (buffer, "weights"), (cache, "kv_cache"))
         }
     )
+    # with the sampler's state in the allocation of a small weight
     mixed = segment([weight]) | {"requested_size": weight.nbytes + state.nbytes}
     segments = [segment([whole], unused=512), mixed, segment([buffer]), segment([cache]), segment([adopted])]
     monkeypatch.setattr("vllm.device_allocator.get_mem_allocator_instance", lambda: pool)
