@@ -215,7 +215,6 @@ def _parts(name: str) -> Iterator[str]:
 def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> tuple[list[str], set[str]]:
     """(what is not as the layout says, names of the parameters that vLLM computes)."""
     from megaverl.rollout.vllm_tracing import destinations, loaded_here, trace
-    from megaverl.sharding.tracing import seen
 
     traced = trace(config, rank, sources, torch.float32)
     ids, first = {}, 1
@@ -230,8 +229,8 @@ def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> 
     held = destinations(model)
     mine = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
     for piece in traced.layout.pieces:
-        name, view = traced.views.get(piece.local, (piece.local, None))
-        target = (mine[name] if view is None else seen(mine[name], view))[piece.local_box.slices]
+        name, view = traced.layout.views.get(piece.local, (piece.local, None))
+        target = (mine[name] if view is None else view.of(mine[name]))[piece.local_box.slices]
         target.copy_(ids[piece.tensor][piece.box.slices].reshape(target.shape))
     for name, tensor in held.items():
         if name in traced.computed or name in traced.refused:

@@ -190,7 +190,7 @@ def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dt
         return traced(sources)
     shapes = whole.layout.local_shapes
     known = whole.parameters <= held.keys()
-    alike = known and all(shapes[name] == tuple(held[name].shape) for name in shapes.keys() - whole.views.keys())
+    alike = known and all(shapes[name] == tuple(held[name].shape) for name in shapes)
     return whole if alike else traced(sources)
 
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from megaverl.sharding.boxes import Box, cut, whole
+from megaverl.sharding.boxes import Box, carry, cut, intersect, whole
+from megaverl.sharding.strided import Strides
 from megaverl.sharding.weight import Weight
 
 
 class Piece(NamedTuple):
     """A box of a global tensor and the box of the local tensor that holds it.
 
-    The two boxes have the same shape up to axes of size one, and the same element order.
+    The two boxes have the same shape up to axes of size one, and the same element order. `local` is a local tensor's
+    name or a view's (`Layout.views`).
     """
 
     tensor: str
@@ -33,12 +35,26 @@ class Layout:
         global_shapes: shape of every global tensor of which the rank holds a piece.
         quantised: of the local tensors, those that hold 8-bit numbers: rows and columns of the blocks of a matrix that
             share a scale; None: the whole matrix does (`sharding/quantised.py`).
+        views: name of a view -> the local tensor that it is of, and how that is seen: pieces that lie there transposed
+            or in steps.
     """
 
     pieces: tuple[Piece, ...]
     local_shapes: dict[str, tuple[int, ...]]
     global_shapes: dict[str, tuple[int, ...]]
     quantised: Mapping[str, int | None] = field(default_factory=dict)
+    views: Mapping[str, tuple[str, Strides]] = field(default_factory=dict)
+
+    def stored_in(self, local: str) -> str:
+        """The local tensor that a piece's `local` is, or is a view of."""
+        return self.views[local][0] if local in self.views else local
+
+    def shape_of(self, local: str) -> tuple[int, ...]:
+        """Of a local tensor or of a view."""
+        if local not in self.views:
+            return self.local_shapes[local]
+        name, view = self.views[local]
+        return view.shape_of(self.local_shapes[name])
 
     @cached_property
     def by_tensor(self) -> dict[str, list[Piece]]:
@@ -53,12 +69,40 @@ class Layout:
         if not tensors:
             return self
         pieces = tuple(piece for piece in self.pieces if piece.tensor not in tensors)
-        gone = {piece.local for piece in self.pieces} - {piece.local for piece in pieces}
+        gone = {self.stored_in(p.local) for p in self.pieces} - {self.stored_in(p.local) for p in pieces}
         return Layout(
             pieces,
             {name: shape for name, shape in self.local_shapes.items() if name not in gone},
             {name: shape for name, shape in self.global_shapes.items() if name not in tensors},
             {name: block for name, block in self.quantised.items() if name not in gone},
+            {name: view for name, view in self.views.items() if view[0] not in gone},
+        )
+
+    def shard(self, held: Mapping[str, Box]) -> Layout:
+        """What a rank holds of this whole one that has these boxes of the local tensors, each as its local tensor.
+
+        A fully sharded module's: its parameters whole, and a rank's box of each. What is not in `held` is left out.
+        """
+        pieces, views = [], {}
+        for piece in self.pieces:
+            name = self.stored_in(piece.local)
+            if name not in held:
+                continue
+            local, part, shift = name, held[name], held[name].start
+            if piece.local in self.views:
+                part, view = self.views[piece.local][1].inside(part)
+                local, shift = f"{name}.{view}", part.start
+                views[local] = (name, view)
+            if common := intersect(piece.local_box, part):
+                box = carry(common, piece.local_box, piece.box)
+                moved = (tuple(a - b for a, b in zip(corner, shift, strict=True)) for corner in common)
+                pieces.append(Piece(piece.tensor, box, local, Box(*moved)))
+        used = {piece.local for piece in pieces}
+        return Layout(
+            tuple(pieces),
+            {name: held[name].shape for name in self.local_shapes if name in held},
+            {piece.tensor: self.global_shapes[piece.tensor] for piece in pieces},
+            views={name: view for name, view in views.items() if name in used},
         )
 
     @property
@@ -77,6 +121,7 @@ def join_layouts(a: Layout, b: Layout) -> Layout:
         a.local_shapes | b.local_shapes,
         a.global_shapes | b.global_shapes,
         {**a.quantised, **b.quantised},
+        {**a.views, **b.views},
     )
 
 
@@ -141,7 +186,7 @@ def padded_tensors(layout: Layout) -> list[str]:
     """Names of the local tensors that have elements which no piece covers."""
     covered = dict.fromkeys(layout.local_shapes, 0)
     for piece in layout.pieces:
-        covered[piece.local] += piece.local_box.numel
+        covered[layout.stored_in(piece.local)] += piece.local_box.numel
     return [name for name, shape in layout.local_shapes.items() if covered[name] < whole(shape).numel]
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megaverl.sharding.boxes import Box
+
+if TYPE_CHECKING:
+    import torch
 
 MOST_PARTS = 100_000  # that one copy may fall into
 
@@ -191,6 +194,28 @@ class Strides(NamedTuple):
     @property
     def are_plain(self) -> bool:
         return self.axes == tuple(range(len(self.axes))) and set(self.step) <= {1}
+
+    def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Of an array of this shape, seen so."""
+        permuted = [shape[axis] for axis in self.axes]
+        return tuple(
+            math.ceil((size - first) / step) for size, first, step in zip(permuted, self.first, self.step, strict=True)
+        )
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor seen so, sharing its storage."""
+        every = zip(self.first, self.step, strict=True)
+        return tensor.permute(self.axes)[tuple(slice(first, None, step) for first, step in every)]
+
+    def inside(self, part: Box) -> tuple[Box, Strides]:
+        """What of the view lies in a box of the array: its box in the view, and how the box alone is seen so."""
+        low = [part.start[axis] for axis in self.axes]
+        high = [part.stop[axis] for axis in self.axes]
+        every = list(zip(low, high, self.first, self.step, strict=True))
+        start = tuple(max(0, -((first - at) // step)) for at, _, first, step in every)
+        stop = tuple(max(0, -((first - end) // step)) for _, end, first, step in every)
+        first = tuple(first + begin * step - at for (at, _, first, step), begin in zip(every, start, strict=True))
+        return Box(start, stop), self._replace(first=first)
 
     def __str__(self) -> str:
         every = ", ".join(f"{first}::{step}" for first, step in zip(self.first, self.step, strict=True))

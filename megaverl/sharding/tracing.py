@@ -212,38 +212,36 @@ class TracedLayout:
     """Where the sources have gone.
 
     Attributes:
-        layout: of all that is a copy; a local tensor is a destination, or a view of one.
-        views: local name -> (destination, how it is seen), of those that are views.
+        layout: of all that is a copy; a local tensor is a destination.
         computed: destination -> the sources that its program computes it from.
         refused: destination -> why no boxes describe it.
     """
 
     layout: Layout
-    views: dict[str, tuple[str, Strides]] = field(default_factory=dict)
     computed: dict[str, frozenset[str]] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 
     @property
     def parameters(self) -> frozenset[str]:
-        """The destinations, views of them not counted."""
-        return frozenset(self.layout.local_shapes.keys() - self.views.keys()) | self.computed.keys()
+        """The destinations."""
+        return frozenset(self.layout.local_shapes) | self.computed.keys()
 
     def from_sources(self, prefix: str) -> TracedLayout:
         """What comes from the sources whose names begin so."""
         pieces = tuple(piece for piece in self.layout.pieces if piece.tensor.startswith(prefix))
-        views = {piece.local: self.views[piece.local] for piece in pieces if piece.local in self.views}
-        locals_ = {piece.local for piece in pieces} | {name for name, _ in views.values()}
+        views = {piece.local: self.layout.views[piece.local] for piece in pieces if piece.local in self.layout.views}
         layout = Layout(
             pieces,
-            {name: self.layout.local_shapes[name] for name in locals_},
+            {name: self.layout.local_shapes[name] for name in {self.layout.stored_in(p.local) for p in pieces}},
             {piece.tensor: self.layout.global_shapes[piece.tensor] for piece in pieces},
+            views=views,
         )
         computed = {
             name: sources
             for name, sources in self.computed.items()
             if any(source.startswith(prefix) for source in sources)
         }
-        return TracedLayout(layout, views, computed)
+        return TracedLayout(layout, computed)
 
     def renamed(self, rename: Callable[[str], str]) -> TracedLayout:
         """The same of other sources and destinations."""
@@ -251,10 +249,10 @@ class TracedLayout:
             tuple(p._replace(tensor=rename(p.tensor), local=rename(p.local)) for p in self.layout.pieces),
             {rename(name): shape for name, shape in self.layout.local_shapes.items()},
             {rename(name): shape for name, shape in self.layout.global_shapes.items()},
+            views={rename(local): (rename(name), view) for local, (name, view) in self.layout.views.items()},
         )
-        views = {rename(local): (rename(name), view) for local, (name, view) in self.views.items()}
         computed = {rename(name): frozenset(map(rename, sources)) for name, sources in self.computed.items()}
-        return TracedLayout(layout, views, computed)
+        return TracedLayout(layout, computed)
 
 
 def joined(parts: Sequence[TracedLayout]) -> TracedLayout:
@@ -265,10 +263,10 @@ def joined(parts: Sequence[TracedLayout]) -> TracedLayout:
         tuple(piece for part in parts for piece in part.layout.pieces),
         {name: shape for name, shape in shapes.items() if name not in computed},
         {name: shape for part in parts for name, shape in part.layout.global_shapes.items()},
+        views={local: view for part in parts for local, view in part.layout.views.items()},
     )
     return TracedLayout(
         layout,
-        {local: view for part in parts for local, view in part.views.items()},
         computed,
         {name: why for part in parts for name, why in part.refused.items()},
     )
@@ -279,23 +277,59 @@ def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> T
     pieces: list[Piece] = []
     local_shapes: dict[str, tuple[int, ...]] = {}
     global_shapes: dict[str, tuple[int, ...]] = {}
-    found = TracedLayout(Layout((), {}, {}))
+    views: dict[str, tuple[str, Strides]] = {}
+    computed: dict[str, frozenset[str]] = {}
+    refused: dict[str, str] = {}
     for name, tensor in destinations.items():
         if sources := tracer.computed(tensor):
-            found.computed[name] = sources
+            computed[name] = sources
             continue
         try:
-            held = _pieces(name, tensor, tracer, found.views, global_shapes)
+            held = _pieces(name, tensor, tracer, views, global_shapes)
         except NotStrided as error:
-            found.refused[name] = str(error)
+            refused[name] = str(error)
             continue
         if not held and not isinstance(tensor, torch.nn.Parameter):
             continue  # a buffer that is not loaded
         pieces += held
         local_shapes[name] = tuple(tensor.shape)
-        for local in {piece.local for piece in held} & found.views.keys():
-            local_shapes[local] = seen_shape(tuple(tensor.shape), found.views[local][1])
-    return TracedLayout(Layout(tuple(pieces), local_shapes, global_shapes), found.views, found.computed, found.refused)
+    return TracedLayout(Layout(tuple(pieces), local_shapes, global_shapes, views=views), computed, refused)
+
+
+def layout_of_sources(tracer: Tracer, made: Mapping[str, torch.Tensor]) -> Layout:
+    """The other way round: where tensors that a program made lie in its sources, which are the local tensors.
+
+    Args:
+        made: by their global names.
+
+    Raises:
+        NotStrided: names one that is no copy of sources, or not of all of its elements.
+    """
+    pieces: list[Piece] = []
+    local_shapes: dict[str, tuple[int, ...]] = {}
+    views: dict[str, tuple[str, Strides]] = {}
+    shapes = {name: tuple(tensor.shape) for name, tensor in made.items()}
+    for name, tensor in made.items():
+        dense = torch.empty(shapes[name], dtype=tensor.dtype, device="meta")
+        with tracer:
+            dense.copy_(tensor)
+        if sources := tracer.computed(dense):
+            raise NotStrided(f"{name} is computed from {', '.join(sorted(sources))}")
+        found = 0
+        for source, source_shape, copy in tracer.copied(dense):
+            if source is None:
+                continue
+            local_shapes[source] = source_shape
+            turned = Copy(copy.dest_start, copy.source_start, tuple(Loop(n, to, at) for n, at, to in copy.loops))
+            for box, view, local_box in boxes(turned, shapes[name], source_shape):
+                local = source if view.are_plain else f"{source}.{view}"
+                if not view.are_plain:
+                    views[local] = (source, view)
+                pieces.append(Piece(name, box, local, local_box))
+                found += box.numel
+        if found != math.prod(shapes[name]):
+            raise NotStrided(f"{name}: {found} of {math.prod(shapes[name])} elements are copies of what is known")
+    return Layout(tuple(pieces), local_shapes, shapes, views=views)
 
 
 def _pieces(
@@ -335,18 +369,3 @@ def _last_ones(pieces: list[Piece]) -> list[Piece]:
             seen[key] = len(kept)
             kept.append(piece)
     return kept
-
-
-def seen_shape(shape: tuple[int, ...], view: Strides) -> tuple[int, ...]:
-    """Of a tensor of this shape, seen so."""
-    permuted = [shape[axis] for axis in view.axes]
-    return tuple(
-        math.ceil((size - first) / step) for size, first, step in zip(permuted, view.first, view.step, strict=True)
-    )
-
-
-def seen(tensor: torch.Tensor, view: Strides) -> torch.Tensor:
-    """A view of a tensor, into which is written as the layout says."""
-    return tensor.permute(view.axes)[
-        tuple(slice(first, None, step) for first, step in zip(view.first, view.step, strict=True))
-    ]

@@ -34,7 +34,7 @@ def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
         wrong = []
         for rank in range(case["tp"]):
             traced = trace(config, rank, sources)
-            assert not traced.views and not traced.computed and not traced.refused
+            assert not traced.layout.views and not traced.computed and not traced.refused
             mine, theirs = fill(traced.layout, ids), fill(rules(rank), ids)
             wrong += [f"rank {rank}: {name}: only in one" for name in sorted(mine.keys() ^ theirs.keys())]
             wrong += [
@@ -68,7 +68,7 @@ def layers_are_repeated(architecture: str) -> dict[str, Any]:
     return {
         "same": sorted(repeated.layout.pieces) == sorted(whole.layout.pieces)
         and repeated.layout.local_shapes == whole.layout.local_shapes
-        and repeated.views == whole.views
+        and repeated.layout.views == whole.layout.views
         and repeated.computed == whole.computed,
         "traced": fed[0],
         "of": len(sources),
