@@ -195,8 +195,8 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
     import torch
 
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.megatron_trainable import MegatronTrainable
     from megaverl.workers.policy import Actor, Policy
-    from megaverl.workers.trainable import TrainableModel
 
     dtype, section = getattr(torch, config.model.dtype), config.actor
     model = MegatronModel(
@@ -210,7 +210,7 @@ def make_roles(config: Any, spec: Any, folder: str, grid: Any) -> tuple[Any, Any
         chunked_logits=section.chunked_logits,
     )
     model.load(folder)
-    trainable = TrainableModel(
+    trainable = MegatronTrainable(
         model,
         optimizer=section.optimizer,
         scheduler={},
@@ -260,14 +260,14 @@ def warm_up(grid: Any, options: argparse.Namespace) -> None:
     from megaverl.config.algorithm import AlgorithmConfig
     from megaverl.sharding.model_spec import ModelSpec
     from megaverl.workers.megatron_model import MegatronModel
+    from megaverl.workers.megatron_trainable import MegatronTrainable
     from megaverl.workers.policy import Actor
-    from megaverl.workers.trainable import TrainableModel
 
     with tempfile.TemporaryDirectory() as folder:
         small = argparse.Namespace(**{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * SAMPLE})
         spec = ModelSpec.from_folder(make_model(Path(folder), small))
     model = MegatronModel(spec, grid, dtype=getattr(torch, options.dtype), seed=0)
-    trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2)
+    trainable = MegatronTrainable(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2)
     actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=SAMPLE, seed=0)
     actor.update(make_batch(small, 128), step=0)
     actor.log_probs(make_batch(small, 128))

@@ -383,11 +383,13 @@ def logit_errors(model: MegatronModel, path: Path) -> tuple[float, float]:
 def train(folder: Path, offload: OffloadConfig | None = None, **options: Any) -> tuple[list[float], int]:
     """The losses of ten updates of a small model, and the bytes that are allocated for it afterwards."""
     from megaverl.models.packing import MicroBatch
-    from megaverl.workers.trainable import TrainableModel
+    from megaverl.workers.megatron_trainable import MegatronTrainable
 
     before = torch.cuda.memory_allocated() if on_cuda() else 0
     model, _ = load_model(folder, pack_samples=False, **options)
-    trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=10, offload=offload)
+    trainable = MegatronTrainable(
+        model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=10, offload=offload
+    )
     tokens = torch.randint(0, SIZES["vocab_size"], (8, 64), generator=torch.Generator().manual_seed(0))
     ones = torch.ones(8, dtype=torch.int64)
     batch = MicroBatch(torch.arange(8), tokens, ones, ones * 63)

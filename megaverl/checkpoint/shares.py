@@ -23,7 +23,7 @@ from megaverl.errors import CheckpointError
 from megaverl.platform import platform
 from megaverl.sharding.boxes import flat_boxes, split, whole
 from megaverl.weights.torch_dist import CHUNK_BYTES
-from megaverl.workers.trainable import optimizer_tensors
+from megaverl.workers.megatron_trainable import optimizer_tensors
 
 platform.adapt_megatron()
 

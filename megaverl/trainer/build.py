@@ -37,6 +37,8 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.job import patience
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import place_for
 from megaverl.workers.pairs import ImplicitRewardModel, RewardModel
 from megaverl.workers.player import Player
@@ -123,7 +125,7 @@ class Builder:
         value_head: int = 0,
         beside_logits: bool = False,
         trained: bool = False,
-    ) -> MegatronModel:
+    ) -> TrainingModel:
         """A Megatron-core model with the weights of `path` (or of `model.path`).
 
         Args:
@@ -155,10 +157,11 @@ class Builder:
         return model
 
     def trainable(
-        self, model: MegatronModel, config: TrainedConfig, optimizer: dict[str, Any], total_updates: int
+        self, model: TrainingModel, config: TrainedConfig, optimizer: dict[str, Any], total_updates: int
     ) -> TrainableModel:
         """`model` with its optimizer."""
-        return TrainableModel(
+        assert isinstance(model, MegatronModel)
+        return MegatronTrainable(
             model,
             optimizer=optimizer,
             scheduler=config.scheduler,
@@ -203,7 +206,7 @@ class Builder:
             seed=config.run.seed,
         )
 
-    def reference(self, actor: MegatronModel | None = None) -> Policy:
+    def reference(self, actor: TrainingModel | None = None) -> Policy:
         """The reference; where `actor` is the same model but for its adapters, it does without a second copy."""
         config = self.config.reference
         if actor is not None and self.config.reference_is_actor:
@@ -232,7 +235,7 @@ class Builder:
         teacher.check_student(actor.model)
         actor.teacher = teacher
 
-    def rollout(self, actor: MegatronModel | None, engine: Engine | None = None) -> Rollout:
+    def rollout(self, actor: TrainingModel | None, engine: Engine | None = None) -> Rollout:
         """The engine, or a further actor's use of one; with an actor its weights come from there, else from the
         model folder."""
         world, reshard = default_group(), self.config.reshard
@@ -259,7 +262,7 @@ class Builder:
         )
         return Rollout(engine, world, sync)
 
-    def remote_rollout(self, actor: MegatronModel | None) -> tuple[WeightSync, Rollout | None]:
+    def remote_rollout(self, actor: TrainingModel | None) -> tuple[WeightSync, Rollout | None]:
         """This rank's part in filling the engines, and its engine if it has one, where actor and engines share no rank.
 
         The ranks of both take part; `actor` is this rank's model, None on those of the engines.

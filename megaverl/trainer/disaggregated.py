@@ -37,7 +37,7 @@ from megaverl.trainer.schedule import Schedule, WaitingSamples
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Evaluation, Validation
-from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
 
@@ -121,7 +121,7 @@ class Disaggregated(Executor):
         return {} if self.island and not self._decides_alone else self.trained
 
     @property
-    def exported(self) -> dict[str, MegatronModel]:
+    def exported(self) -> dict[str, TrainingModel]:
         return self.roles.exported if self.fabric.rank in self.placement.islands[0] else {}
 
     def _on_islands(self, role: str) -> bool:

@@ -29,7 +29,7 @@ from megaverl.trainer.sample_routing import SampleRouting
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Evaluation, Validation
-from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
 
@@ -115,7 +115,7 @@ class Executor(Protocol):
         return self.trained
 
     @property
-    def exported(self) -> dict[str, MegatronModel]:
+    def exported(self) -> dict[str, TrainingModel]:
         """The models that this rank exports, by the name of their folder."""
         return self.roles.exported
 

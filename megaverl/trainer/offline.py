@@ -22,7 +22,7 @@ from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages
 from megaverl.trainer.loop import kept_objects
 from megaverl.trainer.records import Records
 from megaverl.trainer.saving import Saving, check_origin, settle_file, tokenizer_digest
-from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -39,7 +39,7 @@ def with_longest(config: Config, longest: int | None) -> Config:
 
 
 def with_optimizer(
-    builder: Builder, model: MegatronModel, role: ActorConfig | RewardModelConfig, stage: SFTConfig | PreferenceConfig
+    builder: Builder, model: TrainingModel, role: ActorConfig | RewardModelConfig, stage: SFTConfig | PreferenceConfig
 ) -> TrainableModel:
     """`model` with its role's optimizer, at the learning rate and for the steps of a stage."""
     schedule = {"lr_decay_style": stage.lr_decay_style, "lr_warmup_steps": stage.lr_warmup_steps}

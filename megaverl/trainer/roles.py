@@ -10,7 +10,7 @@ from megaverl.distributed.worlds import Fabric
 from megaverl.rollout.engine import InFlight
 from megaverl.trainer.build import Builder
 from megaverl.workers.critic import Critic
-from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.pairs import ImplicitRewardModel
 from megaverl.workers.player import Player
 from megaverl.workers.policy import Actor, Policy
@@ -92,7 +92,7 @@ class Roles:
         return found
 
     @property
-    def exported(self) -> dict[str, MegatronModel]:
+    def exported(self) -> dict[str, TrainingModel]:
         """The models that this rank exports, by the name of their folder in `hf`."""
         if self.agents:
             return {agent: model for agent, roles in self.agents.items() for model in roles.exported.values()}

@@ -20,7 +20,7 @@ from megaverl.errors import CheckpointError
 from megaverl.models.classifier import classifier_config
 from megaverl.monitoring.console import Console
 from megaverl.trainer.build import Builder
-from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -159,7 +159,7 @@ def tokenizer_digest(tokenizer: Tokenizer) -> str:
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=8).hexdigest()
 
 
-def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
+def export_model(model: TrainingModel, builder: Builder, folder: Path) -> None:
     """Write `folder` with weights, configuration and tokenizer; replaces an older one. Every rank takes part.
 
     Adapters are merged into these weights, and stand by themselves in `folder`_adapter, as peft has them.
@@ -176,7 +176,7 @@ def export_model(model: MegatronModel, builder: Builder, folder: Path) -> None:
         model.save_adapters(folder.with_name(f"{folder.name}_adapter"), base=builder.config.model.path)
 
 
-def export_classifier(model: MegatronModel, builder: Builder, folder: Path, *, path: str | None) -> None:
+def export_classifier(model: TrainingModel, builder: Builder, folder: Path, *, path: str | None) -> None:
     """Write a reward model as Hugging Face's `...ForSequenceClassification` with one label. Every rank takes part.
 
     Args:

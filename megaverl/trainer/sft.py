@@ -19,8 +19,8 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job
 from megaverl.trainer.offline import OfflineTrainer, with_optimizer
 from megaverl.trainer.saving import export_model
-from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import Weighting, cross_entropy, run_updates
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.responses import rollout_batch
 
 
@@ -70,7 +70,7 @@ class SFTTrainer(OfflineTrainer):
         export_model(self.updates.model, self.builder, folder)
 
 
-def warm_up(config: Config, builder: Builder, console: Console) -> MegatronModel:
+def warm_up(config: Config, builder: Builder, console: Console) -> TrainingModel:
     """All steps of `sft` at once, with nothing saved or written down: what RL then starts from."""
     sft = config.sft
     data = builder.dataset(answer_sources(config))

@@ -282,7 +282,7 @@ class RLStep:
         found = difference.stats()
         self.metrics |= found.metrics()
         if not self._has_compared and self.replayed is None:
-            dtype = self.roles.actor.model.config.params_dtype
+            dtype = self.roles.actor.model.dtype
             if warning := check_first_comparison(found, self.config, dtype):
                 self.warn(warning)
         self._has_compared = True

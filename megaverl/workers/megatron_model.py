@@ -7,10 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import reduce_json, together
@@ -21,16 +20,14 @@ from megaverl.models.build import build_model, layouts_of, named_parameters, pac
 from megaverl.models.layers import HiddenHead, ValuesBesideLogits
 from megaverl.models.lora.adapters import Adapters, add_product
 from megaverl.models.lora.low_rank import adapter_names, with_factors
-from megaverl.models.lora.peft import load_adapters, save_adapters
 from megaverl.models.options import check_divides, recompute_options, token_multiple, transformer_config
-from megaverl.models.packing import AtPositions, MicroBatch, Pack, as_one_row, spread
-from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
+from megaverl.models.packing import AtPositions, MicroBatch, Pack, as_one_row
 from megaverl.platform import platform
 from megaverl.sharding.fit import no_adapters
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import BUCKET_BYTES, save_folder
-from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
-from megaverl.workers.offload import Offload, OffloadTarget, storages_of
+from megaverl.weights.load import ArrivingFolder, load_folder
+from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.pipeline import StageCommunicator
 
 platform.adapt_megatron()
@@ -43,14 +40,7 @@ logger = logging.getLogger(__name__)
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
 
 
-# (model output on the last stage, micro-batch) -> per-response-token values [b, r]
-Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
-# ... -> (this micro-batch's share of the global loss, sums to be added over micro-batches and ranks)
-Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
-Taken = TypeVar("Taken")
-
-
-class MegatronModel:
+class MegatronModel(TrainingModel):
     """The chunks of a GPTModel that this rank holds, and how to run them through the pipeline.
 
     Args:
@@ -63,14 +53,6 @@ class MegatronModel:
         pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, unless `why_padded`.
         initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
 
-    Attributes:
-        pack: how micro-batches are packed. None: every sample has a row of its own.
-        token_multiple: what rows of tokens are filled up to a multiple of.
-        parameters: the model's own on this rank, by local name, that `layout_of` describes.
-        weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
-            besides, if it is beside logits.
-        adapters: what is trained instead of these, if `lora` says so.
-        on_device: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
     """
 
     def __init__(
@@ -94,6 +76,7 @@ class MegatronModel:
         if lora is not None and (reason := no_adapters(spec, grid.shape.tp)):
             raise ModelError(f"{role}.lora: {reason}")
         self.spec, self.grid, self.role, self.value_head = spec, grid, role, value_head
+        self.vocab_size, self.dtype = spec.vocab_size, dtype
         options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
         options |= {} if initialize else {"perform_initialization": False}
         self.config = transformer_config(spec, grid.shape, dtype, options)
@@ -112,7 +95,6 @@ class MegatronModel:
             self.layout_of = layouts_of(self.weights, spec, self.config, grid.shape)
         named = self.layout_of(grid.rank).local_shapes if beside_logits else self.held_parameters
         self.parameters = {name: self.held_parameters[name] for name in named}
-        self.adapters: Adapters | None = None
         if lora is not None:
             self.adapters = Adapters(
                 self.chunks,
@@ -126,7 +108,6 @@ class MegatronModel:
                 role=role,
                 seed=seed,
             )
-        self._head: HiddenHead | None = None
         if chunked_logits and (beside_logits or not value_head) and grid.is_last_stage:
             self._head = HiddenHead(self.chunks[-1].output_layer, grid.tp_group)
         self._values_beside: ValuesBesideLogits | None = None
@@ -138,7 +119,6 @@ class MegatronModel:
             chunk.rotary_pos_emb.register_forward_hook(self._positions)
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(as_one_row)
-        self.on_device: AbstractContextManager[Any] = nullcontext()
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
 
@@ -147,16 +127,6 @@ class MegatronModel:
         if reason and not self.grid.rank:
             logger.warning("%s.pack_samples: rows are padded: %s", self.role, reason)
         return None if reason else packer(self.config)
-
-    @property
-    def reports(self) -> bool:
-        """Whether this rank speaks for its model replica: last stage, first tensor- and context-parallel rank."""
-        return self.reporter(self.grid.rank)
-
-    def reporter(self, rank: int) -> bool:
-        """Whether a rank of the grid does."""
-        coords = self.grid.shape.coords(rank)
-        return coords.pp == self.grid.shape.pp - 1 and coords.tp == 0 and coords.cp == 0
 
     def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
         """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
@@ -185,17 +155,6 @@ class MegatronModel:
             absent = reader.finish()
         return absent
 
-    def load_adapters(self, folder: str | Path) -> None:
-        """Fill the adapters from a peft folder; see there."""
-        assert self.adapters is not None, "the model was made without lora"
-        load_adapters(self.adapters, folder)
-
-    def save_adapters(self, folder: str | Path, *, base: str) -> None:
-        """Write what `lora` trains as a peft adapter of the model `base`. Every rank of the grid takes part."""
-        assert self.adapters is not None, "the model was made without lora"
-        with self.on_device:
-            save_adapters(self.adapters, folder, base=base)
-
     def export(
         self,
         folder: str | Path,
@@ -209,7 +168,7 @@ class MegatronModel:
         layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
         if self.adapters is not None:
             adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
-            layouts, tensors = with_factors(layouts, adapters, adapter_names), tensors | self.adapters.parameters
+            layouts, tensors = with_factors(layouts, adapters, adapter_names), {**tensors, **self.adapters.parameters}
         with self.on_device:
             save_folder(
                 folder,
@@ -225,50 +184,17 @@ class MegatronModel:
                 add=add,
             )
 
-    def clear_padding(self) -> None:
-        """Zero the vocabulary's padding, before a checkpoint of this model, which may have had less, is read."""
-        clear_padding(self.layout_of(self.grid.rank), self.parameters)
-
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside, the model computes what its own weights alone say."""
         return nullcontext() if self.adapters is None else self.adapters.off()
 
     @property
     def held(self) -> list[torch.Tensor]:
-        """All of the weights on this rank, those of adapters among them."""
         return [parameter for chunk in self.chunks for parameter in chunk.parameters()]
 
-    def offload_to(self, place: OffloadTarget) -> None:
-        """From now on the weights are at `place` whenever nobody is inside `on_device`."""
-        self.on_device = moved = Offload(lambda: storages_of(self.held), place)
-        moved.offload()
-
     @property
-    def offloads(self) -> bool:
-        """Whether the weights are away at times: nothing else can live in their storage."""
-        return isinstance(self.on_device, Offload)
-
-    def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
-        """Per-response-token values of the whole batch, on every rank.
-
-        Every rank of the grid takes part; each data-parallel rank holds the micro-batches of its samples.
-
-        Returns:
-            [B, R] float32 of `shape`, zero where there is no response token; [B, R, n] where `score` gives n values.
-        """
-        result = self.scored(micro_batches, score, shape)
-        # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
-        dist.all_reduce(result, group=self.grid.world)
-        return result.cpu()
-
-    def scored(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
-        """The same, of the samples that this rank reports alone; zeros for the others, on the device."""
-        outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
-        result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
-        if self.reports:
-            for samples, values in outputs:
-                result[samples, : values.shape[1]] += values
-        return result
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for chunk in self.chunks for buffer in chunk.buffers()]
 
     def outputs(
         self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
@@ -354,64 +280,3 @@ class MegatronModel:
             return model(tokens, positions, None)
         with self._positions.at(batch.packing.positions):
             return model(tokens, batch.packing.positions.unsqueeze(0), None, packed_seq_params=batch.packing)
-
-    def log_probs(
-        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probability and entropy of every response token.
-
-        Args:
-            logits: [b, s, padded_vocab / tp], this rank's shard; with `chunked_logits` hidden states [b, s, hidden].
-            temperature: of the distribution, where a sample does not say how it was drawn (`temperatures`, `top_ks`).
-
-        Returns:
-            (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
-        """
-        given = self._given(logits, batch, temperature)
-        log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **given)
-        return spread(log_probs, batch), spread(entropy, batch)
-
-    def squared_probs(
-        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
-        log_probs, squares = vocab_parallel_squared_probs(logits, **self._given(logits, batch, temperature))
-        return spread(log_probs, batch), spread(squares, batch)
-
-    def _given(self, output: torch.Tensor, batch: MicroBatch, temperature: float) -> dict[str, Any]:
-        """What the response tokens are, where they are predicted, and how they were drawn."""
-        sample, row, position = batch.predicting
-        return {
-            "targets": batch.tokens[row, position + 1],
-            "index": row * output.shape[1] + position,
-            "weight": None if self._head is None else self._head.weight,
-            "vocab_size": self.spec.vocab_size,
-            "group": self.grid.tp_group,
-            **batch.drawing(sample, temperature),
-        }
-
-    @property
-    def head_weight(self) -> torch.Tensor:
-        """[padded_vocab / tp, hidden] of the output layer, as of the last forward pass; with `chunked_logits`."""
-        assert self._head is not None, "logits are whole"
-        return self._head.weight.detach()
-
-    def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
-        """Those that the response tokens were drawn from, as this model has them: logits, or with `chunked_logits`
-        hidden states and the output layer's weight."""
-        _, row, position = batch.predicting
-        weight = None if self._head is None else self._head.weight
-        return Distributions(output, row * output.shape[1] + position, weight)
-
-    def values(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """[b, s, heads] -> values [b, r] before each response token, zero in the padding, and [b] after the last one.
-
-        With several heads the field `heads` [b, 1] says which one is a sample's. Where values are beside logits, those
-        of the forward pass that gave the `output`.
-        """
-        output = output if self._values_beside is None else self._values_beside.take()
-        sample, row, position = batch.predicting
-        heads = batch.fields.get("heads")
-        head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
-        after = batch.at_the_end(output).float().gather(1, head.unsqueeze(1))[:, 0]
-        return spread(output[row, position, head[sample]].float(), batch), after

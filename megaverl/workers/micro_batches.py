@@ -14,7 +14,7 @@ from megaverl.data.batching import mini_batches, plan_micro_batches
 from megaverl.data.held_rows import of_all
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.megatron_model import Loss, MegatronModel, Score
+from megaverl.workers.model import Loss, Score, TrainingModel
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 
 READ = ("input_ids", "prompt_lengths", "generated_ids", "response_lengths", "response_mask")
@@ -26,7 +26,7 @@ MicroBatchPlan = list[list[list[int]]]
 
 
 def micro_batches_for(
-    model: MegatronModel,
+    model: TrainingModel,
     batch: RolloutBatch,
     max_tokens: int,
     fields: Mapping[str, torch.Tensor] | None = None,
@@ -48,7 +48,7 @@ def micro_batches_for(
 
 
 def plan_for(
-    model: MegatronModel,
+    model: TrainingModel,
     outline: SequenceLengths,
     max_tokens: int,
     samples: Sequence[int] | None = None,
@@ -94,7 +94,7 @@ def plan_for(
     ]
 
 
-def of_each_rank(model: MegatronModel, plan: MicroBatchPlan, part: int = 0) -> list[Sequence[int]]:
+def of_each_rank(model: TrainingModel, plan: MicroBatchPlan, part: int = 0) -> list[Sequence[int]]:
     """The samples that each rank of the model's grid works on: those of its data-parallel rank."""
     shape = model.grid.shape
     parts = [[row for micro in mine for row in micro] for mine in plan[part * shape.dp : (part + 1) * shape.dp]]
@@ -102,7 +102,7 @@ def of_each_rank(model: MegatronModel, plan: MicroBatchPlan, part: int = 0) -> l
 
 
 def micro_batches_of(
-    model: MegatronModel,
+    model: TrainingModel,
     batch: RolloutBatch,
     outline: SequenceLengths,
     plan: MicroBatchPlan,
@@ -123,7 +123,7 @@ def micro_batches_of(
 
 
 def _micro_batch(
-    model: MegatronModel,
+    model: TrainingModel,
     batch: RolloutBatch,
     rows: list[int],
     fields: Mapping[str, torch.Tensor],
@@ -161,7 +161,7 @@ def _micro_batch(
 class ModelWorker:
     """What goes over batches with a model, in micro-batches of at most `micro_batch_tokens`."""
 
-    def __init__(self, model: MegatronModel, *, micro_batch_tokens: int) -> None:
+    def __init__(self, model: TrainingModel, *, micro_batch_tokens: int) -> None:
         self.model, self.micro_batch_tokens = model, micro_batch_tokens
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
@@ -175,7 +175,7 @@ class ModelWorker:
         shape: tuple[int, ...],
         fields: Mapping[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """`MegatronModel.score` of a batch, the same on every rank that has a sample; `score` reads `fields` [B, R]."""
+        """`TrainingModel.score` of a batch, the same on every rank that has a sample; `score` reads `fields` [B, R]."""
         outline = sequence_lengths(batch)
         plan = plan_for(self.model, outline, self.micro_batch_tokens)
         micro = micro_batches_of(self.model, batch, outline, plan, fields)
@@ -326,7 +326,7 @@ def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Te
     return mask
 
 
-def cross_entropy(model: MegatronModel) -> Loss:
+def cross_entropy(model: TrainingModel) -> Loss:
     """The loss -log p of every token, times the field `weights`."""
 
     def loss(logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:

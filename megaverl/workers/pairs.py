@@ -26,8 +26,8 @@ from megaverl.algorithms import (
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import of_all
 from megaverl.models.packing import MicroBatch
-from megaverl.workers.megatron_model import Loss
 from megaverl.workers.micro_batches import ModelWorker, micro_batches_for, share
+from megaverl.workers.model import Loss
 from megaverl.workers.policy import Policy
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 

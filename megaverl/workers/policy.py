@@ -40,8 +40,8 @@ from megaverl.models.vocab_divergence import vocab_parallel_divergence
 from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
 from megaverl.rollout.replicas import sample_seed
-from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.micro_batches import MiniBatch, ModelWorker, Selection, Weighting, run_updates, share
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.trainable import TrainableModel
 
 
@@ -55,7 +55,7 @@ class Policy(ModelWorker):
     """
 
     def __init__(
-        self, model: MegatronModel, *, temperature: float, micro_batch_tokens: int, with_adapters: bool = True
+        self, model: TrainingModel, *, temperature: float, micro_batch_tokens: int, with_adapters: bool = True
     ) -> None:
         super().__init__(model, micro_batch_tokens=micro_batch_tokens)
         self.temperature, self._with_adapters = temperature, with_adapters
@@ -339,7 +339,7 @@ class Teacher:
         temperature: of both distributions.
     """
 
-    def __init__(self, model: MegatronModel, name: str, options: Mapping[str, Any], *, temperature: float) -> None:
+    def __init__(self, model: TrainingModel, name: str, options: Mapping[str, Any], *, temperature: float) -> None:
         entry = divergences.get(name)
         entry.check_options(options)
         self.model, self.temperature = model, temperature
@@ -349,7 +349,7 @@ class Teacher:
 
         self._divergence = divergence
 
-    def check_student(self, student: MegatronModel) -> None:
+    def check_student(self, student: TrainingModel) -> None:
         """That their vocabularies are the same. From now on micro-batches are packed if both can read such rows.
 
         Raises:
@@ -376,7 +376,7 @@ class Teacher:
             return micro_batches
         return [replace(batch, taught=states) for batch, states in zip(micro_batches, taught, strict=True)]
 
-    def divergence(self, student: MegatronModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    def divergence(self, student: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
         """[b, r] float32, zero in the padding; the gradient flows to the student's output."""
         assert micro.taught is not None, "the teacher attends to micro-batches before they are trained on"
         index = torch.arange(len(micro.taught), device=micro.taught.device)

@@ -1,36 +1,29 @@
-"""A Megatron-core model with its optimizer: one update from micro-batches and a loss."""
+"""A model with its optimizer: one update from micro-batches and a loss, as the coordinator decides."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from megaverl.algorithms.loss import clip_factor
 from megaverl.algorithms.metrics import MetricSums, add_metrics
-from megaverl.config.passthrough import coerce
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import reduce_json
-from megaverl.errors import ConfigError, TrainingStopped
+from megaverl.errors import TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
 from megaverl.weights.fingerprint import model_identity
-from megaverl.workers.megatron_model import Loss, MegatronModel
+from megaverl.workers.model import Loss, TrainingModel
 from megaverl.workers.offload import Nowhere, Offload, Storages, place_for, storages_of
 
 platform.adapt_megatron()
 
-from megatron.core.distributed import (  # noqa: E402
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer  # noqa: E402
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
 
 
@@ -102,79 +95,94 @@ class Islands(Protocol):
         """When the step is taken, or skipped."""
 
 
-class TrainableModel:
-    """Wraps a `MegatronModel` in megatron-core's DistributedDataParallel, optimizer and scheduler.
+class TrainableModel(ABC):
+    """A `TrainingModel` that takes updates: what is the same whoever computes gradients and steps.
 
     Args:
-        total_updates: how many optimizer steps the run will take; the learning rate decays over them. A skipped one
-            does not count.
+        max_norm: gradients of a larger norm are clipped to it. 0: never.
         gradient_accumulation: micro-batches of an optimizer step, at least.
-        offload: what is away while it is not needed.
 
     Attributes:
         before_step: called when the optimizer is about to change weights and its state.
+        scheduler: of the learning rate and the weight decay; a subclass makes it, as it needs the optimizer.
     """
 
-    def __init__(
-        self,
-        model: MegatronModel,
-        *,
-        optimizer: Mapping[str, Any],
-        scheduler: Mapping[str, Any],
-        ddp: Mapping[str, Any],
-        total_updates: int,
-        gradient_accumulation: int = 1,
-        offload: OffloadConfig | None = None,
-    ) -> None:
-        self.model, self.gradient_accumulation = model, gradient_accumulation
+    scheduler: OptimizerParamScheduler
+
+    def __init__(self, model: TrainingModel, *, max_norm: float, gradient_accumulation: int = 1) -> None:
+        self.model, self.gradient_accumulation, self._max_norm = model, gradient_accumulation, max_norm
         self.before_step: Callable[[], None] = lambda: None
-        grid = model.grid
         # adapters are of use with the weights that they were trained on, and no others
         adapted = model.adapters is not None
-        self.base_identity = model_identity(model.layout_of, model.parameters, grid.world) if adapted else ""
-        try:
-            of_ddp = coerce(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
-            ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | of_ddp))
-            given = {
-                "params_dtype": model.config.params_dtype,
-                "bf16": model.config.bf16,
-                "fp16": model.config.fp16,
-                "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
-                "min_lr": 0.0,
-            }
-            config = OptimizerConfig(**(given | coerce(OptimizerConfig, optimizer, f"{model.role}.optimizer")))
-        except (AssertionError, ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{model.role}.optimizer or {model.role}.ddp: megatron-core refuses it: {error}"
-            ) from error
-        self.chunks = [
-            DistributedDataParallel(
-                config=model.config,
-                ddp_config=ddp_config,
-                module=chunk,
-                disable_bucketing=index > 0,
-                pg_collection=grid.pg_collection,
-            )
-            for index, chunk in enumerate(model.chunks)
-        ]
-        self._max_norm = float(config.clip_grad)
-        self._overlap_param_gather = ddp_config.overlap_param_gather
-        self._is_distributed = ddp_config.use_distributed_optimizer
-        self.optimizer = get_megatron_optimizer(
-            config, self.chunks, use_gloo_process_groups=False, pg_collection=grid.pg_collection
-        )
-        self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(config, scheduler, total_updates))
-        model.config.grad_scale_func = self.optimizer.scale_loss
-        model.config.finalize_model_grads_func = _finalize
-        if ddp_config.overlap_grad_reduce:
-            no_sync = [chunk.no_sync for chunk in self.chunks]
-            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self.base_identity = model_identity(model.layout_of, model.parameters, model.grid.world) if adapted else ""
         self.coordinator: DecidesUpdates | None = None
         self.islands: Islands | None = None
         self._is_updating = False
         self._gradients: Offload | None = None
         self._optimizer_state: Offload | None = None
-        self._offload(offload or OffloadConfig())
+
+    @abstractmethod
+    def _zero_gradients(self) -> None:
+        """Before an update."""
+
+    @abstractmethod
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
+        """Accumulate gradients, and add them up over the data-parallel ranks; each micro-batch's sums where the model
+        reports."""
+
+    @abstractmethod
+    def _gradient_norm(self) -> float | None:
+        """Of the whole model's gradient; None where it overflowed (float16)."""
+
+    @abstractmethod
+    def _multiply_gradients(self, factor: float) -> None:
+        """Those that the optimizer is about to step on."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """The optimizer's, on all weights."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> list[torch.Tensor]:
+        """The memory that only optimizer steps change: weights, masters, moments."""
+
+    @abstractmethod
+    def _optimizer_storages(self) -> Storages:
+        """Master weights and moments, where they are not views of the weights (as in float32)."""
+
+    @property
+    @abstractmethod
+    def _gradient_buffers(self) -> list[torch.Tensor]:
+        """Where gradients lie between updates."""
+
+    @property
+    @abstractmethod
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the gradients, added up over the data-parallel ranks: flat, in a fixed order."""
+
+    @property
+    def masters(self) -> dict[str, torch.Tensor]:
+        """What the optimizer steps on: float32 of what is trained, of all of it or of this data-parallel rank's part
+        alone, in a fixed order. In float32 they are the weights themselves.
+
+        To be read inside `updating` or `present`.
+        """
+        if self._optimizer_state is not None:
+            self._optimizer_state.onload()  # a skipped update has left it where it was
+        return self._masters()
+
+    @abstractmethod
+    def _masters(self) -> dict[str, torch.Tensor]: ...
+
+    @abstractmethod
+    def follow_masters(self) -> None:
+        """The masters were changed from outside: the weights become these, as after an optimizer step."""
+
+    @property
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """Of the next update."""
 
     def _offload(self, config: OffloadConfig) -> None:
         """From now on, weights, gradients and the optimizer's state are away between the stages that need them."""
@@ -182,22 +190,13 @@ class TrainableModel:
         if place is None:
             return
         if config.gradients:
-            self._gradients = Offload(lambda: storages_of(b.grad_data for b in self._buffers), Nowhere())
+            self._gradients = Offload(lambda: storages_of(self._gradient_buffers), Nowhere())
             self._gradients.offload()
         if config.optimizer:
             self._optimizer_state = Offload(self._optimizer_storages, place)
             self._optimizer_state.offload()
         if config.parameters:
             self.model.offload_to(place_for(config.folder) or place)
-
-    @property
-    def _buffers(self) -> list[Any]:
-        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-
-    def _optimizer_storages(self) -> Storages:
-        """Master weights and moments, where they are not views of the weights (as in float32)."""
-        shared = [*self.model.held, *(buffer.grad_data for buffer in self._buffers)]
-        return storages_of(optimizer_tensors(self.optimizer), without=shared)
 
     @property
     def offloads(self) -> bool:
@@ -228,48 +227,6 @@ class TrainableModel:
         """(which, of how many): the share of a batch that this model trains on."""
         return self.islands.part if self.islands is not None else (0, 1)
 
-    @property
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the gradients, added up over the data-parallel ranks: flat, in a fixed order."""
-        found: dict[str, torch.Tensor] = {}
-        for number, chunk in enumerate(self.chunks):
-            groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
-            for bucket_group in groups:
-                for bucket in bucket_group.buckets:
-                    flat = bucket.grad_data
-                    if bucket_group.ddp_config.use_distributed_optimizer:  # each rank has its shard alone
-                        size = bucket_group.intra_distributed_optimizer_instance_size
-                        flat = flat.view(size, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
-                    found[f"{number}.{len(found)}"] = flat
-        return found
-
-    @property
-    def masters(self) -> dict[str, torch.Tensor]:
-        """What the optimizer steps on: float32 of what is trained, of all of it or of this data-parallel rank's part
-        alone (under the distributed optimizer), in a fixed order. In float32 they are the weights themselves.
-
-        To be read inside `updating` or `present`.
-        """
-        if self._optimizer_state is not None:
-            self._optimizer_state.onload()  # a skipped update has left it where it was
-        optimizers = enumerate(_chain(self.optimizer))
-        found = ((number, tensor) for number, single in optimizers for tensor in _stepped_on(single))
-        return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(found)}
-
-    def follow_masters(self) -> None:
-        """The masters were changed from outside: the weights become these, as after an optimizer step."""
-        for single in _chain(self.optimizer):
-            if isinstance(single, MixedPrecisionOptimizer) and not single.is_stub_optimizer:
-                single._copy_main_params_to_model_params()
-        if self._is_distributed:
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
-
-    @property
-    def learning_rate(self) -> float:
-        """Of the next update."""
-        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else math.nan
-
     def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float = 1.0) -> UpdateReport:
         """One optimizer step on this data-parallel rank's share of a mini-batch. Every rank takes part.
 
@@ -283,16 +240,14 @@ class TrainableModel:
             return self._update(micro_batches, loss, tokens)
 
     def _update(self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float) -> UpdateReport:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        reports = self.model.forward_backward(self.chunks, micro_batches, loss)
+        self._zero_gradients()
+        reports = self._forward_backward(micro_batches, loss)
         sums = self._reduce(reports)
         if self.islands is not None:
             sums = self.islands.before_update(sums, tokens, micro_batches)
-        found_inf = self.optimizer.prepare_grads()
-        grad_norm = math.nan if found_inf else float(self.optimizer.get_grad_norm())
-        decision = self._decide(sums, grad_norm, tokens, found_inf)
+        norm = self._gradient_norm()
+        grad_norm = math.nan if norm is None else norm
+        decision = self._decide(sums, grad_norm, tokens, norm is None)
         self._take_schedule_to(decision.schedule_step)
         learning_rate = self.learning_rate
         if decision.applies:
@@ -300,10 +255,7 @@ class TrainableModel:
             if self._optimizer_state is not None:
                 self._optimizer_state.onload()
             self.before_step()
-            self.optimizer.step_with_ready_grads()
-            if self._overlap_param_gather:
-                for chunk in self.chunks:
-                    chunk.start_param_sync(force_sync=True)
+            self._step()
         self._take_schedule_to(decision.schedule_step + decision.applies)
         if self.islands is not None:
             self.islands.after_update()
@@ -352,18 +304,6 @@ class TrainableModel:
         if steps != self.scheduler.num_steps:
             self.scheduler.step(increment=steps - self.scheduler.num_steps)
 
-    def _multiply_gradients(self, factor: float) -> None:
-        """Those that the optimizer is about to step on, as megatron-core's clipping multiplies them."""
-        if factor == 1.0:
-            return
-        for optimizer in _chain(self.optimizer):
-            parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
-            of_precision_aware = (getattr(parameter, "decoupled_grad", None) for parameter in parameters)
-            for parameter, decoupled in zip(parameters, of_precision_aware, strict=True):
-                gradient = decoupled if decoupled is not None else parameter.grad
-                if gradient is not None:
-                    gradient.mul_(factor)
-
 
 def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Every name's sums, added up in the order of the ranks."""
@@ -372,46 +312,3 @@ def _total(ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
         for name, sums in found.items():
             total[name] = [one + more for one, more in zip(total[name], sums, strict=True)] if name in total else sums
     return total
-
-
-def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    """What megatron-core's optimizers step on, and their state: all tensors of all optimizers in a chain."""
-    for single in _chain(optimizer):
-        yield from _stepped_on(single)
-        for state in single.optimizer.state.values() if single.optimizer is not None else ():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
-    """megatron-core has several optimizers in one where experts have groups of their own."""
-    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
-
-
-def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
-    inner = optimizer.optimizer
-    if inner is not None:  # else there is no trainable parameter on this rank
-        yield from (parameter for group in inner.param_groups for parameter in group["params"])
-
-
-def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_updates: int) -> dict[str, Any]:
-    """Arguments of megatron-core's OptimizerParamScheduler: constant learning rate unless `given` says more."""
-    peak = config.lr if config.lr is not None else 1e-6
-    weight_decay = config.weight_decay
-    return {
-        "init_lr": 0.0 if given.get("lr_warmup_steps") else peak,
-        "max_lr": peak,
-        "min_lr": config.min_lr,
-        "lr_warmup_steps": 0,
-        "lr_decay_steps": max(total_updates, 1),
-        "lr_decay_style": "constant",
-        "start_wd": weight_decay,
-        "end_wd": weight_decay,
-        "wd_incr_steps": max(total_updates, 1),
-        "wd_incr_style": "constant",
-        "use_checkpoint_opt_param_scheduler": True,
-    } | dict(given)
-
-
-def _finalize(chunks: list[Any], num_tokens: Any, **groups: Any) -> None:
-    """Reduce gradients over the ranks without scaling: losses are already normalised over the global batch."""
-    finalize_model_grads(chunks, None, **groups)

@@ -34,7 +34,7 @@ from megaverl.weights.reshard import Resharder, ReshardStats
 from megaverl.weights.transfer import TransportOptions, view
 from megaverl.weights.transports.local import adopt
 from megaverl.weights.transports.quantised import QuantisedDestination
-from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import TrainingModel
 
 LayoutOf = Callable[[int], Layout]
 NodeOf = Callable[[int], int]
@@ -64,9 +64,9 @@ class ActorWeights:
     factors: Mapping[str, torch.Tensor] | None = None
 
     @classmethod
-    def of(cls, model: MegatronModel) -> ActorWeights:
+    def of(cls, model: TrainingModel) -> ActorWeights:
         """An actor on this rank."""
-        held = cls(model.layout_of, model.parameters, model.config.params_dtype, model.on_device, model.offloads)
+        held = cls(model.layout_of, model.parameters, model.dtype, model.on_device, model.offloads)
         if (adapters := model.adapters) is None:
             return held
         return replace(held, low_ranks=adapters.low_ranks, scaling=adapters.scaling, factors=adapters.parameters)
@@ -75,7 +75,7 @@ class ActorWeights:
     def elsewhere(
         cls, spec: ModelSpec, shape: GridShape, dtype: torch.dtype, options: Mapping[str, Any], lora: LoraConfig | None
     ) -> ActorWeights:
-        """An actor on other ranks: the layouts that a MegatronModel of this grid has there, and no tensors."""
+        """An actor on other ranks: the layouts that a TrainingModel of this grid has there, and no tensors."""
         weights, config = weights_of(spec), transformer_config(spec, shape, dtype, options)
         layout_of = layouts_of(weights, spec, config, shape)
         held = cls(layout_of, {}, config.params_dtype)
@@ -334,7 +334,7 @@ class Adopting:
         plan: this rank's, once the engine has been loaded.
     """
 
-    def __init__(self, model: MegatronModel, world: dist.ProcessGroup, node_of: NodeOf | None) -> None:
+    def __init__(self, model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None) -> None:
         self._model, self._world, self._node_of = model, world, node_of
         self.plan: Plan | None = None
 
@@ -347,7 +347,7 @@ class Adopting:
 
 
 def adopting(
-    model: MegatronModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
+    model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
 ) -> Adopting | None:
     """None where `reshard` wants no aliases."""
     return None if config.alias != "auto" or model.offloads or config.overlap else Adopting(model, world, node_of)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megaverl.checkpoint import shards, training_state
+from megaverl.checkpoint import megatron_state, shards
 from megaverl.checkpoint import store as store_module
 from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
@@ -27,15 +27,16 @@ from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.torch_dist_index import read_index
-from megaverl.workers.megatron_model import Loss, MegatronModel
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.micro_batches import micro_batches_for, share
-from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.model import Loss
 from tests.models.ranks import manager, whole_rows
 
 # megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through
 gc.freeze()
 
-Roles = dict[str, TrainableModel]
+Roles = dict[str, MegatronTrainable]
 SCHEDULE = {"lr_warmup_steps": 2, "lr_decay_style": "cosine"}
 TOKENS = torch.randint(0, 100, (8, 12), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -54,7 +55,7 @@ def build(folder: str, grids: dict[str, dict[str, int]], *, seed: int = 0, **opt
             value_head=role == "critic",
             role=role,
         )
-        roles[role] = TrainableModel(
+        roles[role] = MegatronTrainable(
             model,
             optimizer={"lr": 1e-2, "min_lr": 0.0, "weight_decay": 0.1, "clip_grad": 1.0} | options.get("optimizer", {}),
             scheduler=SCHEDULE,
@@ -221,7 +222,7 @@ def gathered_save(folder: str, root: str, grids: dict[str, dict[str, int]], **op
     """Save as megaverl did when megatron-core gathered the state, resume that, and say what is not as it was."""
     roles = build(folder, grids, **options)
     train(roles, 2)
-    replaced = [(training_state, "_own_shards", contextlib.nullcontext), (training_state, "share_replicas", _nothing)]
+    replaced = [(megatron_state, "_own_shards", contextlib.nullcontext), (megatron_state, "share_replicas", _nothing)]
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, instead in replaced:
             patch.setattr(owner, name, instead)

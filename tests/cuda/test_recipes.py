@@ -55,7 +55,7 @@ DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_
 ALLOWED = {
     "megaverl/workers/offload.py:store: copy to the host, not waited for": 200,
     "megaverl/workers/offload.py:store: stream.synchronize": 1,
-    "megaverl/workers/megatron_model.py:score: copy to the host": 1,
+    "megaverl/workers/model.py:score: copy to the host": 1,
     "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
     "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": 1,
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,

@@ -19,8 +19,8 @@ from megaverl.weights.reshard import Resharder
 from megaverl.weights.transfer import TransportOptions
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor
-from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
 
@@ -51,7 +51,7 @@ def trained(
         role="critic" if critic else "actor",
         lora=None if lora is None else LoraConfig(**lora),
     )
-    trainable = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2)
+    trainable = MegatronTrainable(model, optimizer={"lr": 1e-3}, scheduler={}, ddp=ddp or {}, total_updates=2)
     if critic:
         Critic(trainable, AlgorithmConfig(), micro_batch_tokens=64, seed=0).update(experience(), step=0)
     else:
@@ -67,7 +67,7 @@ def trained(
     }
 
 
-def saved_bytes(trainable: TrainableModel) -> dict[str, int]:
+def saved_bytes(trainable: MegatronTrainable) -> dict[str, int]:
     """What this rank writes of a checkpoint.
 
     Nothing where it holds padding alone: without Transformer Engine, megatron-core (0.16) then lacks a step to store.

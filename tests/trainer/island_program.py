@@ -20,8 +20,8 @@ from megaverl.distributed.worlds import Fabric, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor
-from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import grid
 from tests.workers.ranks import experience
 
@@ -66,7 +66,7 @@ def steps_of(
         model.load(folder / "model")
         optimizer = {"lr": 1e-5, "weight_decay": 0.0}
         away = OffloadConfig(parameters=offloaded, optimizer=offloaded, folder=str(folder) if offloaded else None)
-        trainable = TrainableModel(
+        trainable = MegatronTrainable(
             model, optimizer=optimizer, scheduler={}, ddp=ddp or {}, total_updates=EVERY, offload=away
         )
         actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
@@ -83,7 +83,7 @@ def steps_of(
     return found | masters_of(trainable, "read")
 
 
-def masters_of(trainable: TrainableModel, prefix: str) -> dict[str, torch.Tensor]:
+def masters_of(trainable: MegatronTrainable, prefix: str) -> dict[str, torch.Tensor]:
     singles = getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
     tensors = [p for single in singles for group in single.optimizer.param_groups for p in group["params"]]
     with trainable.present():

@@ -13,9 +13,9 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.mix import answers_update
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
 from megaverl.workers.policy import Actor, LogProbDifference, Policy, Teacher
-from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
 
@@ -42,7 +42,7 @@ def updates(
         algorithm = {key: value for key, value in given.items() if key != "chunked"}
         optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
         student = model(folder, "actor", chunked=given.get("chunked", False))
-        trainable = TrainableModel(student, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+        trainable = MegatronTrainable(student, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
         config = AlgorithmConfig(**algorithm)
         actor = Actor(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
         if config.divergence_name is not None:
@@ -74,8 +74,8 @@ def pair_updates(
         made.load(folder)
         return made
 
-    def trainable(made: MegatronModel) -> TrainableModel:
-        return TrainableModel(made, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    def trainable(made: MegatronModel) -> MegatronTrainable:
+        return MegatronTrainable(made, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
 
     # as in a run that samples at this temperature: pairs are compared at 1
     reference = Policy(model(), temperature=0.7, micro_batch_tokens=micro_batch_tokens)

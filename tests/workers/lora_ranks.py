@@ -14,8 +14,8 @@ from megaverl.errors import ModelError
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.critic import Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager, whole_rows
 from tests.workers.ranks import experience
 
@@ -38,9 +38,9 @@ def model_with_adapters(
     return model
 
 
-def trainable(model: MegatronModel) -> TrainableModel:
+def trainable(model: MegatronModel) -> MegatronTrainable:
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
-    return TrainableModel(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    return MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
 
 
 def random_adapter(

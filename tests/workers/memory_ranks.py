@@ -16,11 +16,11 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.mix import answers_update
 from megaverl.weights.torch_dist_index import read_index
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable, optimizer_tensors
 from megaverl.workers.micro_batches import plan_for
 from megaverl.workers.offload import storages_of
 from megaverl.workers.pairs import ImplicitRewardModel, PreferenceUpdates, RewardModelUpdates
 from megaverl.workers.policy import Actor, Policy
-from megaverl.workers.trainable import TrainableModel, optimizer_tensors
 from tests.models.ranks import manager
 from tests.workers.ranks import experience
 
@@ -51,7 +51,7 @@ def actor(
         value_head=value_head,
     )
     model.load(folder)
-    trainable = TrainableModel(
+    trainable = MegatronTrainable(
         model,
         optimizer=ADAM,
         scheduler={},

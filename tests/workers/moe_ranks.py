@@ -12,8 +12,8 @@ from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor
-from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 
 
@@ -45,7 +45,7 @@ def update_equal_lengths(folder: str, shape: dict[str, int], output: str, megatr
     )
     model.load(folder)
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
-    trainable = TrainableModel(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
     actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=12, seed=0)
     metrics = actor.update(equal_lengths(), step=0)
     save_folder(

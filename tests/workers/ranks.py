@@ -15,9 +15,9 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.micro_batches import Updated, micro_batches_for, micro_batches_of, plan_updates, rows_of_updates
 from megaverl.workers.policy import Actor
-from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 
 
@@ -85,7 +85,7 @@ def update(
     model.load(folder)
     # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
-    trainable = TrainableModel(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
     config = AlgorithmConfig(**algorithm)
     batch = experience(same_prompts=same_prompts)
     if critic:
@@ -136,7 +136,7 @@ def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> di
     for name, parameter in model.held_parameters.items():
         if name.endswith("output_layer.weight"):
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
-    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
     whole = experience(same_prompts=3).with_(agent_ids=torch.arange(6) % 2)
     places = torch.arange(9)
     whole = whole.with_(response_lengths=whole.response_lengths.clamp(min=2))
@@ -164,7 +164,7 @@ def last_values(folder: str, shape: dict[str, int], *, pack_samples: bool) -> di
 def tokens_of_updates(folder: str) -> list[list[int]]:
     """Of each update of a step on three samples of each of four prompts: its tokens packed, and with a prompt each."""
     model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape()), dtype=torch.float32, seed=0)
-    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
     batch, found = experience(12, same_prompts=3), []
     outline = sequence_lengths(batch)
     algorithm = AlgorithmConfig(num_mini_batches=2, num_epochs=2)
@@ -185,7 +185,7 @@ def update_that_is_not_finite(folder: str) -> list[bool]:
         seed=0,
     )
     model.load(folder)
-    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
     before = {name: parameter.detach().clone() for name, parameter in model.parameters.items()}
     batch = experience()
     batch = batch.with_(advantages=torch.full_like(batch.advantages, torch.inf))
@@ -213,7 +213,7 @@ def one_pass(folder: str) -> dict[str, Any]:
     for name, parameter in model.held_parameters.items():
         if name == "value_head.weight":
             parameter.data.normal_(generator=torch.Generator().manual_seed(1))
-    trainable = TrainableModel(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
+    trainable = MegatronTrainable(model, optimizer={"lr": 0.1}, scheduler={}, ddp={}, total_updates=10)
     algorithm = AlgorithmConfig(bootstrap_truncated=True)
     actor = ActorCritic(trainable, algorithm, temperature=0.8, micro_batch_tokens=64, seed=0)
     batch = experience().with_(agent_ids=torch.tensor([0, 1, 0, 1, 1, 0])).with_columns(finish_reason=["length"] * 6)
@@ -253,7 +253,7 @@ def as_it_is_ruled(folder: str) -> dict[str, Any]:
             "clip_grad": 1e-3,
         }  # in proportion to the gradient
         decays = {"lr_decay_style": "linear", "lr_decay_steps": 10}
-        trainable = TrainableModel(model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10)
+        trainable = MegatronTrainable(model, optimizer=optimizer, scheduler=decays, ddp={}, total_updates=10)
         trainable.coordinator = ruling
         metrics = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0).update(
             experience(), step=0

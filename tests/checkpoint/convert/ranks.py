@@ -78,7 +78,7 @@ def mcore_saves(folder: str, checkpoint: str, grid: dict[str, int], value_head: 
 def save_run(folder: str, root: str, grid: dict[str, int], roles: list[str]) -> dict[str, Any]:
     """A run's checkpoint of an actor and a critic, with optimizer; the weights are the folder's."""
     from megaverl.checkpoint.store import CheckpointStore
-    from megaverl.workers.trainable import TrainableModel
+    from megaverl.workers.megatron_trainable import MegatronTrainable
 
     trainables = {}
     for role in roles:
@@ -87,7 +87,7 @@ def save_run(folder: str, root: str, grid: dict[str, int], roles: list[str]) -> 
         if role == "critic" and "output_layer.weight" in model.parameters:
             with torch.no_grad():
                 model.parameters["output_layer.weight"].copy_(torch.arange(32.0)[None] / 7)
-        trainables[role] = TrainableModel(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=4)
+        trainables[role] = MegatronTrainable(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=4)
     return {"path": str(CheckpointStore(root).save(1, trainables, {}))}
 
 

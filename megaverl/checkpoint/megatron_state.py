@@ -1,0 +1,208 @@
+"""A Megatron role's state as megatron-core shards it.
+
+The optimizer is stored parameter by parameter ("fully reshardable"), not in its buckets, so that a checkpoint can be
+read on another TP, PP, VPP or DP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megaverl.checkpoint.shares import optimizer_shards, share_replicas
+from megaverl.errors import CheckpointError
+from megaverl.platform import platform
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.megatron_trainable import MegatronTrainable
+
+platform.adapt_megatron()
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # noqa: E402
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
+
+SHARDING_TYPE = "fully_reshardable"
+
+
+def megatron_state(role: str, trainable: MegatronTrainable, loading: bool) -> dict[str, Any]:
+    """`sharded_state` of one role."""
+    groups = trainable.model.grid.pg_collection
+    metadata = {
+        "distrib_optim_sharding_type": SHARDING_TYPE,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": groups.dp_cp,
+    }
+    if trainable.model.adapters is None:
+        chunks = {name: _chunk_state(chunk, metadata) for name, chunk in _named_chunks(trainable).items()}
+    else:
+        chunks = dict(zip(_named_chunks(trainable), _adapter_states(trainable.model), strict=True))
+    for optimizer in _single_optimizers(trainable.optimizer):
+        _allocate(role, optimizer)
+    described = chunks if len(chunks) > 1 else next(iter(chunks.values()))
+    with _own_shards(trainable.optimizer):
+        optimizer = trainable.optimizer.sharded_state_dict(described, is_loading=loading, metadata=metadata)
+    state = {"model": chunks, "optimizer": optimizer, "scheduler": trainable.scheduler.state_dict()}
+    add_prefix_for_sharding(state, f"{role}.")
+    if loading:
+        _join_in_place(state)
+    else:
+        share_replicas(state, groups.dp_cp, groups.expt_dp)
+    return state
+
+
+def _join_in_place(state: dict[str, Any]) -> None:
+    """Leave the parts of a tensor that were read into their places (gate and up of a gated MLP) where they are.
+
+    megatron-core would join copies of them, of every weight and both its moments.
+    """
+    for factory in nested_values(state):
+        if isinstance(factory, ShardedTensorFactory):
+            factory.merge_fn = functools.partial(_joined, factory.data, factory.merge_fn)
+
+
+def _joined(whole: torch.Tensor, join: Callable[[Any], torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    place = whole.data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or part.dtype != whole.dtype or not part.is_contiguous():
+            return join(parts)
+        place += part.nbytes
+    return whole if place == whole.data_ptr() + whole.nbytes else join(parts)
+
+
+def apply_megatron_state(trainable: MegatronTrainable, state: Any) -> None:
+    """`apply_state` of one role."""
+    whole = trainable.model.adapters is None
+    for name, chunk in _named_chunks(trainable).items():
+        chunk.load_state_dict(state["model"][name], strict=whole)
+    _load_optimizer(trainable.optimizer, state["optimizer"])
+    # the scheduler adds the loaded number of steps to its own
+    trainable.scheduler.num_steps = 0
+    trainable.scheduler.load_state_dict(state["scheduler"])
+
+
+@contextlib.contextmanager
+def _own_shards(optimizer: Any) -> Iterator[None]:
+    """Inside, distributed optimizers describe what they hold, where megatron-core would gather (`optimizer_shards`).
+
+    Names and shapes are those of its "fully_reshardable", which wrote earlier checkpoints.
+    """
+    single_ones = [single for single in _single_optimizers(optimizer) if isinstance(single, DistributedOptimizer)]
+    for single in single_ones:
+        single.sharded_param_state_fully_reshardable = functools.partial(_shards_of, single)
+    try:
+        yield
+    finally:
+        for single in single_ones:
+            del single.sharded_param_state_fully_reshardable
+
+
+def _shards_of(optimizer: Any, described: dict[str, Any], is_loading: bool, *_: Any) -> dict[int, dict[str, Any]]:
+    return optimizer_shards(optimizer, described, loading=is_loading)
+
+
+def _named_chunks(trainable: MegatronTrainable) -> dict[str, Any]:
+    """Virtual pipeline stages under the names that megatron-core's optimizers expect."""
+    chunks = trainable.model.chunks
+    return {f"model{index}": chunk for index, chunk in enumerate(chunks)} if len(chunks) > 1 else {"model": chunks[0]}
+
+
+def _chunk_state(chunk: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    tied_copy = chunk.share_embeddings_and_output_weights and chunk.post_process and not chunk.pre_process
+    if not tied_copy:
+        return chunk.sharded_state_dict(metadata=metadata)
+    # For the last stage's copy of tied embeddings, megatron-core (0.16 to 0.19) asks its global process groups,
+    # which do not exist here. So it describes an untied output layer, which then takes the embedding's name.
+    chunk.share_embeddings_and_output_weights = False
+    try:
+        state = chunk.sharded_state_dict(metadata=metadata)
+    finally:
+        chunk.share_embeddings_and_output_weights = True
+    output = state["output_layer.weight"]
+    state["output_layer.weight"] = replace(
+        output,
+        key="embedding.word_embeddings.weight",
+        replica_id=(1, 0, dist.get_rank(metadata["dp_cp_group"])),
+        allow_shape_mismatch=True,
+    )
+    return state
+
+
+def _adapter_states(model: MegatronModel) -> list[dict[str, ShardedTensor]]:
+    """Of each chunk, what `lora` trains: the base model stays in its own files, and the manifest says which it is."""
+    adapters, coords = model.adapters, model.grid.coords
+    assert adapters is not None
+    layout, replica = adapters.layout_of(model.grid.rank), dist.get_rank(model.grid.pg_collection.dp_cp)
+    states: list[dict[str, ShardedTensor]] = [{} for _ in model.chunks]
+    for piece in layout.pieces:
+        shape = layout.global_shapes[piece.tensor]
+        offsets = [
+            (axis, low // (high - low), size // (high - low))
+            for axis, (low, high, size) in enumerate(zip(*piece.box, shape, strict=True))
+            if high - low != size
+        ]
+        chunk, _, name = piece.local.partition(".") if len(states) > 1 else ("chunk0", "", piece.local)
+        states[int(chunk.removeprefix("chunk"))][name] = ShardedTensor.from_rank_offsets(
+            piece.tensor,
+            adapters.parameters[piece.local],
+            *offsets,
+            replica_id=(0, 0 if offsets else coords.tp, replica),
+        )
+    return states
+
+
+def _single_optimizers(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _allocate(role: str, optimizer: Any) -> None:
+    """Give an optimizer that has not stepped yet the state it would start from; leave others alone."""
+    inner = optimizer.optimizer
+    if inner is None:  # no trainable parameter on this rank
+        return
+    if optimizer.init_state_fn is None:
+        if isinstance(optimizer, DistributedOptimizer):
+            raise CheckpointError(
+                f"{role}.optimizer.optimizer={optimizer.config.optimizer}: megatron-core cannot save its state under "
+                f"the distributed optimizer. Use adam, or set {role}.ddp.use_distributed_optimizer=false."
+            )
+        return
+    optimizer.init_state_fn(inner, optimizer.config)
+    if isinstance(inner, torch.optim.Adam):  # AdamW is one; Transformer Engine's keeps its step per group
+        for state in inner.state.values():
+            state.setdefault("step", torch.tensor(0.0))
+
+
+def _load_optimizer(optimizer: Any, state: Any) -> None:
+    optimizers = _single_optimizers(optimizer)
+    states = [state] if len(optimizers) == 1 else [state[index] for index in sorted(state)]
+    for single, its_state in zip(optimizers, states, strict=True):
+        if isinstance(single, DistributedOptimizer):
+            _load_distributed(single, its_state)
+        elif single.optimizer is not None:
+            if isinstance(single.optimizer, torch.optim.Adam):
+                # megatron-core leaves out a step count of zero, and torch cannot do without
+                its_state.get("optimizer", its_state)["state"].setdefault("common_step", torch.tensor(0.0))
+            single.load_state_dict(its_state)
+
+
+def _load_distributed(optimizer: Any, state: dict[str, Any]) -> None:
+    """megatron-core's own load, in two halves, for torch's Adam keeps its step beside the moments.
+
+    In one piece it fails on that step (0.16 to 0.19), and it gives all parameters one shared step tensor, which
+    an update would then count up once for each parameter.
+    """
+    parameters = state.pop("param_state", {})
+    optimizer.load_state_dict(state)
+    moments = optimizer.optimizer.state
+    steps = {parameter: entry.pop("step") for parameter, entry in moments.items() if "step" in entry}
+    held = {number: {name: each["held"] for name, each in entry.items()} for number, entry in parameters.items()}
+    optimizer.load_parameter_state_from_fs_model_space(held)  # mostly in their place already
+    for parameter, step in steps.items():
+        moments[parameter]["step"] = step.clone()

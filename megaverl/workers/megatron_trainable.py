@@ -1,0 +1,216 @@
+"""A Megatron-core model with megatron-core's DistributedDataParallel, optimizer and scheduler."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from megaverl.config.passthrough import coerce
+from megaverl.config.roles import OffloadConfig
+from megaverl.errors import ConfigError
+from megaverl.models.packing import MicroBatch
+from megaverl.platform import platform
+from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import Loss
+from megaverl.workers.offload import Storages, storages_of
+from megaverl.workers.trainable import TrainableModel
+
+platform.adapt_megatron()
+
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.optimizer import MegatronOptimizer, MixedPrecisionOptimizer  # noqa: E402
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler  # noqa: E402
+
+
+class MegatronTrainable(TrainableModel):
+    """Wraps a `MegatronModel` in megatron-core's DistributedDataParallel, optimizer and scheduler.
+
+    Args:
+        total_updates: how many optimizer steps the run will take; the learning rate decays over them. A skipped one
+            does not count.
+        gradient_accumulation: micro-batches of an optimizer step, at least.
+        offload: what is away while it is not needed.
+    """
+
+    model: MegatronModel
+
+    def __init__(
+        self,
+        model: MegatronModel,
+        *,
+        optimizer: Mapping[str, Any],
+        scheduler: Mapping[str, Any],
+        ddp: Mapping[str, Any],
+        total_updates: int,
+        gradient_accumulation: int = 1,
+        offload: OffloadConfig | None = None,
+    ) -> None:
+        grid = model.grid
+        try:
+            of_ddp = coerce(DistributedDataParallelConfig, ddp, f"{model.role}.ddp")
+            ddp_config = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | of_ddp))
+            given = {
+                "params_dtype": model.config.params_dtype,
+                "bf16": model.config.bf16,
+                "fp16": model.config.fp16,
+                "use_distributed_optimizer": ddp_config.use_distributed_optimizer,
+                "min_lr": 0.0,
+            }
+            config = OptimizerConfig(**(given | coerce(OptimizerConfig, optimizer, f"{model.role}.optimizer")))
+        except (AssertionError, ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{model.role}.optimizer or {model.role}.ddp: megatron-core refuses it: {error}"
+            ) from error
+        super().__init__(model, max_norm=float(config.clip_grad), gradient_accumulation=gradient_accumulation)
+        self.chunks = [
+            DistributedDataParallel(
+                config=model.config,
+                ddp_config=ddp_config,
+                module=chunk,
+                disable_bucketing=index > 0,
+                pg_collection=grid.pg_collection,
+            )
+            for index, chunk in enumerate(model.chunks)
+        ]
+        self._overlap_param_gather = ddp_config.overlap_param_gather
+        self._is_distributed = ddp_config.use_distributed_optimizer
+        self.optimizer = get_megatron_optimizer(
+            config, self.chunks, use_gloo_process_groups=False, pg_collection=grid.pg_collection
+        )
+        self.scheduler = OptimizerParamScheduler(self.optimizer, **scheduler_options(config, scheduler, total_updates))
+        model.config.grad_scale_func = self.optimizer.scale_loss
+        model.config.finalize_model_grads_func = _finalize
+        if ddp_config.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.chunks]
+            model.config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+        self._offload(offload or OffloadConfig())
+
+    def _zero_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def _forward_backward(self, micro_batches: Sequence[MicroBatch], loss: Loss) -> list[Mapping[str, torch.Tensor]]:
+        return self.model.forward_backward(self.chunks, micro_batches, loss)
+
+    def _gradient_norm(self) -> float | None:
+        return None if self.optimizer.prepare_grads() else float(self.optimizer.get_grad_norm())
+
+    def _step(self) -> None:
+        self.optimizer.step_with_ready_grads()
+        if self._overlap_param_gather:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    @property
+    def _buffers(self) -> list[Any]:
+        return [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+    @property
+    def _gradient_buffers(self) -> list[torch.Tensor]:
+        return [buffer.grad_data for buffer in self._buffers]
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        return [*self.model.held, *optimizer_tensors(self.optimizer)]
+
+    def _optimizer_storages(self) -> Storages:
+        shared = [*self.model.held, *self._gradient_buffers]
+        return storages_of(optimizer_tensors(self.optimizer), without=shared)
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the gradients, added up over the data-parallel ranks: flat, in a fixed order."""
+        found: dict[str, torch.Tensor] = {}
+        for number, chunk in enumerate(self.chunks):
+            groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
+            for bucket_group in groups:
+                for bucket in bucket_group.buckets:
+                    flat = bucket.grad_data
+                    if bucket_group.ddp_config.use_distributed_optimizer:  # each rank has its shard alone
+                        size = bucket_group.intra_distributed_optimizer_instance_size
+                        flat = flat.view(size, -1)[bucket_group.intra_distributed_optimizer_instance_rank]
+                    found[f"{number}.{len(found)}"] = flat
+        return found
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        optimizers = enumerate(_chain(self.optimizer))
+        found = ((number, tensor) for number, single in optimizers for tensor in _stepped_on(single))
+        return {f"{number}.{index}": tensor.detach() for index, (number, tensor) in enumerate(found)}
+
+    def follow_masters(self) -> None:
+        """The masters were changed from outside: the weights become these, as after an optimizer step."""
+        for single in _chain(self.optimizer):
+            if isinstance(single, MixedPrecisionOptimizer) and not single.is_stub_optimizer:
+                single._copy_main_params_to_model_params()
+        if self._is_distributed:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer.param_groups else math.nan
+
+    def _multiply_gradients(self, factor: float) -> None:
+        """Those that the optimizer is about to step on, as megatron-core's clipping multiplies them."""
+        if factor == 1.0:
+            return
+        for optimizer in _chain(self.optimizer):
+            parameters = [] if getattr(optimizer, "is_stub_optimizer", False) else optimizer.get_parameters()
+            of_precision_aware = (getattr(parameter, "decoupled_grad", None) for parameter in parameters)
+            for parameter, decoupled in zip(parameters, of_precision_aware, strict=True):
+                gradient = decoupled if decoupled is not None else parameter.grad
+                if gradient is not None:
+                    gradient.mul_(factor)
+
+
+def optimizer_tensors(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """What megatron-core's optimizers step on, and their state: all tensors of all optimizers in a chain."""
+    for single in _chain(optimizer):
+        yield from _stepped_on(single)
+        for state in single.optimizer.state.values() if single.optimizer is not None else ():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """megatron-core has several optimizers in one where experts have groups of their own."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def _stepped_on(optimizer: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    inner = optimizer.optimizer
+    if inner is not None:  # else there is no trainable parameter on this rank
+        yield from (parameter for group in inner.param_groups for parameter in group["params"])
+
+
+def scheduler_options(config: OptimizerConfig, given: Mapping[str, Any], total_updates: int) -> dict[str, Any]:
+    """Arguments of megatron-core's OptimizerParamScheduler: constant learning rate unless `given` says more."""
+    peak = config.lr if config.lr is not None else 1e-6
+    weight_decay = config.weight_decay
+    return {
+        "init_lr": 0.0 if given.get("lr_warmup_steps") else peak,
+        "max_lr": peak,
+        "min_lr": config.min_lr,
+        "lr_warmup_steps": 0,
+        "lr_decay_steps": max(total_updates, 1),
+        "lr_decay_style": "constant",
+        "start_wd": weight_decay,
+        "end_wd": weight_decay,
+        "wd_incr_steps": max(total_updates, 1),
+        "wd_incr_style": "constant",
+        "use_checkpoint_opt_param_scheduler": True,
+    } | dict(given)
+
+
+def _finalize(chunks: list[Any], num_tokens: Any, **groups: Any) -> None:
+    """Reduce gradients over the ranks without scaling: losses are already normalised over the global batch."""
+    finalize_model_grads(chunks, None, **groups)

@@ -1,0 +1,240 @@
+"""A role's model on its grid, whoever computes it: what is made of its outputs, and where its weights lie."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megaverl.distributed.groups import Grid
+from megaverl.models.lora.adapters import Adapters
+from megaverl.models.lora.peft import load_adapters, save_adapters
+from megaverl.models.packing import MicroBatch, Pack, spread
+from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
+from megaverl.platform import platform
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import Weight
+from megaverl.weights.export import BUCKET_BYTES
+from megaverl.weights.load import clear_padding
+from megaverl.workers.offload import Offload, OffloadTarget, storages_of
+
+# (model output on the last stage, micro-batch) -> per-response-token values [b, r]
+Score = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
+# ... -> (this micro-batch's share of the global loss, sums to be added over micro-batches and ranks)
+Loss = Callable[[torch.Tensor, MicroBatch], tuple[torch.Tensor, Mapping[str, torch.Tensor]]]
+Taken = TypeVar("Taken")
+
+
+class OutputLayer(Protocol):
+    """One that logits are made with later: the model's output is its hidden states."""
+
+    @property
+    def weight(self) -> torch.Tensor: ...
+
+
+class TakesValues(Protocol):
+    """A value head beside the output layer."""
+
+    def take(self) -> torch.Tensor: ...
+
+
+class TrainingModel(ABC):
+    """One role's model, cut over the ranks of its grid: it scores tokens and accumulates gradients.
+
+    Attributes:
+        role, grid, value_head: whose it is, on which ranks, and how many values a critic gives per position.
+        dtype: of the weights.
+        vocab_size: without padding.
+        pack: how micro-batches are packed. None: every sample has a row of its own.
+        token_multiple: what rows of tokens are filled up to a multiple of.
+        parameters: the model's own on this rank, by local name, that `layout_of` describes.
+        weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
+            besides, if it is beside logits.
+        adapters: what is trained instead of these, if there are any.
+        on_device: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
+    """
+
+    role: str
+    grid: Grid
+    spec: ModelSpec
+    value_head: int
+    dtype: torch.dtype
+    vocab_size: int
+    pack: Pack | None
+    token_multiple: int
+    parameters: Mapping[str, torch.Tensor]
+    held_parameters: Mapping[str, torch.Tensor]
+    weights: Sequence[Weight]
+    held_weights: Sequence[Weight]
+    layout_of: Callable[[int], Layout]
+    held_layout_of: Callable[[int], Layout]
+    adapters: Adapters | None = None
+    on_device: AbstractContextManager[Any] = nullcontext()
+    _head: OutputLayer | None = None
+    _values_beside: TakesValues | None = None
+
+    @property
+    def reports(self) -> bool:
+        """Whether this rank speaks for its model replica: last stage, first tensor- and context-parallel rank."""
+        return self.reporter(self.grid.rank)
+
+    def reporter(self, rank: int) -> bool:
+        """Whether a rank of the grid does."""
+        coords = self.grid.shape.coords(rank)
+        return coords.pp == self.grid.shape.pp - 1 and coords.tp == 0 and coords.cp == 0
+
+    @property
+    @abstractmethod
+    def held(self) -> list[torch.Tensor]:
+        """All of the weights on this rank, those of adapters among them."""
+
+    @property
+    @abstractmethod
+    def buffers(self) -> list[torch.Tensor]:
+        """What a forward or a backward pass may change beside them."""
+
+    @abstractmethod
+    def outputs(
+        self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]
+    ) -> list[Taken]:
+        """What `take` makes of the model's output for each micro-batch, without a gradient; nothing before the last
+        stage."""
+
+    @abstractmethod
+    def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
+        """Fill this rank's parameters from a folder, its own slices only. Every rank takes part, and all fail if one
+        does. Returns the names that the folder lacked.
+
+        Args:
+            arriving: the folder's weight files, each given when it is there (`ModelFiles.arriving`). None: all are.
+        """
+
+    @abstractmethod
+    def export(
+        self,
+        folder: str | Path,
+        *,
+        source_folder: str | Path,
+        tokenizer_folder: str | Path | None = None,
+        overwrite: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`save_folder` of all weights, adapters merged into them on the way. Every rank of the grid takes part."""
+
+    @abstractmethod
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the model computes what its own weights alone say."""
+
+    def load_adapters(self, folder: str | Path) -> None:
+        """Fill the adapters from a peft folder; see there."""
+        assert self.adapters is not None, "the model was made without lora"
+        load_adapters(self.adapters, folder)
+
+    def save_adapters(self, folder: str | Path, *, base: str) -> None:
+        """Write what `lora` trains as a peft adapter of the model `base`. Every rank of the grid takes part."""
+        assert self.adapters is not None, "the model was made without lora"
+        with self.on_device:
+            save_adapters(self.adapters, folder, base=base)
+
+    def clear_padding(self) -> None:
+        """Zero the vocabulary's padding, before a checkpoint of this model, which may have had less, is read."""
+        clear_padding(self.layout_of(self.grid.rank), self.parameters)
+
+    def offload_to(self, place: OffloadTarget) -> None:
+        """From now on the weights are at `place` whenever nobody is inside `on_device`."""
+        self.on_device = moved = Offload(lambda: storages_of(self.held), place)
+        moved.offload()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the weights are away at times: nothing else can live in their storage."""
+        return isinstance(self.on_device, Offload)
+
+    def score(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
+        """Per-response-token values of the whole batch, on every rank.
+
+        Every rank of the grid takes part; each data-parallel rank holds the micro-batches of its samples.
+
+        Returns:
+            [B, R] float32 of `shape`, zero where there is no response token; [B, R, n] where `score` gives n values.
+        """
+        result = self.scored(micro_batches, score, shape)
+        # Each sample's row is non-zero on the one rank that reports it: the sum only distributes.
+        dist.all_reduce(result, group=self.grid.world)
+        return result.cpu()
+
+    def scored(self, micro_batches: Sequence[MicroBatch], score: Score, shape: tuple[int, ...]) -> torch.Tensor:
+        """The same, of the samples that this rank reports alone; zeros for the others, on the device."""
+        outputs = self.outputs(micro_batches, lambda output, batch: (batch.samples, score(output, batch)))
+        result = torch.zeros(shape, dtype=torch.float32, device=platform.device)
+        if self.reports:
+            for samples, values in outputs:
+                result[samples, : values.shape[1]] += values
+        return result
+
+    def log_probs(
+        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0, with_entropy: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability and entropy of every response token.
+
+        Args:
+            logits: [b, s, padded_vocab / tp], this rank's shard; with `chunked_logits` hidden states [b, s, hidden].
+            temperature: of the distribution, where a sample does not say how it was drawn (`temperatures`, `top_ks`).
+
+        Returns:
+            (log_probs, entropy), each [b, r] float32, zero in the padding; entropy is zero unless asked for.
+        """
+        given = self._given(logits, batch, temperature)
+        log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **given)
+        return spread(log_probs, batch), spread(entropy, batch)
+
+    def squared_probs(
+        self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
+        log_probs, squares = vocab_parallel_squared_probs(logits, **self._given(logits, batch, temperature))
+        return spread(log_probs, batch), spread(squares, batch)
+
+    def _given(self, output: torch.Tensor, batch: MicroBatch, temperature: float) -> dict[str, Any]:
+        """What the response tokens are, where they are predicted, and how they were drawn."""
+        sample, row, position = batch.predicting
+        return {
+            "targets": batch.tokens[row, position + 1],
+            "index": row * output.shape[1] + position,
+            "weight": None if self._head is None else self._head.weight,
+            "vocab_size": self.vocab_size,
+            "group": self.grid.tp_group,
+            **batch.drawing(sample, temperature),
+        }
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        """[padded_vocab / tp, hidden] of the output layer, as of the last forward pass; with `chunked_logits`."""
+        assert self._head is not None, "logits are whole"
+        return self._head.weight.detach()
+
+    def distributions(self, output: torch.Tensor, batch: MicroBatch) -> Distributions:
+        """Those that the response tokens were drawn from, as this model has them: logits, or with `chunked_logits`
+        hidden states and the output layer's weight."""
+        _, row, position = batch.predicting
+        weight = None if self._head is None else self._head.weight
+        return Distributions(output, row * output.shape[1] + position, weight)
+
+    def values(self, output: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """[b, s, heads] -> values [b, r] before each response token, zero in the padding, and [b] after the last one.
+
+        With several heads the field `heads` [b, 1] says which one is a sample's. Where values are beside logits, those
+        of the forward pass that gave the `output`.
+        """
+        output = output if self._values_beside is None else self._values_beside.take()
+        sample, row, position = batch.predicting
+        heads = batch.fields.get("heads")
+        head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
+        after = batch.at_the_end(output).float().gather(1, head.unsqueeze(1))[:, 0]
+        return spread(output[row, position, head[sample]].float(), batch), after
