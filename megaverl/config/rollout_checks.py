@@ -242,7 +242,7 @@ def _at(values: Any, key: str) -> Any:
 def _context(folder: Any) -> int | None:
     """Positions of the model in a folder; None where there is none that can be read."""
     try:
-        return ModelSpec.from_folder(folder).max_positions if folder and isinstance(folder, str) else None
+        return ModelSpec.outline(folder).max_positions if folder and isinstance(folder, str) else None
     except ModelError:
         return None
 

@@ -12,6 +12,7 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.roles import (
     INHERITED,
     LAID_OUT_BY,
+    OF_ONE_ENGINE,
     ActorConfig,
     CoordinatorConfig,
     CriticConfig,
@@ -98,7 +99,9 @@ class Config(Section):
         for role, shared in INHERITED.items():
             actor, own = _mapping(raw.get("actor")), raw.get(role, {})
             if isinstance(own, dict):
-                raw[role] = {**{key: actor[key] for key in shared if key in actor}, **own}
+                theirs = actor.get("engine", "megatron")
+                left = () if own.get("engine", theirs) == theirs else OF_ONE_ENGINE
+                raw[role] = {**{key: actor[key] for key in shared if key in actor and key not in left}, **own}
         if not _mapping(raw.get("data")).get("validation") and isinstance(raw.get("trainer", {}), dict):
             raw["trainer"] = {"validate_every": 0, **raw.get("trainer", {})}
         return raw

@@ -81,6 +81,27 @@ ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
 # These apply a window wherever `sliding_window` is a number; Qwen's wait for `use_sliding_window`.
 ALWAYS_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM")
 
+# Other names of the numbers of an `outline`, by the most usual one.
+OTHER_NAMES = {
+    "vocab_size": ("vocab_size", "padded_vocab_size"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "model_dim", "dim"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
+    "max_position_embeddings": (
+        "max_position_embeddings",
+        "n_positions",
+        "n_ctx",
+        "max_sequence_length",
+        "max_seq_len",
+        "seq_length",
+    ),
+}
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+UNLIMITED = 2**31 - 1  # positions of a model that counts none, such as Mamba
+
 
 @dataclass(frozen=True)
 class MoESpec:
@@ -141,6 +162,8 @@ class ModelSpec:
         rotary_fraction: of each head, from its first dimension on, that rotary embeddings turn.
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size) (Gemma).
         sliding_window: tokens of attention's window; None: full attention.
+        is_tabled: whether all of this was read as Megatron's tables need it. False: an `outline`, whose numbers are
+            as good as the config.json tells them.
     """
 
     architecture: str
@@ -165,25 +188,36 @@ class ModelSpec:
     norm_plus_one: bool = False
     scale_embeddings: bool = False
     sliding_window: int | None = None
+    is_tabled: bool = True
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
-        """Read `folder/config.json`.
+        """Read `folder/config.json`, of a model that Megatron-core builds.
 
         Raises:
             ModelError: no such file, not JSON, an unsupported architecture, or a missing key.
         """
-        path = Path(folder) / "config.json"
-        if not path.is_file():
-            raise ModelError(
-                f"{path}: not found. `model.path` must name a Hugging Face folder with config.json, "
-                "safetensors weights and a tokenizer."
-            )
+        return cls.from_config(*_config_of(folder))
+
+    @classmethod
+    def outline(cls, folder: str | Path) -> ModelSpec:
+        """Read `folder/config.json`, of any model that transformers builds: as `from_folder` where that can, else what
+        lengths and memory are reckoned with.
+
+        Raises:
+            ModelError: no such file, not JSON, or no size of the vocabulary.
+        """
+        return cls.outline_of(*_config_of(folder))
+
+    @classmethod
+    def outline_of(cls, config: dict[str, Any], source: str = "config.json") -> ModelSpec:
+        """The same, from the dictionary of a `config.json`."""
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ModelError(f"{path}: not valid JSON ({error}). {AGAIN}") from error
-        return cls.from_config(config, source=str(path))
+            return cls.from_config(config, source)
+        except ModelError:
+            if not isinstance(config, dict):
+                raise
+            return cls(**_outlined(config, source))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], source: str = "config.json") -> ModelSpec:
@@ -198,12 +232,60 @@ class ModelSpec:
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in ARCHITECTURES:
             raise ModelError(
-                f"{source}: architecture {architecture!r} is not supported. Supported: {', '.join(ARCHITECTURES)}."
+                f"{source}: architecture {architecture!r} is not supported. Supported: {', '.join(ARCHITECTURES)}. "
+                "Under actor.engine=fsdp any architecture trains that transformers builds."
             )
         problems = [*_wrong_numbers(architecture, config)] or [*_computed_otherwise(architecture, config)]
         if problems:
             raise ModelError("\n".join(f"{source}: {problem}" for problem in problems))
         return cls(**_read(architecture, config))
+
+
+def _config_of(folder: str | Path) -> tuple[dict[str, Any], str]:
+    """A folder's config.json, and its path."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ModelError(
+            f"{path}: not found. `model.path` must name a Hugging Face folder with config.json, "
+            "safetensors weights and a tokenizer."
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path}: not valid JSON ({error}). {AGAIN}") from error
+    return config, str(path)
+
+
+def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
+    """What most config.json say under one of a few names; a model with images has its decoder's in `text_config`."""
+    parts = [config, *(part for key in TEXT_PARTS if isinstance(part := config.get(key), dict))]
+
+    def number(name: str, default: int) -> int:
+        found = (part[key] for key in OTHER_NAMES[name] for part in parts if key in part)
+        return next((value for value in found if type(value) is int and value > 0), default)
+
+    vocab_size = number("vocab_size", 0)
+    if not vocab_size:
+        raise ModelError(f"{source}: none of {', '.join(OTHER_NAMES['vocab_size'])} is a number above 0. {AGAIN}")
+    hidden, heads = number("hidden_size", 0), number("num_attention_heads", 1)
+    tied = next((part[key] for part in parts if (key := "tie_word_embeddings") in part), True)
+    return {
+        "architecture": str((config.get("architectures") or ["unnamed"])[0]),
+        "num_layers": number("num_hidden_layers", 1),
+        "hidden_size": hidden,
+        "ffn_hidden_size": number("intermediate_size", 4 * hidden),
+        "num_heads": heads,
+        "num_kv_heads": number("num_key_value_heads", heads),
+        "head_dim": number("head_dim", hidden // heads or 1),
+        "vocab_size": vocab_size,
+        "tie_embeddings": bool(tied),
+        "qkv_bias": False,
+        "qk_norm": False,
+        "norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_positions": number("max_position_embeddings", UNLIMITED),
+        "is_tabled": False,
+    }
 
 
 def _wrong_numbers(architecture: str, config: dict[str, Any]) -> Iterator[str]:

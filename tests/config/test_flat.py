@@ -31,6 +31,7 @@ NATIVE: dict[str, Any] = {
     "placement": {"actor_devices": [0, 1], "critic_devices": [2, 3]},
     "checkpoint": {"save_interval": 5, "keep_last_k": 2, "async_save": False},
 }
+BFLOAT16 = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
 
 
 def load(values: dict[str, Any], *overrides: str) -> Config:
@@ -45,6 +46,41 @@ def mistakes(values: dict[str, Any], *overrides: str) -> dict[str, str]:
 
 def test_the_flat_form_is_the_same_run() -> None:
     assert load(FLAT).to_dict() == load(NATIVE).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("flat", "actor", "critic"),
+    [
+        ({"engine": {"actor_type": "fsdp", "critic_type": "fsdp"}}, {"engine": "fsdp"}, {"engine": "fsdp"}),
+        ({"engine": {"actor_type": "fsdp", "critic_type": "megatron"}}, {"engine": "fsdp"}, {"engine": "megatron"}),
+        ({"engine": {"critic_type": "fsdp"}}, {"engine": "megatron"}, {"engine": "fsdp"}),
+        ({"fsdp_config": {}}, {"engine": "fsdp"}, {"engine": "fsdp"}),
+        (
+            {"fsdp_config": {"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True, "mixed_precision": True}},
+            {"engine": "fsdp", "fsdp": {"sharding_strategy": "shard_grad_op", "cpu_offload": True, **BFLOAT16}},
+            {"engine": "fsdp", "fsdp": {"sharding_strategy": "shard_grad_op", "cpu_offload": True, **BFLOAT16}},
+        ),
+        (
+            {"fsdp_config": {"sharding_strategy": "ShardingStrategy.HYBRID_SHARD", "shard_size": 2, "compile": True}},
+            {"engine": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2, "compile": True}},
+            {"engine": "fsdp", "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2, "compile": True}},
+        ),
+        (
+            {
+                "fsdp_config": {"mixed_precision": {"param_dtype": "torch.float16"}},
+                "engine": {"critic_type": "megatron"},
+            },
+            {"engine": "fsdp", "fsdp": {"param_dtype": "float16"}},
+            {"engine": "megatron"},
+        ),
+    ],
+)
+def test_fsdp_is_selected_and_configured(flat: dict[str, Any], actor: dict[str, Any], critic: dict[str, Any]) -> None:
+    rest = {key: value for key, value in FLAT.items() if key not in ("engine", "data", "placement")}
+    data = {"train_path": "train.jsonl"}
+    native = load({**rest, "data": data, "actor": actor, "critic": critic})
+    assert load({**rest, "data": data, **flat}).to_dict() == native.to_dict()
+    assert native.critic.engine == critic["engine"]
 
 
 def test_what_was_given_stays_as_it_is() -> None:
@@ -67,14 +103,18 @@ def test_both_forms_may_stand_in_one_file_and_overrides_win() -> None:
     ("change", "key", "words"),
     [
         ({"engine": {"actor_type": "vlm", "num_gpus": 4}}, "engine.actor_type", "allowed: vllm, hf"),
-        ({"engine": {"critic_type": "fsdp", "num_gpus": 4}}, "engine.critic_type", "allowed: megatron"),
+        ({"engine": {"critic_type": "deepspeed", "num_gpus": 4}}, "engine.critic_type", "allowed: megatron, fsdp"),
         ({"engine": {"num_gpu": 4}}, "engine.num_gpu", "Did you mean `num_gpus`?"),
         ({"engine": {}}, "data.batch_size_per_gpu", "engine.num_gpus does not say"),
         ({"engine": 3}, "engine", "expected a mapping"),
         ({"data": {"train_path": "t.jsonl", "batch_size_per_gpu": 0}}, "data.batch_size_per_gpu", "at least 1"),
         ({"run": {"nproc": 4}}, "engine.num_gpus", "so is run.nproc, which is the same"),
         ({"checkpoint_config": {"save_intervall": 5}}, "checkpoint.save_intervall", "save_interval"),
-        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, "fsdp_config", "by actor.tp and actor.pp"),
+        ({"fsdp_config": {"sharding_strategy": "FULL_SHRD"}}, "fsdp_config", "Did you mean `FULL_SHARD`?"),
+        ({"fsdp_config": {"mixed_precision": "fp9"}}, "fsdp_config", "mixed_precision: found 'fp9'; allowed: bf16"),
+        ({"fsdp_config": {"cpu_ofload": True}}, "fsdp_config", "Did you mean `cpu_offload`?"),
+        ({"fsdp_config": {"cpu_offload": 1}}, "actor.fsdp.cpu_offload", "expected true or false"),
+        ({"fsdp_config": {}, "actor": {"engine": "megatron", "fsdp": {"compile": True}}}, "actor.fsdp.compile", "fsdp"),
         ({"log_with": "wandbb"}, "run.log_with.0", "wandb"),
     ],
 )

@@ -93,7 +93,7 @@ def test_own_defaults_fit_their_annotations():
         ("actor.scheduler.max_lr=1.0", "max_lr", "Use actor.optimizer.lr."),
         ("actor.scheduler.lr_warmup=1", "lr_warmup", "Did you mean `lr_warmup_steps`?"),
         ("actor.ddp.overlap_grad_reduc=true", "overlap_grad_reduc", "Did you mean `overlap_grad_reduce`?"),
-        ("actor.ddp.data_parallel_sharding_strategy=optim", "data_parallel_sharding_strategy", "distributed_optimizer"),
+        ("actor.ddp.data_parallel_sharding_strategy=optim", "data_parallel_sharding_strategy", "actor.engine: fsdp"),
         ("critic.ddp.outer_dp_sharding_strategy=optim", "outer_dp_sharding_strategy", "Only Megatron's FSDP reads it"),
         ("actor.ddp.bucket_size=1e6", "bucket_size", "takes Optional[int]"),
         ("rollout.vllm.gpu_memory_utilisation=0.5", "gpu_memory_utilisation", "Did you mean `gpu_memory_utilization`?"),
@@ -141,7 +141,7 @@ def test_right_fields_of_every_kind(load):
         "window_size: [4, 4], recompute_modules: [core_attn], autocast_dtype: torch.bfloat16, "
         "init_method: 'torch.nn.init:zeros_', moe_router_dtype: null}",
         "actor.optimizer.exp_avg_dtype=bf16",
-        "actor.ddp={bucket_size: null, overlap_grad_reduce: true}",
+        "actor.ddp={bucket_size: null, overlap_grad_reduce: true, data_parallel_sharding_strategy: no_shard}",
         "rollout.vllm={gpu_memory_utilization: 1, kv_cache_dtype: auto, compilation_config: {level: 0}}",
         "rollout.vllm.runner=generate",
         "rollout.sampling={logit_bias: {5: 1.5}, allowed_token_ids: [1, 2], min_p: 0}",

@@ -50,7 +50,8 @@ class TrainerConfig:
         actor_device_mapping: {"model": "cuda:0-3"}, "0-3" or [0, 1, 2, 3]: the role's ranks; likewise the others'.
         checkpoint_config: keys of the section `checkpoint`, such as {"save_interval": 10, "keep_last_k": 3,
             "async_save": True}.
-        fsdp_config: refused, with what takes the place of FSDP here.
+        fsdp_config: train under FSDP2 (actor.engine), so configured: {"sharding_strategy": "FULL_SHARD", "cpu_offload":
+            False, "mixed_precision": True}, and keys of actor.fsdp.
         log_with: one tracker or several: tensorboard, wandb, mlflow, swanlab, csv, jsonl.
         may_be_small: without a model and data it is the small run of `get_ppo_config`.
     """

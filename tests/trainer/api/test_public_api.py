@@ -139,8 +139,8 @@ def test_paths_are_text_and_objects_are_refused(no_files: None) -> None:
         ({"actor_model": "nowhere"}, r"model.path \(`actor_model` in Python\)"),
         ({"reward_model": "/no/such/model", "reward_function": None}, r"reward.0.path \(`reward_function` in Python\)"),
         ({"config": 7}, "config: found a int; expected a YAML file"),
-        ({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}, r"fsdp_config \(.* in Python\): .*tensor_parallel_size"),
-        ({"config": TrainerConfig(fsdp_config={})}, "fsdp_config .*use_distributed_optimizer"),
+        ({"fsdp_config": {"sharding_strategy": "FULL"}}, r"fsdp_config \(.* in Python\): .*Did you mean `FULL_SHARD`"),
+        ({"config": TrainerConfig(fsdp_config={"zero": 3})}, "fsdp_config .*Known here: mixed_precision"),
     ],
 )
 def test_a_wrong_setting_is_named_as_the_program_has_it(settings: dict[str, Any], words: str) -> None:

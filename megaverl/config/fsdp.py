@@ -1,0 +1,170 @@
+"""`fsdp`: how PyTorch's FSDP2 trains a role; what it takes of the other sections; other trainers' `fsdp_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from megaverl.config.errors import ConfigIssue, did_you_mean, divisors, found, listed
+from megaverl.config.section import Positive, Section
+
+if TYPE_CHECKING:
+    from megaverl.config.roles import GridConfig
+
+TRAINERS = ("megatron", "fsdp")
+
+# Fields of OptimizerConfig that torch's AdamW and the clipping of gradients read.
+ADAMW_FIELDS = ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad", "adam_beta1", "adam_beta2", "adam_eps")
+
+
+class FsdpConfig(Section):
+    """`fsdp`: how a role with `engine: fsdp` is cut over its ranks, and computes."""
+
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
+    """What is cut over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are gathered
+    for its forward and again for its backward pass (ZeRO-3). shard_grad_op: the same, but weights stay gathered from
+    the forward to the backward pass (ZeRO-2). hybrid_shard: full_shard inside groups of shard_size ranks, which hold
+    replicas of each other. no_shard: nothing; every rank holds all."""
+    shard_size: Positive | None = None
+    """With hybrid_shard: ranks over which weights are cut; a divisor of the role's ranks. null: those of one node."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory, and step there; a block's weights come to the
+    device for its forward and backward pass alone."""
+    param_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype that a block's weights are gathered and computed in. null: model.dtype."""
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype in which gradients are added up over the ranks. null: float32."""
+    compile: bool = False
+    """Compile each block with torch.compile."""
+    attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
+    """transformers' attn_implementation. auto: flash_attention_2 on a GPU where flash-attn is installed and the model
+    has it, else sdpa, else eager."""
+    liger: bool = False
+    """Use Liger's fused kernels for norms, rotary embeddings and MLPs: on a GPU, with the package liger-kernel, for
+    architectures that it knows."""
+
+
+STRATEGIES = {
+    "FULL_SHARD": "full_shard",
+    "SHARD_GRAD_OP": "shard_grad_op",
+    "HYBRID_SHARD": "hybrid_shard",
+    "NO_SHARD": "no_shard",
+}
+_DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16"), "float16"),
+    **dict.fromkeys(("fp32", "float32"), "float32"),
+}
+_PRECISION = ("param_dtype", "reduce_dtype")
+
+
+def from_fsdp_config(value: Any) -> dict[str, Any]:
+    """The section `fsdp` for an `fsdp_config` as torch and other trainers have it.
+
+    `mixed_precision`: true (bfloat16, gradients added up in float32), false (float32), a dtype, or a mapping of
+    param_dtype and reduce_dtype. Keys of `fsdp` itself may stand beside these.
+
+    Raises:
+        ValueError: says what was found, and what may stand there.
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(f"found {found(value)}; expected a mapping such as {{sharding_strategy: FULL_SHARD}}.")
+    known = ["mixed_precision", *FsdpConfig.model_fields]
+    if unknown := [str(key) for key in value if key not in known]:
+        hint = did_you_mean(unknown[0], known) or f" Known here: {listed(known)}."
+        raise ValueError(f"unknown key {unknown[0]}.{hint}")
+    section = {key: each for key, each in value.items() if key != "mixed_precision"}
+    if isinstance(strategy := value.get("sharding_strategy"), str):
+        name = strategy.rpartition(".")[2].upper()
+        if name not in STRATEGIES:
+            raise ValueError(
+                f"sharding_strategy: found {found(strategy)}; allowed: {listed(STRATEGIES)}."
+                f"{did_you_mean(name, STRATEGIES)}"
+            )
+        section["sharding_strategy"] = STRATEGIES[name]
+    if (precision := value.get("mixed_precision")) is not None:
+        section = {**_precision(precision), **section}
+    return section
+
+
+def _precision(value: Any) -> dict[str, str]:
+    if value is True:
+        return {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+    if value is False:
+        return {"param_dtype": "float32", "reduce_dtype": "float32"}
+    if isinstance(value, str):
+        return {"param_dtype": _dtype("mixed_precision", value), "reduce_dtype": "float32"}
+    if not isinstance(value, Mapping) or (set(value) - set(_PRECISION)):
+        raise ValueError(
+            f"mixed_precision: found {found(value)}; expected true, false, a dtype, or a mapping of param_dtype and "
+            "reduce_dtype."
+        )
+    return {key: _dtype(f"mixed_precision.{key}", each) for key, each in value.items()}
+
+
+def _dtype(key: str, value: Any) -> str:
+    name = str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ValueError(f"{key}: found {found(value)}; allowed: {listed(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+_SIZES = {
+    "tp": "tensor-parallel",
+    "pp": "pipeline-parallel",
+    "cp": "context-parallel",
+    "ep": "expert-parallel",
+    "etp": "expert-tensor-parallel",
+    "vpp": "virtual pipeline",
+}
+
+
+def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None) -> Iterator[ConfigIssue]:
+    """What a role's engine has no use for.
+
+    Args:
+        num_ranks: that the role has, where they are known.
+    """
+    if section.engine == "megatron":
+        for name in section.fsdp.changed():
+            yield ConfigIssue(
+                f"{role}.fsdp.{name}",
+                f"is set, and {role}.engine is megatron, which does not read it. Leave it out, or set "
+                f"{role}.engine: fsdp.",
+                involves=(f"{role}.engine",),
+            )
+        return
+    for name in _SIZES:
+        if (size := getattr(section, name)) not in (1, None):
+            yield _unread(
+                f"{role}.{name}", f"found {size}", f"has no {_SIZES[name]} groups: it cuts weights over all ranks", role
+            )
+    for name in section.megatron:
+        yield _unread(f"{role}.megatron.{name}", "is set", "trains the Hugging Face model, not megatron-core's", role)
+    for name in getattr(section, "ddp", {}):
+        yield _unread(f"{role}.ddp.{name}", "is set", f"reads {role}.fsdp instead of megatron-core's DDP", role)
+    optimizer: Mapping[str, Any] = getattr(section, "optimizer", {})
+    for name in optimizer:
+        if name not in ADAMW_FIELDS:
+            reads = f"steps with torch's AdamW, which reads {listed(ADAMW_FIELDS)}"
+            yield _unread(f"{role}.optimizer.{name}", "is set", reads, role)
+    if (kind := optimizer.get("optimizer", "adam")) != "adam":
+        yield _unread(f"{role}.optimizer.optimizer", f"found {found(kind)}", "steps with torch's AdamW: use adam", role)
+    yield from _shard_size(role, section.fsdp, num_ranks)
+
+
+def _unread(key: str, what: str, why: str, role: str) -> ConfigIssue:
+    message = f"{what}, and {role}.engine is fsdp, which {why}. Leave it out, or set {role}.engine: megatron."
+    return ConfigIssue(key, message, involves=(f"{role}.engine",))
+
+
+def _shard_size(role: str, fsdp: FsdpConfig, num_ranks: int | None) -> Iterator[ConfigIssue]:
+    size, key = fsdp.shard_size, f"{role}.fsdp.shard_size"
+    if size is None:
+        return
+    if fsdp.sharding_strategy != "hybrid_shard":
+        message = f"is set, and sharding_strategy is {fsdp.sharding_strategy}. Leave it out, or use hybrid_shard."
+        yield ConfigIssue(key, message, involves=(f"{role}.fsdp.sharding_strategy",))
+    elif num_ranks and num_ranks % size:
+        message = f"found {size}, which does not divide the {num_ranks} ranks. Sizes that fit: "
+        yield ConfigIssue(key, f"{message}{listed(divisors(num_ranks))}.", involves=("run.nproc",))
