@@ -5,8 +5,9 @@ python tools/check_layouts.py [ARCHITECTURE ...] [--tp 1 2] [--big] [--json FILE
 For each architecture that vLLM and transformers both know, a tiny configuration: every tensor-parallel rank's layout
 is traced without data (`megaverl/rollout/vllm_tracing.py`), then vLLM's model is built and loads numbered elements.
 `exact`: every element is where the layout says, and nothing else is; `computed`: so is all but the parameters that
-are named, which vLLM computes from tensors that a reshard hands to its `load_weights`; `refused`: why. --big traces
-70B and 235B instead, with their time and memory. The table stands in docs/models.md.
+are named, which vLLM computes from tensors that a reshard hands to its `load_weights`, and they are right then;
+`refused`: why. --big traces 70B and 235B instead, with their time and memory. The table stands in
+docs/extend/architecture.md.
 """
 
 from __future__ import annotations
@@ -213,32 +214,34 @@ def _parts(name: str) -> Iterator[str]:
 
 
 def differences(config: Any, rank: int, sources: dict[str, tuple[int, ...]]) -> tuple[list[str], set[str]]:
-    """(what is not as the layout says, names of the parameters that vLLM computes)."""
-    from megaverl.rollout.vllm_tracing import destinations, loaded_here, trace
+    """(tensors that hold something else than vLLM loads, names of the parameters that vLLM computes)."""
+    from megaverl.rollout.vllm_layouts import LoaderLayouts
+    from megaverl.rollout.vllm_tracing import as_rank, build, loaded_here
+    from megaverl.rollout.vllm_weights import loaded_tensors
+    from megaverl.weights.transfer import viewed
 
-    traced = trace(config, rank, sources, torch.float32)
     ids, first = {}, 1
     for name, shape in sources.items():
         count = math.prod(shape)
-        ids[name] = torch.arange(first, first + count, dtype=torch.float32).reshape(shape)
+        ids[name] = torch.arange(first, first + count, dtype=torch.float32).reshape(shape) / 2**20
         first += count
     assert first < 2**24, "float32 must hold every number"
     model = loaded_here(config, rank, ((name, tensor.clone()) for name, tensor in ids.items()))
-    wrong = [f"{name}: {why}" for name, why in traced.refused.items()]
-    parameters = {name for name, _ in model.named_parameters()}
-    held = destinations(model)
-    mine = {name: torch.zeros_like(tensor) for name, tensor in held.items()}
-    for piece in traced.layout.pieces:
-        name, view = traced.layout.views.get(piece.local, (piece.local, None))
-        target = (mine[name] if view is None else view.of(mine[name]))[piece.local_box.slices]
-        target.copy_(ids[piece.tensor][piece.box.slices].reshape(target.shape))
-    for name, tensor in held.items():
-        if name in traced.computed or name in traced.refused:
-            continue
-        is_loaded = name in parameters or any(piece.local == name for piece in traced.layout.pieces)
-        if is_loaded and not torch.equal(mine[name].float(), tensor.float()):
-            wrong.append(f"{name}: other elements")
-    return wrong, set(traced.computed)
+    filled = build(config, rank, data=True)
+    with as_rank(config, rank):
+        layouts = LoaderLayouts(filled, config, torch.float32, empty=True)
+        computed = layouts.take(sources, rank).whole(sources).computed.keys()
+        assert layouts.mine is not None
+        held = viewed(layouts.mine, loaded_tensors(filled) | layouts.beside)
+        for piece in layouts.mine.pieces:
+            target = held[piece.local][piece.local_box.slices]
+            target.copy_(ids[piece.tensor][piece.box.slices].reshape(target.shape))
+        layouts.load_computed()
+    wanted, found = loaded_tensors(model), loaded_tensors(filled)
+    names = {*layouts.local_names(), *computed}
+    return [f"{name}: other elements" for name in sorted(names) if not torch.equal(wanted[name], found[name])], {
+        *computed
+    }
 
 
 def _big(architecture: str) -> str:
@@ -250,7 +253,7 @@ def _big(architecture: str) -> str:
         inspect_here(architecture)
         config = engine_config(folder, tp, dtype="bfloat16", max_model_len=64)
         begin, cpu = time.perf_counter(), time.process_time()
-        traced = trace(config, tp - 1, sources)
+        traced = trace(config, tp - 1, sources).whole(sources)
         seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu
     numel = sum(math.prod(shape) for shape in sources.values())
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10

@@ -194,6 +194,7 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
 
     from megaverl.distributed.collectives import gather_json
     from megaverl.sharding.plan import make_plan
+    from megaverl.sharding.weight import shapes_of
     from megaverl.trainer.build import Builder
     from megaverl.weights.fingerprint import ReshardCheck
 
@@ -202,7 +203,7 @@ def _reshard_and_compare(config: Config, flip_a_bit: bool) -> tuple[str, str]:
     rollout = builder.rollout(actor)
     assert rollout.sync is not None
     stats = rollout.sync.reshard()
-    dest_of, dest = rollout.engine.layouts(actor.weights, builder.spec), rollout.engine.named_parameters()
+    dest_of, dest = rollout.engine.layouts(shapes_of(actor.weights)), rollout.engine.named_parameters()
     if flip_a_bit and dist.get_rank() == dist.get_world_size() - 1:
         _flip_a_bit(dest, actor.parameters)
     check, found, num_more = ReshardCheck(actor.layout_of, dest_of, actor.parameters, dest).differences(MAX_NAMED)

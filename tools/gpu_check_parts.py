@@ -409,6 +409,7 @@ def actor_and_engine(folder: Path, **rollout: Any) -> tuple[MegatronModel, Weigh
     """An actor, and an engine beside it that waits for its weights."""
     from megaverl.config.roles import RolloutConfig
     from megaverl.rollout import make_engine
+    from megaverl.sharding.weight import shapes_of
     from megaverl.workers.weight_sync import ActorWeights, WeightSync
 
     model, path = load_model(folder)
@@ -417,7 +418,7 @@ def actor_and_engine(folder: Path, **rollout: Any) -> tuple[MegatronModel, Weigh
     )
     dtype = model.config.params_dtype
     made = make_engine(config, path, seed=0, dtype=dtype, max_model_len=64, load_weights=False, num_sequences=8)
-    sync = WeightSync(ActorWeights.of(model), made.layouts(model.weights, model.spec), made, model.grid.world)
+    sync = WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world)
     return model, sync, made
 
 

@@ -146,7 +146,9 @@ def aliased_elements(source: Layout, dest: Layout, adapted: frozenset[str] = fro
     """
     total = 0
     for local, pieces in _by_local(dest).items():
-        if local in dest.quantised or any(p.tensor in adapted or ".lora_" in p.tensor for p in pieces):
+        if local in dest.quantised or local in dest.views:
+            continue
+        if any(p.tensor in adapted or ".lora_" in p.tensor for p in pieces):
             continue
         numel = sum(piece.box.numel for piece in pieces)
         if numel and _is_run_of_rows(source, dest.local_shapes[local], pieces, numel):
@@ -170,6 +172,8 @@ def _is_run_of_rows(source: Layout, shape: tuple[int, ...], pieces: Sequence[Pie
     if found != numel or len(places) != 1:
         return False
     name, shift = places.pop()
+    if name in source.views:
+        return False
     outer = source.local_shapes[name]
     return not any(shift[1:]) and outer[1:] == shape[1:] and 0 <= shift[0] <= outer[0] - shape[0]
 

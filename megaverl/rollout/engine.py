@@ -15,9 +15,7 @@ if TYPE_CHECKING:
 
     from megaverl.config.roles import RolloutConfig, SamplingRule
     from megaverl.sharding.layout import Layout
-    from megaverl.sharding.model_spec import ModelSpec
     from megaverl.sharding.quantised import QuantisedWeight
-    from megaverl.sharding.weight import Weight
 
 
 @dataclass(frozen=True)
@@ -95,12 +93,14 @@ def of_some(sampling: Sampling, rows: Sequence[int]) -> Sampling:
     return sampling if isinstance(sampling, SamplingOptions) else [sampling[row] for row in rows]
 
 
+Shapes = Mapping[str, tuple[int, ...]]  # by name
+
 # Called with the number of a prompt in the request, and its response, as soon as that is finished.
 Told = Callable[[int, Generation], None]
 
 # Called with an engine's parameters once they are there, before anything has captured their addresses; and with
 # what `Engine.layouts` is.
-OnLoad = Callable[[Mapping[str, "Tensor"], Callable[..., Callable[[int], "Layout"]]], None]
+OnLoad = Callable[[Mapping[str, "Tensor"], Callable[[Shapes], Callable[[int], "Layout"]]], None]
 
 
 class Engine(Protocol):
@@ -135,8 +135,13 @@ class Engine(Protocol):
     def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
         """Where the numbers and scales of the quantised ones are; asked for only where the layouts name some."""
 
-    def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-        """Rank -> where the elements of `weights` stand in that rank's `named_parameters()`."""
+    def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
+        """Rank -> where the elements of the model's weights stand in that rank's `named_parameters()`.
+
+        Args:
+            shapes: of the weights, by the names that they have in a Hugging Face folder. What the engine has no use
+                for may be left out of the layouts.
+        """
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         """One response per prompt, in order.

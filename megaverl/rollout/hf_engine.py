@@ -16,17 +16,18 @@ from megaverl.rollout.engine import (
     InFlight,
     Sampling,
     SamplingOptions,
+    Shapes,
     Told,
     check_generations,
     check_request,
     of_each,
 )
-from megaverl.sharding.layout import Layout, whole_layout
+from megaverl.sharding.module_weights import weights_of_module
+from megaverl.sharding.weight import listed
 
 if TYPE_CHECKING:
-    from megaverl.sharding.model_spec import ModelSpec
+    from megaverl.sharding.layout import Layout
     from megaverl.sharding.quantised import QuantisedWeight
-    from megaverl.sharding.weight import Weight
 
 
 class HFEngine:
@@ -67,15 +68,26 @@ class HFEngine:
         flash_attention.use_in(self.model)
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        return dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
+        known = {id(tensor) for tensor in self.model.parameters()}
+        saved = self.model.state_dict(keep_vars=True)  # with buffers that a folder holds
+        return parameters | {name: tensor for name, tensor in saved.items() if id(tensor) not in known}
 
     def quantised_weights(self) -> dict[str, QuantisedWeight]:
         return {}
 
-    def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-        """Every rank holds every weight whole, under its own name."""
-        held = self.named_parameters()
-        layout = whole_layout((weight.name, weight.shape) for weight in weights if weight.name in held)
+    def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
+        """Every rank holds every weight whole, where its module has what a folder calls so.
+
+        Raises:
+            RolloutError: weights that transformers' module has not.
+        """
+        layout = weights_of_module(self.model).layout
+        if unknown := [name for name, shape in shapes.items() if layout.global_shapes.get(name) != tuple(shape)]:
+            raise RolloutError(
+                f"transformers' {type(self.model).__name__} has no such weights, or of another shape: "
+                f"{', '.join(listed(unknown))}. Use rollout.engine=vllm."
+            )
         return lambda rank: layout
 
     @torch.no_grad()

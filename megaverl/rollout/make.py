@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     import torch
 
     from megaverl.config.roles import RolloutConfig
-    from megaverl.sharding.layout import Layout
-    from megaverl.sharding.model_spec import ModelSpec
-    from megaverl.sharding.weight import Weight
 
 
 def make_engine(
@@ -76,21 +73,3 @@ def make_engine(
         measures = budget is None and config.engine != "vllm"  # which knows what is free of its own cache
         engine.in_flight = InFlight(config.min_sequences, config.max_sequences, budget, measures)
     return engine
-
-
-def engine_layouts(config: RolloutConfig, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-    """What `Engine.layouts` says, for ranks that have no engine: rank among the engines' -> layout."""
-    from megaverl.sharding.layout import whole_layout
-    from megaverl.sharding.vllm import vllm_layouts
-
-    if config.engine == "hf":
-        layout = whole_layout((weight.name, weight.shape) for weight in weights)
-        return lambda rank: layout
-    return vllm_layouts(
-        weights,
-        spec,
-        config.tp,
-        expert_parallel=bool(config.vllm.get("enable_expert_parallel")),
-        expert_placement=config.vllm.get("expert_placement_strategy", "linear"),
-        quantization=config.vllm.get("quantization"),
-    )

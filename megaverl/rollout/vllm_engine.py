@@ -24,6 +24,7 @@ from megaverl.rollout.engine import (
     OnLoad,
     Sampling,
     SamplingOptions,
+    Shapes,
     Told,
     check_generations,
     check_request,
@@ -35,29 +36,28 @@ from megaverl.rollout.process_state import (
     random_state_kept,
     release_groups,
 )
+from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
-from megaverl.rollout.vllm_tracing import check_layout, current_config, inspect_here
+from megaverl.rollout.vllm_tracing import current_config, inspect_here
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
     contents_dropped,
     loaded_parameters,
+    loaded_tensors,
     model_loaded,
     order_kept,
     remake_derived,
 )
 from megaverl.sharding.fit import misfits
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.vllm import vllm_layouts
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
-    from vllm.config import VllmConfig
 
     from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.quantised import QuantisedWeight
-    from megaverl.sharding.weight import Weight
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ class VLLMEngine:
         self._asleep: set[str] = set()  # of what vLLM allocates: WEIGHTS, CACHE
         self._has_weights = load_weights
         self._dtype = dtype
-        spec = ModelSpec.from_folder(model_folder)
+        spec = ModelSpec.outline(model_folder)
         self._vocab_size = spec.vocab_size
         _check_model(spec, config.tp, max_model_len)
         self._prepare_vllm()
@@ -149,20 +149,12 @@ class VLLMEngine:
         self.in_flight: InFlight | None = None
         self.told: Told | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
-        self._layout_options: dict[str, Any] = {
-            "expert_parallel": bool(arguments.get("enable_expert_parallel")),
-            "expert_placement": arguments.get("expert_placement_strategy", "linear"),
-            "quantization": arguments.get("quantization"),
-        }
-        # vLLM's model and configuration, until its layout has been asked for
-        self._unchecked: tuple[torch.nn.Module, VllmConfig] | None = None
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
 
         def loaded(model: torch.nn.Module) -> None:
-            if not load_weights and arguments.get("quantization") is None:
-                self._unchecked = (model, current_config())
+            self._layouts = LoaderLayouts(model, current_config(), dtype, empty=not load_weights)
             if on_load is not None:
-                on_load(_written(model, dtype), self.layouts)
+                on_load(self._written(model), self.layouts)
                 remake_derived(model, dtype, may_move=True)  # views of what a parameter held before
 
         with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
@@ -178,7 +170,8 @@ class VLLMEngine:
     def _device_defaults(self, spec: ModelSpec, dtype: torch.dtype, num_sequences: int | None) -> dict[str, Any]:
         if platform.is_cuda:
             # vLLM's choice on Hopper; what it takes on Blackwell has an order of its own, which no reshard could write
-            return {"moe_backend": "triton"} if spec.moe is not None and not self._has_weights else {}
+            may_have_experts = spec.moe is not None or not spec.is_tabled
+            return {"moe_backend": "triton"} if may_have_experts and not self._has_weights else {}
         return vllm_cpu().engine_defaults(
             num_layers=spec.num_layers,
             num_kv_heads=max(1, spec.num_kv_heads // self.tp_size),
@@ -215,17 +208,18 @@ class VLLMEngine:
         return model
 
     def named_parameters(self) -> dict[str, torch.Tensor]:
-        return _written(self.model, self._dtype)
+        return self._written(self.model)
 
     def quantised_weights(self) -> dict[str, QuantisedWeight]:
         return quantised_weights(self.model)
 
-    def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-        layouts = vllm_layouts(weights, spec, self.tp_size, **self._layout_options)
-        if self._unchecked is not None:
-            (model, vllm_config), self._unchecked = self._unchecked, None
-            check_layout(model, vllm_config, layouts(self.tp_rank), self._dtype)
-        return layouts
+    def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
+        return self._layouts(shapes)
+
+    def _written(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """What a reshard writes; the quantised ones by their shapes."""
+        held = loaded_tensors(model) | in_floating_point(quantised_weights(model), self._dtype)
+        return {name: held[name] for name in self._layouts.local_names()} | self._layouts.beside
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
         if not self._has_weights:
@@ -310,6 +304,7 @@ class VLLMEngine:
                 "vLLM did not reset its prefix cache: requests are still running. Responses after this would mix "
                 "old and new weights. Update weights only between calls of generate()."
             )
+        self._layouts.load_computed()
         remake_derived(self.model, self._dtype, may_move=self.may_rebind)
         if not platform.is_cuda:
             vllm_cpu().repack_weights(self.model)
@@ -324,7 +319,7 @@ class VLLMEngine:
             return False
         if WEIGHTS not in self._asleep:
             parameters = dict(loaded_parameters(self.model))
-            self._sleep([parameters[name] for name in names])
+            self._sleep([parameters[name] for name in names if name in parameters])
         self._has_weights = False
         return True
 
@@ -377,8 +372,9 @@ def _place(tp_size: int) -> tuple[int, int, int]:
 
 
 def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
-    # experts are cut as `vllm_layouts` says, which knows whether ranks have them whole
-    if found := [misfit for misfit in misfits(spec, tp=tp_size) if misfit.axis == "tp"]:
+    # experts are cut by tensor parallelism or lie whole on ranks, and only vLLM's options say which
+    # of other models than have tables vLLM says itself what it cannot cut
+    if spec.is_tabled and (found := [misfit for misfit in misfits(spec, tp=tp_size) if misfit.axis == "tp"]):
         raise RolloutError(f"rollout.tp={tp_size} {found[0].reason}")
     if max_model_len > spec.max_positions:
         raise RolloutError(
@@ -432,11 +428,6 @@ def _telling(llm: LLM, told: Told | None) -> Iterator[None]:
         yield
     finally:
         del engine.step
-
-
-def _written(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What a reshard writes; the quantised ones by their shapes."""
-    return {**dict(loaded_parameters(model)), **in_floating_point(quantised_weights(model), dtype)}
 
 
 def _generation(output: RequestOutput) -> Generation:

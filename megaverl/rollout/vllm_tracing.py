@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megaverl.errors import RolloutError
 from megaverl.platform import platform
-from megaverl.rollout.vllm_weights import loaded_parameters
-from megaverl.sharding.layout import Layout
+from megaverl.rollout.vllm_weights import loaded_tensors
 from megaverl.sharding.tracing import TracedLayout, Tracer, joined, traced_layout
-from megaverl.sharding.weight import as_block
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -95,13 +92,15 @@ def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
 
 
 def build(config: VllmConfig, rank: int, *, data: bool = False) -> Any:
-    """vLLM's model as this tensor-parallel rank builds it, on the host; its parameters without `data` if not asked."""
+    """vLLM's model as this tensor-parallel rank builds it, on the host, in floating point; its parameters without
+    `data` if not asked."""
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = copy.deepcopy(config)
     config.compilation_config.static_forward_context.clear()  # a layer's name may be given once
+    config.quant_config = config.model_config.quantization = None
     known = dict(rotary_embedding._ROPE_DICT)  # an engine's, which may lie on another device
     rotary_embedding._ROPE_DICT.clear()
     with as_rank(config, rank), set_default_torch_dtype(config.model_config.dtype), torch.device("cpu"):
@@ -152,15 +151,35 @@ def loaded_here(config: VllmConfig, rank: int, tensors: Iterable[tuple[str, torc
     return model
 
 
-def destinations(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What `load_weights` may write to: parameters, and buffers that are no parameters of another name."""
-    found: dict[str, torch.Tensor] = dict(model.named_parameters())
-    kept = {id(tensor) for tensor in found.values()}
-    return found | {name: buffer for name, buffer in model.named_buffers() if id(buffer) not in kept}
+class Trace(NamedTuple):
+    """What was seen of a model's `load_weights`.
+
+    Attributes:
+        found: where the tensors that were traced go; parameters that none of them goes to are in it too.
+        of_each_kind: one layer of each kind was traced, and stands for the others.
+    """
+
+    found: TracedLayout
+    of_each_kind: bool
+
+    def whole(self, sources: Shapes) -> TracedLayout:
+        """Of all these tensors."""
+        return _Kinds.of(sources).repeat(self.found) if self.of_each_kind else self.found
+
+    def traced(self, sources: Shapes) -> Shapes:
+        """Of all these tensors, those that were traced."""
+        return {name: sources[name] for name in _Kinds.of(sources).first} if self.of_each_kind else sources
+
+    def to_json(self) -> dict[str, Any]:
+        return {"found": self.found.to_json(), "of_each_kind": self.of_each_kind}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Trace:
+        return cls(TracedLayout.from_json(told["found"]), told["of_each_kind"])
 
 
-def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | None = None) -> TracedLayout:
-    """Where vLLM's model puts tensors of these names and shapes on a tensor-parallel rank.
+def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | None = None) -> Trace:
+    """Where vLLM's model puts tensors of these names and shapes on a tensor-parallel rank, in floating point.
 
     Args:
         config: vLLM's; its `parallel_config.tensor_parallel_size` is the size.
@@ -169,10 +188,10 @@ def trace(config: VllmConfig, rank: int, sources: Shapes, dtype: torch.dtype | N
     """
     model = build(config, rank)
     with as_rank(config, rank):
-        return trace_into(model, destinations(model), sources, dtype or config.model_config.dtype)
+        return trace_into(model, loaded_tensors(model), sources, dtype or config.model_config.dtype)
 
 
-def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dtype: torch.dtype) -> TracedLayout:
+def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dtype: torch.dtype) -> Trace:
     """The same of a model that vLLM has built, without a change to it; `held` are those of its tensors that count."""
 
     def traced(names: Iterable[str]) -> TracedLayout:
@@ -187,11 +206,11 @@ def trace_into(model: Any, held: Mapping[str, torch.Tensor], sources: Shapes, dt
     try:
         whole = kinds.repeat(found)
     except LookupError:
-        return traced(sources)
+        return Trace(traced(sources), False)
     shapes = whole.layout.local_shapes
     known = whole.parameters <= held.keys()
     alike = known and all(shapes[name] == tuple(held[name].shape) for name in shapes)
-    return whole if alike else traced(sources)
+    return Trace(found, True) if alike else Trace(traced(sources), False)
 
 
 def current_config() -> VllmConfig:
@@ -201,30 +220,9 @@ def current_config() -> VllmConfig:
     return get_current_vllm_config()
 
 
-def check_layout(model: torch.nn.Module, config: VllmConfig, layout: Layout, dtype: torch.dtype) -> None:
-    """Refuse an engine whose own loader puts tensors elsewhere than the layout that a reshard follows.
-
-    Args:
-        model, config: vLLM's; each parameter still has storage of its own.
-
-    Raises:
-        RolloutError: names what differs.
-    """
-    from vllm import __version__
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(config):  # as while an engine is made
-        traced = trace_into(model, dict(loaded_parameters(model)), layout.global_shapes, dtype)
-    wrong = [f"{name} is computed from {', '.join(sorted(sources))}" for name, sources in traced.computed.items()]
-    wrong += [f"{name}: {why}" for name, why in traced.refused.items()]
-    ours, theirs = {*layout.pieces}, {*traced.layout.pieces}
-    wrong += [f"{piece.tensor} {piece.box} goes to {piece.local} {piece.local_box}" for piece in theirs - ours]
-    wrong += [f"{piece.tensor} {piece.box} does not go to {piece.local} {piece.local_box}" for piece in ours - theirs]
-    if wrong:
-        raise RolloutError(
-            f"vLLM {__version__} loads this model otherwise than megaverl lays its weights out:"
-            f"{as_block(sorted(wrong), 5)}\nUse the vLLM of requirements/, or rollout.engine=hf."
-        )
+def layer_kind(name: str) -> str:
+    """A name without the number of its layer."""
+    return _NUMBER.sub("N", name, count=1)
 
 
 @dataclass(frozen=True)
@@ -261,8 +259,6 @@ class _Kinds:
         Raises:
             LookupError: one layer's tensors went where no layer's number stands.
         """
-        if self.alike and found.refused:
-            raise LookupError("what is refused is not known by its sources")
         parts = [found]
         for (stack, first), others in self.alike.items():
             layer = found.from_sources(f"{stack}{first}.")

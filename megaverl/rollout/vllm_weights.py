@@ -95,6 +95,16 @@ def loaded_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Pa
             yield name, parameter
 
 
+def loaded_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What `load_weights` may write to: the same, and buffers that are no parameters of another name."""
+    found: dict[str, torch.Tensor] = dict(loaded_parameters(model))
+    kept, derived = {id(tensor) for tensor in model.parameters()}, with_derived_weights(model)
+    for name, buffer in model.named_buffers():
+        if id(buffer) not in kept and name.rpartition(".")[0] not in derived:
+            found[name] = buffer
+    return found
+
+
 @contextmanager
 def order_kept() -> Iterator[None]:
     """Refuse an engine, made inside to be written to, whose weights vLLM rearranges between loading and running.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megaverl.sharding.boxes import Box, carry, cut, intersect, whole
 from megaverl.sharding.strided import Strides
@@ -103,6 +103,32 @@ class Layout:
             {name: held[name].shape for name in self.local_shapes if name in held},
             {piece.tensor: self.global_shapes[piece.tensor] for piece in pieces},
             views={name: view for name, view in views.items() if name in used},
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For another rank: what JSON can hold."""
+        return {
+            "pieces": self.pieces,
+            "local_shapes": self.local_shapes,
+            "global_shapes": self.global_shapes,
+            "quantised": self.quantised,
+            "views": self.views,
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Layout:
+        """What `to_json` made."""
+        boxes: dict[str, Box] = {}  # most are the same in every layer
+
+        def box(corners: list[list[int]]) -> Box:
+            return boxes.setdefault(str(corners), Box(*map(tuple, corners)))
+
+        return cls(
+            tuple(Piece(tensor, box(of), local, box(at)) for tensor, of, local, at in told["pieces"]),
+            {name: tuple(shape) for name, shape in told["local_shapes"].items()},
+            {name: tuple(shape) for name, shape in told["global_shapes"].items()},
+            told["quantised"],
+            {name: (local, Strides(*map(tuple, view))) for name, (local, view) in told["views"].items()},
         )
 
     @property

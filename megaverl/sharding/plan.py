@@ -77,7 +77,13 @@ class Plan:
 
 
 def make_plan(
-    source_layouts: Layouts, dest_layouts: Layouts, world: int, rank: int, node_of: NodeOf | None = None
+    source_layouts: Layouts,
+    dest_layouts: Layouts,
+    world: int,
+    rank: int,
+    node_of: NodeOf | None = None,
+    *,
+    allow_unused: bool = False,
 ) -> Plan:
     """The plan of `rank` in a world where rank r holds `source_layouts(r)` and needs `dest_layouts(r)`.
 
@@ -88,12 +94,13 @@ def make_plan(
         source_layouts, dest_layouts: same arguments give same layouts on every rank. Ranks that hold the
             same should share one object: the work grows with the number of distinct objects.
         node_of: the node of a rank; None: all on one.
+        allow_unused: the source may have tensors that the destination lacks.
 
     Raises:
         ReshardError: tensors that one side has and the other lacks, unequal global shapes, or elements that
             nobody holds; names every offending tensor.
     """
-    return make_plans(source_layouts, dest_layouts, world, node_of)[rank]
+    return make_plans(source_layouts, dest_layouts, world, node_of, allow_unused=allow_unused)[rank]
 
 
 def make_plans(
@@ -107,7 +114,7 @@ def make_plans(
     """The plans of all ranks, each made when it is asked for, and not kept.
 
     Args:
-        allow_unused: the source may have tensors that the destination lacks. The others and errors as `make_plan`.
+        The arguments and errors are those of `make_plan`.
     """
     with _collector_at_rest():
         return _Planner(source_layouts, dest_layouts, world, node_of or (lambda _: 0), allow_unused)

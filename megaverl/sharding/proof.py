@@ -181,7 +181,7 @@ def _check_layout(layout: Layout, rank: int) -> None:
     for piece in layout.pieces:
         by_local.setdefault(piece.local, []).append(piece)
     for local, pieces in by_local.items():
-        shape = layout.local_shapes.get(local)
+        shape = layout.shape_of(local) if layout.stored_in(local) in layout.local_shapes else None
         for piece in pieces:
             if shape is None or len(shape) != len(piece.local_box.start) or not contains(whole(shape), piece.local_box):
                 raise ReshardError(f"{piece.tensor}: on rank {rank}, {local} {piece.local_box} lies outside {shape}.")

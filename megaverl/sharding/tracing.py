@@ -89,6 +89,10 @@ class Tracer(TorchDispatchMode):
             return frozenset()
         return self._computed[key] | self._sources_of(key)
 
+    def sources_of(self, tensor: torch.Tensor) -> frozenset[str]:
+        """All whose elements went into what a tensor holds."""
+        return self._sources_of(_storage(tensor))
+
     def _followed(self, write: _Write, steps: int) -> Iterator[tuple[int | None, Copy]]:
         if write.source is None or write.source in self._names:
             yield write.source, write.copy
@@ -213,13 +217,21 @@ class TracedLayout:
 
     Attributes:
         layout: of all that is a copy; a local tensor is a destination.
-        computed: destination -> the sources that its program computes it from.
-        refused: destination -> why no boxes describe it.
+        computed: destination -> the sources that its program computes it from, or copies as no boxes describe.
     """
 
     layout: Layout
     computed: dict[str, frozenset[str]] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """For another rank: what JSON can hold."""
+        return {"layout": self.layout.to_json(), "computed": {name: sorted(of) for name, of in self.computed.items()}}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> TracedLayout:
+        """What `to_json` made."""
+        computed = {name: frozenset(sources) for name, sources in told["computed"].items()}
+        return cls(Layout.from_json(told["layout"]), computed)
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -265,11 +277,7 @@ def joined(parts: Sequence[TracedLayout]) -> TracedLayout:
         {name: shape for part in parts for name, shape in part.layout.global_shapes.items()},
         views={local: view for part in parts for local, view in part.layout.views.items()},
     )
-    return TracedLayout(
-        layout,
-        computed,
-        {name: why for part in parts for name, why in part.refused.items()},
-    )
+    return TracedLayout(layout, computed)
 
 
 def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> TracedLayout:
@@ -279,21 +287,20 @@ def traced_layout(tracer: Tracer, destinations: Mapping[str, torch.Tensor]) -> T
     global_shapes: dict[str, tuple[int, ...]] = {}
     views: dict[str, tuple[str, Strides]] = {}
     computed: dict[str, frozenset[str]] = {}
-    refused: dict[str, str] = {}
     for name, tensor in destinations.items():
         if sources := tracer.computed(tensor):
             computed[name] = sources
             continue
         try:
             held = _pieces(name, tensor, tracer, views, global_shapes)
-        except NotStrided as error:
-            refused[name] = str(error)
+        except NotStrided:
+            computed[name] = tracer.sources_of(tensor)
             continue
         if not held and not isinstance(tensor, torch.nn.Parameter):
             continue  # a buffer that is not loaded
         pieces += held
         local_shapes[name] = tuple(tensor.shape)
-    return TracedLayout(Layout(tuple(pieces), local_shapes, global_shapes, views=views), computed, refused)
+    return TracedLayout(Layout(tuple(pieces), local_shapes, global_shapes, views=views), computed)
 
 
 def layout_of_sources(tracer: Tracer, made: Mapping[str, torch.Tensor]) -> Layout:

@@ -1,5 +1,8 @@
 """vLLM's model parameters as a layout, for any tensor-parallel rank, with and without expert parallelism.
 
+An engine asks vLLM's own loader (`rollout/vllm_layouts.py`). The planner takes these rules, since a table of bytes must
+not wait for vLLM's import (15 s) nor need it on a login node; tests hold one against the other.
+
 Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.py`, `fused_moe/`):
 - `qkv_proj` is [this rank's q rows; its k rows; its v rows]; with fewer key-value heads than ranks, each head
   is held by as many neighbouring ranks as share it;

@@ -57,6 +57,11 @@ class Weight(NamedTuple):
     expert: int | None = None
 
 
+def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
+    """By name, as `Engine.layouts` takes them."""
+    return {weight.name: weight.shape for weight in weights}
+
+
 def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
     """One of `tp` equal parts, which must exist: columns of a ROW weight, all of a REPLICATED one, rows of others."""
     if weight.split is Split.REPLICATED:

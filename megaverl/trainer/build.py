@@ -31,9 +31,9 @@ from megaverl.models.classifier import read_model
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.platform import platform
 from megaverl.rewards import build_reward
-from megaverl.rollout import engine_layouts
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.job import patience
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.megatron_model import MegatronModel
@@ -47,7 +47,7 @@ from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel, TransformersRewardModel
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting, layouts_among
+from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting, layouts_among, told_layouts
 
 
 @dataclass
@@ -252,7 +252,7 @@ class Builder:
         engine = engine or self._engine(weights_come=True, on_load=on_load)
         sync = WeightSync(
             ActorWeights.of(actor),
-            engine.layouts(actor.weights, self.spec),
+            engine.layouts(shapes_of(actor.weights)),
             engine,
             world,
             node_of=node_of,
@@ -273,15 +273,15 @@ class Builder:
         source, dest = placement.islands[0], placement.ranks["rollout"]
         members = tuple(sorted({*source, *dest}))
         group = join_some(fabric, "weights", members)
-        weights, engine = weights_of(self.spec), None
+        engine, layouts = None, None
         if actor is None:
             shape = GridShape.fit(len(source), **grid_sizes(config.actor), role="actor")
             held = ActorWeights.elsewhere(self.spec, shape, self.dtype, config.actor.megatron, config.actor.lora)
             engine = self._engine(weights_come=True, on_load=None)
-            layouts = engine.layouts(weights, self.spec)
+            layouts = engine.layouts(shapes_of(weights_of(self.spec)))
         else:
             held = ActorWeights.of(actor)
-            layouts = engine_layouts(config.rollout, weights, self.spec)
+        layouts = told_layouts(layouts, [members.index(rank) for rank in dest], group)
         sync = WeightSync(
             replace(held, layout_of=layouts_among(members, source, held.layout_of)),
             layouts_among(members, dest, layouts),

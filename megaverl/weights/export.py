@@ -22,7 +22,14 @@ from megaverl.sharding.plan import Plan, Transfer, make_plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import Weight
 from megaverl.weights.safetensors_writer import FolderWriter, cannot_write, replace_folder
-from megaverl.weights.transfer import BUCKET_BYTES, TransferJob, TransportOptions, agree_on_dtypes, check_tensors
+from megaverl.weights.transfer import (
+    BUCKET_BYTES,
+    TransferJob,
+    TransportOptions,
+    agree_on_dtypes,
+    check_tensors,
+    viewed,
+)
 from megaverl.weights.transports.local import copy_local
 from megaverl.weights.transports.point_to_point import PointToPoint
 
@@ -106,7 +113,7 @@ def save_folder(
     temporary, layout = folder.with_name(folder.name + ".tmp"), layouts(rank)
     with together(group):
         check_tensors(layout, tensors, "the model", CheckpointError)
-    held = {name: tensors[name] for name in layout.local_shapes}
+    held = viewed(layout, {name: tensors[name] for name in layout.local_shapes})
     of_model = agree_on_dtypes({"model": (layout, held)}, group)["model"]
     of_files = dtype or of_model.common
     windows = _windows(weights, adapters, max(1, bucket_bytes // of_files.itemsize))

@@ -33,7 +33,7 @@ from megaverl.platform import platform
 from megaverl.sharding.boxes import Box, BoxIndex, carry
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.plan import MAX_NAMED, Layouts
-from megaverl.weights.transfer import Tensors, agree_on_dtypes, view
+from megaverl.weights.transfer import Tensors, agree_on_dtypes, view, viewed
 
 # Elements that are widened to 64 bits at a time: what a CPU's cache holds, and what keeps a GPU busy.
 CPU_CHUNK, CUDA_CHUNK = 2**18, 2**23
@@ -53,6 +53,7 @@ def fingerprints(layout: Layout, tensors: Tensors, dtype: torch.dtype | None = N
         dtype: elements are rounded to it first; None: taken as they are.
     """
     sums: dict[str, torch.Tensor] = {}
+    tensors = viewed(layout, tensors)
     for piece in layout.pieces:
         part = box_fingerprint(view(tensors[piece.local], piece.local_box), piece.box, dtype)
         sums[piece.tensor] = sums[piece.tensor] + part if piece.tensor in sums else part
@@ -220,19 +221,19 @@ class ReshardCheck:
             only: these weights, the same on every rank; None: all.
             landed: the box of a local tensor of the destination, where it is not in its place yet.
         """
-        start = time.perf_counter()
+        start, rank = time.perf_counter(), dist.get_rank(self._group)
         if self._dtypes is None:
-            rank = dist.get_rank(self._group)
             mine = {"destination": (self._layouts["destination"](rank), self._tensors["destination"])}
             self._dtypes = agree_on_dtypes(mine, self._group)["destination"].of
         cells = self._cells if only is None else self._cells.only(only)
         num_tensors = len(self._cells.tensors if only is None else only)
+        tensors = {side: viewed(self._layouts[side](rank), held) for side, held in self._tensors.items()}
         nbytes, values = 0, torch.zeros(len(cells.held), dtype=torch.int64, device=platform.device)
         for i, held in enumerate(cells.held):
             if landed is not None and held.side == "destination":
                 data = landed(held.local, held.local_box)
             else:
-                data = view(self._tensors[held.side][held.local], held.local_box)
+                data = view(tensors[held.side][held.local], held.local_box)
             values[i] = box_fingerprint(data, held.box, self._dtypes(held.tensor))
             nbytes += data.numel() * data.element_size()
         index = torch.tensor([held.cell for held in cells.held], dtype=torch.int64, device=values.device)
@@ -381,7 +382,7 @@ def model_identity(layouts: Layouts, tensors: Tensors, group: dist.ProcessGroup 
     rank = dist.get_rank(group)
     layout, first = layouts(rank), _holders(layouts, dist.get_world_size(group))
     counted = {(p.tensor, p.box): p for p in reversed(layout.pieces) if first[p.tensor][p.box] == rank}
-    own = Layout(tuple(counted.values()), layout.local_shapes, layout.global_shapes)
+    own = Layout(tuple(counted.values()), layout.local_shapes, layout.global_shapes, views=layout.views)
     parts = fingerprints(own, tensors)
 
     def digest(ranks: list[dict[str, str]]) -> str:

@@ -29,7 +29,7 @@ from megaverl.weights.stored import (
 )
 from megaverl.weights.torch_dist import locate
 from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_arrays
-from megaverl.weights.transfer import check_tensors, view
+from megaverl.weights.transfer import check_tensors, view, viewed
 
 MAX_READ = 1 << 24  # elements that are read at a time, where they cannot go straight to their place
 # Tensors that some files hold though no model reads them: buffers that are computed from the configuration.
@@ -147,6 +147,7 @@ def fill(
     source: Layout, arrays: Mapping[str, StoredArray], wanted: Layout, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Read the boxes that `wanted` names out of stored arrays into their places."""
+    tensors = viewed(wanted, tensors)
     with torch.no_grad(), StoredArrayReader(arrays) as reader:
         for transfer in intersect_layouts(source, wanted):
             for box in split(transfer.dest_box, MAX_READ):

@@ -30,6 +30,7 @@ from megaverl.weights.transfer import (
     agree_on_dtypes,
     check_tensors,
     converting,
+    viewed,
     wire_dtypes,
 )
 from megaverl.weights.transports.cuda_ipc import CudaIpc
@@ -137,7 +138,8 @@ class Resharder:
                 moving = dist.new_group(ranks, timeout=options.timeout, use_local_synchronization=not everyone)
         self._failures = Failures(group, plan.rank, options.timeout)
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
-        self._job = TransferJob(plan, source, dest, wire, converts, moving, options, self._failures)
+        views = viewed(plan.source_layout, source), viewed(plan.dest_layout, dest)
+        self._job = TransferJob(plan, *views, wire, converts, moving, options, self._failures)
         self._all_transports = self._transports = assign(self._job, quantised)
         self._aliases = [transport for transport in self._transports if isinstance(transport, Alias)]
         self._later_transports = self._transports

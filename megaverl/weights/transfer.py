@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +24,31 @@ from megaverl.sharding.weight import listed
 
 Tensors = Mapping[str, torch.Tensor]  # local name -> tensor
 MOVABLE = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+
+
+class Viewed(Mapping[str, torch.Tensor]):
+    """Local tensors and a layout's views of them, which are made anew each time they are asked for: a tensor's storage
+    may be another one by then."""
+
+    def __init__(self, layout: Layout, tensors: Tensors) -> None:
+        self._views, self._tensors = layout.views, tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._views:
+            return self._tensors[name]
+        local, view = self._views[name]
+        return view.of(self._tensors[local].detach())
+
+    def __iter__(self) -> Iterator[str]:
+        return chain(self._tensors, self._views)
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._views)
+
+
+def viewed(layout: Layout, tensors: Tensors) -> Tensors:
+    """The tensors that the pieces of a layout name."""
+    return Viewed(layout, tensors) if layout.views else tensors
 
 
 def view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -163,7 +189,7 @@ def converting(sides: Mapping[str, SideDtypes]) -> Callable[[str], bool]:
 def _dtypes(layout: Layout, tensors: Tensors) -> dict[str, list[str]]:
     found: dict[str, set[str]] = {}
     for piece in layout.pieces:
-        found.setdefault(piece.tensor, set()).add(str(tensors[piece.local].dtype))
+        found.setdefault(piece.tensor, set()).add(str(tensors[layout.stored_in(piece.local)].dtype))
     return {tensor: sorted(dtypes) for tensor, dtypes in found.items()}
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megaverl.config.roles import LoraConfig, ReshardConfig
-from megaverl.distributed.collectives import together
+from megaverl.distributed.collectives import broadcast_json, together
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
@@ -23,15 +23,16 @@ from megaverl.models.lora.adapters import Merge
 from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
 from megaverl.models.options import transformer_config
 from megaverl.platform import platform
-from megaverl.rollout.engine import Engine
+from megaverl.rollout.engine import Engine, Shapes
 from megaverl.sharding.layout import EMPTY, Layout, padded_tensors
 from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plan
 from megaverl.sharding.quantised import landing_parts
+from megaverl.sharding.weight import shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import Resharder, ReshardStats
-from megaverl.weights.transfer import TransportOptions, view
+from megaverl.weights.transfer import TransportOptions, view, viewed
 from megaverl.weights.transports.local import adopt
 from megaverl.weights.transports.quantised import QuantisedDestination
 from megaverl.workers.model import TrainingModel
@@ -92,7 +93,9 @@ class ActorWeights:
 
     def plan(self, layout_of: LayoutOf, group: dist.ProcessGroup, node_of: NodeOf | None) -> Plan:
         """What this rank of the group does to bring the actor's weights to the engines that `layout_of` is of."""
-        return make_plan(*self.sides(layout_of), dist.get_world_size(group), dist.get_rank(group), node_of)
+        place = dist.get_world_size(group), dist.get_rank(group)
+        # what an engine's own loader passes over, it is not given
+        return make_plan(*self.sides(layout_of), *place, node_of, allow_unused=True)
 
 
 def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: LayoutOf) -> LayoutOf:
@@ -104,6 +107,22 @@ def layouts_among(members: Sequence[int], ranks: Sequence[int], layout_of: Layou
     """
     places = {members.index(rank): number for number, rank in enumerate(ranks)}
     return lambda place: layout_of(places[place]) if place in places else EMPTY
+
+
+def told_layouts(layout_of: LayoutOf | None, engines: Sequence[int], group: dist.ProcessGroup) -> LayoutOf:
+    """What engines say of their layouts, on every rank of `group`: actors on other ranks have no engine to ask.
+
+    Args:
+        layout_of: of this rank's engine, asked by its first rank; None: it has none.
+        engines: the places of all engines' ranks in the group; the result speaks of them as `layout_of` does.
+    """
+    told = None
+    if layout_of is not None and dist.get_rank(group) == engines[0]:
+        held = RankLayouts(layout_of, len(engines))
+        told = [held.class_of, [layout.to_json() for layout in held.layouts]]
+    class_of, distinct = broadcast_json(told, engines[0], group)
+    layouts = [Layout.from_json(each) for each in distinct]
+    return lambda rank: layouts[class_of[rank]]
 
 
 class SynchronisesWeights(Protocol):
@@ -164,7 +183,7 @@ class WeightSync:
         group = group or world
         tensors = {**source.tensors, **(source.factors or {})}
         self._dest = engine.named_parameters() if engine is not None else {}
-        held = layout_of(dist.get_rank(group))
+        held = self._held = layout_of(dist.get_rank(group))
         # what a reshard writes whole: nothing else may be lost, padding neither
         self._written = frozenset(self._dest) - frozenset(padded_tensors(held))
         if source.low_ranks is not None:
@@ -300,7 +319,8 @@ class WeightSync:
         start, resharder = perf_counter(), self._resharder
         resharder.inconsistent = f"the adapters of version {resharder.version} are being merged into its weights"
         landed = self._quantised.tensors if self._quantised is not None else frozenset()
-        self._merge.apply(lambda local, box: view(self._dest[local], box), self._merge.brought - landed)
+        dest = viewed(self._held, self._dest)
+        self._merge.apply(lambda local, box: view(dest[local], box), self._merge.brought - landed)
         if platform.is_cuda:
             torch.cuda.current_stream().synchronize()
         resharder.inconsistent = None
@@ -338,9 +358,9 @@ class Adopting:
         self._model, self._world, self._node_of = model, world, node_of
         self.plan: Plan | None = None
 
-    def __call__(self, parameters: Mapping[str, torch.Tensor], layouts: Callable[..., LayoutOf]) -> None:
+    def __call__(self, parameters: Mapping[str, torch.Tensor], layouts: Callable[[Shapes], LayoutOf]) -> None:
         source = ActorWeights.of(self._model)
-        layout_of = layouts(self._model.weights, self._model.spec)
+        layout_of = layouts(shapes_of(self._model.weights))
         self.plan = source.plan(layout_of, self._world, self._node_of)
         never_alias = written_to(layout_of(dist.get_rank(self._world)), source.low_ranks or {})
         adopt(self.plan, source.tensors, parameters, never_alias)

@@ -24,12 +24,12 @@ from megaverl.config import Config, load_config
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
-from megaverl.rollout import engine_layouts
+from megaverl.rollout.engine import Shapes
 from megaverl.rollout.vllm_quantised import in_floating_point
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantised import QuantisedWeight, scale_shape
-from megaverl.sharding.weight import Weight
+from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
 from megaverl.weights.transfer import check_tensors
 from megaverl.workers.policy import Actor
@@ -148,7 +148,8 @@ class EngineParameters:
         self.replica, self.tp_rank = divmod(rank, self.tp_size)
         self.num_replicas = dist.get_world_size() // self.tp_size
         self._config = config.rollout
-        self.layout = layout = self.layouts(weights_of(builder.spec), builder.spec)(rank)
+        self._spec = builder.spec
+        self.layout = layout = self.layouts(shapes_of(weights_of(builder.spec)))(rank)
         self._quantised = {
             name: _quantised(layout.local_shapes[name], block) for name, block in layout.quantised.items()
         }
@@ -161,8 +162,16 @@ class EngineParameters:
     def named_parameters(self) -> dict[str, torch.Tensor]:
         return self._parameters
 
-    def layouts(self, weights: Sequence[Weight], spec: ModelSpec) -> Callable[[int], Layout]:
-        return engine_layouts(self._config, weights, spec)
+    def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
+        """As vLLM's rules have them: there is no vLLM for CUDA here whose loader could be asked."""
+        return vllm_layouts(
+            weights_of(self._spec),
+            self._spec,
+            self.tp_size,
+            expert_parallel=bool(self._config.vllm.get("enable_expert_parallel")),
+            expert_placement=self._config.vllm.get("expert_placement_strategy", "linear"),
+            quantization=self._config.vllm.get("quantization"),
+        )
 
     def nothing(self) -> None: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -96,6 +97,9 @@ def test_cut_over_ranks(tmp_path: Path, architecture: str) -> None:
         found = rebuilt(parts)
         assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
         assert sum(layout.numel for layout, _ in parts) == weights.layout.numel
+        for layout, _ in parts:
+            told = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+            assert vars(told) == vars(layout), "another rank has it from JSON"
 
 
 def test_a_folder_that_is_no_language_model(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from megaverl.rollout import make_engine
 from megaverl.rollout.engine import Generation, InFlight, Sampling, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import shapes_of
 from megaverl.weights.load import load_folder
 from megaverl.workers.rollout import Rollout
 
@@ -93,7 +94,7 @@ def change_weights(folder: str, other_folder: str, tp: int, request: dict[str, A
     made = engine(folder, tp)
     spec = ModelSpec.from_folder(folder)
     weights = weights_of(spec)
-    layout = made.layouts(weights, spec)(dist.get_rank())
+    layout = made.layouts(shapes_of(weights))(dist.get_rank())
     before = answers(made, **request)
     places = {name: parameter.data_ptr() for name, parameter in made.named_parameters().items()}
     load_folder(other_folder, layout, made.named_parameters(), weights=weights)
@@ -118,7 +119,7 @@ def unset_then_filled(folder: str, tp: int, request: dict[str, Any]) -> dict[str
         refusal = str(answers(made, **request))
     except RolloutError as error:
         refusal = str(error)
-    load_folder(folder, made.layouts(weights, spec)(dist.get_rank()), made.named_parameters(), weights=weights)
+    load_folder(folder, made.layouts(shapes_of(weights))(dist.get_rank()), made.named_parameters(), weights=weights)
     made.reset_prefix_cache()
     return {"refusal": refusal, "filled": answers(made, **request)}
 

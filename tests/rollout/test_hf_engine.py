@@ -14,6 +14,7 @@ from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Engine, InFlight, SamplingOptions
 from megaverl.rollout.hf_engine import HFEngine, draw, sampled_distribution
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import shapes_of
 from tests.launcher import Launcher
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [5, 6, 7]]
@@ -127,7 +128,7 @@ def test_draws_follow_the_distribution() -> None:
 def test_layout_names_every_parameter(engine: HFEngine, folder: Path) -> None:
     spec = ModelSpec.from_folder(folder)
     held: Engine = engine
-    layout = held.layouts(weights_of(spec), spec)(0)
+    layout = held.layouts(shapes_of(weights_of(spec)))(0)
     shapes = {name: tuple(parameter.shape) for name, parameter in held.named_parameters().items()}
     assert layout.local_shapes == shapes
     assert (held.replica, held.num_replicas, held.tp_rank, held.tp_size) == (0, 1, 0, 1)

@@ -11,11 +11,13 @@ import torch
 
 from megaverl.config.roles import RolloutConfig
 from megaverl.models.architectures import weights_of
+from megaverl.rollout import vllm_tracing
 from megaverl.rollout.vllm_tracing import engine_config, inspect_here, trace
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.weight import shapes_of
 from tests.sharding.specs import element_ids, fill
-from tools import check_layouts
+from tools import check_answers, check_layouts
 
 
 def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
@@ -33,8 +35,8 @@ def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
         )
         wrong = []
         for rank in range(case["tp"]):
-            traced = trace(config, rank, sources)
-            assert not traced.layout.views and not traced.computed and not traced.refused
+            traced = trace(config, rank, sources).whole(sources)
+            assert not traced.layout.views and not traced.computed
             mine, theirs = fill(traced.layout, ids), fill(rules(rank), ids)
             wrong += [f"rank {rank}: {name}: only in one" for name in sorted(mine.keys() ^ theirs.keys())]
             wrong += [
@@ -48,6 +50,10 @@ def check_architectures(architectures: list[str]) -> list[list[str]]:
     return [[*check_layouts.check(architecture, [1, 2])] for architecture in architectures]
 
 
+def answers(architectures: list[str]) -> list[list[str]]:
+    return [[*check_answers.compare(architecture, 2)] for architecture in architectures]
+
+
 def layers_are_repeated(architecture: str) -> dict[str, Any]:
     """What is traced with and without repeating one layer of each kind."""
     with tempfile.TemporaryDirectory() as folder:
@@ -55,15 +61,13 @@ def layers_are_repeated(architecture: str) -> dict[str, Any]:
         sources = check_layouts.write_folder(architecture, Path(folder), sizes)
         inspect_here(architecture)
         config = engine_config(folder, 2, dtype="float32", max_model_len=64)
-        from megaverl.rollout import vllm_tracing
-
         fed: list[int] = []
-        repeated = trace(config, 1, sources)
+        repeated = trace(config, 1, sources).whole(sources)
         kinds = vllm_tracing._Kinds.of(sources)
         fed.append(len(kinds.first))
         alone = vllm_tracing._Kinds([*sources], {})
         vllm_tracing._Kinds.of = classmethod(lambda cls, sources: alone)  # type: ignore[method-assign, assignment]
-        whole = trace(config, 1, sources)
+        whole = trace(config, 1, sources).whole(sources)
         before = torch.get_default_dtype()
     return {
         "same": sorted(repeated.layout.pieces) == sorted(whole.layout.pieces)
@@ -77,25 +81,26 @@ def layers_are_repeated(architecture: str) -> dict[str, Any]:
 
 
 def other_layout(folder: str) -> str:
-    """What an engine says whose vLLM loads otherwise than the rules say."""
+    """What an engine says whose vLLM loads otherwise than it was seen to."""
     from unittest.mock import patch
 
     from megaverl.errors import RolloutError
-    from megaverl.rollout import vllm_engine
+    from megaverl.rollout import vllm_engine, vllm_layouts
 
-    def changed(*args: Any, **options: Any) -> Any:
-        layout = vllm_layouts(*args, **options)(0)
+    def changed(*args: Any) -> vllm_tracing.Trace:
+        trace = vllm_tracing.trace_into(*args)
         swapped = {"model.layers.0.mlp.gate_proj.weight": "model.layers.0.mlp.up_proj.weight"}
         swapped |= {value: key for key, value in swapped.items()}
+        layout = trace.found.layout
         pieces = tuple(p._replace(tensor=swapped.get(p.tensor, p.tensor)) for p in layout.pieces)
-        return lambda rank: replace(layout, pieces=pieces)
+        return trace._replace(found=replace(trace.found, layout=replace(layout, pieces=pieces)))
 
-    with patch.object(vllm_engine, "vllm_layouts", changed):
+    with patch.object(vllm_layouts, "trace_into", changed):
         spec = ModelSpec.from_folder(folder)
         sizes = {"dtype": torch.float32, "max_model_len": 64}
         made = vllm_engine.VLLMEngine(folder, RolloutConfig(), seed=0, load_weights=False, **sizes)
         try:
-            made.layouts(weights_of(spec), spec)
+            made.layouts(shapes_of(weights_of(spec)))
         except RolloutError as error:
             return str(error)
         finally:

@@ -142,7 +142,11 @@ def fill(layout: Layout, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The local tensors of a layout, holding element ids; padding is zero."""
     tensors = {name: np.zeros(shape, dtype=np.int64) for name, shape in layout.local_shapes.items()}
     for piece in layout.pieces:
-        target = tensors[piece.local][piece.local_box.slices]
+        local = tensors[layout.stored_in(piece.local)]
+        if piece.local in layout.views:
+            view = layout.views[piece.local][1]
+            local = local.transpose(view.axes)[tuple(slice(low, None, by) for low, by in zip(*view[1:], strict=True))]
+        target = local[piece.local_box.slices]
         assert (target == 0).all(), f"{piece} overlaps another piece"
         target[...] = ids[piece.tensor][piece.box.slices].reshape(target.shape)
     return tensors

@@ -11,12 +11,15 @@ import torch.distributed as dist
 
 from megaverl.distributed.grid import GridShape
 from megaverl.models.architectures import weights_of
+from megaverl.models.lora.low_rank import follow
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import make_plan
+from megaverl.sharding.strided import Strides
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.export import save_folder
+from megaverl.weights.fingerprint import ReshardCheck
 from megaverl.weights.load import load_folder
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.transfer import TransportOptions
@@ -31,13 +34,20 @@ def reshard_ids(
     spec: dict[str, Any],
     ipc: bool = False,
     move_source: bool = False,
+    in_views: bool = False,
 ) -> dict[str, Any]:
-    """Move element ids from Megatron's layout to vLLM's, twice, and compare with filling vLLM's directly."""
+    """Move element ids from Megatron's layout to vLLM's, twice, and compare with filling vLLM's directly.
+
+    Args:
+        in_views: matrices lie transposed on both sides, in every second row of what holds them.
+    """
     source_dtype, dest_dtype = (getattr(torch, dtype) for dtype in dtypes)
     rank, shape, model = dist.get_rank(), GridShape(**grid), make_spec(**spec)
     weights = weights_of(model)
     source_layouts = megatron_layouts(weights, model, shape, padded_vocab_size=64)
     dest_layouts = vllm_layouts(weights, model, vllm_tp)
+    if in_views:
+        source_layouts, dest_layouts = follow(source_layouts, seen_otherwise), follow(dest_layouts, seen_otherwise)
     plan = make_plan(source_layouts, dest_layouts, shape.world_size, rank)
     # ids that bfloat16 holds exactly, and that differ between neighbours
     ids = {name: array % 251 + 1 for name, array in element_ids(weights).items()}
@@ -50,6 +60,7 @@ def reshard_ids(
         stats = resharder.run()
         expected = as_parameters(fill(dest_layouts(rank), ids), dest_dtype)
         wrong += [name for name in dest if not torch.equal(dest[name], expected[name] * step)]
+        ReshardCheck(source_layouts, dest_layouts, source, dest).compare()
         for tensor in source.values():
             tensor.data.mul_(2)
             if move_source:  # as offloading does
@@ -63,6 +74,18 @@ def reshard_ids(
         "messages": stats.num_messages,
         "elements": plan.num_received,
     }
+
+
+def seen_otherwise(layout: Layout) -> Layout:
+    """The same matrices, each transposed, in every second row from the second on of a tensor twice as high."""
+    turned = Strides((1, 0), (0, 1), (1, 2))
+    views = {f"{name}.turned": (name, turned) for name, shape in layout.local_shapes.items() if len(shape) == 2}
+    shapes = {name: (2 * s[1], s[0]) if len(s) == 2 else s for name, s in layout.local_shapes.items()}
+    pieces = tuple(
+        piece._replace(local=f"{piece.local}.turned" if f"{piece.local}.turned" in views else piece.local)
+        for piece in layout.pieces
+    )
+    return Layout(pieces, shapes, layout.global_shapes, views=views)
 
 
 def as_parameters(arrays: dict[str, Any], dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:

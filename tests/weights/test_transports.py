@@ -93,6 +93,25 @@ def test_weights_arrive_in_place(
         assert result["received"] == result["elements"] * itemsize
 
 
+@pytest.mark.parametrize("ipc", [False, True])
+def test_matrices_that_lie_transposed_and_in_steps(launch: Launcher, ipc: bool) -> None:
+    """On both sides, in parts that a bucket does not hold whole; fingerprints see them too."""
+    results = launch.world(
+        4,
+        "tests.weights.ranks:reshard_ids",
+        grid={"tp": 2, "pp": 2},
+        vllm_tp=2,
+        dtypes=("float32", "float32"),
+        bucket_bytes=256,
+        spec=QWEN2,
+        ipc=ipc,
+        move_source=True,
+        in_views=True,
+    )
+    assert [result["wrong"] for result in results] == [[]] * 4
+    assert all(result["received"] == result["elements"] * 4 for result in results)
+
+
 def test_equal_layouts_in_one_process_send_nothing(launch: Launcher) -> None:
     results = launch.world(
         4,

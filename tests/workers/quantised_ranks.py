@@ -11,6 +11,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantised import quantised_tensors
+from megaverl.sharding.weight import shapes_of
 from megaverl.weights.quantise import dequantise
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
@@ -50,7 +51,7 @@ def reshard_and_generate(
     model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.bfloat16, seed=0)
     model.load(folder)
     made = engine(folder, tp, quantization, load_weights=False)
-    layouts = made.layouts(model.weights, spec)
+    layouts = made.layouts(shapes_of(model.weights))
     WeightSync(ActorWeights.of(model), layouts, made, model.grid.world).reshard()
     found = {
         "odd": sorted(made.quantised_weights().keys() ^ quantised_tensors(model.weights).keys()),
@@ -76,7 +77,7 @@ def merged_error(folder: str, shape: dict[str, int], made: VLLMEngine) -> float:
     lora = LoraConfig(rank=4, alpha=8.0, targets=["down_proj"])
     model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.bfloat16, seed=0, lora=lora)
     model.load(folder)
-    sync = WeightSync(ActorWeights.of(model), made.layouts(model.weights, spec), made, model.grid.world)
+    sync = WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world)
     assert model.adapters is not None
     factors = model.adapters.parameters
     sync.reshard()

@@ -12,6 +12,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import shapes_of
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.policy import Policy
 from megaverl.workers.rollout import Rollout
@@ -55,7 +56,7 @@ def reshard_and_generate(
     for shape, export in zip(shapes, exports, strict=True):
         lora = LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
         model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0, lora=lora)
-        sync = WeightSync(ActorWeights.of(model), made.layouts(model.weights, spec), made, model.grid.world)
+        sync = WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world)
         rollout = Rollout(made, model.grid.world, sync)
         responses = []
         for folder in (old_folder, new_folder):
@@ -120,7 +121,7 @@ def parameters_that_differ(folder: str, shape: dict[str, int], tp: int) -> list[
     model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0)
     model.load(folder)
     made = engine(folder, tp, load_weights=False)
-    WeightSync(ActorWeights.of(model), made.layouts(model.weights, spec), made, model.grid.world).reshard()
+    WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world).reshard()
     found = {name: parameter.detach().clone() for name, parameter in made.model.named_parameters()}
     made.close()
     fresh = engine(folder, tp, load_weights=True)

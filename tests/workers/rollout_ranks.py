@@ -19,6 +19,7 @@ from megaverl.errors import ReshardError
 from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.weight import shapes_of
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting
@@ -98,7 +99,7 @@ def versions(
             on_load=adopting(model, default_group(), None, shared),
         )
     adopted = len(of_the_actor(model, engine.named_parameters()))
-    layouts = engine.layouts(model.weights, model.spec)
+    layouts = engine.layouts(shapes_of(model.weights))
 
     def answer(rollout: Rollout) -> Any:
         sampling = SamplingOptions(max_tokens=8, temperature=0.0)

@@ -197,4 +197,4 @@ def with_factors(layouts: Layouts, adapters: Mapping[str, LowRank], local_names:
 
 def written_to(layout: Layout, adapters: Mapping[str, LowRank]) -> frozenset[str]:
     """The local tensors of a destination that adapters are merged into: none may be an alias of the source's."""
-    return frozenset(piece.local for piece in layout.pieces if piece.tensor in adapters)
+    return frozenset(layout.stored_in(piece.local) for piece in layout.pieces if piece.tensor in adapters)

@@ -69,7 +69,7 @@ class Alias:
     def take(cls, job: TransferJob) -> Alias | None:
         if not job.options.alias:
             return None
-        pairs = list(_pairs(job.copies, job.receives, job.source, job.dest, job.options.never_alias))
+        pairs = list(_pairs(job.plan, job.copies, job.receives, job.source, job.dest, job.options.never_alias))
         taken = {pair.dest for pair in pairs}
         job.copies = [transfer for transfer in job.copies if transfer.dest_local not in taken]
         return cls(pairs, job.source, job.dest, job.options.may_rebind) if pairs else None
@@ -124,26 +124,32 @@ def adopt(plan: Plan, source: Tensors, dest: Tensors, never_alias: Collection[st
     """Alias at once all that can be but `never_alias`, before an engine captures graphs. Returns how many
     tensors were. Tensors of the plan that the destination does not have yet are left out."""
     found = 0
-    for pair in _pairs(plan.copies, plan.receives, source, dest, never_alias):
+    for pair in _pairs(plan, plan.copies, plan.receives, source, dest, never_alias):
         dest[pair.dest].data = view(source[pair.source], pair.box)
         found += 1
     return found
 
 
 def _pairs(
+    plan: Plan,
     copies: Iterable[Transfer],
     receives: Mapping[int, Sequence[Transfer]],
     source: Tensors,
     dest: Tensors,
     never_alias: Collection[str],
 ) -> Iterator[Pair]:
-    """Of every destination tensor that can take a source's storage: one that no other rank fills."""
+    """Of every destination tensor that can take a source's storage: one that no other rank fills, and that no views
+    are of."""
+    seen = {name for layout in (plan.source_layout, plan.dest_layout) for name in layout.views}
+    own = {*never_alias, *(name for name, _ in plan.dest_layout.views.values())}
     arriving = {transfer.dest_local for transfers in receives.values() for transfer in transfers}
     by_dest: dict[str, list[Transfer]] = {}
     for transfer in copies:
+        if transfer.source_local in seen or transfer.dest_local in seen:
+            own.add(transfer.dest_local)
         by_dest.setdefault(transfer.dest_local, []).append(transfer)
     for name, transfers in by_dest.items():
-        free = name in dest and name not in arriving and name not in never_alias
+        free = name in dest and name not in arriving and name not in own
         if free and (pair := alias_pair(transfers, source, dest)):
             yield pair
 

@@ -1,0 +1,275 @@
+"""The layouts of a replica's ranks, from what each rank's own vLLM does with the weights: no architecture is described.
+
+Every rank runs its model's `load_weights` on tensors without data (`vllm_tracing`) and tells the replica's others what
+it saw. What vLLM computes from weights instead of copying them (Mamba's A is -exp of `A_log`) is no place of theirs:
+those weights come whole into tensors beside the parameters, and go from there through `load_weights`.
+
+Where weights are to come from an actor, `load_weights` runs once more before, on numbers, one layer of each kind: every
+element must be where the layout says, and every element of a parameter must come from somewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaverl.distributed.collectives import gather_json, together
+from megaverl.errors import RolloutError
+from megaverl.platform import platform
+from megaverl.rollout.engine import Shapes
+from megaverl.rollout.vllm_quantised import quantised_weights
+from megaverl.rollout.vllm_tracing import Trace, layer_kind, trace, trace_into
+from megaverl.rollout.vllm_weights import loaded_parameters, loaded_tensors
+from megaverl.sharding.boxes import whole
+from megaverl.sharding.layout import Layout, Piece, join_layouts, padded_tensors
+from megaverl.sharding.tracing import TracedLayout
+from megaverl.sharding.weight import as_block, listed
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+BESIDE = "load_weights: "  # in front of the name of a weight that goes through vLLM's loader
+MOST_NAMED = 5
+COPIES = 3  # of a tensor that is tried, at most, with what comparing takes
+
+
+class LoaderLayouts:
+    """Of one engine; every rank of its replica makes one and asks it alike.
+
+    Args:
+        model, config: vLLM's, as soon as they are there: each parameter has storage of its own.
+        dtype: of the weights that come.
+        empty: whether the parameters hold nothing yet, so that the layouts can be tried on them.
+
+    Attributes:
+        mine: this rank's layout, once it has been asked for.
+        beside: weights that vLLM computes from, by the local names that they have there.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: VllmConfig,
+        dtype: torch.dtype,
+        *,
+        empty: bool,
+    ) -> None:
+        self._model: Any = model
+        self._config, self._dtype, self._empty = config, dtype, empty
+        self._found: tuple[Shapes, Callable[[int], Layout]] | None = None
+        self.mine: Layout | None = None
+        self.beside: dict[str, torch.Tensor] = {}
+
+    def __call__(self, shapes: Shapes) -> Callable[[int], Layout]:
+        """Rank -> its layout of weights of these shapes; ranks of one place in their replicas share an object.
+
+        Raises:
+            RolloutError: vLLM does not load such weights, or not where the layout says; on every rank of the replica.
+        """
+        if self._found is None or self._found[0] != shapes:
+            self._found = dict(shapes), self._find(dict(shapes))
+        return self._found[1]
+
+    def local_names(self) -> list[str]:
+        """Of the model's tensors, those that a reshard writes; all parameters, before there is a layout."""
+        if self.mine is None:
+            return [name for name, _ in loaded_parameters(self._model)]
+        return [name for name in self.mine.local_shapes if name not in self.beside]
+
+    def load_computed(self) -> None:
+        """Let vLLM compute what it does, from the weights that have come for it."""
+        if self.beside:
+            with _loading(self._config):
+                self._model.load_weights((name.removeprefix(BESIDE), held) for name, held in self.beside.items())
+
+    def _find(self, shapes: Shapes) -> Callable[[int], Layout]:
+        from vllm.distributed import get_tp_group
+
+        tp = get_tp_group()
+        alone = tp.world_size == 1
+        with nullcontext() if alone else together(tp.cpu_group):
+            mine = self.take(shapes, tp.rank_in_group)
+        told = [mine.to_json()] if alone else gather_json(mine.to_json(), tp.cpu_group)
+        layouts = [laid_out(Trace.from_json(each).whole(shapes), shapes, self._quantised) for each in told]
+        held = {name for layout in layouts for name in layout.global_shapes}
+        if not tp.rank_in_group and (unused := sorted(shapes.keys() - held)):
+            logger.warning("vLLM has no use for %s: they are not sent", ", ".join(listed(unused)))
+        return lambda rank: layouts[rank % len(layouts)]
+
+    def take(self, shapes: Shapes, place: int) -> Trace:
+        """What this rank, at a place in its replica, sees; its parameters are ready for the weights."""
+        self._quantised = {name: weight.block for name, weight in quantised_weights(self._model).items()}
+        trace = self._trace(shapes, place)
+        found = trace.whole(shapes)
+        held, self.mine = loaded_tensors(self._model), laid_out(found, shapes, self._quantised)
+        dtypes = {source: held[name].dtype for name, sources in found.computed.items() for source in sources}
+        device = next(iter(held.values())).device
+        self.beside = {
+            piece.local: torch.zeros(piece.box.shape, dtype=dtypes[piece.tensor], device=device)
+            for piece in self.mine.pieces
+            if piece.local.startswith(BESIDE)
+        }
+        if found.computed:
+            names = ", ".join(listed(found.computed))
+            logger.info("vLLM computes %s from weights, which go through its loader", names)
+        if self._empty and not self._quantised:
+            self._empty = False
+            self._try(trace, trace.traced(shapes), found, held)
+        return trace
+
+    def _trace(self, shapes: Shapes, place: int) -> Trace:
+        from vllm import __version__
+
+        try:
+            if self._quantised:  # what it holds was loaded otherwise; in floating point it would be loaded so
+                return trace(self._config, place, shapes, self._dtype)
+            with _loading(self._config):
+                return trace_into(self._model, loaded_tensors(self._model), shapes, self._dtype)
+        except (KeyError, ValueError, AttributeError, RuntimeError, AssertionError, TypeError) as error:
+            raise RolloutError(
+                f"vLLM {__version__} does not load these weights into {type(self._model).__name__}: "
+                f"{type(error).__name__}: {error}. Check that model.path is the folder of the model that is trained, "
+                "or use rollout.engine=hf."
+            ) from error
+
+    def _try(self, trace: Trace, shapes: Shapes, found: TracedLayout, held: Mapping[str, torch.Tensor]) -> None:
+        assert self.mine is not None
+        with _loading(self._config):
+            wrong = [*_tried(self._model, held, trace.found.layout, shapes, self.mine, {*found.computed}, self._dtype)]
+            for name in held.keys() & {*padded_tensors(self.mine)}:
+                held[name].zero_()
+        if wrong:
+            from vllm import __version__
+
+            raise RolloutError(
+                f"vLLM {__version__} does not load {type(self._model).__name__} as it seemed to without data:"
+                f"{as_block(sorted(wrong), MOST_NAMED)}\nUse the vLLM of requirements/, or rollout.engine=hf."
+            )
+
+
+def laid_out(found: TracedLayout, shapes: Shapes, quantised: Mapping[str, int | None] | None = None) -> Layout:
+    """What was traced, with whole weights beside the parameters that are computed from them.
+
+    Raises:
+        RolloutError: a quantised parameter that is a view of what is loaded.
+    """
+    sources = dict.fromkeys(name for names in found.computed.values() for name in sorted(names))
+    layout = replace(found.layout, quantised={n: b for n, b in (quantised or {}).items() if n in found.parameters})
+    if beyond := [name for name, _ in layout.views.values() if name in layout.quantised]:
+        raise RolloutError(
+            f"vLLM transposes {', '.join(listed(beyond))} as it loads: such weights cannot be quantised. Leave "
+            "rollout.vllm.quantization out."
+        )
+    if not sources:
+        return layout
+    boxes = {name: whole(shapes[name]) for name in sources}
+    pieces = tuple(Piece(name, box, f"{BESIDE}{name}", box) for name, box in boxes.items())
+    beside = {piece.local: box.shape for piece, box in zip(pieces, boxes.values(), strict=True)}
+    return join_layouts(layout, Layout(pieces, beside, {name: box.shape for name, box in boxes.items()}))
+
+
+def planned_layouts(
+    folder: str | Path, tp: int, shapes: Shapes, *, trust_remote_code: bool = False, **options: Any
+) -> Callable[[int], Layout]:
+    """What an engine on a folder's config.json would say, where there is none: vLLM must be installed, and no weights
+    are read.
+
+    Args:
+        options: EngineArgs that decide where weights go, such as `enable_expert_parallel`.
+
+    Raises:
+        RolloutError: vLLM is not installed, or does not build such a model here.
+    """
+    try:
+        from megaverl.rollout.vllm_tracing import engine_config, inspect_here
+
+        config = engine_config(folder, tp, trust_remote_code=trust_remote_code, **options)
+        for architecture in config.model_config.architectures:
+            inspect_here(architecture)
+    except ImportError as error:
+        raise RolloutError(
+            f"{folder}: where vLLM keeps such a model's weights is read from its own loader, and vLLM cannot be "
+            f"imported here ({error}). Plan where it is installed."
+        ) from error
+
+    @cache
+    def layout_of(place: int) -> Layout:
+        return laid_out(trace(config, place, shapes).whole(shapes), shapes)
+
+    return lambda rank: layout_of(rank % tp)
+
+
+@contextmanager
+def _loading(config: VllmConfig) -> Iterator[None]:
+    """As while an engine is made: layers look this configuration up."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(config), torch.no_grad():
+        yield
+
+
+def _tried(
+    model: Any,
+    held: Mapping[str, torch.Tensor],
+    traced: Layout,
+    shapes: Shapes,
+    layout: Layout,
+    computed: set[str],
+    dtype: torch.dtype,
+) -> Iterator[str]:
+    """What is not as the layout says once numbers have been loaded: of the tensors that were traced, one at a time.
+
+    Args:
+        traced: the part of the layout that was traced, from tensors of these shapes.
+    """
+    device = next(iter(held.values())).device
+    room = platform.free_memory() // (2 * COPIES * dtype.itemsize)
+    numbers = {name: number for number, (name, shape) in enumerate(shapes.items()) if math.prod(shape) <= room}
+    if left_out := shapes.keys() - numbers.keys():
+        logger.info("too large to try beside what is in memory: %s", ", ".join(listed(left_out)))
+
+    def source(name: str) -> torch.Tensor:
+        """Numbers that every floating-point type holds, none of them zero."""
+        generator = torch.Generator(device).manual_seed(numbers[name])
+        made = torch.empty(shapes[name], dtype=dtype, device=device)
+        return made.random_(1, 256, generator=generator).div_(128)
+
+    filled: dict[str, int] = {}
+    for piece in traced.pieces:
+        name = traced.stored_in(piece.local)
+        filled[name] = filled.get(name, 0) + piece.box.numel
+    skipped = {traced.stored_in(piece.local) for piece in traced.pieces if piece.tensor in left_out} | computed
+    with_pieces = {layout.stored_in(piece.local) for piece in layout.pieces}
+    bare = [name for name in layout.local_shapes if name in held and name not in with_pieces]
+    tried = [name for name in (*filled, *bare) if held[name].is_floating_point() and name not in skipped]
+    for name in tried:
+        held[name].fill_(math.nan)
+    model.load_weights((name, source(name)) for name in numbers)
+    pieces = [piece for piece in traced.pieces if piece.tensor in numbers]
+    for tensor, of_tensor in groupby(pieces, key=lambda piece: piece.tensor):
+        numbered = source(tensor)
+        for piece in of_tensor:
+            name, view = traced.views.get(piece.local, (piece.local, None))
+            target = (held[name] if view is None else view.of(held[name]))[piece.local_box.slices]
+            if not torch.equal(target, numbered[piece.box.slices].reshape(target.shape).to(target.dtype)):
+                yield f"{piece.tensor} {piece.box} is not in {piece.local} {piece.local_box}"
+    alike: dict[str, bool] = {}  # a parameter without pieces counts as loaded where that of a layer alike is
+    for name in tried:
+        unset = int(held[name].isnan().sum())
+        alike[layer_kind(name)] = alike.get(layer_kind(name), False) or not unset
+        if name in filled and unset:
+            yield f"nothing is loaded into {unset} elements of {name}"
+        if name in filled and not unset and int(held[name].count_nonzero()) != filled[name]:
+            yield f"{name} has elements that are neither weights nor zero"
+    yield from (f"nothing is loaded into {name}" for name in bare if not alike.get(layer_kind(name), True))

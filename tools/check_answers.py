@@ -1,0 +1,215 @@
+"""Engines that took their weights in a reshard, against engines that loaded them: one line an architecture.
+
+torchrun --nproc-per-node 2 tools/check_answers.py [ARCHITECTURE ...] [--tp 2]
+
+For each architecture transformers makes a tiny model and writes its folder. Its parameters are cut over the ranks by
+rows, as PyTorch's FSDP cuts them, and resharded into vLLM by the layouts that vLLM's own loader gives; no architecture
+has a table here. `same`: the engine answers token for token as one that has loaded the folder, at temperature 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tools import check_layouts
+
+if TYPE_CHECKING:
+    from megaverl.rollout.vllm_engine import VLLMEngine
+    from megaverl.sharding.layout import Layout
+
+# Heads as vLLM's CPU attention has kernels for, and weights so large that no two tokens are as likely.
+SIZES = {"hidden_size": 128, "head_dim": 32, "num_hidden_layers": 3, "vocab_size": 150, "initializer_range": 0.1}
+GPT2: dict[str, Any] = {"initializer_range": 0.3} | {
+    "n_embd": 128,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "n_inner": 256,
+    "vocab_size": 150,
+}
+MORE: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": GPT2,
+    "GPTBigCodeForCausalLM": GPT2,
+    "GPTJForCausalLM": GPT2 | {"rotary_dim": 16},
+    "BloomForCausalLM": {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
+    "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
+}
+# Different in how they are cut, fused, transposed, tied and computed.
+CHOSEN = (
+    "GPT2LMHeadModel",
+    "Gemma3ForCausalLM",
+    "Phi3ForCausalLM",
+    "FalconForCausalLM",
+    "BloomForCausalLM",
+    "OPTForCausalLM",
+    "GPTNeoXForCausalLM",
+    "StableLmForCausalLM",
+    "Olmo2ForCausalLM",
+    "CohereForCausalLM",
+    "Starcoder2ForCausalLM",
+    "Glm4ForCausalLM",
+    "NemotronForCausalLM",
+    "GraniteMoeForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Ernie4_5_MoeForCausalLM",
+    "OlmoeForCausalLM",
+    "Exaone4ForCausalLM",
+    "GptOssForCausalLM",
+    "Llama4ForCausalLM",
+    "Qwen3NextForCausalLM",
+)
+PROMPTS = [[2 + i, 7, 5 * i + 3, 11, 4] * (1 + i % 3) for i in range(6)]
+MAX_TOKENS = 12
+
+
+class Line(NamedTuple):
+    """Of the table."""
+
+    architecture: str
+    verdict: str
+    detail: str = ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("architectures", nargs="*")
+    parser.add_argument("--tp", type=int, default=2)
+    parsed = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    lines = []
+    for architecture in parsed.architectures or CHOSEN:
+        line = compare(architecture, parsed.tp)
+        lines.append(line)
+        if dist.get_rank() == 0:
+            print(f"{line.architecture:<28} {line.verdict:<8} {line.detail}", flush=True)
+    if dist.get_rank() == 0:
+        same = sum(line.verdict == "same" for line in lines)
+        print(f"tp{parsed.tp}: {same} of {len(lines)} answer as a fresh engine")
+    dist.destroy_process_group()
+
+
+def compare(architecture: str, tp: int) -> Line:
+    """One line; every rank takes part."""
+    with shared_folder() as folder:
+        try:
+            if dist.get_rank() == 0:
+                write(architecture, folder)
+            dist.barrier()
+            with engine(folder, tp, load_weights=True) as fresh:
+                wanted = ask(fresh)
+            with engine(folder, tp, load_weights=False) as filled:
+                reshard(folder, filled)
+                found = ask(filled)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            return Line(architecture, "refused", f"{type(error).__name__}: {text[:300]}")
+    (ours, our_log_probs), (theirs, their_log_probs) = found, wanted
+    agree = sum(a == b for a, b in zip(ours, theirs, strict=True))
+    apart = max(abs(a - b) for a, b in zip(our_log_probs, their_log_probs, strict=True))
+    detail = f"{agree} of {len(theirs)} tokens, {len({*theirs})} distinct; log-probs apart by at most {apart:.1e}"
+    return Line(architecture, "same" if agree == len(theirs) else "differs", detail)
+
+
+@contextmanager
+def shared_folder() -> Iterator[str]:
+    """A temporary folder that all ranks know, until the last of them is done."""
+    made = tempfile.mkdtemp() if dist.get_rank() == 0 else None
+    known = [made]
+    dist.broadcast_object_list(known)
+    try:
+        yield str(known[0])
+    finally:
+        dist.barrier()
+        if made is not None:
+            import shutil
+
+            shutil.rmtree(made, ignore_errors=True)
+
+
+def write(architecture: str, folder: str) -> None:
+    """A model with weights of its own; norms too, which else are all ones."""
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    sizes = check_layouts.BASE | check_layouts.MORE.get(architecture, {}) | SIZES | MORE.get(architecture, {})
+    given = {key: value for key, value in sizes.items() if value is not check_layouts.LEFT_OUT}
+    config = model_class.config_class(**given)
+    config.architectures = [architecture]
+    torch.manual_seed(0)
+    model = model_class(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+
+
+@contextmanager
+def engine(folder: str, tp: int, *, load_weights: bool) -> Iterator[VLLMEngine]:
+    from megaverl.config.roles import RolloutConfig
+    from megaverl.rollout.vllm_engine import VLLMEngine
+
+    made = VLLMEngine(
+        folder,
+        RolloutConfig(tp=tp),
+        seed=0,
+        dtype=torch.float32,
+        max_model_len=64,
+        load_weights=load_weights,
+        num_sequences=16,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def ask(made: VLLMEngine) -> tuple[list[int], list[float]]:
+    """The tokens of all responses, and their log-probs."""
+    from megaverl.rollout.engine import SamplingOptions
+
+    greedy = SamplingOptions(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    found = made.generate(PROMPTS, greedy, [0] * len(PROMPTS))
+    return [token for each in found for token in each.token_ids], [p for each in found for p in each.log_probs]
+
+
+def reshard(folder: str, made: VLLMEngine) -> None:
+    """The folder's weights into the engine, from parameters that are cut over all ranks."""
+    from transformers import AutoModelForCausalLM
+
+    from megaverl.distributed.worlds import default_group
+    from megaverl.models.hf_weights import module_without_data, weights_of_module
+    from megaverl.workers.weight_sync import ActorWeights, WeightSync
+
+    weights = weights_of_module(module_without_data(folder))
+    layouts = [weights.layout.shard(rows_of(weights.layout, rank)) for rank in range(dist.get_world_size())]
+    state = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    mine = rows_of(weights.layout, dist.get_rank())
+    tensors = {name: state[name][box.slices].clone() for name, box in mine.items()}
+    source = ActorWeights(layouts.__getitem__, tensors, torch.float32)
+    WeightSync(source, made.layouts(weights.shapes), made, default_group()).reshard()
+
+
+def rows_of(layout: Layout, rank: int) -> dict[str, Any]:
+    """What fully sharded data parallelism gives a rank of each parameter: ceil(rows / ranks) of them."""
+    from megaverl.sharding.boxes import cut
+
+    held = {}
+    for name, shape in layout.local_shapes.items():
+        chunk = -(-shape[0] // dist.get_world_size())
+        low, high = (min(place * chunk, shape[0]) for place in (rank, rank + 1))
+        held[name] = cut(shape, 0, low, high)
+    return held
+
+
+if __name__ == "__main__":
+    main()
