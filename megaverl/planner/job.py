@@ -20,6 +20,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model
 from megaverl.models.lora.low_rank import LowRank, low_ranks
 from megaverl.planner.buffers import ITEMSIZE
+from megaverl.planner.fsdp import Shards, fsdp_layouts, shards_of
 from megaverl.planner.stages import layer_split, padded_vocab_size
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
@@ -36,6 +37,7 @@ class Role:
         islands: into how many worlds, each with a grid of its own, these ranks are split.
         split: decoder layers of every (virtual) stage in model order.
         layout_of: rank in the grid -> what it holds.
+        shards: with engine: fsdp.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Role:
     layout_of: Callable[[int], Layout]
     value_head: bool = False
     islands: int = 1
+    shards: Shards | None = None
 
     def place(self, rank: int) -> int | None:
         """The number of a rank in its grid; None where it has no part in the role."""
@@ -79,9 +82,12 @@ class Role:
         """megatron-core's fields, those of `activation_checkpointing` below the role's own."""
         if self.trained is None:
             return self.config.megatron
+        kind = self.trained.activation_checkpointing
+        if self.shards is not None and kind == "selective":  # `hf_model.checkpoint_block`: all products are kept
+            return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
         dense = self.spec.moe is None or bool(self.spec.moe.num_dense_layers)
         fields = recompute_fields(
-            self.trained.activation_checkpointing,
+            kind,
             dense=dense,
             experts=self.spec.moe is not None,
             fused_attention=True,
@@ -141,7 +147,8 @@ class PlannedJob:
         """Whether engine weights may be the actor's own storage."""
         away = self.config.actor.offload.parameters
         shared = self.placement.colocated("actor", "rollout")
-        return shared and self.config.reshard.alias == "auto" and not self.config.reshard.overlap and not away
+        alike = self.config.actor.engine == "megatron" or self.itemsize == ITEMSIZE["float32"]  # FSDP's are float32
+        return shared and alike and self.config.reshard.alias == "auto" and not self.config.reshard.overlap and not away
 
     @property
     def actor(self) -> Role:
@@ -198,10 +205,12 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
     machine = machine or Machine()
     placement = _placement(config, world, machine)
     sections = {"actor": config.actor} | ({"critic": config.critic} if config.uses_critic else {})
-    roles = [_role(name, each, spec, placement, value_head=name == "critic") for name, each in sections.items()]
+    roles = [
+        _role(name, each, spec, placement, machine, value_head=name == "critic") for name, each in sections.items()
+    ]
     if config.uses_reference and not config.reference_is_actor:
-        roles.append(_role("reference", config.reference, spec, placement))
-    roles += _reward_models(config, spec, placement)
+        roles.append(_role("reference", config.reference, spec, placement, machine))
+    roles += _reward_models(config, spec, placement, machine)
     expert_parallel = spec.moe is not None and bool(config.rollout.vllm.get("enable_expert_parallel", False))
     layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel, config.rollout.vllm.get("quantization"))
     rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
@@ -227,18 +236,19 @@ def _node_names(config: Config, count: int) -> list[str]:
     return [places.get(number, f"node {number}") for number in range(count)]
 
 
-def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement) -> Iterator[Role]:
+def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement, machine: Machine) -> Iterator[Role]:
     """Those on Megatron: the ones of `reward`, and PRIME's, which has no value head."""
     section = config.reward_model
     scoring = GridConfig(**{name: getattr(section, name) for name in GridConfig.model_fields})
     is_implicit = config.estimator_reads("implicit_rewards")
     if is_implicit:
-        yield _role("reward_model", section, spec, placement, on="actor")
+        yield _role("reward_model", section, spec, placement, machine, on="actor")
     for entry in config.reward:
         if entry.path is not None and entry.engine == "megatron":
             trained = config.trains_reward_model and not is_implicit
             model = _spec_of(entry.path, spec)
-            yield _role(entry.label, section if trained else scoring, model, placement, on="reward", value_head=True)
+            each = section if trained else scoring
+            yield _role(entry.label, each, model, placement, machine, on="reward", value_head=True)
 
 
 def _spec_of(path: str | None, spec: ModelSpec) -> ModelSpec:
@@ -252,6 +262,7 @@ def _role(
     config: GridConfig,
     spec: ModelSpec,
     placement: ResolvedPlacement,
+    machine: Machine,
     *,
     on: str = "",
     value_head: bool = False,
@@ -264,6 +275,10 @@ def _role(
     islands = len(placement.islands) if placement.colocated(on or name, "actor") else 1
     sizes = {size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")}
     grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
+    if config.engine == "fsdp":
+        shards = shards_of(config.fsdp, grid.world_size, machine.gpus_per_node)
+        held = fsdp_layouts(weights_of(spec, value_head=value_head), shards.size)
+        return Role(name, ranks, grid, spec, config, (spec.num_layers,), held, value_head, islands, shards)
     split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))
     layouts = _model_layouts(spec, grid, split, value_head)
     return Role(name, ranks, grid, spec, config, split, layouts, value_head, islands)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from megaverl.models.architectures import weights_of
 from megaverl.planner.activations import (
     LayerShape,
     Recompute,
@@ -17,7 +18,16 @@ from megaverl.planner.activations import (
     keys_per_token,
     stage_bytes,
 )
-from megaverl.planner.buffers import BufferOptions, Parameter, TrainedBytes, adapters_of, parameters_of, trained_bytes
+from megaverl.planner.buffers import (
+    ITEMSIZE,
+    BufferOptions,
+    Parameter,
+    TrainedBytes,
+    adapters_of,
+    parameters_of,
+    trained_bytes,
+)
+from megaverl.planner.fsdp import gathered_bytes, shard_bytes
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.reserve import NUM_SEQS, graph_bytes, reserve_parts
 from megaverl.planner.stages import padded_vocab_size
@@ -99,7 +109,7 @@ class MemoryModel:
             if role.trained is not None:
                 parts[role.name] = self._train(role, rank, (train, score), held, loads)
                 continue
-            weights = self.weights(role, rank)
+            weights = 0 if role.config.fsdp.cpu_offload else self.weights(role, rank)
             parts[role.name] = {"weights": weights, "activations": score}
             loads[f"{role.name} forward"] = {"activations": score}
             if role.name == "reference" and job.config.reference.offload:
@@ -160,7 +170,8 @@ class MemoryModel:
             weights += self.weights(role, rank, without="output_layer.weight" if role.value_head else "")
         away = {
             "parameters": weights if offload.parameters else 0.0,
-            "gradients": float(trained.gradients) if offload.gradients else 0.0,
+            # under FSDP they are given back after each step
+            "gradients": float(trained.gradients) if offload.gradients or role.shards is not None else 0.0,
             "optimizer": float(trained.optimizer) if offload.optimizer else 0.0,
         }
         held["training"] += weights + trained.gradients + trained.optimizer - sum(away.values())
@@ -242,6 +253,8 @@ class MemoryModel:
     def _make_trained(self, name: str, stage: int, dense: int, expert: int) -> TrainedBytes:
         role = self._role(name)
         assert role.trained is not None
+        if role.shards is not None:
+            return shard_bytes(role.layout_of(dense), role.config.fsdp, role.shards.replicas)
         replicas = role.grid.dp * role.grid.cp
         parameters = self._stage_parameters(name, stage)
         if adapters := role.adapters:
@@ -276,7 +289,16 @@ class MemoryModel:
                     self._head_bytes(role, shape, vocab, tokens, train) for train in (True, False)
                 )
             train, score = train + head_train, score + head_score
+        if role.shards is not None:
+            beside = (self._gathered(role, train) for train in (True, False))
+            train, score = (kept + gathered for kept, gathered in zip((train, score), beside, strict=True))
         return train, score
+
+    def _gathered(self, role: Role, train: bool) -> float:
+        fsdp = role.config.fsdp
+        itemsize = ITEMSIZE[fsdp.param_dtype] if fsdp.param_dtype else self.job.itemsize
+        weights = weights_of(role.spec, value_head=role.value_head)
+        return gathered_bytes(weights, fsdp, itemsize, train=train, micro_batches=self._micro_batches(role))
 
     @staticmethod
     def _head_bytes(role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool) -> float:

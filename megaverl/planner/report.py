@@ -12,6 +12,8 @@ from typing import Any
 from megaverl.distributed.placement import ranks_text
 from megaverl.models.architectures import weights_of
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
+from megaverl.planner.buffers import ITEMSIZE
+from megaverl.planner.fsdp import Passes, passes_of
 from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
@@ -20,6 +22,7 @@ LINKS = ("nvlink", "network")
 WIDTH = 110  # columns of the text
 BASIS = {
     "weights": "weights, gradients and optimizer: megatron-core's buffers and distributed optimizer, to the byte",
+    "shards": "under FSDP: float32 shards, gradients and moments; weights that are gathered count among activations",
     "activations": "activations: counted as in Korthikanti et al. 2022 (arXiv 2205.05198) for this model's layers, "
     "with fused attention, every sample at full length, even routing of experts; logits by megaverl's own heads",
     "checkpoint": "checkpoint: weights and optimizer; no rank gathers, and each may hold what it writes in host memory",
@@ -89,6 +92,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
                 for direction in ("sent", "received")
             },
         },
+        "fsdp_micro_batch": {name: passes._asdict() for name, passes in fsdp_passes(job).items()},
         "checkpoint": {"bytes": sum(m.saved for m in memory), "written": spread([m.saved for m in memory])},
         "fits": not capacity.shortages,
         "does_not_fit": [str(shortage) for shortage in capacity.shortages],
@@ -121,6 +125,18 @@ def of_part(memory: Sequence[RankMemory], role: str, part: str) -> list[float]:
 def parameters(job: PlannedJob) -> int:
     """Elements of all weights of the actor."""
     return sum(prod(weight.shape) for weight in weights_of(job.spec))
+
+
+def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
+    """Roles that are trained under FSDP -> what a rank receives in a micro-batch."""
+    found = {}
+    for role in job.roles:
+        if role.shards is not None and role.trained is not None:
+            dtype = role.config.fsdp.param_dtype
+            weights = weights_of(role.spec, value_head=role.value_head)
+            itemsize = ITEMSIZE[dtype] if dtype else job.itemsize
+            found[role.name] = passes_of(weights, role.config.fsdp, itemsize, role.shards)
+    return found
 
 
 def num_nodes(job: PlannedJob) -> int:
@@ -199,7 +215,16 @@ def _traffic(capacity: Capacity) -> Iterator[str]:
             by_link[link] = max(by_link.get(link, 0.0), seconds)
     parts = ", ".join(f"{link} {seconds:.3f} s" for link, seconds in by_link.items() if seconds)
     share = mean / slowest if slowest else 1.0
+    yield from _fsdp(capacity.job)
     yield f"time {slowest:.3f} s ({parts or 'nothing moves'}); {share:.0%} of the wire limit (mean rank over busiest)"
+
+
+def _fsdp(job: PlannedJob) -> Iterator[str]:
+    for name, passes in fsdp_passes(job).items():
+        yield (
+            f"{name} under FSDP: of each micro-batch a rank receives {passes.gathered / GB:.2f} GB of weights "
+            f"(all-gathers) and {passes.reduced / GB:.2f} GB of gradients"
+        )
 
 
 def _verdict(capacity: Capacity) -> Iterator[str]:

@@ -1,0 +1,108 @@
+"""What a role under FSDP2 holds and sends: shards, gathered blocks, gradients. Rules of `models.hf_model.shard_module`:
+each decoder block is gathered at a time, the next one while it computes; norms and heads stay from the forward to the
+backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+from megaverl.config.fsdp import FsdpConfig
+from megaverl.planner.buffers import ITEMSIZE, TrainedBytes
+from megaverl.sharding.boxes import whole
+from megaverl.sharding.layout import Layout, even_layout
+from megaverl.sharding.weight import Weight
+
+MASTER = 4  # bytes of what is trained: float32, and so are gradients and both moments of Adam
+
+
+class Shards(NamedTuple):
+    """Over how many ranks weights are cut, and how many ranks hold the same part."""
+
+    size: int
+    replicas: int
+
+
+class Passes(NamedTuple):
+    """Bytes that each rank receives in one micro-batch."""
+
+    gathered: float
+    reduced: float
+
+
+def shards_of(fsdp: FsdpConfig, world: int, gpus_per_node: int) -> Shards:
+    """Of a role on so many ranks."""
+    sizes = {"no_shard": 1, "hybrid_shard": fsdp.shard_size or min(gpus_per_node, world)}
+    count = sizes.get(fsdp.sharding_strategy, world)
+    return Shards(count, world // count)
+
+
+def fsdp_layouts(weights: Sequence[Weight], count: int) -> Callable[[int], Layout]:
+    """Rank of the role -> what it holds, where shard groups are neighbours."""
+
+    @cache
+    def shard(index: int) -> Layout:
+        return even_layout(weights, count, index)
+
+    return lambda rank: shard(rank % count)
+
+
+def shard_bytes(layout: Layout, fsdp: FsdpConfig, replicas: int) -> TrainedBytes:
+    """What a rank's shards take while they are trained."""
+    numel = sum(whole(shape).numel for shape in layout.local_shapes.values())
+    here = 0 if fsdp.cpu_offload else numel
+    return TrainedBytes(
+        weights=MASTER * here,
+        gradients=MASTER * here,
+        optimizer=2 * MASTER * here,
+        step=MASTER * here,  # the square root of the second moment, of all shards at once
+        saved_weights=MASTER * numel // replicas,
+        saved_optimizer=2 * MASTER * numel // replicas,
+    )
+
+
+def gathered_bytes(
+    weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, *, train: bool, micro_batches: int
+) -> float:
+    """Beside its shards, at the peak of a forward and a backward pass.
+
+    Args:
+        itemsize: bytes of an element that is computed with.
+        micro_batches: of one update; between several, gradients that are not cut yet stay whole.
+    """
+    groups, root = _gathered_together(weights)
+    total, largest = sum(groups) + root, max(groups, default=0)
+    keeps = fsdp.sharding_strategy in ("shard_grad_op", "no_shard")
+    held = float(itemsize * (total if keeps and train else root + 2 * largest))
+    if not train:
+        return held
+    reduced = ITEMSIZE[fsdp.reduce_dtype or "float32"]
+    if keeps and micro_batches > 1:
+        held += reduced * total
+    return held + (itemsize + reduced) * max(largest, root)
+
+
+def passes_of(weights: Sequence[Weight], fsdp: FsdpConfig, itemsize: int, shards: Shards) -> Passes:
+    """Of a forward and a backward pass: all-gathers of weights, and the reduce-scatter of their gradients."""
+    groups, root = _gathered_together(weights)
+    keeps = fsdp.sharding_strategy in ("shard_grad_op", "no_shard")
+    share = (shards.size - 1) / shards.size
+    gathered = itemsize * (root + sum(groups) * (1 if keeps else 2)) * share
+    return Passes(gathered, ITEMSIZE[fsdp.reduce_dtype or "float32"] * (root + sum(groups)) * share)
+
+
+def _gathered_together(weights: Sequence[Weight]) -> tuple[list[int], int]:
+    """Elements of each decoder block and of embeddings that are not tied; and of what stays gathered."""
+    blocks: dict[int, int] = {}
+    first = last = 0
+    has_head = False
+    for weight in weights:
+        numel = whole(weight.shape).numel
+        if isinstance(weight.stage, int):
+            blocks[weight.stage] = blocks.get(weight.stage, 0) + numel
+        elif weight.stage == "first":
+            first += numel
+        else:
+            last, has_head = last + numel, has_head or len(weight.shape) > 1
+    return ([*blocks.values(), first], last) if has_head else (list(blocks.values()), first + last)

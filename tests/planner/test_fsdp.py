@@ -1,0 +1,93 @@
+"""What a plan says of roles under FSDP2: bytes against a count by hand, and the recipe that uses it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megaverl.config.fsdp import FsdpConfig
+from megaverl.models.architectures import weights_of
+from megaverl.planner.fsdp import gathered_bytes, passes_of, shards_of
+from megaverl.planner.job import PlannedJob
+from megaverl.planner.memory import MemoryModel
+from megaverl.planner.report import as_dict, as_text, survey
+from megaverl.planner.traffic import make_traffic
+from megaverl.sharding.model_spec import ModelSpec
+from tests.planner.jobs import CONFIGS, make, recipe
+
+SPEC = ModelSpec.from_config(json.loads((CONFIGS / "qwen2_5_7b" / "config.json").read_text()))
+H, FFN, VOCAB, KV = 3584, 18944, 152064, 4 * 128
+BLOCK = 2 * H * H + 2 * H * KV + (H + 2 * KV) + 3 * H * FFN + 2 * H
+TOTAL = 28 * BLOCK + 2 * VOCAB * H + H
+FSDP = "actor.engine=fsdp"
+
+
+def job(*overrides: str, world: int = 8) -> PlannedJob:
+    return make(SPEC, world, "algorithm={name: grpo, group_size: 4}", "model.dtype=bfloat16", FSDP, *overrides)
+
+
+def test_shards_are_float32_and_gradients_go_with_the_step() -> None:
+    assert TOTAL == 7_615_616_512, "as Qwen2.5-7B's files have it"
+    planned = job()
+    [rank, *_] = MemoryModel(planned).ranks()
+    assert rank.parts["actor"]["weights"] == rank.parts["actor"]["gradients"] == pytest.approx(4 * TOTAL / 8, rel=1e-4)
+    assert rank.parts["actor"]["optimizer"] == pytest.approx(8 * TOTAL / 8, rel=1e-4)
+    assert rank.moments["generate"]["training"] == pytest.approx(12 * TOTAL / 8, rel=1e-4)
+    assert rank.moments["actor update"]["training"] == pytest.approx(16 * TOTAL / 8, rel=1e-4)
+    assert rank.saved == pytest.approx(12 * TOTAL / 8, rel=1e-4)
+    assert not planned.aliases and rank.parts["rollout"]["aliased"] == 0, "an engine in 16 bits is no float32 shard"
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "shards", "train", "score"),
+    [
+        ({}, (8, 1), 2 * (VOCAB * H + H + 2 * VOCAB * H) + 6 * VOCAB * H, 2 * (VOCAB * H + H + 2 * VOCAB * H)),
+        (
+            {"sharding_strategy": "shard_grad_op"},
+            (8, 1),
+            (2 + 4) * TOTAL + 6 * VOCAB * H,
+            2 * (VOCAB * H + H + 2 * VOCAB * H),
+        ),
+        (
+            {"sharding_strategy": "hybrid_shard", "shard_size": 4, "reduce_dtype": "bfloat16"},
+            (4, 2),
+            2 * (VOCAB * H + H + 2 * VOCAB * H) + 4 * VOCAB * H,
+            2 * (VOCAB * H + H + 2 * VOCAB * H),
+        ),
+    ],
+)
+def test_what_is_gathered(fsdp: dict[str, object], shards: tuple[int, int], train: int, score: int) -> None:
+    section = FsdpConfig.model_validate(fsdp)
+    weights = weights_of(SPEC)
+    assert shards_of(section, 8, 8) == shards
+    assert gathered_bytes(weights, section, 2, train=True, micro_batches=2) == pytest.approx(train, rel=1e-4)
+    assert gathered_bytes(weights, section, 2, train=False, micro_batches=1) == pytest.approx(score, rel=1e-4)
+    passes = passes_of(weights, section, 2, shards_of(section, 8, 8))
+    times = 1 if section.sharding_strategy == "shard_grad_op" else 2
+    share = (shards[0] - 1) / shards[0]
+    assert passes.gathered == pytest.approx(share * 2 * (times * (TOTAL - VOCAB * H) + VOCAB * H), rel=1e-4)
+    assert passes.reduced == pytest.approx(share * TOTAL * (2 if section.reduce_dtype else 4), rel=1e-4)
+
+
+def test_host_memory_and_replicas() -> None:
+    [rank, *_] = MemoryModel(job("actor.fsdp.cpu_offload=true")).ranks()
+    assert {rank.parts["actor"][name] for name in ("weights", "gradients", "optimizer")} == {0}
+    whole = job("actor.fsdp.sharding_strategy=no_shard", world=2)
+    [rank, *_] = MemoryModel(whole).ranks()
+    assert rank.parts["actor"]["weights"] == 4 * TOTAL and rank.saved == pytest.approx(12 * TOTAL / 2, rel=1e-4)
+    assert make_traffic(whole).ranks[0].received["nvlink"] == 0, "each rank has all that its engine needs"
+
+
+def test_a_reshard_takes_each_element_once() -> None:
+    """Of the engine's whole model a rank has an eighth, and the others send the rest."""
+    for rank in make_traffic(job()).ranks:
+        assert rank.received["local"] == pytest.approx(2 * TOTAL / 8, rel=1e-3)
+        assert sum(rank.received.values()) == 2 * TOTAL
+
+
+def test_the_recipe_fits() -> None:
+    capacity = survey(recipe("qwen2_5_7b/grpo_fsdp_1_node", 8))
+    assert not capacity.shortages
+    assert "actor under FSDP: of each micro-batch a rank receives" in as_text(capacity)
+    assert set(as_dict(capacity)["fsdp_micro_batch"]) == {"actor"}
