@@ -95,7 +95,7 @@ class Liveness:
         self._thread.start()
         threading.Thread(target=self._guard, name="liveness-guard", daemon=True).start()
 
-    def note(self, stage: str, step: int | None = None) -> None:
+    def status(self, stage: str, step: int | None = None) -> None:
         """This rank begins a stage of a step, or of what is between two; published at once, so that it is known of a
         rank that ends in it. A thread beside the main one, such as a writer, does not say how far this rank is."""
         if threading.get_ident() == self._main:

@@ -96,7 +96,7 @@ def of_some(sampling: Sampling, rows: Sequence[int]) -> Sampling:
 Shapes = Mapping[str, tuple[int, ...]]  # by name
 
 # Called with the number of a prompt in the request, and its response, as soon as that is finished.
-Told = Callable[[int, Generation], None]
+OnFinished = Callable[[int, Generation], None]
 
 # Called with an engine's parameters once they are there, before anything has captured their addresses; and with
 # what `Engine.layouts` is.
@@ -111,8 +111,8 @@ class Engine(Protocol):
 
     Attributes:
         in_flight: bounds on the number of sequences; None: as many as the engine likes.
-        told: hears of every response of `generate` that is finished while others are not; an engine that does not call
-            it is heard at the end. None: nobody wants to know.
+        on_finished: called with every response of `generate` that is finished while others are not. An engine may leave
+            the calls out: the responses then count as finished at the end. None: nobody wants to know.
     """
 
     tp_size: int
@@ -120,7 +120,7 @@ class Engine(Protocol):
     replica: int
     num_replicas: int
     in_flight: InFlight | None
-    told: Told | None
+    on_finished: OnFinished | None
 
     @property
     def may_rebind(self) -> bool:

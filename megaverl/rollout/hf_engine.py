@@ -14,10 +14,10 @@ from megaverl.platform import flash_attention, platform
 from megaverl.rollout.engine import (
     Generation,
     InFlight,
+    OnFinished,
     Sampling,
     SamplingOptions,
     Shapes,
-    Told,
     check_generations,
     check_request,
     of_each,
@@ -58,7 +58,7 @@ class HFEngine:
         self.replica = dist.get_rank() if started else 0
         self.num_replicas = dist.get_world_size() if started else 1
         self.in_flight: InFlight | None = None
-        self.told: Told | None = None
+        self.on_finished: OnFinished | None = None
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)
         model = AutoModelForCausalLM.from_pretrained(
@@ -156,8 +156,8 @@ class HFEngine:
                 elif len(generations[row].token_ids) < ways[row].max_tokens:
                     continue
                 running.remove(row)
-                if self.told is not None:
-                    self.told(first + row, generations[row])
+                if self.on_finished is not None:
+                    self.on_finished(first + row, generations[row])
             if not running:
                 break
         check_generations(generations, len(prompts))

@@ -21,11 +21,11 @@ from megaverl.platform import platform
 from megaverl.rollout.engine import (
     Generation,
     InFlight,
+    OnFinished,
     OnLoad,
     Sampling,
     SamplingOptions,
     Shapes,
-    Told,
     check_generations,
     check_request,
     of_each,
@@ -147,7 +147,7 @@ class VLLMEngine:
         if arguments.get("quantization"):
             arguments |= quantised_arguments(arguments["quantization"])
         self.in_flight: InFlight | None = None
-        self.told: Told | None = None
+        self.on_finished: OnFinished | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
         to_come = nullcontext() if load_weights or platform.is_cuda else vllm_cpu().weights_to_come()
 
@@ -232,7 +232,7 @@ class VLLMEngine:
         requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         if self.in_flight is not None:
             self._limit(self.in_flight, max(map(len, prompts)) + max(way.max_tokens for way in ways))
-        with random_state_kept(), _eager(), _telling(self.llm, self.told):
+        with random_state_kept(), _eager(), _calling_when_finished(self.llm, self.on_finished):
             outputs = self.llm.generate(requests, self._parameters(ways, seeds), use_tqdm=False)
         generations = [_generation(output) for output in outputs]
         check_generations(generations, len(prompts))
@@ -407,23 +407,23 @@ def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:
 
 
 @contextmanager
-def _telling(llm: LLM, told: Told | None) -> Iterator[None]:
+def _calling_when_finished(llm: LLM, on_finished: OnFinished | None) -> Iterator[None]:
     """Inside, hear of responses in the very step of vLLM's loop that finishes them."""
-    if told is None:
+    if on_finished is None:
         yield
         return
     engine: Any = llm.llm_engine
     # requests are numbered one after the other, over all calls
     first, step = llm.request_counter.counter, engine.step
 
-    def step_and_tell() -> Any:
+    def step_and_call() -> Any:
         outputs = step()
         for output in outputs:
             if output.finished:
-                told(int(output.request_id) - first, _generation(output))
+                on_finished(int(output.request_id) - first, _generation(output))
         return outputs
 
-    engine.step = step_and_tell
+    engine.step = step_and_call
     try:
         yield
     finally:

@@ -232,7 +232,7 @@ class Disaggregated(Executor):
 
     def synchronise(self, done: int, *, starts: bool) -> None:
         self._done, self.stages.step = done, None
-        self.stages.note(f"what follows step {done}")
+        self.stages.status(f"what follows step {done}")
         if starts:
             self.routing.first_step = done
             return

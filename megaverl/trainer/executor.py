@@ -177,7 +177,7 @@ class Colocated(Executor):
             self.routing.first_step = done
 
     def measured(self, done: int) -> Measured:
-        self.stages.note("log")
+        self.stages.status("log")
         batch, times = self._values["rollouts"], self.stages.timeline.step_metrics()
         seconds = times["time/step_ms"] / 1e3
         metrics = {

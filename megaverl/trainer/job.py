@@ -171,14 +171,14 @@ class Stages:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Around a stage."""
-        self.note(name)
+        self.status(name)
         with self.timeline.span(name):
             yield
 
-    def note(self, name: str) -> None:
+    def status(self, name: str) -> None:
         """A stage begins that has no span of its own."""
         if self.job is not None:
-            self.job.liveness.note(name, self.step)
+            self.job.liveness.status(name, self.step)
 
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)

@@ -71,13 +71,13 @@ class Trainer:
         self.stages = Stages(self.timeline, job)
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
-        self.stages.note("resume")
+        self.stages.status("resume")
         placed = job is not None and not job.fabric.placement.is_colocated
         committer = Committer()
         if job is not None and placed:
             committer = Committer(job.fabric.control, job.fabric.placement.coordinator)
-        self.saving = Saving(config.checkpoint, self.run_dir, self.stages.note, console, committer)
-        self.stages.note("build")
+        self.saving = Saving(config.checkpoint, self.run_dir, self.stages.status, console, committer)
+        self.stages.status("build")
         builder.resumes = self.saving.resumed_from is not None
         self.executor: Executor
         if job is not None and placed:
@@ -273,7 +273,7 @@ class Trainer:
 
     def export(self) -> None:
         """Write the trained models as Hugging Face folders."""
-        self.stages.note("export")
+        self.stages.status("export")
         models, folder = self.executor.exported, self.run_dir / "hf"
         for name, model in models.items():
             export_model(model, self.builder, folder / name)
@@ -316,7 +316,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Take up a checkpoint, if there is one; then the engine has the actor's weights."""
-        self.stages.note("resume")
+        self.stages.status("resume")
         sync, path = self.roles.sync, self.saving.resumed_from
         state: dict[str, Any] | None = None
         if path is not None:

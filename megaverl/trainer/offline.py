@@ -77,7 +77,7 @@ class OfflineTrainer(ABC):
         self.stages = Stages(Timeline(dist.get_rank()), job)
         self.data = self.dataset(sources)
         self.sampler = self.data.sampler(stage.batch_size, config.run.seed, shuffle=config.data.shuffle)
-        self.saving = Saving(config.checkpoint, builder.run_dir, self.stages.note, console)
+        self.saving = Saving(config.checkpoint, builder.run_dir, self.stages.status, console)
         builder.resumes = self.saving.resumed_from is not None
         self.leave = PreemptionHandler()
         self.records = Records(config, builder.run_dir, console, keeps=self.is_first)
@@ -122,7 +122,7 @@ class OfflineTrainer(ABC):
             if self.is_first:
                 self.records.aside(lambda: self.stages.timeline.export(self.builder.run_dir / "timeline.json"))
         if self.config.checkpoint.export_hf:
-            self.stages.note("export")
+            self.stages.status("export")
             self.export(self.builder.run_dir / "hf")
             self.console.print(f"model written to {self.builder.run_dir / 'hf'}")
         return result
@@ -176,7 +176,7 @@ class OfflineTrainer(ABC):
         path = self.saving.resumed_from
         if path is None:
             return
-        self.stages.note("resume")
+        self.stages.status("resume")
         path, state = self.saving.store.resume(path, self.trained)
         check_origin(path, state, self.name, self.builder.tokenizer)
         self.sampler.check_state(state["sampler"])

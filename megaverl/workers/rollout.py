@@ -183,11 +183,11 @@ def _reporting(
             if place not in reported:
                 report(place, generation)
 
-    engine.told = report if finished is not None else None
+    engine.on_finished = report if finished is not None else None
     try:
         yield rest
     finally:
-        engine.told = None
+        engine.on_finished = None
 
 
 def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> RaggedBatch:

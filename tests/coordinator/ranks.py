@@ -117,12 +117,12 @@ def lost(rank: int, how: str) -> str:
     other = {"actor": "critic", "critic": "actor"}.get(role, "")
     try:
         for step in range(5 if role else 0):
-            liveness.note(f"{role}_update")
+            liveness.status(f"{role}_update")
             if step == 2 and fabric.rank == rank:
                 vanish(how)
             dist.all_reduce(torch.ones(1))
             coordinator.decide(role, good(step), [other])
-            liveness.note("waiting for the next step")
+            liveness.status("waiting for the next step")
         if fabric.rank == rank:
             vanish(how)
         coordinator.close()
@@ -156,7 +156,7 @@ def waits_on_the_device(stage: str) -> str:
     after a collective of NCCL's; the other worlds wait for both."""
     fabric, _, liveness = make()
     for begun in ("rollout", "values", "actor_update"):
-        liveness.note(begun, 2)
+        liveness.status(begun, 2)
         if fabric.rank == 1 and begun == "values":
             vanish("stalled")
         if fabric.rank == 0 and begun == stage:

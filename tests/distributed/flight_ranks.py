@@ -18,7 +18,7 @@ def stall_in_a_collective() -> str | None:
     liveness = Liveness(store, rank, 2, coordinator=0, timeouts=timeouts)
     dist.all_reduce(torch.ones(2), group=group)
     dist.barrier()
-    liveness.note("actor_update", 3)
+    liveness.status("actor_update", 3)
     while rank == 1 and liveness.failure_reason is None:
         time.sleep(0.02)
     dist.all_reduce(torch.ones(3, 4, dtype=torch.bfloat16), group=group)

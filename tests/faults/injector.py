@@ -36,7 +36,7 @@ class Fault:
         kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), usr1 (SIGUSR1), int (SIGINT), exception, stall (this
             thread waits for good); of a write also full and readonly (the system's errors); vanish (`folder` is there
             no more).
-        stage: as `Stages.note` gets it, without its step.
+        stage: as `Stages.status` gets it, without its step.
         step: in this one, counted from 1, or the first later one that has such a stage; None: whichever comes first.
         byte: of what this rank writes from then on for that step's checkpoint, or a later one: an earlier one may still
             be on its way to the disk; None: as the stage begins.
@@ -111,7 +111,7 @@ class _Patches:
         from megaverl.checkpoint.checksums import ChecksummedFile
         from megaverl.trainer.job import Stages
 
-        note, write = Stages.note, ChecksummedFile.write
+        note, write = Stages.status, ChecksummedFile.write
 
         def note_with_fault(stages: Stages, name: str) -> None:
             note(stages, name)
@@ -135,7 +135,7 @@ class _Patches:
             write(file, view[before:])
             return size
 
-        Stages.note = note_with_fault  # type: ignore[assignment, method-assign]
+        Stages.status = note_with_fault  # type: ignore[assignment, method-assign]
         ChecksummedFile.write = write_with_fault  # type: ignore[assignment, method-assign]
 
     def _is_meant(self, path: str) -> bool:

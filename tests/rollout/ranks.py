@@ -61,9 +61,9 @@ def answers(
         [SamplingOptions(**way) for way in sampling] if isinstance(sampling, list) else SamplingOptions(**sampling)
     )
     heard: dict[int, Generation] = {}
-    engine.told = heard.__setitem__
+    engine.on_finished = heard.__setitem__
     found = engine.generate(prompts, ways, seeds)
-    engine.told = None
+    engine.on_finished = None
     assert heard == dict(enumerate(found)), "each response is told of once, when it is finished"
     return [asdict(one) for one in found]
 

@@ -46,9 +46,9 @@ def test_log_probs_are_of_the_drawn_tokens(engine: HFEngine) -> None:
 def test_what_is_drawn_depends_on_seed_and_not_on_company(engine: HFEngine) -> None:
     """... and each response is told of when it is finished, the shortest first."""
     sampling, heard = SamplingOptions(max_tokens=12, stop_token_ids=range(40)), {}
-    engine.told = heard.__setitem__
+    engine.on_finished = heard.__setitem__
     found = engine.generate(PROMPTS, sampling, SEEDS)
-    engine.told = None
+    engine.on_finished = None
     assert heard == dict(enumerate(found))
     assert list(heard) == sorted(heard, key=lambda number: len(found[number].token_ids)) != sorted(heard)
     alone = [engine.generate([p], sampling, [s])[0] for p, s in zip(PROMPTS, SEEDS, strict=True)]

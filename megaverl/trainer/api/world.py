@@ -113,7 +113,7 @@ def _leave() -> None:
     if error is not None:
         job.liveness.explain(error)
         return
-    job.liveness.note("the end of its program")
+    job.liveness.status("the end of its program")
     try:
         barrier(job.fabric.control)
     except TrainingStopped as broken:
