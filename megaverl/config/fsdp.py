@@ -23,8 +23,9 @@ class FsdpConfig(Section):
     sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """What is cut over the ranks. full_shard: weights, gradients and optimizer state; a block's weights are gathered
     for its forward and again for its backward pass (ZeRO-3). shard_grad_op: the same, but weights stay gathered from
-    the forward to the backward pass (ZeRO-2). hybrid_shard: full_shard inside groups of shard_size ranks, which hold
-    replicas of each other. no_shard: nothing; every rank holds all."""
+    the forward to the backward pass (ZeRO-2), and gradients whole until a step's last micro-batch. hybrid_shard:
+    full_shard inside groups of shard_size ranks, which hold replicas of each other. no_shard: nothing; every rank holds
+    all."""
     shard_size: Positive | None = None
     """With hybrid_shard: ranks over which weights are cut; a divisor of the role's ranks. null: those of one node."""
     cpu_offload: bool = False
@@ -37,8 +38,8 @@ class FsdpConfig(Section):
     compile: bool = False
     """Compile each block with torch.compile."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
-    """transformers' attn_implementation. auto: flash_attention_2 on a GPU where flash-attn is installed and the model
-    has it, else sdpa, else eager."""
+    """transformers' attn_implementation, of padded rows. auto: megaverl's, by FlashAttention or PyTorch's kernels,
+    which reads packed rows too; transformers' choice where a model asks for more (capped scores, sinks)."""
     liger: bool = False
     """Use Liger's fused kernels for norms, rotary embeddings and MLPs: on a GPU, with the package liger-kernel, for
     architectures that it knows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -70,18 +71,26 @@ class CausalAttention(nn.Module):
         if packed_seq_params is not None:
             assert attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
-            if isinstance(packed_seq_params, VarlenPacking):
-                return self._attend_varlen(q, k, v, packed_seq_params).flatten(1).unsqueeze(1)
-            assert isinstance(packed_seq_params, DensePacking)
-            return packed_seq_params.attend(self._attend, q, k, v, self.window).unsqueeze(1)
+            return attend_packed(q, k, v, packed_seq_params, self.softmax_scale, self.window).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
-        if look is None and self.window is not None and self.window < len(query):
-            look = _inside_window(len(query), self.window, query.device)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim], no copies
-        return self._attend(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
+        return attend_rows(q, k, v, look, self.softmax_scale, self.window).permute(2, 0, 1, 3).flatten(2)
 
-    def _attend_varlen(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: VarlenPacking) -> torch.Tensor:
-        """[t, heads, head_dim], keys and values [t, kv_heads, head_dim] -> [t, heads, head_dim]."""
+
+def attend_packed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None, window: int | None
+) -> torch.Tensor:
+    """Attention within the sequences of a packed row.
+
+    Args:
+        q: [t, heads, head_dim]. k, v: [t, kv_heads, head_dim].
+        scale: of the scores; None: 1 / sqrt(head_dim).
+        window: keys that a query sees, its own among them; None: all before it.
+
+    Returns:
+        [t, heads * head_dim of the values].
+    """
+    if isinstance(packing, VarlenPacking):
         return flash_attention.attend_varlen(
             q,
             packing.of_segments(k),
@@ -90,27 +99,41 @@ class CausalAttention(nn.Module):
             packing.cu_seqlens_kv,
             packing.max_seqlen_q,
             packing.max_seqlen_kv,
-            scale=self.softmax_scale,
-            window=self.window,
-        )
+            scale=scale,
+            window=window,
+        ).flatten(1)
+    assert isinstance(packing, DensePacking)
+    return packing.attend(functools.partial(_attend, scale=scale), q, k, v, window)
 
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
-        """[b, heads, q, head_dim], keys and values [b, kv_heads, k, head_dim] -> [b, heads, q, head_dim]; `look`
-        [b or 1, 1, q, k] bool, None: causal."""
-        dtype = q.dtype
-        if q.device.type == "cpu" and dtype == torch.bfloat16:
-            # the backward kernel for bfloat16 takes up to four times as long
-            q, k, v = q.float(), k.float(), v.float()
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=look,
-            is_causal=look is None,
-            scale=self.softmax_scale,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        return out.to(dtype)
+
+def attend_rows(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    look: torch.Tensor | None,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of rows that are one sequence each: [b, heads, s, head_dim], keys and values [b, kv_heads, s, head_dim]
+    -> [b, heads, s, head_dim]. `look` as in `_attend`; `scale` and `window` as in `attend_packed`."""
+    if look is None and window is not None and window < q.shape[2]:
+        look = _inside_window(q.shape[2], window, q.device)
+    return _attend(q, k, v, look, scale)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """[b, heads, q, head_dim], keys and values [b, kv_heads, k, head_dim] -> [b, heads, q, head_dim]; `look`
+    [b or 1, 1, q, k] bool, None: causal."""
+    dtype = q.dtype
+    if q.device.type == "cpu" and dtype == torch.bfloat16:
+        # the backward kernel for bfloat16 takes up to four times as long
+        q, k, v = q.float(), k.float(), v.float()
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=look, is_causal=look is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out.to(dtype)
 
 
 def _inside_window(length: int, window: int, device: torch.device) -> torch.Tensor:

@@ -81,7 +81,7 @@ def make_tiny_folder(
     import torch
     import transformers
 
-    config_class = getattr(transformers, architecture.replace("ForCausalLM", "Config"))
+    config_class = getattr(transformers, architecture).config_class
     settings = {**TINY, **TINY_MORE.get(architecture, {}), "tie_word_embeddings": tie_embeddings, **config}
     if architecture != "DeepseekV3ForCausalLM":
         # Qwen3's and Gemma's configurations have a head size of their own, far from that of a tiny model
@@ -89,7 +89,7 @@ def make_tiny_folder(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, architecture)(config_class(**settings))
-        norms_at_zero = architecture == "GemmaForCausalLM"  # they multiply by weight + 1
+        norms_at_zero = architecture.startswith("Gemma")  # they multiply by weight + 1
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("mlp.gate.weight"):
                 tensor.data.normal_(0.0, 0.5)  # some routers start at zero, where all experts are as good

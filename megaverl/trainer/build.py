@@ -27,7 +27,6 @@ from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.distributed.worlds import Fabric, default_group, join_some
 from megaverl.errors import ConfigError
 from megaverl.models.architectures import weights_of
-from megaverl.models.classifier import read_model
 from megaverl.models.hub import ModelFiles, find_model
 from megaverl.platform import platform
 from megaverl.rewards import build_reward
@@ -35,9 +34,8 @@ from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.job import patience
+from megaverl.trainer.trainer_engines import make_model, make_trainable
 from megaverl.workers.critic import ActorCritic, Critic
-from megaverl.workers.megatron_model import MegatronModel
-from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import place_for
 from megaverl.workers.pairs import ImplicitRewardModel, RewardModel
@@ -76,7 +74,7 @@ class Builder:
         self.groups = shared_groups or ProcessGroupManager(patience(config.run.timeout_minutes))
         self.folder = self.files().folder
         with together():  # the files may lie on each machine's own disk
-            self.spec = ModelSpec.from_folder(self.folder)
+            self.spec = ModelSpec.outline(self.folder)
             self.tokenizer = load_tokenizer(
                 config.model.tokenizer or self.folder, trust_remote_code=config.model.trust_remote_code
             )
@@ -126,27 +124,23 @@ class Builder:
         beside_logits: bool = False,
         trained: bool = False,
     ) -> TrainingModel:
-        """A Megatron-core model with the weights of `path` (or of `model.path`).
+        """A model with the weights of `path` (or of `model.path`), of the role's engine.
 
         Args:
             trained: a checkpoint holds its weights.
         """
         files = self.files(path)
         from_files = self.config.model.init == "weights"
-        model = MegatronModel(
-            read_model(files.folder)[1] if value_head and not beside_logits else ModelSpec.from_folder(files.folder),
+        model = make_model(
+            files.folder,
+            self.config,
+            config,
             self.grid(config, role),
+            self.groups,
+            role=role,
             dtype=self.dtype,
-            seed=self.config.run.seed,
-            overrides=config.megatron,
             value_head=value_head,
             beside_logits=beside_logits,
-            role=role,
-            initialize=not from_files,
-            chunked_logits=config.chunked_logits,
-            pack_samples=config.pack_samples,
-            lora=config.lora if isinstance(config, TrainedConfig) else None,
-            activation_checkpointing=config.activation_checkpointing if isinstance(config, TrainedConfig) else "none",
         )
         if trained and self.resumes:
             model.clear_padding()
@@ -160,16 +154,7 @@ class Builder:
         self, model: TrainingModel, config: TrainedConfig, optimizer: dict[str, Any], total_updates: int
     ) -> TrainableModel:
         """`model` with its optimizer."""
-        assert isinstance(model, MegatronModel)
-        return MegatronTrainable(
-            model,
-            optimizer=optimizer,
-            scheduler=config.scheduler,
-            ddp=config.ddp,
-            total_updates=total_updates,
-            gradient_accumulation=config.gradient_accumulation,
-            offload=config.offload,
-        )
+        return make_trainable(model, config, optimizer, total_updates)
 
     @property
     def total_updates(self) -> int:

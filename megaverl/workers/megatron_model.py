@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from megaverl.config.roles import LoraConfig
-from megaverl.distributed.collectives import reduce_json, together
+from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import build_model, layouts_of, named_parameters, packer, why_padded
 from megaverl.models.layers import HiddenHead, ValuesBesideLogits
-from megaverl.models.lora.adapters import Adapters, add_product
-from megaverl.models.lora.low_rank import adapter_names, with_factors
+from megaverl.models.lora.adapters import Adapters
 from megaverl.models.options import check_divides, recompute_options, token_multiple, transformer_config
 from megaverl.models.packing import AtPositions, MicroBatch, Pack, as_one_row
 from megaverl.platform import platform
 from megaverl.sharding.fit import no_adapters
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.weights.export import BUCKET_BYTES, save_folder
-from megaverl.weights.load import ArrivingFolder, load_folder
 from megaverl.workers.model import Loss, Taken, TrainingModel
 from megaverl.workers.pipeline import StageCommunicator
 
@@ -127,62 +122,6 @@ class MegatronModel(TrainingModel):
         if reason and not self.grid.rank:
             logger.warning("%s.pack_samples: rows are padded: %s", self.role, reason)
         return None if reason else packer(self.config)
-
-    def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
-        """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
-
-        A critic may start from a language model: its value head stays as it was initialised. Every rank takes
-        part, and all fail if one does. Returns the names that the folder lacked.
-
-        Args:
-            arriving: the folder's weight files, each given when it is there (`ModelFiles.arriving`). None: all are.
-
-        Raises:
-            ModelError, CheckpointError: a missing or damaged file, or tensors that do not fit the model.
-        """
-        absent: list[str] = []
-        layout, optional = self.held_layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
-        if arriving is None:
-            with together(self.grid.world):
-                absent = load_folder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
-            return absent
-        with together(self.grid.world):
-            reader = ArrivingFolder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
-        for file in arriving:
-            with together(self.grid.world):
-                reader.read(file)
-        with together(self.grid.world):
-            absent = reader.finish()
-        return absent
-
-    def export(
-        self,
-        folder: str | Path,
-        *,
-        source_folder: str | Path,
-        tokenizer_folder: str | Path | None = None,
-        overwrite: bool = False,
-        bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
-        """`save_folder` of all weights, adapters merged into them on the way. Every rank of the grid takes part."""
-        layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
-        if self.adapters is not None:
-            adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
-            layouts, tensors = with_factors(layouts, adapters, adapter_names), {**tensors, **self.adapters.parameters}
-        with self.on_device:
-            save_folder(
-                folder,
-                source_folder=source_folder,
-                weights=self.weights,
-                layouts=layouts,
-                tensors=tensors,
-                group=self.grid.world,
-                tokenizer_folder=tokenizer_folder,
-                bucket_bytes=bucket_bytes,
-                overwrite=overwrite,
-                adapters=adapters,
-                add=add,
-            )
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside, the model computes what its own weights alone say."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
-from megaverl.models.lora.adapters import Adapters
+from megaverl.models.lora.adapters import Adapters, add_product
+from megaverl.models.lora.low_rank import adapter_names, with_factors
 from megaverl.models.lora.peft import load_adapters, save_adapters
 from megaverl.models.packing import MicroBatch, Pack, spread
 from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
@@ -20,8 +23,8 @@ from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
-from megaverl.weights.export import BUCKET_BYTES
-from megaverl.weights.load import clear_padding
+from megaverl.weights.export import BUCKET_BYTES, save_folder
+from megaverl.weights.load import ArrivingFolder, clear_padding, load_folder
 from megaverl.workers.offload import Offload, OffloadTarget, storages_of
 
 # (model output on the last stage, micro-batch) -> per-response-token values [b, r]
@@ -56,6 +59,7 @@ class TrainingModel(ABC):
         parameters: the model's own on this rank, by local name, that `layout_of` describes.
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
+        files_dtype: of the folders that `export` writes; None: that of the parameters.
         adapters: what is trained instead of these, if there are any.
         on_device: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
     """
@@ -74,6 +78,7 @@ class TrainingModel(ABC):
     held_weights: Sequence[Weight]
     layout_of: Callable[[int], Layout]
     held_layout_of: Callable[[int], Layout]
+    files_dtype: torch.dtype | None = None
     adapters: Adapters | None = None
     on_device: AbstractContextManager[Any] = nullcontext()
     _head: OutputLayer | None = None
@@ -106,16 +111,33 @@ class TrainingModel(ABC):
         """What `take` makes of the model's output for each micro-batch, without a gradient; nothing before the last
         stage."""
 
-    @abstractmethod
     def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
-        """Fill this rank's parameters from a folder, its own slices only. Every rank takes part, and all fail if one
-        does. Returns the names that the folder lacked.
+        """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
+
+        A critic may start from a language model: its value head stays as it was initialised. Every rank takes
+        part, and all fail if one does. Returns the names that the folder lacked.
 
         Args:
             arriving: the folder's weight files, each given when it is there (`ModelFiles.arriving`). None: all are.
-        """
 
-    @abstractmethod
+        Raises:
+            ModelError, CheckpointError: a missing or damaged file, or tensors that do not fit the model.
+        """
+        absent: list[str] = []
+        layout, optional = self.held_layout_of(self.grid.rank), ("score.weight",) if self.value_head else ()
+        if arriving is None:
+            with together(self.grid.world):
+                absent = load_folder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
+            return absent
+        with together(self.grid.world):
+            reader = ArrivingFolder(folder, layout, self.held_parameters, weights=self.held_weights, optional=optional)
+        for file in arriving:
+            with together(self.grid.world):
+                reader.read(file)
+        with together(self.grid.world):
+            absent = reader.finish()
+        return absent
+
     def export(
         self,
         folder: str | Path,
@@ -126,6 +148,25 @@ class TrainingModel(ABC):
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """`save_folder` of all weights, adapters merged into them on the way. Every rank of the grid takes part."""
+        layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
+        if self.adapters is not None:
+            adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
+            layouts, tensors = with_factors(layouts, adapters, adapter_names), {**tensors, **self.adapters.parameters}
+        with self.on_device:
+            save_folder(
+                folder,
+                source_folder=source_folder,
+                weights=self.weights,
+                layouts=layouts,
+                tensors=tensors,
+                group=self.grid.world,
+                tokenizer_folder=tokenizer_folder,
+                dtype=self.files_dtype,
+                bucket_bytes=bucket_bytes,
+                overwrite=overwrite,
+                adapters=adapters,
+                add=add,
+            )
 
     @abstractmethod
     def without_adapters(self) -> AbstractContextManager[None]:

@@ -8,16 +8,20 @@ import torch
 import torch.distributed as dist
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.grid import GridShape
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.critic import ActorCritic, Critic
+from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.micro_batches import Updated, micro_batches_for, micro_batches_of, plan_updates, rows_of_updates
 from megaverl.workers.policy import Actor
+from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager
 
 
@@ -60,32 +64,30 @@ def update(
     megatron: dict[str, Any] | None = None,
     chunked_logits: bool = False,
     pack_samples: bool = True,
+    activation_checkpointing: str = "none",
     same_prompts: int = 1,
+    fsdp: dict[str, Any] | None = None,
     **algorithm: Any,
 ) -> dict[str, float]:
     """Update a model of `folder` on a grid that fills the world; its weights go to `output`.
 
     Args:
         shared: an actor that is its own critic.
+        fsdp: under FSDP2, cut so; None: under Megatron-core.
     """
-    grid_shape = GridShape(**shape)
-    model = MegatronModel(
-        ModelSpec.from_folder(folder),
-        manager().grid(grid_shape),
-        dtype=torch.float32,
-        seed=0,
+    trainable = trainable_of(
+        folder,
+        shape,
+        fsdp=fsdp,
         value_head=critic or shared,
         beside_logits=shared,
-        overrides=megatron,
         role="critic" if critic else "actor",
-        initialize=False,  # as in a run: what is drawn is cut, and marked so, in another way than what is read
         chunked_logits=chunked_logits,
         pack_samples=pack_samples,
+        activation_checkpointing=activation_checkpointing,
+        **({"overrides": megatron} if fsdp is None else {}),
     )
-    model.load(folder)
-    # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step
-    optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
-    trainable = MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
+    model = trainable.model
     config = AlgorithmConfig(**algorithm)
     batch = experience(same_prompts=same_prompts)
     if critic:
@@ -104,6 +106,22 @@ def update(
         group=model.grid.world,
     )
     return metrics
+
+
+def trainable_of(folder: str, shape: dict[str, int], *, fsdp: dict[str, Any] | None, **options: Any) -> TrainableModel:
+    """A model of `folder` with an optimizer; `fsdp` as `update` has it, `options` as both engines' models have them."""
+    grid = manager().grid(GridShape(**shape))
+    # as in a run: what is drawn is cut, and marked so, in another way than what is read
+    given: dict[str, Any] = {"dtype": torch.float32, "seed": 0, "initialize": False, **options}
+    # with so large an epsilon Adam steps in proportion to the gradient: no rounding is blown up to a full step
+    optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+    if fsdp is not None:
+        cut = FSDPModel(folder, grid, manager(), fsdp=FsdpConfig(**fsdp), trained=True, **given)
+        cut.load(folder)
+        return FSDPTrainable(cut, optimizer=optimizer, scheduler={}, total_updates=10)
+    model = MegatronModel(ModelSpec.from_folder(folder), grid, **given)
+    model.load(folder)
+    return MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
 
 
 def with_own_tokens(role: Updated, batch: RolloutBatch) -> RolloutBatch:

@@ -78,7 +78,9 @@ def value_error(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
     return 0.5 * 0.5 * torch.cat(each).mean()
 
 
-def by_transformers(folder: Path, loss_of: Loss) -> tuple[dict[str, float], dict[str, Tensor]]:
+def by_transformers(
+    folder: Path, loss_of: Loss, *, same_prompts: int = 1
+) -> tuple[dict[str, float], dict[str, Tensor]]:
     """(metrics, weights) after the updates."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     if loss_of is value_error:
@@ -89,7 +91,7 @@ def by_transformers(folder: Path, loss_of: Loss) -> tuple[dict[str, float], dict
     losses, norms = [], []
     for _ in range(EPOCHS):
         optimizer.zero_grad()
-        loss = loss_of(model, experience())
+        loss = loss_of(model, experience(same_prompts=same_prompts))
         loss.backward()
         losses.append(float(loss))
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
@@ -130,10 +132,60 @@ def test_an_update_is_that_of_transformers_and_autograd(
     expected = by_transformers(folder, loss)
     before = load_file(folder / "model.safetensors")
     for name, shape in shapes.items():
-        metrics, weights = updated(launch, folder, tmp_path / name, shape, **options)
-        assert {key: metrics[key] for key in expected[0]} == pytest.approx(expected[0], rel=1e-4)
-        assert weights.keys() == expected[1].keys()
-        for key, right in expected[1].items():
-            moved = float((right - before.get(key, 0)).abs().max())
-            wrong = float((weights[key] - right).abs().max())
-            assert moved > 3e-7 and wrong < 2e-3 * moved + 2e-7, (name, key, wrong, moved)  # float32 has 6e-8 at 1
+        assert_right(updated(launch, folder, tmp_path / name, shape, **options), expected, before, name)
+
+
+def assert_right(
+    found: tuple[dict[str, float], dict[str, Tensor]],
+    expected: tuple[dict[str, float], dict[str, Tensor]],
+    before: dict[str, Tensor],
+    name: str,
+) -> None:
+    """Both are (metrics, weights) after updates of the weights `before`."""
+    metrics, weights = found
+    assert {key: metrics[key] for key in expected[0]} == pytest.approx(expected[0], rel=1e-4)
+    assert weights.keys() == expected[1].keys()
+    for key, right in expected[1].items():
+        moved = float((right - before.get(key, 0)).abs().max())
+        wrong = float((weights[key] - right).abs().max())
+        assert moved > 3e-7 and wrong < 2e-3 * moved + 2e-7, (name, key, wrong, moved)  # float32 has 6e-8 at 1
+
+
+# (ranks, how they are cut, what else): all strategies, uneven and empty shards, checkpointing, chunks of logits
+CUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "one": (1, {}, {}),
+    "full": (2, {}, {"activation_checkpointing": "full", "chunked_logits": True}),
+    "padded": (2, {"sharding_strategy": "shard_grad_op"}, {"pack_samples": False, "micro_batch_tokens": 30}),
+    "no shard": (2, {"sharding_strategy": "no_shard", "attention": "sdpa"}, {"micro_batch_tokens": 30}),
+    "hybrid": (4, {"sharding_strategy": "hybrid_shard", "shard_size": 2}, {"micro_batch_tokens": 30}),
+    "four": (4, {"cpu_offload": True}, {"activation_checkpointing": "selective", "micro_batch_tokens": 30}),
+}
+GEMMA3 = {
+    "sliding_window": 4,  # responses are longer
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "query_pre_attn_scalar": 8,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "loss", "cuts"),
+    [
+        ("Qwen2ForCausalLM", PPO, ppo, list(CUTS)),
+        ("LlamaForCausalLM", CRITIC, value_error, ["full"]),
+        ("Gemma3ForCausalLM", GRPO, grpo, ["full", "padded"]),
+        ("Qwen3MoeForCausalLM", GRPO, grpo, ["no shard"]),
+    ],
+)
+def test_an_update_under_fsdp_is_that_of_transformers_and_autograd(
+    launch: Launcher, tmp_path: Path, architecture: str, options: dict[str, Any], loss: Loss, cuts: list[str]
+) -> None:
+    more = GEMMA3 if "Gemma3" in architecture else {}
+    tied = architecture in ("Qwen2ForCausalLM", "Gemma3ForCausalLM")
+    folder = make_tiny_folder(tmp_path / "model", architecture, tie_embeddings=tied, **more)
+    expected = by_transformers(folder, loss, same_prompts=3)
+    before = load_file(folder / "model.safetensors")
+    for name in cuts:
+        ranks, fsdp, changes = CUTS[name]
+        given = {"same_prompts": 3, **options, **changes, "fsdp": fsdp}
+        assert_right(updated(launch, folder, tmp_path / name, {"dp": ranks}, **given), expected, before, name)

@@ -1,0 +1,315 @@
+"""A Hugging Face causal language model as a policy or a critic: built without data, cut over ranks by FSDP2."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from megaverl.errors import ConfigError, ModelError
+from megaverl.models.hf_attention import NAME, RowReading, register, row_reading
+from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT
+from megaverl.platform import platform
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+class PolicyModule(nn.Module):
+    """What FSDP gathers as one: a causal language model, and a value head in the place of its logits or beside them.
+
+    Args:
+        model: of transformers.
+        num_values: a value head gives so many values per position; 0: there is none.
+        gives_hidden: the output is hidden states: logits are made of them later, or values alone are wanted.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_values: int, gives_hidden: bool) -> None:
+        super().__init__()
+        self.model, self.gives_hidden = model, gives_hidden
+        backbone = model.base_model
+        if backbone is model and (num_values or gives_hidden):
+            raise ModelError(f"{type(model).__name__}: transformers does not say which of its modules is the backbone.")
+        self._positions = "position_ids" in inspect.signature(type(backbone).forward).parameters
+        self._seen: torch.Tensor | None = None
+        if num_values:
+            # zero: before any training a critic predicts nothing, whatever the backbone's scale
+            head = nn.Linear(model.config.get_text_config().hidden_size, num_values, bias=False)
+            nn.init.zeros_(head.weight)
+            self.add_module(VALUE_HEAD, head.to(model.dtype))
+            backbone.register_forward_hook(self._look)
+
+    def _look(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._seen = output[0]
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, **inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and positions [b, s] -> (logits [b, s, vocabulary] or hidden states [b, s, hidden], values
+        [b, s, num_values] float32, if there is a value head)."""
+        given = {"position_ids": positions} if self._positions else {}
+        module = self.model.base_model if self.gives_hidden else self.model
+        made = module(input_ids=tokens, use_cache=False, **given, **inputs)
+        output: torch.Tensor = made[0] if self.gives_hidden else made.logits
+        if not hasattr(self, VALUE_HEAD):
+            return output, None
+        hidden, self._seen = self._seen, None
+        assert hidden is not None
+        weight: torch.Tensor = self.get_submodule(VALUE_HEAD).weight  # type: ignore[assignment]
+        return output, nn.functional.linear(hidden.float(), weight.float())
+
+
+def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """config.json of a folder.
+
+    Raises:
+        ModelError: transformers does not know the model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError) as error:
+        raise ModelError(f"{folder}: transformers does not know this model: {error}") from error
+    return config
+
+
+def build_module(
+    folder: str | Path,
+    *,
+    dtype: torch.dtype,
+    seed: int | None,
+    attention: str = "auto",
+    liger: bool = False,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, RowReading]:
+    """The causal language model of a folder's config.json, and how it reads rows.
+
+    Args:
+        dtype: of its parameters.
+        seed: draw random weights, on the host; None: parameters are on the meta device, buffers that no folder has
+            have their values.
+        attention: transformers' attn_implementation; "auto": ours where it computes what the model asks for.
+        liger: with Liger's kernels.
+
+    Raises:
+        ModelError: transformers does not build it.
+        ConfigError: Liger's kernels cannot be used here.
+    """
+    register()
+    config = read_config(folder, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = _from_config(folder, config, NAME, torch.float32, trust_remote_code)
+    reading = RowReading(f"attention is {attention}", attention)
+    if attention == "auto":
+        reading = row_reading(model, len(blocks_of(model)), dtype)
+    if seed is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = _from_config(folder, config, reading.attention, dtype, trust_remote_code)
+    else:
+        with torch.device("meta"):
+            model = _from_config(folder, config, reading.attention, dtype, trust_remote_code)
+        _fill_buffers(model)
+    if liger:
+        _use_liger(model)
+    return model, reading
+
+
+def _use_liger(model: PreTrainedModel) -> None:
+    """Liger's norms, rotary embeddings and MLPs; losses are made here, and never by the model's own forward pass."""
+    key = "fsdp.liger"
+    if not platform.is_cuda:
+        raise ConfigError(f"{key}: Liger's kernels need a GPU, and there is none. Leave it out.")
+    try:
+        monkey_patch = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise ConfigError(f"{key}: liger-kernel is not installed ({error}). pip install liger-kernel.") from error
+    if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ConfigError(f"{key}: Liger has no kernels for {model.config.model_type} models. Leave it out.")
+    monkey_patch._apply_liger_kernel_to_instance(
+        model=model, cross_entropy=False, fused_linear_cross_entropy=False, rms_norm=True
+    )
+
+
+def _from_config(
+    folder: str | Path, config: PretrainedConfig, attention: str | None, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, KeyError, ImportError, RuntimeError, NotImplementedError) as error:
+        raise ModelError(f"{folder}: transformers does not build a causal language model of it: {error}") from error
+    return model
+
+
+def _fill_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers that no folder has (rotary frequencies, scales) their values, as `from_pretrained` does."""
+    saved = model.state_dict(keep_vars=True)
+    for tensor in saved.values():
+        tensor._is_hf_initialized = True
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if (f"{path}.{name}" if path else name) not in saved:
+                setattr(module, name, torch.empty_like(buffer, device=platform.device))
+    model.initialize_weights()
+
+
+def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's blocks, each of which is gathered at a time: the longest list of modules of one kind.
+
+    Raises:
+        ModelError: there is none.
+    """
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    found = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [each for each in found if each]
+    known = [each for each in lists if type(each[0]).__name__ in named]
+    if not lists:
+        raise ModelError(f"{type(model).__name__}: no list of decoder layers was found in it.")
+    return max(known or lists, key=len)
+
+
+def logits_are_plain(model: PreTrainedModel) -> bool:
+    """Whether logits are the last hidden states times the output layer's weight, and nothing else.
+
+    Seen by a forward pass in which backbone and output layer give made-up tensors.
+    """
+    head: nn.Module = model.get_output_embeddings()  # type: ignore[assignment]
+    if not isinstance(head, nn.Linear) or getattr(head, "bias", None) is not None:
+        return False
+    hidden = torch.linspace(-3.0, 3.0, 2 * head.in_features).view(1, 2, -1)
+    logits = torch.linspace(-50.0, 50.0, 2 * 8).view(1, 2, -1)
+    seen: list[torch.Tensor] = []
+
+    def backbone(*args: Any, **kwargs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPast
+
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+    def output_layer(given: torch.Tensor) -> torch.Tensor:
+        seen.append(given)
+        return logits
+
+    with _forwards({model.base_model: backbone, head: output_layer}):
+        try:
+            found = model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False).logits
+        except Exception:  # a model's own code may need more than that
+            return False
+    return len(seen) == 1 and torch.equal(seen[0], hidden) and torch.equal(found, logits)
+
+
+@contextmanager
+def _forwards(functions: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, modules compute these."""
+    for module, function in functions.items():
+        module.forward = function
+    try:
+        yield
+    finally:
+        for module in functions:
+            del module.forward
+
+
+# What selective activation checkpointing keeps: results of matrix products and of attention. All else is cheap.
+KEPT = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+)
+
+
+def checkpoint_block(block: nn.Module, kind: str) -> None:
+    """Compute a block's activations again in the backward pass: all of them (full), or the cheap ones (selective)."""
+    forward = block.forward
+
+    def kept(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if kind == "full":
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        context = lambda: create_selective_checkpoint_contexts(kept)  # noqa: E731
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=context, **kwargs)
+
+    block.forward = checkpointed  # type: ignore[method-assign]
+
+
+def shard_module(
+    module: PolicyModule,
+    mesh: DeviceMesh,
+    *,
+    param_dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    reshard_after_forward: bool,
+    cpu_offload: bool,
+) -> FSDPModule:
+    """`fully_shard` a module in place: each decoder block, embeddings that are not tied, and the rest as one.
+
+    Gradients are added up over the ranks, not averaged. Parameters without data get memory, with anything in it.
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype),
+        "offload_policy": CPUOffloadPolicy(pin_memory=platform.is_cuda) if cpu_offload else OffloadPolicy(),
+    }
+    model = module.model
+    for block in blocks_of(model):
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if getattr(head, "weight", None) is not embeddings.weight:
+        fully_shard(embeddings, reshard_after_forward=reshard_after_forward, **options)
+    # the rest (norms, heads) is gathered first and used last: it stays from the forward to the backward pass
+    fully_shard(module, reshard_after_forward=False, **options)
+    place = torch.device("cpu") if cpu_offload else platform.device
+    module._apply(lambda tensor: torch.empty_like(tensor, device=place) if tensor.is_meta else tensor)
+    for each in sharded(module):
+        each.set_gradient_divide_factor(1.0)
+        each.set_force_sum_reduction_for_comms(True)
+        each.unshard()  # from here on parameters stay where they are in memory
+        each.reshard()
+    return module  # type: ignore[return-value]  # `fully_shard` has changed its class
+
+
+def sharded(module: nn.Module) -> list[FSDPModule]:
+    """All that is gathered at a time, the module itself first."""
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
+
+
+def local_tensors(module: PolicyModule) -> dict[str, torch.Tensor]:
+    """What this rank holds, by the names that transformers gives it: parts of parameters, saved buffers; each once."""
+    found: dict[str, torch.Tensor] = {}
+    state = module.model.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    if hasattr(module, VALUE_HEAD):
+        state = {**state, VALUE_WEIGHT: module.get_submodule(VALUE_HEAD).weight}
+    for name, tensor in state.items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            found[name] = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return found
