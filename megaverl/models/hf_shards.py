@@ -9,10 +9,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from megaverl.models.architectures import LAYERS, weights_of
-from megaverl.models.hf_weights import weights_of_module
 from megaverl.sharding.boxes import Box, whole
 from megaverl.sharding.layout import Layout, join_layouts, whole_layout
 from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.module_weights import weights_of_module
 from megaverl.sharding.weight import Split, Weight
 
 if TYPE_CHECKING:
