@@ -4,9 +4,11 @@
     python tools/bench_memory.py --hidden 1024 --layers 16 --tokens 8192 --dtype bfloat16      # on a GPU
 
 Every line is a process of its own: an actor that takes three updates (and, where it says so, a reference that scores).
-`between` is what stays allocated between stages, `update` the peak of the last update, `score` that of scoring: on a
-GPU by torch's count, on a CPU the process's resident memory beyond what it had before the model was built (VmHWM,
-reset before each). Percentages are of the first line, from the same run. `planned` is the planner's update peak.
+`between` is what stays allocated between stages, `update` the peak of the last update, `in update` the difference
+(activations, and gradients on their way), `score` the peak of scoring: on a GPU by torch's count, on a CPU the
+process's resident memory beyond what it had before the model was built (VmHWM, reset before each). Of context
+parallelism's two processes, that need two GPUs, it is the larger figure. Percentages are of the first line, from the
+same run. `planned` is the planner's update peak.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megaverl.gpus import count_gpus
 from megaverl.processes import end_with_parent
 
 ALL_AWAY = "actor.offload={parameters: true, optimizer: true, gradients: true}"
@@ -32,6 +35,7 @@ LINES: dict[str, list[str]] = {
     "activation_checkpointing: selective": ["actor.activation_checkpointing=selective"],
     "activation_checkpointing: full": ["actor.activation_checkpointing=full"],
     "chunked_logits: true": ["actor.chunked_logits=true"],
+    "cp: 2, each of two processes": ["actor.cp=2"],
     "gradient_accumulation: 8": ["actor.gradient_accumulation=8"],
     "offload: {gradients: true}": ["actor.offload={gradients: true}"],
     "offload: {optimizer: true}": ["actor.offload={optimizer: true}"],
@@ -47,8 +51,7 @@ LINES: dict[str, list[str]] = {
         ALL_AWAY,
     ],
 }
-PROMPT = 64  # tokens of a sample, of the 256 that it has
-SAMPLE = 256
+PROMPT = 64  # tokens of a sample
 M_MMAP_THRESHOLD = -3  # malloc.h
 
 
@@ -56,10 +59,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     first: dict[str, float] = {}
     print(f"{describe(options)}; MiB, percent of the first line\n")
-    print(f"{'':37} {'between':>14} {'update':>14} {'planned':>8} {'score':>14} {'seconds':>8}")
+    heads = f"{'between':>14} {'update':>14} {'in update':>14} {'planned':>8} {'score':>14} {'seconds':>8}"
+    print(f"{'':37} {heads}")
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), options)
         for line, settings in LINES.items():
+            if 0 < count_gpus() < world_of(settings):
+                continue
             if options.only and not any(part in line for part in options.only) and first:
                 continue
             found = in_a_process(options, str(model), settings)
@@ -69,8 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
                 return f"{found[name] / 2**20:7.0f} ({found[name] / first[name]:4.0%})"
 
             print(
-                f"{line:37} {share('between'):>14} {share('update'):>14} {found['planned'] / 2**20:8.0f} "
-                f"{share('score'):>14} {found['seconds']:8.2f}",
+                f"{line:37} {share('between'):>14} {share('update'):>14} {share('in update'):>14} "
+                f"{found['planned'] / 2**20:8.0f} {share('score'):>14} {found['seconds']:8.2f}",
                 flush=True,
             )
     return 0
@@ -82,6 +88,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--tokens", type=int, default=2048, help="of an update; half of them in one micro-batch")
+    parser.add_argument("--sample", type=int, default=256, help="tokens of a sample, of which the prompt has 64")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", nargs="*", metavar="WORD", help="the first line, and those with one of these in them")
@@ -107,29 +114,39 @@ def make_model(folder: Path, options: argparse.Namespace) -> Path:
         num_attention_heads=heads,
         num_key_value_heads=max(1, heads // 4),
         vocab_size=options.vocab,
-        max_position_embeddings=2 * SAMPLE,
+        max_position_embeddings=2 * options.sample,
     )
 
 
 def in_a_process(options: argparse.Namespace, model: str, settings: list[str]) -> dict[str, float]:
-    """What `measure` found in a process that has seen nothing else."""
-    context = multiprocessing.get_context("spawn")
+    """What `measure` found in processes that have seen nothing else: the most of any."""
+    context, world = multiprocessing.get_context("spawn"), world_of(settings)
     with tempfile.TemporaryDirectory() as folder:
-        process = context.Process(target=measure, args=(options, model, settings, folder, os.getpid()))
-        process.start()
-        process.join()
-        if process.exitcode:
-            raise SystemExit(f"the process of {settings} ended with exit code {process.exitcode}")
-        found: dict[str, float] = json.loads((Path(folder) / "found.json").read_text())
-        return found
+        given = (options, model, settings, folder, os.getpid())
+        processes = [context.Process(target=measure, args=(rank, world, *given)) for rank in range(world)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a process of {settings} ended with exit code {process.exitcode}")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
+        return {name: max(each[name] for each in found) for name in found[0]}
 
 
-def measure(options: argparse.Namespace, model: str, settings: list[str], folder: str, parent: int) -> None:
-    """One line: build the roles, update, score; writes `found.json`. Process `parent` waits for it."""
+def world_of(settings: list[str]) -> int:
+    """Processes of a line."""
+    return 2 if "actor.cp=2" in settings else 1
+
+
+def measure(
+    rank: int, world: int, options: argparse.Namespace, model: str, settings: list[str], folder: str, parent: int
+) -> None:
+    """One line: build the roles, update, score; writes its rank's file. Process `parent` waits for it."""
     end_with_parent(parent)
     # glibc: every large block is mapped by itself and returned when freed, so that what is resident is what is alive
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "LOCAL_RANK": str(rank)}
     import torch
     import torch.distributed as dist
 
@@ -139,13 +156,13 @@ def measure(options: argparse.Namespace, model: str, settings: list[str], folder
 
     platform.start()
     torch.set_num_threads(options.threads)
-    dist.init_process_group(platform.backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+    dist.init_process_group(platform.backend, init_method=f"file://{folder}/store", rank=rank, world_size=world)
     if not platform.is_cuda and any("offload" in setting for setting in settings):
         settings = [*settings, f"actor.offload.folder={folder}"]  # host memory is where things are: they go to files
-    config, spec = configure(options, model, settings)
-    planned = planned_bytes(config, spec)
-    grid = ProcessGroupManager().grid(GridShape())
-    warm_up(grid, options)
+    config, spec = configure(options, model, settings, world)
+    planned, manager = planned_bytes(config, spec, world), ProcessGroupManager()
+    warm_up(manager.grid(GridShape(dp=world)), options)
+    grid = manager.grid(GridShape(cp=world))
     meter = Meter()
     actor, reference = make_roles(config, spec, model, grid)
     batch = make_batch(options, spec.vocab_size)
@@ -155,12 +172,13 @@ def measure(options: argparse.Namespace, model: str, settings: list[str], folder
         found["update"] = meter.peak_of(partial(actor.update, batch, step=step, kl_coef=0.1))
         found["seconds"] = time.perf_counter() - start
     found["between"] = meter.held()
+    found["in update"] = found["update"] - found["between"]
     found["score"] = meter.peak_of(lambda: (reference or actor).log_probs(batch))
-    (Path(folder) / "found.json").write_text(json.dumps(found))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-def configure(options: argparse.Namespace, model: str, settings: list[str]) -> tuple[Any, Any]:
+def configure(options: argparse.Namespace, model: str, settings: list[str], world: int) -> tuple[Any, Any]:
     """(Config, ModelSpec) of a line."""
     from megaverl.config import load_config
     from megaverl.sharding.model_spec import ModelSpec
@@ -171,22 +189,22 @@ def configure(options: argparse.Namespace, model: str, settings: list[str]) -> t
         "data.train=none.jsonl",
         "reward=exact_match",
         "algorithm={name: grpo, group_size: 2}",
-        f"data.prompts_per_step={options.tokens // SAMPLE // 2}",
+        f"data.prompts_per_step={options.tokens // options.sample // 2}",
         f"data.max_prompt_tokens={PROMPT}",
-        f"rollout.sampling.max_tokens={SAMPLE - PROMPT}",
+        f"rollout.sampling.max_tokens={options.sample - PROMPT}",
         f"actor.micro_batch_tokens={options.tokens // 2}",
         "reshard.alias=never",
     ]
-    config = load_config(None, [*given, *settings], check_paths=False, world_size=1)
+    config = load_config(None, [*given, *settings], check_paths=False, world_size=world)
     return config, ModelSpec.from_folder(model)
 
 
-def planned_bytes(config: Any, spec: Any) -> float:
+def planned_bytes(config: Any, spec: Any, world: int) -> float:
     """What the planner says of the update's peak, without the engine's share."""
     from megaverl.planner.job import make_job
     from megaverl.planner.memory import MemoryModel
 
-    planned = MemoryModel(make_job(config, spec, 1)).rank(0).moments["actor update"]
+    planned = MemoryModel(make_job(config, spec, world)).rank(0).moments["actor update"]
     return float(sum(planned[name] for name in ("training", "frozen", "activations")))
 
 
@@ -236,7 +254,7 @@ def make_batch(options: argparse.Namespace, vocab_size: int) -> Any:
 
     from megaverl.data.batch import RolloutBatch
 
-    count, length = options.tokens // SAMPLE, SAMPLE - PROMPT
+    count, length = options.tokens // options.sample, options.sample - PROMPT
     generator = torch.Generator().manual_seed(0)
     log_probs = torch.randn(count, length, generator=generator) * 0.1 - 5.0
     return RolloutBatch(
@@ -264,11 +282,13 @@ def warm_up(grid: Any, options: argparse.Namespace) -> None:
     from megaverl.workers.policy import Actor
 
     with tempfile.TemporaryDirectory() as folder:
-        small = argparse.Namespace(**{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * SAMPLE})
+        small = argparse.Namespace(
+            **{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * options.sample}
+        )
         spec = ModelSpec.from_folder(make_model(Path(folder), small))
     model = MegatronModel(spec, grid, dtype=getattr(torch, options.dtype), seed=0)
     trainable = MegatronTrainable(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2)
-    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=SAMPLE, seed=0)
+    actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=options.sample, seed=0)
     actor.update(make_batch(small, 128), step=0)
     actor.log_probs(make_batch(small, 128))
 

@@ -226,7 +226,7 @@ class CheckpointStore:
         with together(self.committer.group):  # worlds with roles of their own load them each by itself
             if roles:
                 with _present(roles):
-                    is_alone = all(role.model.grid.shape.dp == 1 for role in roles.values())
+                    is_alone = all(role.model.grid.shape.dp * role.model.grid.shape.cp == 1 for role in roles.values())
                     apply_state(roles, read_shards(sharded_state(roles, loading=True), folder, is_alone=is_alone))
         if world_size == self.committer.size:
             with together():

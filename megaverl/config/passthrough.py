@@ -28,6 +28,10 @@ MEGATRON: dict[str, str] = {
     "pipeline_model_parallel_size": "Use {role}.pp.",
     "virtual_pipeline_model_parallel_size": "Use {role}.vpp.",
     "context_parallel_size": "Use {role}.cp.",
+    **dict.fromkeys(
+        ("hierarchical_context_parallel_sizes", "hybrid_context_parallel", "max_seqlen_per_dp_cp_rank"),
+        "All micro-batches of a role are cut over the same {role}.cp ranks.",
+    ),
     "expert_model_parallel_size": "Use {role}.ep.",
     "expert_tensor_parallel_size": "Use {role}.etp.",
     **dict.fromkeys(

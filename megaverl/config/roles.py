@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
 from megaverl.config.errors import ConfigIssue
 from megaverl.config.fsdp import FsdpConfig
@@ -43,15 +42,6 @@ Place = int | str | list[int | str] | dict[str, Any] | None
 _DEVICES = "_devices"
 
 
-def _whole_sequence(size: int) -> int:
-    if size > 1:
-        raise PydanticCustomError(
-            "context_parallel",
-            "this version cuts no sequence over ranks. Leave it out; for long samples see docs/memory.md",
-        )
-    return size
-
-
 class GridConfig(Section):
     """A role's engine and parallel grid; the data-parallel size is what is left of the world."""
 
@@ -62,8 +52,9 @@ class GridConfig(Section):
     """Tensor-parallel size."""
     pp: Positive = 1
     """Pipeline-parallel size."""
-    cp: Annotated[Positive, AfterValidator(_whole_sequence)] = 1
-    """Context-parallel size. Only 1: this version cuts no sequence over ranks."""
+    cp: Positive = 1
+    """Context-parallel size: sequences are cut over so many ranks, each of which has a cp-th of a micro-batch's tokens.
+    For samples whose activations one rank cannot hold."""
     ep: Positive = 1
     """Expert-parallel size."""
     etp: Positive | None = None

@@ -63,6 +63,10 @@ class Grid:
         return self.pg_collection.tp
 
     @property
+    def cp_group(self) -> dist.ProcessGroup:
+        return self.pg_collection.cp
+
+    @property
     def pp_group(self) -> dist.ProcessGroup:
         return self.pg_collection.pp
 

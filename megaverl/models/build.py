@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from megaverl.models.attention import (
     SharedKVAttention,
     is_plain,
 )
+from megaverl.models.context_attention import ContextAttention, Part, pack_for_engine, pack_part, pack_part_varlen
 from megaverl.models.layers import BiasedRouter, RMSNorm, ValueHead, ValuesBesideLogits
 from megaverl.models.options import padded_vocab_size, rope_options, uses_transformer_engine
 from megaverl.models.packing import Pack, pack, pack_varlen
@@ -43,6 +45,8 @@ from megatron.core.transformer.transformer_block import (  # noqa: E402
     get_num_layers_to_build,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+WHOLE = Part(0, 1)
 
 
 def block_spec(
@@ -77,7 +81,7 @@ def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules
     if is_plain(config):
-        attention.core_attention = CausalAttention
+        attention.core_attention = CausalAttention if config.context_parallel_size == 1 else ContextAttention
     if config.multi_latent_attention:
         attention.q_layernorm = RMSNorm
         attention.kv_layernorm = RMSNorm
@@ -185,11 +189,44 @@ def layouts_of(
     )
 
 
-def packer(config: TransformerConfig) -> Pack:
-    """How samples are laid into a row that the model's attention reads, where nothing keeps it from it."""
-    if uses_transformer_engine() or not flash_attention.why_not_for(config.params_dtype, config.kv_channels):
-        return pack_varlen
-    return pack
+def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
+    """How samples are laid into a row that the model's attention reads, where nothing keeps it from it.
+
+    Args:
+        part: which context-parallel rank reads it.
+    """
+    engine = uses_transformer_engine()
+    varlen = engine or not flash_attention.why_not_for(config.params_dtype, config.kv_channels)
+    if part.size == 1:
+        return pack_varlen if varlen else pack
+    return _of_part(pack_for_engine if engine else pack_part_varlen if varlen else pack_part, part)
+
+
+@cache
+def _of_part(laid: Pack, part: Part) -> Pack:
+    """The same function for the same arguments: models that read the same rows know each other by it."""
+    return partial(laid, part=part)
+
+
+def why_not_cut(config: TransformerConfig) -> str:
+    """Why sequences cannot be cut over context-parallel ranks, where they are to be; empty: they can."""
+    if config.context_parallel_size == 1:
+        return ""
+    if uses_transformer_engine():
+        from megaverl.models import engine_attention  # needs Transformer Engine
+
+        return engine_attention.why_not_cut(config)
+    if not is_plain(config):
+        return (
+            "attention has dropout, a softmax offset, or windows that differ from layer to layer: only Transformer "
+            "Engine's attention, which needs a GPU and is not here, cuts its sequences"
+        )
+    if config.cp_comm_type is not None:
+        return (
+            f"megatron.cp_comm_type={config.cp_comm_type} is how Transformer Engine's attention sends keys and "
+            "values; it needs a GPU and is not here, and ours gathers them. Leave cp_comm_type out"
+        )
+    return ""
 
 
 def why_padded(config: TransformerConfig) -> str:

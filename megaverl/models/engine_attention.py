@@ -16,7 +16,11 @@ takes that in "thd", with or without a window, as read in Transformer Engine 2.3
 segment has other numbers of queries and keys, and else all compute something else. Transformer Engine 2.1 does just
 that to `bottom_right` where the longest has the same, though others have not
 (common/fused_attn/fused_attn_f16_arbitrary_seqlen.cu: `is_bottom_right && s_q == s_kv`), so that it is refused here.
-Context parallelism takes no `bottom_right` mask in any of these versions.
+
+Context parallelism takes no `bottom_right` mask in any of these versions, so that its sequences share no beginning
+(`context_attention.pack_for_engine`); in "thd" it sends keys and values from rank to rank ("p2p") alone, of the other
+kinds only the newest versions take that. Both are refused there where the device is not asked: kinds with a window, and
+latent attention, as its `attn_forward_func_with_cp` does (pytorch/attention/dot_product_attention/context_parallel.py).
 
 Nothing here asks the device: Transformer Engine reads lengths from it only where `max_seqlen_*` are not given, and
 compares `cu_seqlens_*_padded` with `cu_seqlens_*` there (up to 2.17) only where both are given. A packed row has no
@@ -37,6 +41,7 @@ platform.adapt_megatron()
 
 from megatron.core.extensions.transformer_engine import TEDotProductAttention  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import get_te_version, is_te_min_version  # noqa: E402
 from transformer_engine.pytorch.attention.dot_product_attention import utils  # noqa: E402
@@ -68,7 +73,8 @@ class EngineAttention(TEDotProductAttention):
 
         Args:
             query: [s, b, heads / tp, head_dim]. key, value: [s, b, kv_heads / tp, head_dim].
-            packed_seq_params: the row (b is 1) holds several sequences.
+            packed_seq_params: the row (b is 1) holds several sequences; of a context-parallel rank, lengths are those
+                of the whole row.
 
         Returns:
             [s, b, heads / tp * head_dim], dtype of `query`.
@@ -82,7 +88,7 @@ class EngineAttention(TEDotProductAttention):
             packing.of_segments(key.squeeze(1)),
             packing.of_segments(value.squeeze(1)),
             None,
-            _MaskType.padding_causal_bottom_right,
+            _mask_type(self.config),
             packed_seq_params=PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=packing.cu_seqlens_q,
@@ -95,6 +101,36 @@ class EngineAttention(TEDotProductAttention):
         return out.reshape(len(query), 1, -1)
 
 
+def _mask_type(config: TransformerConfig) -> enum.Enum:
+    """Of packed rows."""
+    whole = config.context_parallel_size == 1
+    return _MaskType.padding_causal_bottom_right if whole else AttnMaskType.padding_causal
+
+
+def _kinds(config: TransformerConfig) -> set[str]:
+    """How keys and values are sent between context-parallel ranks."""
+    given = config.cp_comm_type
+    return set(given) if isinstance(given, list) else {given or "p2p"}
+
+
+def why_not_cut(config: TransformerConfig) -> str:
+    """Why Transformer Engine's attention cannot take sequences cut over context-parallel ranks; empty: it can."""
+    kinds, tp_size, cp_size = _kinds(config), config.tensor_model_parallel_size, config.context_parallel_size
+    if unknown := kinds - {"p2p", "a2a", "all_gather"}:
+        return f"megatron.cp_comm_type={', '.join(sorted(unknown))} is not among p2p, a2a and all_gather"
+    if config.window_size is not None and "p2p" in kinds:
+        return "attention has a window, which megatron.cp_comm_type=p2p does not take. Set it to all_gather or a2a"
+    if config.multi_latent_attention and kinds != {"p2p"}:
+        return "latent attention takes megatron.cp_comm_type=p2p alone. Leave it out"
+    heads = config.num_attention_heads // tp_size, max(1, config.num_query_groups // tp_size)
+    if "a2a" in kinds and any(number % cp_size for number in heads):
+        return (
+            f"megatron.cp_comm_type=a2a spreads heads over the ranks, and {heads[0]} heads with {heads[1]} for keys "
+            f"and values on each are not multiples of {cp_size}. Use p2p, or a smaller tp or cp"
+        )
+    return ""
+
+
 def why_padded(config: TransformerConfig) -> str:
     """Why Transformer Engine cannot attend within packed rows here, as it says itself; empty: it can.
 
@@ -104,7 +140,9 @@ def why_padded(config: TransformerConfig) -> str:
         return f"Transformer Engine {LOWEST_ENGINE} or later is needed, and {get_te_version()} is installed"
     if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
         return "attention is in FP8 (megatron.fp8_dot_product_attention, megatron.fp8_multi_head_attention)"
-    tp_size = config.tensor_model_parallel_size
+    tp_size, is_cut = config.tensor_model_parallel_size, config.context_parallel_size > 1
+    if is_cut and _kinds(config) != {"p2p"}:
+        return "Transformer Engine takes packed rows cut over ranks with megatron.cp_comm_type=p2p alone"
     asked = utils.AttentionParams(
         qkv_dtype=config.params_dtype,
         qkv_layout="thd_thd_thd",
@@ -112,12 +150,13 @@ def why_padded(config: TransformerConfig) -> str:
         num_heads=config.num_attention_heads // tp_size,
         num_gqa_groups=max(1, config.num_query_groups // tp_size),
         max_seqlen_q=65,  # any lengths, and so not only multiples of 64
-        max_seqlen_kv=129,
+        max_seqlen_kv=65 if is_cut else 129,
         head_dim_qk=config.kv_channels,
         head_dim_v=config.kv_channels,
-        attn_mask_type=_MaskType.padding_causal_bottom_right.name,
+        attn_mask_type=_mask_type(config).name,
         window_size=config.window_size or (-1, 0),
         deterministic=config.deterministic_mode,
+        context_parallel=is_cut,
     )
     by_flash, _, by_cudnn, *_ = utils.get_attention_backend(asked)
     if by_flash or by_cudnn:

@@ -1,7 +1,9 @@
-"""Parts of a GPTModel that are ours: RMSNorm, a biased router, value heads, and the sum of ranks' gradients."""
+"""Parts of a GPTModel that are ours: RMSNorm, a biased router, value heads, hooks, and sums over ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -190,6 +192,26 @@ def sum_gradients(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return summed
 
 
+class _SumValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        total = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def sum_values(values: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The ranks' values, added up; backward, each rank's get the gradient of the sum, which is the same on all."""
+    if dist.get_world_size(group) == 1:
+        return values
+    summed: torch.Tensor = _SumValues.apply(values, group)
+    return summed
+
+
 class HiddenHead:
     """In the place of an output layer's `forward`: gives the hidden states on, and keeps the weight for later.
 
@@ -217,3 +239,44 @@ class HiddenHead:
         else:
             whole = sum_gradients(hidden, self._group)
         return whole, None
+
+
+class AtPositions:
+    """Hooks of rotary embeddings, that give those of the tokens' own positions instead of 0, 1, 2, ...
+
+    Attributes:
+        positions: [t] int64 of the packed row that is computed now, or of a context-parallel rank's tokens; None: a
+            row is one sequence.
+    """
+
+    def __init__(self) -> None:
+        self.positions: torch.Tensor | None = None
+
+    def attach(self, rotary: torch.nn.Module) -> None:
+        rotary.register_forward_pre_hook(self._whole, with_kwargs=True)
+        rotary.register_forward_hook(self)
+
+    def _whole(self, module: object, args: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        """megatron-core would cut the embeddings over context-parallel ranks, as it cuts a row that is one sequence."""
+        return None if self.positions is None else (args, {**options, "packed_seq": True})
+
+    @contextmanager
+    def at(self, positions: torch.Tensor) -> Iterator[None]:
+        """Inside, forward passes read a row of tokens at these positions."""
+        self.positions = positions
+        try:
+            yield
+        finally:
+            self.positions = None
+
+    def __call__(self, module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+        return output if self.positions is None else output.index_select(0, self.positions)
+
+
+def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook of embeddings: [t, 1, hidden] with the strides of a tensor made so.
+
+    A transposed [1, t, hidden] has others, though it is as contiguous; where its weights are frozen, `torch.matmul`
+    then multiplies token by token.
+    """
+    return output.squeeze(1).unsqueeze(1) if output.shape[1] == 1 else output

@@ -172,12 +172,13 @@ def _check_fp8() -> None:
 def token_multiple(config: TransformerConfig, shape: GridShape) -> int:
     """What rows of tokens are filled up to a multiple of, so that every rank's part is as long as its kernels want.
 
-    Products in 8 bits take rows of 16 tokens, of 32 under the recipe mxfp8 (megatron-core 0.16 to 0.19,
-    `fp8_utils.py`, `get_fp8_align_size`), before and after a sequence is cut over ranks.
+    Context parallelism cuts a row into 2 cp chunks, of which a rank has two. Products in 8 bits take rows of 16 tokens,
+    of 32 under the recipe mxfp8 (megatron-core 0.16 to 0.19, `fp8_utils.py`, `get_fp8_align_size`), before and after a
+    sequence is cut over ranks.
     """
     cut = shape.tp if config.sequence_parallel else 1
     if not config.fp8:
-        return cut
+        return cut if shape.cp == 1 else shape.cp * math.lcm(2, cut)
     return cut * shape.cp * (32 if config.fp8_recipe == "mxfp8" else 16)
 
 

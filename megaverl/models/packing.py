@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple, Self
 
@@ -38,13 +37,15 @@ class Packing(PackedSeqParams):
 
     Attributes:
         source: [t] int64: of each token, the place in the flattened padded sequences [b, s].
-        positions: [t] int64: its place in its sequence, for rotary embeddings.
+        positions: [t] int64: its place in its sequence, for rotary embeddings; of the tokens in `own` alone.
         starts: [b] int64: where each sequence's own part begins in the row.
+        own: [t / cp] int64: the places in the row of the tokens that this context-parallel rank has. None: all.
     """
 
     source: torch.Tensor = None  # type: ignore[assignment]  # the base class has defaults
     positions: torch.Tensor = None  # type: ignore[assignment]
     starts: torch.Tensor = None  # type: ignore[assignment]
+    own: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
@@ -138,6 +139,8 @@ class VarlenPacking(Packing):
 
 # (lengths, shared, groups, width=..., multiple_of=...) -> the row
 Pack = Callable[..., Packing]
+# (place of a beginning, its length, place of what follows it, its length)
+Segment = tuple[int, int, int, int]
 
 
 def pack(
@@ -165,9 +168,9 @@ def pack(
             elif count or common:
                 wholes.append((beginning, common, place, count, not number))
     total, padding = row.total, -row.total % multiple_of
-    all_wholes, of_wholes = _spans(wholes, total)
-    keys, _ = _spans(later, total)
-    queries, of_queries = _spans([(0, 0, begin, count, False) for _, _, begin, count, _ in later], total)
+    all_wholes, of_wholes = spans(wholes, total)
+    keys, _ = spans(later, total)
+    queries, of_queries = spans([(0, 0, begin, count, False) for _, _, begin, count, _ in later], total)
     place_of = torch.zeros(total + padding, dtype=torch.int64)
     place_of[all_wholes[of_wholes]] = of_wholes.flatten().nonzero()[:, 0]
     place_of[queries[of_queries]] = all_wholes.numel() + of_queries.flatten().nonzero()[:, 0]
@@ -191,29 +194,44 @@ def pack_varlen(
 ) -> VarlenPacking:
     """The same row as `pack`, for kernels of sequences of any lengths. What fills it up is a segment of its own, so
     that no output and no gradient is left as it was found in memory."""
-    row = _Row(lengths, shared, groups)
-    padding = -row.total % multiple_of
-    segments: list[tuple[int, int, int, int]] = []  # (place of a beginning, its length, place of own tokens, how many)
-    for beginning, common, own in row.groups:
-        segments += [(0, 0, beginning, common), *((beginning, common, place, count) for place, count in own)]
-    segments = [segment for segment in [*segments, (0, 0, row.total, padding)] if segment[3]]
-    queries = torch.tensor([count for _, _, _, count in segments])
-    keys = torch.tensor([common + count for _, common, _, count in segments])
+    held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
+    return of_segments(held, segments, [count for *_, count in segments])
+
+
+def of_segments(
+    held: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int], own: torch.Tensor | None = None
+) -> VarlenPacking:
+    """That of these segments, of whose tokens the last `counts` are queries."""
+    queries, keys = torch.tensor(counts), torch.tensor([common + count for _, common, _, count in segments])
     places = [
         torch.arange(first, first + count)
-        for beginning, common, place, own in segments
-        for first, count in ((beginning, common), (place, own))
+        for beginning, common, place, own_count in segments
+        for first, count in ((beginning, common), (place, own_count))
     ]
-    zero = torch.zeros(1, dtype=torch.int32)
+    zero, lie_elsewhere = torch.zeros(1, dtype=torch.int32), any(common for _, common, _, _ in segments)
     return VarlenPacking(
         qkv_format="sbhd",
         cu_seqlens_q=torch.cat([zero, queries.cumsum(0, dtype=torch.int32)]),
         cu_seqlens_kv=torch.cat([zero, keys.cumsum(0, dtype=torch.int32)]),
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=int(keys.max()),
-        **row.tokens(width, padding),
-        keys=torch.cat(places) if any(common for _, common, _, _ in segments) else None,
+        **held,
+        own=own,
+        keys=torch.cat(places) if lie_elsewhere or own is not None else None,
     )
+
+
+def laid_out(
+    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int
+) -> tuple[dict[str, torch.Tensor], list[Segment]]:
+    """(`Packing`'s own fields, the segments of the row in order: beginnings, own parts, and what fills it up)."""
+    row = _Row(lengths, shared, groups)
+    padding = -row.total % multiple_of
+    segments: list[Segment] = []
+    for beginning, common, own in row.groups:
+        segments += [(0, 0, beginning, common), *((beginning, common, place, count) for place, count in own)]
+    segments = [segment for segment in [*segments, (0, 0, row.total, padding)] if segment[3]]
+    return row.tokens(width, padding), segments
 
 
 # (place of a beginning, its length, place of what follows, its length, whether the beginning's outputs are taken here)
@@ -268,7 +286,7 @@ class _Row:
         }
 
 
-def _spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
+def spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
     """([n, longest] places of each part's tokens, where short ones repeat one; which of their outputs are theirs)."""
     numbers = torch.tensor([part[:4] for part in parts], dtype=torch.int64).view(-1, 4)
     beginning, common, own, count = (column.unsqueeze(1) for column in numbers.unbind(1))
@@ -281,38 +299,6 @@ def _spans(parts: list[_Part], total: int) -> tuple[torch.Tensor, torch.Tensor]:
 def _gather(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """[t, heads, d] -> [n, heads, length, d]."""
     return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-
-
-class AtPositions:
-    """A forward hook of rotary embeddings: those of the tokens' own positions instead of 0, 1, 2, ...
-
-    Attributes:
-        positions: [t] int64 of the packed row that is computed now; None: a row is one sequence.
-    """
-
-    def __init__(self) -> None:
-        self.positions: torch.Tensor | None = None
-
-    @contextmanager
-    def at(self, positions: torch.Tensor) -> Iterator[None]:
-        """Inside, forward passes read a row of tokens at these positions."""
-        self.positions = positions
-        try:
-            yield
-        finally:
-            self.positions = None
-
-    def __call__(self, module: object, args: object, output: torch.Tensor) -> torch.Tensor:
-        return output if self.positions is None else output.index_select(0, self.positions)
-
-
-def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tensor:
-    """A forward hook of embeddings: [t, 1, hidden] with the strides of a tensor made so.
-
-    A transposed [1, t, hidden] has others, though it is as contiguous; where its weights are frozen, `torch.matmul`
-    then multiplies token by token.
-    """
-    return output.squeeze(1).unsqueeze(1) if output.shape[1] == 1 else output
 
 
 class Predicting(NamedTuple):
@@ -337,8 +323,13 @@ class MicroBatch:
         fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
         packing: where the samples are in a packed row; None: they have rows of their own.
         taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
+        places: [s / cp] int64: where the tokens that this context-parallel rank has are in the rows, see `cut`; None:
+            it has all.
         num_response_columns: r, the longest response here; follows from the lengths.
-        predicting: where each response token's predecessor is, whose output predicts that token; likewise.
+        predicting: where each response token's predecessor is, whose output predicts that token; likewise. Of tokens
+            whose predecessor is on another context-parallel rank nothing is here, and so with the next two.
+        targets, predicted: [n] int64, these response tokens; [n, r] bool, which they are.
+        last: [n] int64: where each sequence's last token is in its row; -1: on another rank.
     """
 
     samples: torch.Tensor
@@ -348,13 +339,19 @@ class MicroBatch:
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
     packing: Packing | None = None
     taught: torch.Tensor | None = None
+    places: torch.Tensor | None = None
     num_response_columns: int = -1
-    predicting: Predicting = None  # type: ignore[assignment]  # `__post_init__` has it
+    predicting: Predicting = None  # type: ignore[assignment]  # `__post_init__` has these
+    targets: torch.Tensor = None  # type: ignore[assignment]
+    predicted: torch.Tensor = None  # type: ignore[assignment]
+    last: torch.Tensor = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if self.num_response_columns < 0:
             self.num_response_columns = int(self.response_lengths.max()) if self.samples.numel() else 0
-            self.predicting = self._predicting()
+            self.predicting, self.predicted = self._predicting(), self.response_mask
+            self.targets = self.tokens[self.predicting.row, self.predicting.position + 1]
+            self.last = self._last()
 
     @property
     def response_mask(self) -> torch.Tensor:
@@ -367,12 +364,33 @@ class MicroBatch:
             return Predicting(sample, torch.zeros_like(sample), self.packing.starts[sample] + column)
         return Predicting(sample, sample, self.prompt_lengths[sample] - 1 + column)
 
-    def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
-        """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none."""
+    def _last(self) -> torch.Tensor:
         if self.packing is not None:
-            return output[0, self.packing.starts + self.response_lengths]
-        sample = torch.arange(len(self.samples), device=output.device)
-        return output[sample, (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)]
+            return self.packing.starts + self.response_lengths
+        return (self.prompt_lengths + self.response_lengths - 1).clamp(min=0)
+
+    def cut(self, places: torch.Tensor) -> MicroBatch:
+        """What a context-parallel rank has of it: the tokens at these `places` of each row, and what they predict."""
+        here = torch.full((self.tokens.shape[1],), -1)
+        here[places] = torch.arange(len(places))
+        sample, row, position = self.predicting
+        held = here[position] >= 0
+        return replace(
+            self,
+            tokens=self.tokens[:, places],
+            places=places,
+            predicting=Predicting(sample[held], row[held], here[position[held]]),
+            targets=self.targets[held],
+            predicted=self.predicted.masked_scatter(self.predicted, held),
+            last=here[self.last],
+        )
+
+    def at_the_end(self, output: torch.Tensor) -> torch.Tensor:
+        """[b, s, k] -> [n, k]: the model's output at each sequence's last token; anything where there is none, and 0
+        where another context-parallel rank has it."""
+        row = torch.arange(len(self.samples), device=output.device)
+        found = output[row if self.packing is None else torch.zeros_like(row), self.last.clamp(min=0)]
+        return found if self.places is None else found.where(self.last[:, None] >= 0, 0.0)
 
     def drawing(self, sample: torch.Tensor, temperature: float) -> dict[str, Any]:
         """How tokens of these samples [n] were drawn: as the samples say, or at `temperature` where they do not."""
@@ -394,6 +412,6 @@ class MicroBatch:
 
 
 def spread(flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """[n response tokens] -> [b, r], zero in the padding."""
-    mask = batch.response_mask
+    """[n response tokens] -> [b, r], zero elsewhere."""
+    mask = batch.predicted
     return flat.new_zeros(mask.shape).masked_scatter(mask, flat)

@@ -158,9 +158,10 @@ def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
         place = role.place(rank)
         if place is None:
             continue
-        groups = [group_of(role, rank, DIMS, ("tp",))]
+        groups = [group_of(role, rank, DIMS, (dim,)) for dim in ("tp", "cp")]
         if role.spec.moe is not None:
             groups.append(group_of(role, rank, EXPERT_DIMS, ("etp", "ep")))
+            groups.append(group_of(role, rank, DIMS, ("tp", "cp")))  # a router's balance
         if role.trained is not None:  # gradients, and their norm over all
             groups.append(group_of(role, rank, DIMS, ("cp", "dp")))
             groups.append(role.ranks[_island(role, rank) :][: role.grid.world_size])
@@ -174,7 +175,8 @@ def _collective_groups(job: PlannedJob, rank: int) -> set[tuple[int, ...]]:
 
 
 def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
-    """Groups in which a rank sends to some, and these: experts' ranks to all, pipeline stages to their neighbours."""
+    """Groups in which a rank sends to some, and these: experts' ranks to all, pipeline stages to their neighbours, and
+    context-parallel ranks to theirs in a ring."""
     found: dict[tuple[int, ...], set[int]] = {}
     for role in job.roles:
         if role.place(rank) is None:
@@ -183,6 +185,10 @@ def _exchanges(job: PlannedJob, rank: int) -> dict[tuple[int, ...], set[int]]:
         place, last = stages.index(rank), len(stages) - 1
         beside = (place - 1, place + 1) if role.grid.vpp else (max(place - 1, 0), min(place + 1, last))
         found.setdefault(stages, set()).update(stages[number % len(stages)] for number in beside)
+        context = group_of(role, rank, DIMS, ("cp",))
+        found.setdefault(context, set()).update(
+            context[(context.index(rank) + step) % len(context)] for step in (-1, 1)
+        )
         if role.spec.moe is not None:
             experts = group_of(role, rank, EXPERT_DIMS, ("ep",))
             found.setdefault(experts, set()).update(experts)

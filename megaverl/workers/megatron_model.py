@@ -14,11 +14,18 @@ from megaverl.distributed.collectives import reduce_json
 from megaverl.distributed.groups import Grid
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.build import build_model, layouts_of, named_parameters, packer, why_padded
-from megaverl.models.layers import HiddenHead, ValuesBesideLogits
+from megaverl.models.build import build_model, layouts_of, named_parameters, packer, why_not_cut, why_padded
+from megaverl.models.context_attention import Part, own_places
+from megaverl.models.layers import AtPositions, HiddenHead, ValuesBesideLogits, as_one_row
 from megaverl.models.lora.adapters import Adapters
-from megaverl.models.options import check_divides, recompute_options, token_multiple, transformer_config
-from megaverl.models.packing import AtPositions, MicroBatch, Pack, as_one_row
+from megaverl.models.options import (
+    check_divides,
+    recompute_options,
+    token_multiple,
+    transformer_config,
+    uses_transformer_engine,
+)
+from megaverl.models.packing import MicroBatch, Pack
 from megaverl.platform import platform
 from megaverl.sharding.fit import no_adapters
 from megaverl.sharding.model_spec import ModelSpec
@@ -75,6 +82,8 @@ class MegatronModel(TrainingModel):
         options = recompute_options(activation_checkpointing, spec) | dict(overrides or {})
         options |= {} if initialize else {"perform_initialization": False}
         self.config = transformer_config(spec, grid.shape, dtype, options)
+        if reason := why_not_cut(self.config):
+            raise ModelError(f"{role}.cp={grid.shape.cp}: {reason}.")
         self.token_multiple = token_multiple(self.config, grid.shape)
         self._router_losses = {name: getattr(self.config, name) for name in ROUTER_LOSSES if getattr(self.config, name)}
         self.beside_logits = beside_logits
@@ -109,10 +118,13 @@ class MegatronModel(TrainingModel):
         if beside_logits and grid.is_last_stage:
             self._values_beside = self.chunks[-1].value_head
         self.pack = self._packer() if pack_samples else None
+        if self.pack and grid.shape.cp > 1 and uses_transformer_engine():
+            self.sequence_multiple = 2 * grid.shape.cp
         self._positions = AtPositions()
-        for chunk in self.chunks if self.pack else ():
-            chunk.rotary_pos_emb.register_forward_hook(self._positions)
-            if chunk.pre_process:
+        for chunk in self.chunks:
+            if self.pack or (grid.shape.cp > 1 and not self.config.multi_latent_attention):
+                self._positions.attach(chunk.rotary_pos_emb)
+            if self.pack and chunk.pre_process:
                 chunk.embedding.register_forward_hook(as_one_row)
         self._schedule = get_forward_backward_func(pp_size=grid.shape.pp, vp_size=grid.shape.vpp)
         self._p2p = StageCommunicator(grid, self.config) if grid.shape.pp > 1 else None
@@ -121,7 +133,20 @@ class MegatronModel(TrainingModel):
         reason = why_padded(self.config)
         if reason and not self.grid.rank:
             logger.warning("%s.pack_samples: rows are padded: %s", self.role, reason)
-        return None if reason else packer(self.config)
+        return None if reason else packer(self.config, self._part)
+
+    @property
+    def _part(self) -> Part:
+        return Part(self.grid.coords.cp, self.grid.shape.cp)
+
+    def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
+        if self.grid.shape.cp == 1:
+            return micro_batch
+        packing = micro_batch.packing
+        if packing is None:
+            return micro_batch.cut(own_places(micro_batch.tokens.shape[1], self._part))
+        assert packing.own is not None, "it was packed for another model"
+        return micro_batch.cut(packing.own)
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside, the model computes what its own weights alone say."""
@@ -184,7 +209,7 @@ class MegatronModel(TrainingModel):
         shape = self.grid.shape
         coords = self.grid.coords
         speaks = coords.tp == coords.cp == coords.pp == 0  # the others of its replica have the same micro-batches
-        mine = sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
+        mine = shape.cp * sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
         # each of these ranks sees its part of the sequence
         factor = shape.tp * shape.cp / reduce_json(mine, sum, self.grid.world)
         for name, given in self._router_losses.items():
@@ -211,11 +236,14 @@ class MegatronModel(TrainingModel):
         )
 
     def _forward(self, model: Any, batch: MicroBatch) -> torch.Tensor:
-        tokens = batch.tokens
+        tokens, positions = batch.tokens, batch.places
+        if batch.packing is not None:
+            with self._positions.at(batch.packing.positions):
+                return model(tokens, batch.packing.positions.unsqueeze(0), None, packed_seq_params=batch.packing)
+        if positions is not None:
+            with self._positions.at(positions):
+                return model(tokens, positions.expand_as(tokens), None)
         if tokens.shape[1] % self.token_multiple:
             tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.token_multiple))
-        if batch.packing is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            return model(tokens, positions, None)
-        with self._positions.at(batch.packing.positions):
-            return model(tokens, batch.packing.positions.unsqueeze(0), None, packed_seq_params=batch.packing)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return model(tokens, positions, None)

@@ -83,8 +83,10 @@ def plan_for(
     whole = [[number * unit + i for i in range(unit)] for number in units]
     lengths, num_ranks = outline.lengths, shape.dp * parts
     if model.pack:
-        shared = shared_tokens(outline.prompt_lengths)
-        return plan_packed_micro_batches(whole, lengths, shared, outline.prompts, num_ranks, max_tokens, **given)
+        shared, prompts, each = shared_tokens(outline.prompt_lengths), outline.prompts, model.sequence_multiple
+        if each > 1:
+            lengths, prompts = [-(-length // each) * each for length in lengths], list(range(len(outline)))
+        return plan_packed_micro_batches(whole, lengths, shared, prompts, num_ranks, max_tokens, **given)
     # a unit costs as much as its rows, all as long as the longest
     costs = [unit * max(lengths[first : first + unit]) for first in range(0, len(outline) - unit + 1, unit)]
     given["multiple_of"] *= unit
@@ -148,7 +150,7 @@ def _micro_batch(
         )
         tokens = padded.flatten()[packing.source].unsqueeze(0)
     width = int(batch.response_lengths.max())
-    return MicroBatch(
+    micro = MicroBatch(
         samples=index,
         tokens=tokens,
         prompt_lengths=batch.prompt_lengths,
@@ -156,6 +158,7 @@ def _micro_batch(
         fields={name: tensor[index, :width] for name, tensor in fields.items()},
         packing=packing,
     )
+    return model.own_part(micro)
 
 
 class ModelWorker:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
+from megaverl.models.layers import sum_values
 from megaverl.models.lora.adapters import Adapters, add_product
 from megaverl.models.lora.low_rank import adapter_names, with_factors
 from megaverl.models.lora.peft import load_adapters, save_adapters
@@ -56,6 +57,7 @@ class TrainingModel(ABC):
         vocab_size: without padding.
         pack: how micro-batches are packed. None: every sample has a row of its own.
         token_multiple: what rows of tokens are filled up to a multiple of.
+        sequence_multiple: where above 1, packed samples share no prompt, and each is filled up to a multiple of it.
         parameters: the model's own on this rank, by local name, that `layout_of` describes.
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
@@ -72,6 +74,7 @@ class TrainingModel(ABC):
     vocab_size: int
     pack: Pack | None
     token_multiple: int
+    sequence_multiple: int = 1
     parameters: Mapping[str, torch.Tensor]
     held_parameters: Mapping[str, torch.Tensor]
     weights: Sequence[Weight]
@@ -110,6 +113,10 @@ class TrainingModel(ABC):
     ) -> list[Taken]:
         """What `take` makes of the model's output for each micro-batch, without a gradient; nothing before the last
         stage."""
+
+    def own_part(self, micro_batch: MicroBatch) -> MicroBatch:
+        """What this rank has of a micro-batch, whose rows are filled up to the `token_multiple`."""
+        return micro_batch
 
     def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
         """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
@@ -233,20 +240,30 @@ class TrainingModel(ABC):
         """
         given = self._given(logits, batch, temperature)
         log_probs, entropy = vocab_parallel_log_probs(logits, with_entropy=with_entropy, **given)
-        return spread(log_probs, batch), spread(entropy, batch)
+        if not with_entropy:
+            return self.joined(log_probs, batch), entropy.new_zeros(batch.predicted.shape)
+        return self.joined(log_probs, batch), self.joined(entropy, batch)
 
     def squared_probs(
         self, logits: torch.Tensor, batch: MicroBatch, *, temperature: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probability of every response token, sum over the vocabulary of p^2), as `log_probs`; no gradient."""
         log_probs, squares = vocab_parallel_squared_probs(logits, **self._given(logits, batch, temperature))
-        return spread(log_probs, batch), spread(squares, batch)
+        return self.joined(log_probs, batch), self.joined(squares, batch)
+
+    def joined(self, flat: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """[response tokens predicted here] -> [b, r], those of all context-parallel ranks, zero in the padding.
+
+        Each of these ranks makes the whole loss of them, and the gradient of its own tokens alone: what the ranks add
+        up then counts every token once. They all take part.
+        """
+        return sum_values(spread(flat, batch), self.grid.cp_group)
 
     def _given(self, output: torch.Tensor, batch: MicroBatch, temperature: float) -> dict[str, Any]:
         """What the response tokens are, where they are predicted, and how they were drawn."""
         sample, row, position = batch.predicting
         return {
-            "targets": batch.tokens[row, position + 1],
+            "targets": batch.targets,
             "index": row * output.shape[1] + position,
             "weight": None if self._head is None else self._head.weight,
             "vocab_size": self.vocab_size,
@@ -277,5 +294,10 @@ class TrainingModel(ABC):
         sample, row, position = batch.predicting
         heads = batch.fields.get("heads")
         head = torch.zeros_like(batch.samples) if heads is None or not heads.shape[1] else heads[:, 0].long()
-        after = batch.at_the_end(output).float().gather(1, head.unsqueeze(1))[:, 0]
-        return spread(output[row, position, head[sample]].float(), batch), after
+        after = self.at_the_end(output, batch).gather(1, head.unsqueeze(1))[:, 0]
+        return self.joined(output[row, position, head[sample]].float(), batch), after
+
+    def at_the_end(self, output: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """[b, s, k] -> [b, k] float32: the model's output at each sequence's last token; anything where there is none.
+        Every context-parallel rank takes part."""
+        return sum_values(batch.at_the_end(output).float(), self.grid.cp_group)

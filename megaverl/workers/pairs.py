@@ -8,6 +8,7 @@ responses) of the whole batch, so that neither the split nor the grid shows in t
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.held_rows import of_all
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.micro_batches import ModelWorker, micro_batches_for, share
-from megaverl.workers.model import Loss
+from megaverl.workers.model import Loss, TrainingModel
 from megaverl.workers.policy import Policy
 from megaverl.workers.trainable import TrainableModel, UpdateReport
 
@@ -217,7 +218,7 @@ class RewardModel(ModelWorker):
 
     def scores(self, batch: RolloutBatch) -> torch.Tensor:
         """[B] float32, of all samples, the same on every rank."""
-        return of_all(batch, self.score(batch, at_the_end, (len(batch), 1))[:, 0])
+        return of_all(batch, self.score(batch, partial(at_the_end, self.model), (len(batch), 1))[:, 0])
 
 
 class RewardModelUpdates(PairUpdates):
@@ -242,7 +243,7 @@ class RewardModelUpdates(PairUpdates):
         return {"accuracy": float((better > worse).float().mean()), "margin": float((better - worse).mean())}
 
     def _loss(self, output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
-        scores = at_the_end(output, micro)[:, 0]
+        scores = at_the_end(self.model, output, micro)[:, 0]
         return self.share_of_loss(
             {
                 "chosen_rewards": scores[0::2],
@@ -253,9 +254,9 @@ class RewardModelUpdates(PairUpdates):
         )
 
 
-def at_the_end(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+def at_the_end(model: TrainingModel, output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
     """[b, s, 1] -> [b, 1] float32: the value at each sequence's last token."""
-    values = micro.at_the_end(output).float()
+    values = model.at_the_end(output, micro)
     return values.masked_fill((micro.response_lengths == 0).unsqueeze(1), 0.0)  # a row that only fills up
 
 

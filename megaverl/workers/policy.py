@@ -35,7 +35,7 @@ from megaverl.config import Config
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.errors import ConfigError, TrainingStopped
-from megaverl.models.packing import MicroBatch, spread
+from megaverl.models.packing import MicroBatch
 from megaverl.models.vocab_divergence import vocab_parallel_divergence
 from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
@@ -363,6 +363,7 @@ class Teacher:
                 "algorithm.name: distillation, which needs log-probs alone."
             )
         student.pack = student.pack if student.pack is self.model.pack else None
+        student.token_multiple = math.lcm(student.token_multiple, self.model.token_multiple)
 
     def attend(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The same micro-batches, with what this model thinks at each response token; every rank takes part."""
@@ -389,4 +390,4 @@ class Teacher:
             temperature=self.temperature,
             group=student.grid.tp_group,
         )
-        return spread(found, micro)
+        return student.joined(found, micro)

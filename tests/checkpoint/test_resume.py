@@ -52,6 +52,7 @@ PLAIN = {"ddp": {"use_distributed_optimizer": False}}
     ("sizes", "options"),
     [
         ({"tp": 2}, {}),
+        ({"cp": 2}, {}),
         ({"tp": 2}, {"in_background": True}),
         ({}, {"in_background": True, "dtype": "bfloat16"}),
         ({}, {"updates_of_resumed": 0}),
@@ -62,6 +63,7 @@ PLAIN = {"ddp": {"use_distributed_optimizer": False}}
     ],
     ids=[
         "tp2",
+        "cp2",
         "tp2-background",
         "dp2-background",
         "dp2",
@@ -84,6 +86,7 @@ def test_another_grid_continues_with_the_same_losses(launch: Launcher, folder: P
     others: list[Grids] = [
         {"actor": {"tp": 1, "pp": 2}, "critic": {"tp": 2, "pp": 2}},
         {"actor": {"tp": 1, "pp": 1}, "critic": {"tp": 1, "pp": 1}},
+        {"actor": {"cp": 2}, "critic": {"cp": 2, "tp": 2}},
     ]
     for grids in others:
         for found in launch.world(4, RANKS + "resume_run", folder=folder, root=tmp_path, grids=grids):

@@ -88,7 +88,7 @@ def test_the_world_is_the_fewest_ranks_without_nodes(tiny: list[str], capsys: py
     [
         (["--nodes", "1", "actor.tp=3"], "actor.tp: found 3, which does not divide the model's 4 attention heads"),
         (["--nodes", "3", "--gpus-per-node", "1"], "does not divide the 3 ranks"),
-        (["--nodes", "1", "actor.cp=2"], "actor.cp (command line): found 2: "),
+        (["--nodes", "1", "actor.cp=3"], "actor: tp=1 x cp=3 x pp=2 = 6 does not divide the 8 ranks"),
         (["--model-config", "nowhere.json"], "--model-config: nowhere.json does not exist"),
     ],
 )

@@ -87,6 +87,7 @@ def test_own_defaults_fit_their_annotations():
         ("actor.megatron.num_layers=2", "num_layers", "config.json"),
         ("actor.megatron.calculate_per_token_loss=true", "calculate_per_token_loss", "algorithm.loss_aggregation"),
         ("critic.megatron.context_parallel_size=2", "context_parallel_size", "Use critic.cp."),
+        ("actor.megatron.hybrid_context_parallel=true", "hybrid_context_parallel", "the same actor.cp ranks"),
         ("reference.megatron.nope=2", "nope", "no such field"),
         ("actor.optimizer.lr=fast", "lr", "takes Optional[float]"),
         ("critic.optimizer.bf16=true", "bf16", "Use model.dtype."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def found(latent: dict[str, str], packed: dict[str, Any], output: str) -> dict[s
     return {
         "latent": latent_attention(latent),
         "packed": {name: updates(engine, Path(output) / name, **case) for name, case in packed.items()},
-        "refused": why_padded(next(iter(packed.values()))["folder"]),
+        "refused": why_padded(next(iter(packed.values()))["folder"], next(iter(latent.values()))),
     }
 
 
@@ -97,15 +98,21 @@ def updates(engine: Engine, output: Path, *, folder: str, shape: dict[str, int],
     return results
 
 
-def why_padded(folder: str) -> dict[str, str]:
-    """What is said where Transformer Engine does not take packed rows, and what it was asked."""
+def why_padded(folder: str, latent: str) -> dict[str, Any]:
+    """What is said where Transformer Engine does not take packed rows, and what it was asked; and where it does not
+    take sequences that are cut over ranks."""
     from megaverl.distributed.grid import GridShape
     from megaverl.models import engine_attention
     from megaverl.models.options import transformer_config
     from megaverl.sharding.model_spec import ModelSpec
 
-    def config(**fields: Any) -> Any:
-        return transformer_config(ModelSpec.from_folder(folder), GridShape(tp=2), torch.bfloat16, fields)
+    def of_shape(shape: GridShape, of: str, **fields: Any) -> Any:
+        return transformer_config(ModelSpec.from_folder(of), shape, torch.bfloat16, fields)
+
+    config = partial(of_shape, GridShape(tp=2), folder)
+
+    def cut(of: str = folder, cp: int = 2, **fields: Any) -> Any:
+        return of_shape(GridShape(cp=cp), of, **fields)
 
     asked: list[Any] = []
 
@@ -122,4 +129,14 @@ def why_padded(folder: str) -> dict[str, str]:
     lowest, engine_attention.LOWEST_ENGINE = engine_attention.LOWEST_ENGINE, "2.11.0"
     reasons["too old"] = engine_attention.why_padded(config())
     engine_attention.LOWEST_ENGINE = lowest
+    refused = {
+        "nothing": cut(),
+        "windows": cut(window_size=[3, 0]),
+        "windows sent at once": cut(window_size=[3, 0], cp_comm_type="all_gather"),
+        "groups of groups": cut(cp_comm_type="a2a+p2p"),
+        "heads": cut(cp=4, cp_comm_type="a2a"),
+        "latent": cut(latent, cp_comm_type="a2a"),
+    }
+    reasons["cut padded"] = engine_attention.why_padded(cut(cp_comm_type="a2a"))
+    reasons["cut"] = {name: engine_attention.why_not_cut(each) for name, each in refused.items()}
     return reasons | {"asked": str(sorted(vars(asked[0]).items()))}

@@ -219,9 +219,12 @@ class DotProductAttention(nn.Module):
         tp_size: int = 1,
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        cp_group: Any = None,
+        cp_comm_type: str = "p2p",
         **_: Any,
     ) -> None:
         super().__init__()
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         self.head_dims = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         self.num_gqa_groups_per_partition = (num_gqa_groups or num_attention_heads) // tp_size
@@ -252,6 +255,14 @@ class DotProductAttention(nn.Module):
         assert key_layer.shape[:-1] == value_layer.shape[:-1], "keys and values differ"
         assert (q.shape[-1], v.shape[-1]) == self.head_dims, "another head size"
         assert k.shape[-2] == self.num_gqa_groups_per_partition, "another number of key-value heads"
+        if self.cp_group is not None and dist.get_world_size(self.cp_group) > 1:
+            q, k, v, own = self.whole_rows((q, k, v), (qkv_format or self.qkv_format) == "thd", cu_seqlens_q, mask_type)
+            given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_kv": cu_seqlens_kv, "attn_mask_type": mask_type}
+            given |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv, "window_size": window}
+            group, self.cp_group = self.cp_group, None
+            whole = DotProductAttention.forward(self, q, k, v, attention_mask, qkv_format, **given)
+            self.cp_group = group
+            return whole.index_select(0, own)
         if (qkv_format or self.qkv_format) == "sbhd":
             assert mask_type == "causal" and q.dim() == 4, (mask_type, q.shape)
             seen = causal(len(q), len(k), q.device, window)
@@ -268,6 +279,31 @@ class DotProductAttention(nn.Module):
         seen = within(cu_seqlens_q, cu_seqlens_kv, len(q), len(k), window, bottom_right=bottom_right)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return attend(q, k, v, seen, self.softmax_scale).transpose(0, 1).flatten(1)
+
+    def whole_rows(
+        self, local: Sequence[torch.Tensor], packed: bool, cu_seqlens: torch.Tensor | None, mask_type: str
+    ) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values of all context-parallel ranks in order, and where this rank's are: each sequence is
+        cut into two chunks a rank. What is asserted is what `attn_forward_func_with_cp` does."""
+        size, rank = dist.get_world_size(self.cp_group), dist.get_rank(self.cp_group)
+        count, device = len(local[0]), local[0].device
+        assert count % 2 == 0, "Sequence length per GPU needs to be divisible by 2!"
+        assert self.window_size is None or self.cp_comm_type in ("a2a", "all_gather")
+        assert self.head_dims[0] == self.head_dims[1] or self.cp_comm_type == "p2p"
+        if not packed:
+            cu_seqlens = torch.tensor([0, count * size], device=device)
+        else:
+            assert cu_seqlens is not None and self.cp_comm_type == "p2p" and mask_type == "padding_causal"
+            assert device.type != "cpu" or not (cu_seqlens % (2 * size)).any()
+        at = torch.arange(count, device=device)
+        of = torch.searchsorted(cu_seqlens[1:] // size, at, right=True).clamp(max=len(cu_seqlens) - 2)
+        within_own, chunk = at - cu_seqlens[of] // size, (cu_seqlens[of + 1] - cu_seqlens[of]) // (2 * size)
+        places = [
+            cu_seqlens[of] + within_own + torch.where(within_own < chunk, number, 2 * size - 2 - number) * chunk
+            for number in range(size)
+        ]
+        order = torch.cat(places).argsort()
+        return *(_Exchange.apply(x, self.cp_group, "gather").index_select(0, order) for x in local), places[rank]
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:

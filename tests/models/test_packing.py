@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from megaverl.models import build
 from megaverl.models.attention import CausalAttention
-from megaverl.models.packing import LONG_BEGINNING, AtPositions, Pack, as_one_row, pack, pack_varlen
+from megaverl.models.layers import AtPositions, as_one_row
+from megaverl.models.packing import LONG_BEGINNING, Pack, pack, pack_varlen
 from megaverl.platform import flash_attention
 from tests.models.engine_stub import attend, within
 

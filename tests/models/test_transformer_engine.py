@@ -25,6 +25,7 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "window": ("MistralForCausalLM", {"shape": {"tp": 2}, "megatron": {"window_size": [3, 0]}}),
     "stages": ("LlamaForCausalLM", {"shape": {"pp": 2}, "megatron": {}}),
     "experts": ("Qwen3MoeForCausalLM", SEQUENCE_PARALLEL),
+    "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
 }
 
 
@@ -70,7 +71,8 @@ def test_packed_rows_under_transformer_engine_give_the_same_update(
     an epsilon makes of the weights."""
     found = results[0]["packed"][name]
     rows = found["engine packed"]["rows"]
-    assert rows and any(queries < keys for queries, keys in rows), "prompts are computed once, and looked back at"
+    looks_back = any(queries < keys for queries, keys in rows)
+    assert rows and looks_back == (name != "cut"), "prompts are computed once, and looked back at"
     assert not found["engine padded"]["rows"]
     expected = found["local padded"]["metrics"]
     before, after = (
@@ -93,6 +95,13 @@ def test_where_transformer_engine_takes_no_packed_rows_it_is_said(results: list[
     found = results[0]["refused"]
     assert found["nothing"] == ""
     assert "neither FlashAttention nor cuDNN's attention" in found["no kernel"] and "bfloat16" in found["no kernel"]
+    cut = found["cut"]
+    assert cut["nothing"] == cut["windows sent at once"] == ""
+    assert "attention has a window, which megatron.cp_comm_type=p2p does not take" in cut["windows"]
+    assert "cp_comm_type=a2a+p2p is not among" in cut["groups of groups"]
+    assert "4 heads with 2 for keys and values on each are not multiples of 4. Use p2p" in cut["heads"]
+    assert "latent attention takes megatron.cp_comm_type=p2p alone" in cut["latent"]
+    assert found["cut padded"].startswith("Transformer Engine takes packed rows cut over ranks with")
     assert "Transformer Engine 2.11.0 or later is needed, and 2.10.0 is installed" in found["too old"]
     assert "('attn_mask_type', 'padding_causal_bottom_right')" in found["asked"]
     assert "('qkv_layout', 'thd_thd_thd')" in found["asked"]

@@ -19,6 +19,7 @@ from megaverl.planner.report import as_text, survey
 from megaverl.planner.reserve import (
     LINK,
     MIB,
+    P2P_CHANNELS,
     captured_sizes,
     collective_bytes,
     graph_bytes,
@@ -75,6 +76,11 @@ def test_a_group_is_whoever_differs_along_its_dimensions(dims: tuple[str, ...], 
             other for other in range(16) if all(getattr(coords[other], d) == getattr(coords[rank], d) for d in fixed)
         )
         assert group_of(role, rank, dims, spanned) == tuple(alike)
+
+
+def test_context_parallelism_adds_a_ring() -> None:
+    whole, cut = (nccl_bytes(make(make_spec(), 8, f"actor.cp={cp}"), 0, ()) for cp in (1, 4))
+    assert cut - whole > 2 * P2P_CHANNELS * LINK
 
 
 def test_experts_add_their_exchange() -> None:

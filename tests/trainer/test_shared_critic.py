@@ -27,7 +27,8 @@ APART = ["actor={tp: 2, optimizer: {lr: 1.0e-3}}", "placement={rollout: 0, actor
 
 
 def test_a_run_on_shared_and_on_split_ranks(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
-    """The second with tensor parallelism, engines elsewhere, and a rank that is killed: the same numbers."""
+    """The second with tensor parallelism, engines elsewhere, and a rank that is killed; the third with sequences cut
+    over the actor's ranks: the same numbers."""
     common = ["train", *command_arguments(inputs, tmp_path / "alone"), *PPO, "actor.tp=1"]
     ended = launch.command(common, logs=tmp_path / "logs", ranks=1)
     assert ended.codes == [0], ended.text
@@ -37,9 +38,12 @@ def test_a_run_on_shared_and_on_split_ranks(launch: Launcher, inputs: Path, tmp_
     assert cut.codes == [1, -9, 1], cut.text
     again = launch.command(split, logs=tmp_path / "again", ranks=3)
     assert again.codes == [0] * 3 and "2 of 3 steps are done" in again.text, again.text
-    expected, found = metrics(tmp_path / "alone" / "run"), metrics(tmp_path / "split" / "run")
-    assert len(found) == 3
-    for before, after in zip(expected, found, strict=True):
+    context = ["train", *command_arguments(inputs, tmp_path / "context"), *PPO, *APART, "actor.tp=1", "actor.cp=2"]
+    ended = launch.command(context, logs=tmp_path / "logs of context", ranks=3)
+    assert ended.codes == [0] * 3, ended.text
+    expected, *found = (metrics(tmp_path / name / "run") for name in ("alone", "split", "context"))
+    assert [len(each) for each in found] == [3, 3]
+    for before, after in zip(2 * expected, found[0] + found[1], strict=True):
         same = {name: value for name, value in after.items() if name in before and "reshard" not in name}
         assert {"critic/loss", "critic/explained_variance", "actor/loss", "actor/grad_norm"} <= same.keys()
         assert (same["train/last_value_mean"] != 0) == (before["step"] > 1), "the head begins at 0"

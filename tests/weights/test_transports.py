@@ -66,6 +66,7 @@ def test_the_number_of_messages_grows_with_the_bytes_not_with_the_boxes() -> Non
         ({"tp": 1, "pp": 4}, 4, ("bfloat16", "float32"), 2048, QWEN2 | {"tie_embeddings": True}),
         ({"tp": 4, "pp": 1}, 1, ("bfloat16", "bfloat16"), 512, {"architecture": "Qwen3ForCausalLM"}),
         ({"tp": 2, "dp": 2}, 2, ("float32", "bfloat16"), 2**20, QWEN2),
+        ({"cp": 2, "pp": 2}, 2, ("float32", "bfloat16"), 2**20, QWEN2),
     ],
 )
 def test_weights_arrive_in_place(

@@ -18,8 +18,8 @@ from tests.launcher import Launcher
 from tests.workers.ranks import experience
 from tests.workers.test_parallel_invariance import updated
 
-SHAPES: dict[str, dict[str, int]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
-EXPERTS: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2 ep2": {"dp": 2, "ep": 2}}
+SHAPES: dict[str, dict[str, int]] = {"one": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}, "cp2": {"cp": 2}}
+EXPERTS: dict[str, dict[str, int]] = {"tp2": {"tp": 2}, "dp2 ep2": {"dp": 2, "ep": 2}, "cp2 ep2": {"cp": 2, "ep": 2}}
 EPOCHS = 3  # from the second on, Adam has a state, and the critic's head is no longer zero
 CLIP, KL, ENTROPY, TEMPERATURE = 0.2, 0.1, 0.01, 0.8  # KL and temperature as of `tests.workers.ranks.update`
 COMMON = {"num_epochs": EPOCHS, "clip_range": CLIP}

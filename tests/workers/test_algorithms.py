@@ -68,11 +68,12 @@ def test_same_loss_and_gradient_on_every_grid_and_for_every_split(launch: Launch
     folder = make_tiny_folder(tmp_path / "model", "Qwen3ForCausalLM")
     make_tiny_folder(tmp_path / "teacher", "LlamaForCausalLM", seed=1)
     expected = updates(launch, folder, {}, 1000)
-    found = updates(launch, folder, {"tp": 2, "pp": 2}, 14)
     norms = torch.tensor(expected.pop("score_norms"))
-    torch.testing.assert_close(torch.tensor(found.pop("score_norms")), norms, atol=1e-5, rtol=0)
-    for name, metrics in found.items():
-        assert metrics == pytest.approx(expected[name], abs=2e-5, rel=2e-5), name
+    for shape, tokens in (({"tp": 2, "pp": 2}, 14), ({"cp": 2}, 32)):
+        found = updates(launch, folder, shape, tokens)
+        torch.testing.assert_close(torch.tensor(found.pop("score_norms")), norms, atol=1e-5, rtol=0)
+        for name, metrics in found.items():
+            assert metrics == pytest.approx(expected[name], abs=2e-5, rel=2e-5), (shape, name)
     assert 0.4 < expected["own_selector"]["selected_fraction"] < 0.7
     for name in ("clip_cov", "kl_cov"):
         assert 0.0 < expected[name]["selected_fraction"] < 0.5
@@ -85,14 +86,16 @@ def test_pairs_too(launch: Launcher, tmp_path: Path) -> None:
     """Pairs stay together however they are split, and a reward model's score is that of the last token."""
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM")
     expected = updates(launch, folder, {}, 1000, "pair_updates")
-    found = updates(launch, folder, {"tp": 2, "pp": 2}, 28, "pair_updates")
-    for name in ("scores", "values"):
-        torch.testing.assert_close(torch.tensor(found.pop(name)), torch.tensor(expected.pop(name)), atol=3e-5, rtol=0)
-    for name, reports in found.items():
-        for report, wanted in zip(reports, expected[name], strict=True):
-            for which in ("preference_accuracy", "implicit_accuracy"):  # before anything is learned, of ties
-                report.pop(which, None), wanted.pop(which, None)
-            assert report == pytest.approx(wanted, abs=3e-5, rel=3e-5), name
+    known = {name: torch.tensor(expected.pop(name)) for name in ("scores", "values")}
+    for shape, tokens in (({"tp": 2, "pp": 2}, 28), ({"cp": 2}, 40)):
+        found = updates(launch, folder, shape, tokens, "pair_updates")
+        for name, values in known.items():
+            torch.testing.assert_close(torch.tensor(found.pop(name)), values, atol=3e-5, rtol=0)
+        for name, reports in found.items():
+            for report, wanted in zip(reports, expected[name], strict=True):
+                for which in ("preference_accuracy", "implicit_accuracy"):  # before anything is learned, of ties
+                    report.pop(which, None), wanted.pop(which, None)
+                assert report == pytest.approx(wanted, abs=3e-5, rel=3e-5), (shape, name)
     assert expected["dpo"][0]["margin"] == pytest.approx(0.0, abs=1e-5), "policy and reference count the same tokens"
     for name in (*LOSSES, "single"):
         assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
@@ -103,12 +106,12 @@ def test_pairs_too(launch: Launcher, tmp_path: Path) -> None:
 
 
 def test_a_teacher_with_another_vocabulary_is_refused() -> None:
-    def of(size: int, pack: Any = pack) -> Any:
-        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size), pack=pack)
+    def of(size: int, pack: Any = pack, multiple: int = 4) -> Any:
+        return SimpleNamespace(spec=SimpleNamespace(vocab_size=size), pack=pack, token_multiple=multiple)
 
-    teacher = Teacher(of(7), "reverse_kl", {}, temperature=1.0)
+    teacher = Teacher(of(7, multiple=6), "reverse_kl", {}, temperature=1.0)
     teacher.check_student(student := of(7))
-    assert student.pack
+    assert student.pack and student.token_multiple == 12
     Teacher(of(7, pack=None), "reverse_kl", {}, temperature=1.0).check_student(student)
     assert student.pack is None, "both read the same rows"
     with pytest.raises(ConfigError, match="reference.path: the teacher has a vocabulary of 7 tokens.*one of 8"):

@@ -21,6 +21,10 @@ SHAPES = {
     "tp2 dp2": {"tp": 2, "dp": 2},
     "pp2 vpp2": {"pp": 2, "vpp": 2},
     "dp4": {"dp": 4},
+    "cp2": {"cp": 2},
+    "cp2 tp2": {"cp": 2, "tp": 2},
+    "cp2 pp2": {"cp": 2, "pp": 2},
+    "cp2 dp2": {"cp": 2, "dp": 2},
 }
 ACTOR = {
     "loss_aggregation": "token_mean",
@@ -93,14 +97,16 @@ def test_samples_packed_with_their_prompt_once_give_what_padded_rows_do(
     for number, options in enumerate((SHARED, CRITIC)):
         given = {**options, "same_prompts": 3}
         padded = updated(launch, folder, tmp_path / f"padded{number}", {}, pack_samples=False, **given)
-        for name, shape in {"one": {}, "dp2": {"dp": 2}}.items():
+        for name, shape in {"one": {}, "dp2": {"dp": 2}, "cp2": {"cp": 2}}.items():
             assert_same(updated(launch, folder, tmp_path / f"{name}{number}", shape, **given), padded)
+        cut = updated(launch, folder, tmp_path / f"cut{number}", {"cp": 2}, pack_samples=False, **given)
+        assert_same(cut, padded)
 
 
 @pytest.mark.parametrize("pack_samples", [True, False], ids=["packed", "padded"])
 def test_the_value_after_a_response_that_was_cut_off(launch: Launcher, folder: Path, pack_samples: bool) -> None:
     """It is what the critic says before the token that would have come next; 0 after a response that has ended."""
-    for shape in ({}, {"pp": 2}, {"dp": 2}):
+    for shape in ({}, {"pp": 2}, {"dp": 2}, {"cp": 2}):
         size = GridShape(**shape).world_size
         given = {"folder": folder, "shape": shape, "pack_samples": pack_samples}
         for found in launch.world(size, "tests.workers.ranks:last_values", **given):
@@ -120,9 +126,14 @@ def test_mini_batches_share_prompts(launch: Launcher, folder: Path) -> None:
 
 def test_log_probs_from_hidden_states_give_the_same(launch: Launcher, folder: Path, tmp_path: Path) -> None:
     expected = updated(launch, folder, tmp_path / "whole", {"tp": 2, "pp": 2}, **SHARED)
-    for name, options in {"chunks": {}, "sequence parallel": {"megatron": {"sequence_parallel": True}}}.items():
+    parallel = {"megatron": {"sequence_parallel": True}}
+    for name, options in {
+        "pp": {},
+        "pp with sequence parallel": parallel,
+        "cp with sequence parallel": parallel,
+    }.items():
         chunked = {**SHARED, "chunked_logits": True, **options}
-        assert_same(updated(launch, folder, tmp_path / name, {"tp": 2, "pp": 2}, **chunked), expected)
+        assert_same(updated(launch, folder, tmp_path / name, {"tp": 2, name[:2]: 2}, **chunked), expected)
 
 
 def test_sequence_parallel_gives_the_same(launch: Launcher, folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,223 @@
+"""Context parallelism: which tokens of a row a rank has, and attention of those over the whole row.
+
+A row is cut into 2 cp chunks, and rank i has chunks i and 2 cp - 1 - i: of a causal sequence all ranks then have as
+much to attend to (Llama 3, arXiv 2407.21783, section 3.3.2; ring attention's "zigzag"). All layers but attention treat
+a token by itself. Attention here gathers keys and values of the whole row, and the rank's queries look at those of
+their sequences before them; backward, each rank gets the sum of all ranks' gradients of its keys and values. A packed
+row is cut as it lies, wherever its sequences begin, so that a prompt that several share stays there once.
+
+Transformer Engine's attention, where it is installed, passes keys and values on itself (`engine_attention.py`); it
+wants each sequence of a packed row cut so by itself, and knows no shared beginnings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from megaverl.models.attention import CausalAttention, attend_packed, attend_rows
+from megaverl.models.packing import DensePacking, Packing, Segment, VarlenPacking, laid_out, of_segments, spans
+from megaverl.platform import platform
+
+platform.adapt_megatron()
+
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
+
+
+class Part(NamedTuple):
+    """Which context-parallel rank, of how many."""
+
+    rank: int
+    size: int
+
+
+def own_places(length: int, part: Part) -> torch.Tensor:
+    """[length / cp] int64: where the rank's tokens are in a row of `length`, which 2 cp divides."""
+    return torch.cat([torch.arange(begin, end) for begin, end in _halves(length, part)])
+
+
+def _halves(length: int, part: Part) -> list[tuple[int, int]]:
+    """(begin, end) of the rank's two chunks."""
+    chunk = length // (2 * part.size)
+    return [(number * chunk, (number + 1) * chunk) for number in (part.rank, 2 * part.size - 1 - part.rank)]
+
+
+class ContextAttention(CausalAttention):
+    """`CausalAttention` of a context-parallel rank's queries over the whole row."""
+
+    def __init__(self, *args: Any, pg_collection: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._group: dist.ProcessGroup = pg_collection.cp
+        self._part = Part(self._group.rank(), self._group.size())
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+    ) -> torch.Tensor:
+        """As there, for the rank's s / cp tokens of each row; a packed row comes as a `CutPacking`, or as a
+        `VarlenPacking` where FlashAttention computes. Every rank of the group takes part."""
+        assert attention_mask is None and attention_bias is None
+        key, value = self._whole_row(key, value)
+        if isinstance(packed_seq_params, CutPacking):
+            q, k, v = (x.squeeze(1) for x in (query, key, value))
+            halves = zip(packed_seq_params.halves, q.chunk(2), strict=True)
+            found = [attend_packed(own, k, v, half, self.softmax_scale, self.window) for half, own in halves]
+            return torch.cat(found).unsqueeze(1)
+        if packed_seq_params is not None:
+            return super().forward(query, key, value, None, packed_seq_params=packed_seq_params)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim]
+        outputs = []
+        for half, (begin, end) in zip(q.chunk(2, dim=2), _halves(len(key), self._part), strict=True):
+            look = None
+            if begin:
+                behind = torch.arange(begin, end, device=k.device)[:, None] - torch.arange(end, device=k.device)
+                look = (behind >= 0) & (behind < (self.window or end))
+            seen = k[:, :, :end], v[:, :, :end]
+            outputs.append(attend_rows(half, *seen, look, self.softmax_scale, self.window))
+        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(2)
+
+    def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[s / cp, b, kv_heads, d] of the rank's tokens -> [s, b, kv_heads, d] of all, in the row's order."""
+        both = gather_from_sequence_parallel_region(
+            torch.cat([key, value], dim=-1), tensor_parallel_output_grad=True, group=self._group
+        )
+        first, second = both.unflatten(0, (self._part.size, 2, -1)).unbind(1)
+        whole = torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
+        return whole.split([key.shape[-1], value.shape[-1]], dim=-1)
+
+
+@dataclass
+class CutPacking(Packing):
+    """A rank's part of a packed row, for a kernel under masks.
+
+    Attributes:
+        halves: of each of its chunks, the parts of sequences in it, that look back over the whole row.
+    """
+
+    halves: tuple[DensePacking, ...] = ()
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        return replace(super().to(device), halves=tuple(half.to(device) for half in self.halves))
+
+
+def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Segment], list[int]]:
+    """(segments up to `end` that have queries from `begin` on, how many each has)."""
+    found, counts = [], []
+    for beginning, common, place, length in segments:
+        last = min(place + length, end)
+        if max(place, begin) < last:
+            found.append((beginning, common, place, last - place))
+            counts.append(last - max(place, begin))
+    return found, counts
+
+
+def pack_part(
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int,
+    part: Part,
+) -> CutPacking:
+    """`pack`, of which a context-parallel rank has its part. `multiple_of`: 2 cp divides it."""
+    held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
+    total, longest = len(held["source"]), int(held["positions"].max()) + 1
+    halves = []
+    for begin, end in _halves(total, part):
+        pieces, counts = _pieces(segments, begin, end)
+        keys, _ = spans([(*piece, False) for piece in pieces], total)
+        ends = [place + length - begin for _, _, place, length in pieces]
+        queries, of_queries = spans(
+            [(0, 0, last - count, count, False) for last, count in zip(ends, counts, strict=True)], end - begin
+        )
+        place = torch.zeros(end - begin, dtype=torch.int64)
+        place[queries[of_queries]] = of_queries.flatten().nonzero()[:, 0]
+        offsets = [common + length - count for (_, common, _, length), count in zip(pieces, counts, strict=True)]
+        halves.append(
+            DensePacking(
+                wholes=torch.zeros(0, 0, dtype=torch.int64),
+                later_queries=queries,
+                later_keys=keys,
+                later_offsets=torch.tensor(offsets, dtype=torch.int64),
+                place=place,
+            )
+        )
+    own = own_places(total, part)
+    held["positions"] = held["positions"][own]
+    return CutPacking(
+        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, **held, own=own, halves=tuple(halves)
+    )
+
+
+def pack_part_varlen(
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int,
+    part: Part,
+) -> VarlenPacking:
+    """The same for kernels of sequences of any lengths."""
+    held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
+    total = len(held["source"])
+    first, second = (_pieces(segments, begin, end) for begin, end in _halves(total, part))
+    own = own_places(total, part)
+    held["positions"] = held["positions"][own]
+    return of_segments(held, first[0] + second[0], first[1] + second[1], own)
+
+
+def pack_for_engine(
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    groups: Sequence[int],
+    *,
+    width: int,
+    multiple_of: int,
+    part: Part,
+) -> VarlenPacking:
+    """The same as Transformer Engine's context parallelism wants it: sequences that share nothing, each filled up to a
+    multiple of 2 cp and cut by itself; lengths are those of the whole row.
+
+    What fills a sequence up comes after its own tokens, which do not see it.
+    """
+    each = 2 * part.size
+    filled = [-(-length // each) * each for length in lengths if length] or [each]
+    total = sum(filled)
+    filled += [-total % multiple_of] if total % multiple_of else []
+    begins = [sum(filled[:number]) for number in range(len(filled))]
+    source, of_sequences = torch.zeros(sum(filled), dtype=torch.int64), iter(begins)
+    starts = []
+    for number, length in enumerate(lengths):
+        begin = next(of_sequences) if length else 0
+        source[begin : begin + length] = number * width + torch.arange(length)
+        starts.append(begin + shared[number])
+    cumulative = _cumulative(filled)
+    return VarlenPacking(
+        qkv_format="sbhd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=max(filled),
+        max_seqlen_kv=max(filled),
+        source=source,
+        positions=torch.cat([own_places(length, part) for length in filled]),
+        starts=torch.tensor(starts, dtype=torch.int64),
+        own=torch.cat([begin + own_places(length, part) for begin, length in zip(begins, filled, strict=True)]),
+    )
+
+
+def _cumulative(counts: Sequence[int]) -> torch.Tensor:
+    """[n + 1] int32."""
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
