@@ -30,6 +30,7 @@ INSTALL_REQUIRES = [
     "numpy>=1.26",
     "omegaconf>=2.3",
     "packaging>=24.2",
+    "pillow>=10.3",
     "psutil>=5.9",
     "pyarrow>=16",
     "pydantic>=2.12",

@@ -38,7 +38,7 @@ BUILT = "  # no wheel: built from its source"  # launch/bootstrap.sh looks for "
 
 # Demanded by a package's metadata and yet not wanted.
 LEFT_OUT = {
-    "torchvision": "resolves to a CUDA build, with which importing transformers' models fails",
+    "torchvision": "resolves to a CUDA build, with which importing transformers' models fails; images do without",
     "torchaudio": "resolves to a CUDA build; only audio models use it",
     "torchcodec": "resolves to a CUDA build; only video models use it",
     "triton": "1 GB that vLLM itself disables where there is no GPU",

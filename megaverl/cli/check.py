@@ -99,8 +99,8 @@ def _data(arguments: argparse.Namespace) -> int:
         found = examine_run(load_any(arguments.config, arguments.sources), arguments.tokenizer)
     elif arguments.sources:
         data = DataConfig(max_prompt_tokens=arguments.max_prompt_tokens or 2**31, too_long="drop")
-        encoder = encoder_of(data, arguments.tokenizer) if arguments.tokenizer else None
-        columns = Columns(arguments.prompt_key, arguments.answer_key or None)
+        encoder, images = encoder_of(data, arguments.tokenizer) if arguments.tokenizer else (None, None)
+        columns = Columns(arguments.prompt_key, arguments.answer_key or None, images=images)
         places = [SourceConfig(path=path, split=arguments.split, subset=arguments.subset) for path in arguments.sources]
         found = {place.path: examine(open_source(place), encoder, columns) for place in places}
     else:

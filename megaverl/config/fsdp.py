@@ -134,6 +134,9 @@ def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None
                 f"{role}.engine: fsdp.",
                 involves=(f"{role}.engine",),
             )
+        if getattr(section, "freeze", ()):
+            message = "is set, and engine: megatron trains every weight. Leave it out, or set {}.engine: fsdp."
+            yield ConfigIssue(f"{role}.freeze", message.format(role), involves=(f"{role}.engine",))
         return
     for name in _SIZES:
         if (size := getattr(section, name)) not in (1, None):

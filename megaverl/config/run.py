@@ -105,6 +105,24 @@ def _as_sources(value: Any) -> Any:
 Sources = Annotated[list[SourceConfig], BeforeValidator(_as_sources)]
 
 
+class ImagesConfig(Section):
+    """`data.images`: of models that take images."""
+
+    key: str = "images"
+    """Column of a row's images: one, or a list. Each takes the place of <image> in the prompt, or of a part of type
+    image that has none of its own; without such they stand before the text. Paths are named from the data file."""
+    max_per_prompt: Positive = 8
+    """Most images of a prompt."""
+    max_pixels: Positive = 33_554_432
+    """Most pixels of an image as it is stored; a larger one is refused before it is decoded."""
+    max_bytes: Positive = 67_108_864
+    """Most bytes of an image as it is stored."""
+    allow_urls: bool = False
+    """Fetch images that are named by http(s) URLs. false: they are refused."""
+    processor: Passthrough = {}
+    """Options of the model's image processor, such as min_pixels and max_pixels, between which images are resized."""
+
+
 class DataConfig(Section):
     """`data`: prompts, from files or data sets."""
 
@@ -124,6 +142,8 @@ class DataConfig(Section):
     """Column of the tools that the chat template is shown, where a row has it."""
     tools: Text | None = None
     """JSON file with the tools of every row that has none of its own."""
+    images: ImagesConfig = ImagesConfig()
+    """Of models that take images."""
     min_prompt_tokens: NonNegative = 0
     """A shorter prompt is dropped, and counted."""
     max_prompt_tokens: Positive = 512

@@ -6,6 +6,7 @@ import base64
 import contextlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.distributed.shared_items import put_back, taken_out
 from megaverl.errors import DataError
 
+_SHARED = "shared/"  # before the names of tensors that rows of a column share, such as images
 _DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 
 
@@ -27,8 +30,9 @@ def to_json(batch: RolloutBatch) -> str:
     Raises:
         DataError: a column holds what JSON cannot.
     """
-    tensors = {name: _encoded(tensor) for name, tensor in batch.tensors.items()}
-    return f'{{"columns": {_columns_json(batch)}, "tensors": {json.dumps(tensors)}}}'
+    columns, shared = taken_out(batch.columns)
+    tensors = {name: _encoded(tensor) for name, tensor in {**batch.tensors, **_named(shared)}.items()}
+    return f'{{"columns": {_columns_json(columns)}, "tensors": {json.dumps(tensors)}}}'
 
 
 def from_json(text: str) -> RolloutBatch:
@@ -40,19 +44,19 @@ def from_json(text: str) -> RolloutBatch:
     try:
         content = json.loads(text)
         tensors = {name: _decoded(entry) for name, entry in content["tensors"].items()}
-        columns = content["columns"]
+        return _batch(tensors, content["columns"])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"this is not a batch in JSON: {type(error).__name__}: {error}") from error
-    return RolloutBatch(tensors, columns)
 
 
 def save(batch: RolloutBatch, path: str | Path) -> None:
     """Write the batch as a safetensors file, columns in its metadata; it appears whole or not at all."""
     path = Path(path)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in batch.tensors.items()}
+    columns, shared = taken_out(batch.columns)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in {**batch.tensors, **_named(shared)}.items()}
     scratch = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, scratch, metadata={"columns": _columns_json(batch)})
+        save_file(tensors, scratch, metadata={"columns": _columns_json(columns)})
         scratch.replace(path)
     finally:
         with contextlib.suppress(FileNotFoundError):  # it is gone when all went well
@@ -69,18 +73,28 @@ def load(path: str | Path) -> RolloutBatch:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
             columns = json.loads((file.metadata() or {})["columns"])
-        return RolloutBatch(tensors, columns)
+        return _batch(tensors, columns)
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError, DataError) as error:
         raise DataError(f"{path} is not a batch that can be read: {type(error).__name__}: {error}") from error
 
 
-def _columns_json(batch: RolloutBatch) -> str:
-    for name, column in batch.columns.items():
+def _named(shared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {_SHARED + name: tensor for name, tensor in shared.items()}
+
+
+def _batch(tensors: Mapping[str, Tensor], columns: Mapping[str, list[Any]]) -> RolloutBatch:
+    shared = {name.removeprefix(_SHARED): tensor for name, tensor in tensors.items() if name.startswith(_SHARED)}
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(_SHARED)}
+    return RolloutBatch(own, put_back(columns, shared))
+
+
+def _columns_json(columns: Mapping[str, list[Any]]) -> str:
+    for name, column in columns.items():
         try:
             json.dumps(column)
         except (TypeError, ValueError) as error:
             raise DataError(f"column '{name}' cannot be written as JSON: {error}") from error
-    return json.dumps(batch.columns)
+    return json.dumps(columns)
 
 
 def _encoded(tensor: Tensor) -> dict[str, Any]:

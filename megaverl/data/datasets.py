@@ -13,6 +13,7 @@ from megaverl.config.run import SourceConfig
 from megaverl.data.prompts import Columns, Message, PromptEncoder, RowColumns
 from megaverl.data.sampler import MixedSampler, PromptSampler, split_held_out
 from megaverl.data.sources import Entry, RowChain, RowSource, as_source, open_source
+from megaverl.distributed.shared_items import SharedItem
 from megaverl.errors import DataError
 
 __all__ = ["PromptDataset", "PromptRecord", "PromptReport", "PromptSampler", "split_held_out"]
@@ -29,6 +30,7 @@ class PromptRecord:
         extra: the row's other columns, for the reward.
         where: file and line, for messages.
         messages: the conversation that the prompt is, whatever the model's chat template makes of it.
+        images: those of the prompt; a token of `token_ids` stands for each part of each of them.
     """
 
     index: int
@@ -39,6 +41,7 @@ class PromptRecord:
     extra: dict[str, Any]
     where: str
     messages: list[Message]
+    images: Sequence[SharedItem] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,7 @@ class PromptDataset:
             if encoder.is_short(read.prompt, where, read.tools):
                 num_short += 1
                 continue
-            num_cut = encoder.num_cut(read.prompt, where, read.tools)
+            num_cut = encoder.num_cut(read.prompt, where, read.tools, read.images)
             if num_cut is not None:
                 self._kept.append(number)
                 num_truncated += num_cut > 0
@@ -164,13 +167,11 @@ def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str
     """A row's prompt, ready; None if its length drops it."""
     if encoder.is_short(read.prompt, where, read.tools):
         return None
-    encoded = encoder.encode(read.prompt, where, read.tools)
+    encoded = encoder.encode(read.prompt, where, read.tools, read.images)
     if encoded is None:
         return None
-    messages = encoder.messages(read.prompt)
-    return PromptRecord(
-        index, read.prompt, encoded.text, encoded.token_ids, read.reference, read.extra, where, messages
-    )
+    text, ids, messages = encoded.text, encoded.token_ids, encoder.messages(read.prompt)
+    return PromptRecord(index, read.prompt, text, ids, read.reference, read.extra, where, messages, read.images)
 
 
 def weights_of(sources: Sequence[SourceConfig]) -> list[float]:

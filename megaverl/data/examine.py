@@ -11,6 +11,7 @@ from typing import Any
 
 from megaverl.config import Config
 from megaverl.config.run import DataConfig
+from megaverl.data.images import Images
 from megaverl.data.preferences import Judged, PreferenceColumns
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, RowColumns, load_tools, value_at
 from megaverl.data.sources import RowChain, RowSource, as_source, open_source
@@ -62,6 +63,7 @@ class Examined:
     num_pairs: int = 0
     num_desirable: int = 0
     num_undesirable: int = 0
+    num_images: int = 0
     prompts: dict[bytes, str] = field(default_factory=dict)
     example: str = ""
 
@@ -79,6 +81,7 @@ class Examined:
             "prompt_tokens": quantiles(self.lengths),
             "answer_characters": quantiles(self.answer_lengths),
             "columns": dict(self.keys),
+            "images": self.num_images,
             "pairs": self.num_pairs,
             "single_responses": {"desirable": self.num_desirable, "undesirable": self.num_undesirable},
             "problems": [vars(problem) for problem in self.problems],
@@ -89,6 +92,8 @@ class Examined:
         lines = [f"{name}: {self.num_rows} rows, {self.num_usable} can be used"]
         if self.num_long or self.num_short:
             lines.append(f"  too long: {self.num_long}   too short: {self.num_short}")
+        if self.num_images:
+            lines.append(f"  images: {self.num_images}, all read and processed")
         if self.num_pairs:
             lines.append(f"  pairs of responses: {self.num_pairs}")
         if self.num_desirable + self.num_undesirable:
@@ -145,12 +150,14 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
     """
     data, model, found = config.data, config.model, {}
     too_long = "drop" if data.too_long == "error" else data.too_long
-    encoder = encoder_of(
+    encoder, images = encoder_of(
         data.model_copy(update={"too_long": too_long}),
         tokenizer or model.tokenizer or model.path,
+        model=model.path,
         trust_remote_code=model.trust_remote_code,
     )
-    columns = Columns(data.prompt_key, data.answer_key, data.tools_key, load_tools(data.tools) if data.tools else None)
+    tools = load_tools(data.tools) if data.tools else None
+    columns = Columns(data.prompt_key, data.answer_key, data.tools_key, tools, images)
     for section in ("data", "preference"):
         judged = PreferenceColumns.of(config.preference) if section == "preference" else None
         for part in ("train", "validation"):
@@ -164,9 +171,17 @@ def examine_run(config: Config, tokenizer: str | None = None) -> dict[str, Exami
     return found
 
 
-def encoder_of(data: DataConfig, tokenizer: str, *, trust_remote_code: bool = False) -> PromptEncoder:
-    """What renders prompts as a run does whose section `data` is this."""
-    return PromptEncoder(load_tokenizer(tokenizer, trust_remote_code=trust_remote_code), PromptFormat.of(data))
+def encoder_of(
+    data: DataConfig, tokenizer: str, *, model: str | None = None, trust_remote_code: bool = False
+) -> tuple[PromptEncoder, Images | None]:
+    """What renders prompts, and what reads their images, as in a run whose section `data` is this.
+
+    Args:
+        model: folder of a model, which may take images. None: that of the tokenizer.
+    """
+    made = load_tokenizer(tokenizer, trust_remote_code=trust_remote_code)
+    images = Images.of(data.images, model or tokenizer, made)
+    return PromptEncoder(made, PromptFormat.of(data), images.processor.token_id if images else None), images
 
 
 def _usual(row: Mapping[str, Any], columns: Columns) -> PreferenceColumns | None:
@@ -218,19 +233,22 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
         if encoder.is_short(read.prompt, where, read.tools):
             found.num_short += 1
             return False
-        encoded = encoder.encode(read.prompt, where, read.tools)
+        encoded = encoder.encode(read.prompt, where, read.tools, read.images)
         if encoded is None:
             found.num_long += 1
             return False
         found.num_long += encoded.num_truncated > 0
         found.lengths.append(len(encoded.token_ids))
         found.example = found.example or encoded.text
+    for image in read.images:  # a run decodes it when its prompt comes
+        assert image.tensors
     found.num_usable += 1
+    found.num_images += len(read.images)
     if isinstance(read.reference, str):
         found.answer_lengths.append(len(read.reference))
         if not read.reference.strip():
             found.problems.append(DataProblem(where, "warning", "the answer is empty."))
-    text = json.dumps(read.prompt, sort_keys=True, ensure_ascii=False)
+    text = json.dumps([read.prompt, *(image.key for image in read.images)], sort_keys=True, ensure_ascii=False)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     if digest in found.prompts and not repeats:
         found.problems.append(DataProblem(where, "warning", f"the same prompt as {found.prompts[digest]}."))

@@ -11,6 +11,7 @@ import torch
 from megaverl.config.run import PreferenceConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptDataset, PromptRecord
+from megaverl.data.images import image_column
 from megaverl.data.prompts import PromptEncoder, value_at
 from megaverl.errors import DataError
 
@@ -135,12 +136,13 @@ class PreferenceReader:
             DataError: a row without a response, or with one that is too long; names the row.
         """
         read = [self._read(record) for record in records]
-        prompts = [record.token_ids for record, found in zip(records, read, strict=True) for _ in found]
+        of_each = [record for record, found in zip(records, read, strict=True) for _ in found]
         batch = responses_of(
-            prompts,
+            [record.token_ids for record in of_each],
             [tokens for found in read for tokens, _ in found],
             [row for row, found in enumerate(read) for _ in found],
         ).with_(desirable=torch.tensor([desirable for found in read for _, desirable in found], dtype=torch.bool))
+        batch = batch.with_columns(**image_column(of_each))
         if self.columns.margin is None:
             return batch
         margins = [self.columns.read_margin(record.extra, record.where) for record in records for _ in range(2)]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import check_cap, plan_micro_batches
+from megaverl.data.images import COLUMN
 
 GOOD_ENOUGH = 1.02  # the busiest rank's tokens, of the mean; no finer cut is tried
 
@@ -42,11 +43,15 @@ def sequence_lengths(batch: RolloutBatch) -> SequenceLengths:
 
 
 def prompt_numbers(batch: RolloutBatch) -> list[int]:
-    """[B]: the same number for samples whose prompts are the same, token for token."""
-    numbers: dict[bytes, int] = {}
+    """[B]: the same number for samples whose prompts are the same, token for token and image for image."""
+    numbers: dict[Any, int] = {}
     lengths = batch.prompt_lengths.tolist()
     rows = batch.input_ids.cpu().numpy()
-    return [numbers.setdefault(row[:length].tobytes(), len(numbers)) for row, length in zip(rows, lengths, strict=True)]
+    images = batch.columns.get(COLUMN) or [None] * len(rows)
+    return [
+        numbers.setdefault((row[:length].tobytes(), *(image.key for image in own or ())), len(numbers))
+        for row, length, own in zip(rows, lengths, images, strict=True)
+    ]
 
 
 def shared_tokens(prompt_lengths: Sequence[int]) -> list[int]:

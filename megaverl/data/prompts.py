@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from megaverl.data.images import Images, text_of_parts
+from megaverl.distributed.shared_items import SharedItem
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:
@@ -69,8 +71,11 @@ class PromptFormat:
         )
 
 
-def check_prompt(prompt: Any, where: str, key: str) -> str | list[Message]:
+def check_prompt(prompt: Any, where: str, key: str, parts: list[Any]) -> str | list[Message]:
     """The prompt of one row, if it is text or a list of chat messages.
+
+    Args:
+        parts: gets the images in messages' contents; in their text is a mark for each (`images.text_of_parts`).
 
     Raises:
         DataError: names the place, the key and what is wrong with it.
@@ -86,7 +91,9 @@ def check_prompt(prompt: Any, where: str, key: str) -> str | list[Message]:
         )
     if not prompt:
         raise DataError(f"{where}: {key!r} is an empty list of messages. Write a message, or remove the row.")
-    messages = [_check_message(message, f"{where}: message {n} of {key!r}") for n, message in enumerate(prompt, 1)]
+    messages = [
+        _check_message(message, f"{where}: message {n} of {key!r}", parts) for n, message in enumerate(prompt, 1)
+    ]
     if messages[-1]["role"] == "assistant":
         raise DataError(
             f"{where}: the last message of {key!r} is the assistant's, so there is nothing to answer. "
@@ -95,7 +102,7 @@ def check_prompt(prompt: Any, where: str, key: str) -> str | list[Message]:
     return messages
 
 
-def _check_message(message: Any, where: str) -> Message:
+def _check_message(message: Any, where: str, parts: list[Any]) -> Message:
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() | (
         {"content"} if calls else set()
@@ -106,17 +113,27 @@ def _check_message(message: Any, where: str) -> Message:
         content = ""
     if role not in ROLES:
         raise DataError(f"{where} has the role {role!r}; known roles: {', '.join(ROLES)}.")
+    if isinstance(content, list):
+        content, images = text_of_parts(content, where)
+        parts += images
     if not isinstance(content, str):
-        raise DataError(f"{where} has content of type {type(content).__name__}; it must be text.")
+        raise DataError(f"{where} has content of type {type(content).__name__}; it must be text, or a list of parts.")
     more = {key: message[key] for key in OF_TOOLS if message.get(key) is not None}
     return {"role": role, "content": content, **more}
 
 
 class PromptEncoder:
-    """Turns prompts into token ids, all in one format."""
+    """Turns prompts into token ids, all in one format.
 
-    def __init__(self, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None) -> None:
-        self.tokenizer = tokenizer
+    Args:
+        image_token: stands for an image in a prompt, and becomes as many as the image has parts. None: of a model that
+            takes none.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_format: PromptFormat | None = None, image_token: int | None = None
+    ) -> None:
+        self.tokenizer, self.image_token = tokenizer, image_token
         self.format = prompt_format or PromptFormat()
         self.uses_chat_template = self.format.chat_template == "auto" and tokenizer.chat_template is not None
 
@@ -160,12 +177,20 @@ class PromptEncoder:
         return messages
 
     def encode(
-        self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None
+        self,
+        prompt: str | Sequence[Message],
+        where: str = "prompt",
+        tools: Tools | None = None,
+        images: Sequence[SharedItem] = (),
     ) -> EncodedPrompt | None:
         """Text and token ids of `prompt`; None if it is too long and such rows are dropped.
 
+        Args:
+            images: those that are written into it, in that order.
+
         Raises:
-            DataError: too long, and that is an error; no tokens at all; see also `render`.
+            DataError: too long, and that is an error; no tokens at all; images that the chat template or the text
+                has other places for; see also `render`.
         """
         text = self.render(prompt, where, tools)
         # A chat template writes the special tokens itself; on plain text the tokenizer puts its own (such as
@@ -175,35 +200,57 @@ class PromptEncoder:
             token_ids = token_ids[:-1]  # some tokenizers end every text; a prompt must stay open
         if not token_ids:
             raise DataError(f"{where}: the prompt {text!r:.60} becomes no tokens at all. Remove the row.")
+        if self.image_token is not None:
+            token_ids = self._expanded(token_ids, images, where)
         limit = self.format.max_tokens
         if limit is None or len(token_ids) <= limit:
             return EncodedPrompt(text, token_ids)
         if self.format.too_long == "drop":
             return None
-        if self.format.too_long == "truncate_left":
+        if self.format.too_long == "truncate_left" and not images:
             return EncodedPrompt(text, token_ids[-limit:], num_truncated=len(token_ids) - limit)
         raise DataError(
             f"{where}: the prompt is {len(token_ids)} tokens long, and at most {limit} fit. Raise "
             "data.max_prompt_tokens (as far as the model's context and rollout.sampling.max_tokens leave "
             "room), shorten the row, or set data.too_long to drop or truncate_left."
+            + (" (One with images is not cut; data.images.processor.max_pixels makes them smaller.)" if images else "")
         )
 
+    def _expanded(self, token_ids: list[int], images: Sequence[SharedItem], where: str) -> list[int]:
+        """With the image token as often as each image has parts."""
+        places = token_ids.count(self.image_token)  # type: ignore[arg-type]  # asked for where there is one
+        if places != len(images):
+            raise DataError(
+                f"{where}: the prompt has {len(images)} images, and as the model reads it {places} places for them. "
+                "Look at the chat template, and at text that holds the image token itself."
+            )
+        sizes = iter(image.size for image in images)
+        return [token for one in token_ids for token in [one] * (next(sizes) if one == self.image_token else 1)]
+
     def is_short(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> bool:
-        """Whether `prompt` has fewer tokens than a prompt must have."""
+        """Whether `prompt` has fewer tokens than a prompt must have; of an image one is counted."""
         if self.format.min_tokens <= 1:
             return False
         text = self.render(prompt, where, tools)
         return len(self.tokenizer.encode(text, add_special_tokens=not self.uses_chat_template)) < self.format.min_tokens
 
-    def num_cut(self, prompt: str | Sequence[Message], where: str = "prompt", tools: Tools | None = None) -> int | None:
+    def num_cut(
+        self,
+        prompt: str | Sequence[Message],
+        where: str = "prompt",
+        tools: Tools | None = None,
+        images: Sequence[SharedItem] = (),
+    ) -> int | None:
         """How many tokens `encode` would cut off `prompt`; None if it would drop it. Raises what it raises.
 
         Tokenises only what might be too long, since no token is shorter than a byte: much quicker.
         """
         limit = self.format.max_tokens
-        if limit is None or len(self.render(prompt, where, tools).encode()) + NUM_ADDED_TOKENS <= limit:
+        if self.image_token is None and (
+            limit is None or len(self.render(prompt, where, tools).encode()) + NUM_ADDED_TOKENS <= limit
+        ):
             return 0
-        encoded = self.encode(prompt, where, tools)
+        encoded = self.encode(prompt, where, tools, images)
         return None if encoded is None else encoded.num_truncated
 
     def encode_answer(self, answer: str) -> list[int]:
@@ -212,12 +259,13 @@ class PromptEncoder:
 
 
 class RowColumns(NamedTuple):
-    """A row, taken apart: prompt, reference answer, tools, and all further columns, for the reward."""
+    """A row, taken apart: prompt, reference answer, tools, all further columns, for the reward, and its images."""
 
     prompt: str | list[Message]
     reference: Any
     tools: Tools | None
     extra: dict[str, Any]
+    images: Sequence[SharedItem] = ()
 
 
 @dataclass(frozen=True)
@@ -228,12 +276,14 @@ class Columns:
         answer: None: there is none.
         tools: what the chat template is shown; a row need not have it.
         default_tools: of rows that have none.
+        images: reads those of a row. None: of a model that takes none.
     """
 
     prompt: str = "prompt"
     answer: str | None = "answer"
     tools: str = "tools"
     default_tools: Tools | None = None
+    images: Images | None = None
 
     def read(self, row: Mapping[str, Any], where: str) -> RowColumns:
         """The row's columns, checked.
@@ -241,13 +291,19 @@ class Columns:
         Raises:
             DataError: one that must be there is not, or is of a wrong type.
         """
-        prompt = check_prompt(_column(row, self.prompt, where, "data.prompt_key"), where, self.prompt)
+        parts: list[Any] = []
+        prompt = check_prompt(_column(row, self.prompt, where, "data.prompt_key"), where, self.prompt, parts)
         reference = None if self.answer is None else _column(row, self.answer, where, "data.answer_key")
         tools = self.default_tools
         if row.get(self.tools):
             tools = check_tools(row[self.tools], f"{where}: {self.tools!r}")
-        own = (self.prompt, self.answer, self.tools)
-        return RowColumns(prompt, reference, tools, {key: value for key, value in row.items() if key not in own})
+        own, images = [self.prompt, self.answer, self.tools], list[SharedItem]()
+        if self.images is not None:
+            own.append(key := self.images.config.key)
+            prompt, images = self.images.of_row(prompt, parts, value_at(row, key), where)
+        elif parts:
+            raise DataError(f"{where}: the prompt has images, and the model takes none (no vision_config there).")
+        return RowColumns(prompt, reference, tools, {key: row[key] for key in row if key not in own}, images)
 
 
 def check_tools(value: Any, where: str) -> Tools:

@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from megaverl.config.run import SourceConfig
-from megaverl.data.sources import ParquetFile, RowSource, expand_paths, folder_files, kind_of, load_hub, open_source
+from megaverl.data.sources import (
+    ParquetFile,
+    Place,
+    RowSource,
+    expand_paths,
+    folder_files,
+    kind_of,
+    load_hub,
+    open_source,
+)
 from megaverl.errors import DataError
 
 
@@ -81,7 +90,7 @@ class FilesReader:
                 self._line += 1
                 if not line.strip():
                     continue
-                where = f"{path}, line {self._line}"
+                where = Place(f"{path}, line {self._line}", path.parent)
                 try:
                     row = json.loads(line)
                 except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -112,8 +112,10 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
             found = datasets.load_from_disk(source.path)
             if isinstance(found, datasets.DatasetDict):
                 found = found[source.split]
-            return found.to_iterable_dataset() if streaming else found
-        return datasets.load_dataset(source.path, source.subset, split=source.split, streaming=streaming)
+            return _encoded_images(found.to_iterable_dataset() if streaming else found)
+        return _encoded_images(
+            datasets.load_dataset(source.path, source.subset, split=source.split, streaming=streaming)
+        )
     except KeyError as error:
         raise DataError(f"{source.path}: no split {error}; it has {', '.join(found)}. Set split.") from error
     except Exception as error:  # whatever it raises of networks, names, files and columns
@@ -121,6 +123,18 @@ def load_hub(source: SourceConfig, *, streaming: bool) -> Any:
             f"{source.path}: datasets cannot load it: {type(error).__name__}: {error}. Look at the name and at the "
             "network (HF_HUB_OFFLINE must not be set), or name a local folder."
         ) from error
+
+
+def _encoded_images(rows: Any) -> Any:
+    """Images stay as they are stored, for `data/images.py` to read; `datasets` would decode all of a row's."""
+    import datasets
+
+    for name, feature in dict(rows.features or {}).items():
+        inner = getattr(feature, "feature", feature)  # of a list
+        if isinstance(inner, datasets.Image):
+            encoded = datasets.Image(decode=False)
+            rows = rows.cast_column(name, encoded if inner is feature else datasets.List(encoded))
+    return rows
 
 
 class FirstRows:
@@ -166,6 +180,17 @@ def _own(name: str) -> RowSource:
 SUFFIXES = (".jsonl", ".parquet")
 
 
+class Place(str):
+    """Where a row stands, for messages; `folder` is what relative paths in it are named from."""
+
+    folder: Path
+
+    def __new__(cls, text: str, folder: Path) -> Place:
+        made = super().__new__(cls, text)
+        made.folder = folder
+        return made
+
+
 class RowSource(Protocol):
     """Rows with a number each; `where` names a row as its reader would look for it."""
 
@@ -203,7 +228,7 @@ class JsonlFile:
         return len(self._starts)
 
     def where(self, index: int) -> str:
-        return f"{self.path}, line {self._lines[index]}"
+        return Place(f"{self.path}, line {self._lines[index]}", self.path.parent)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         with self.path.open("rb") as stream:
@@ -249,7 +274,7 @@ class ParquetFile:
         return self._ends[-1] if self._ends else 0
 
     def where(self, index: int) -> str:
-        return f"{self.path}, row {index + 1}"
+        return Place(f"{self.path}, row {index + 1}", self.path.parent)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         import pyarrow

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megaverl.distributed.collectives import gather_json, gather_rows
+from megaverl.distributed.shared_items import put_back, taken_out
 from megaverl.errors import DataError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -30,6 +31,7 @@ DTYPES: dict[str, torch.dtype] = {
         torch.bool,
     )
 }
+_SHARED = "shared/"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -80,7 +82,7 @@ class RaggedBatch:
         axes: the tensors whose dimension 1 is ragged -> the name of its axis.
         lengths: axis -> [rows] int64, how much of dimension 1 counts. What is beyond does not travel.
         fills: ragged tensor -> what stands beyond; 0 where nothing is said.
-        columns: one entry a row, anything that JSON can hold.
+        columns: one entry a row, anything that JSON can hold, or lists of `SharedItem`.
     """
 
     tensors: Mapping[str, Tensor]
@@ -102,8 +104,9 @@ class RaggedBatch:
         ragged = {name: [axis, list(rows[name].shape)] for name, axis in self.axes.items()}
         for name, axis in self.axes.items():
             rows[name] = rows[name][_mask(lengths[axis], rows[name].shape[1])]
-        parts, payload = pack_tensors({_length_of(axis): values for axis, values in lengths.items()} | rows)
-        columns = {name: [column[place] for place in places] for name, column in self.columns.items()}
+        columns, shared = taken_out({n: [column[place] for place in places] for n, column in self.columns.items()})
+        own = {_length_of(axis): values for axis, values in lengths.items()} | rows
+        parts, payload = pack_tensors(own | {_SHARED + key: tensor.to(device) for key, tensor in shared.items()})
         try:
             header = json.dumps({"axes": list(lengths), "parts": parts, "ragged": ragged, "columns": columns})
         except (TypeError, ValueError) as error:
@@ -137,12 +140,13 @@ class RaggedBatch:
             found = json.loads(header)
             tensors = unpack_tensors(found["parts"], payload)
             lengths = {axis: tensors.pop(_length_of(axis)) for axis in found["axes"]}
+            shared = {key.removeprefix(_SHARED): tensors.pop(key) for key in [*tensors] if key.startswith(_SHARED)}
             axes = {name: axis for name, (axis, _) in found["ragged"].items()}
             for name, (axis, shape) in found["ragged"].items():
                 rows = payload.new_full(shape, fills.get(name, 0), dtype=tensors[name].dtype)
                 rows[_mask(lengths[axis], shape[1])] = tensors[name]
                 tensors[name] = rows
-            return cls(tensors, axes, lengths, fills, found["columns"])
+            return cls(tensors, axes, lengths, fills, put_back(found["columns"], shared))
         except (KeyError, ValueError, TypeError, RuntimeError, IndexError) as error:
             raise DataError(f"a message of rows cannot be read: {error}") from error
 

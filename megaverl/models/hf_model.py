@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.hf_attention import NAME, RowReading, register, row_reading
 from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT
+from megaverl.models.hf_weights import weights_of_module
+from megaverl.models.vision import VisionInputs, VisionReader, auto_class_of, tower_of, without_image
 from megaverl.platform import platform
 
 if TYPE_CHECKING:
@@ -54,18 +57,43 @@ class PolicyModule(nn.Module):
             nn.init.zeros_(head.weight)
             self.add_module(VALUE_HEAD, head.to(model.dtype))
             backbone.register_forward_hook(self._look)
+        self._takes_images = tower_of(model) is not None
+        self._drawn: torch.Tensor | None = None
+        self._sees_none = False
+        if self._takes_images:
+            model.get_input_embeddings().register_forward_pre_hook(self._embed_drawn)
+            model.base_model.language_model.register_forward_pre_hook(self._look_at_none, with_kwargs=True)
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         self._seen = output[0]
 
+    def _embed_drawn(self, module: nn.Module, args: Any) -> Any:
+        """An image's token that a response has drawn is no place of an image, and has an embedding."""
+        return args if self._drawn is None else (self._drawn,)
+
+    def _look_at_none(self, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        """Where no image is, the tower runs at the place in which it does on ranks that have some."""
+        if self._sees_none:
+            embedded = given["inputs_embeds"]
+            nothing = without_image(self.model, embedded.device)
+            given = {**given, "inputs_embeds": embedded + nothing.to(embedded.dtype)}
+        return args, given
+
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, **inputs: torch.Tensor
+        self, tokens: torch.Tensor, positions: torch.Tensor, seen: VisionInputs | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens and positions [b, s] -> (logits [b, s, vocabulary] or hidden states [b, s, hidden], values
-        [b, s, num_values] float32, if there is a value head)."""
+        [b, s, num_values] float32, if there is a value head).
+
+        Args:
+            seen: the images of a model that takes any, and the positions that follow from them.
+        """
         given = {"position_ids": positions} if self._positions else {}
-        module = self.model.base_model if self.gives_hidden else self.model
-        made = module(input_ids=tokens, use_cache=False, **given, **inputs)
+        module, self._drawn = self.model.base_model if self.gives_hidden else self.model, None
+        if self._takes_images and seen is not None:
+            given, self._drawn, tokens = {"position_ids": seen.positions, **seen.given}, tokens, seen.places
+        self._sees_none = "pixel_values" not in given
+        made = module(input_ids=tokens, use_cache=False, **given)
         output: torch.Tensor = made[0] if self.gives_hidden else made.logits
         if not hasattr(self, VALUE_HEAD):
             return output, None
@@ -151,11 +179,12 @@ def _use_liger(model: PreTrainedModel) -> None:
 def _from_config(
     folder: str | Path, config: PretrainedConfig, attention: str | None, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
-
+    kinds: Any = attention
+    if VisionReader.of(config) is not None:  # an image's patches all see each other
+        kinds = {"text_config": attention or "sdpa", "vision_config": "sdpa"}
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
+        model: PreTrainedModel = auto_class_of(config).from_config(
+            config, attn_implementation=kinds, dtype=dtype, trust_remote_code=trust_remote_code
         )
     except (ValueError, KeyError, ImportError, RuntimeError, NotImplementedError) as error:
         raise ModelError(f"{folder}: transformers does not build a causal language model of it: {error}") from error
@@ -181,12 +210,40 @@ def blocks_of(model: PreTrainedModel) -> list[nn.Module]:
         ModelError: there is none.
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
-    found = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    text = getattr(model.base_model, "language_model", model)
+    found = [list(module) for module in text.modules() if isinstance(module, nn.ModuleList)]
     lists = [each for each in found if each]
     known = [each for each in lists if type(each[0]).__name__ in named]
     if not lists:
         raise ModelError(f"{type(model).__name__}: no list of decoder layers was found in it.")
     return max(known or lists, key=len)
+
+
+def vision_blocks_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Those of the part that reads images, if there is one."""
+    tower = tower_of(model)
+    return [] if tower is None else list(tower.get_submodule("blocks").children())
+
+
+def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -> None:
+    """Train none of the weights whose names in a folder fit a pattern.
+
+    Raises:
+        ConfigError: a pattern that none fits, or nothing is left to train.
+    """
+    renamed = weights_of_module(model).renamed if patterns else {}
+    names = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
+    for pattern in patterns:
+        found = [name for name in names if fnmatchcase(name, pattern)]
+        if not found:
+            raise ConfigError(
+                f"{role}.freeze: {pattern!r} fits none of the model's weights, such as {', '.join(list(names)[:3])}. "
+                "Mend the pattern, or leave it out."
+            )
+        for name in found:
+            names[name].requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in names.values()):
+        raise ConfigError(f"{role}.freeze: {', '.join(patterns)} fit all of the weights, and nothing is left to train.")
 
 
 def logits_are_plain(model: PreTrainedModel) -> bool:
@@ -204,7 +261,9 @@ def logits_are_plain(model: PreTrainedModel) -> bool:
     def backbone(*args: Any, **kwargs: Any) -> Any:
         from transformers.modeling_outputs import BaseModelOutputWithPast
 
-        return BaseModelOutputWithPast(last_hidden_state=hidden)
+        made: Any = BaseModelOutputWithPast(last_hidden_state=hidden)
+        made.rope_deltas = None  # of models that take images
+        return made
 
     def output_layer(given: torch.Tensor) -> torch.Tensor:
         seen.append(given)
@@ -279,7 +338,7 @@ def shard_module(
         "offload_policy": CPUOffloadPolicy(pin_memory=platform.is_cuda) if cpu_offload else OffloadPolicy(),
     }
     model = module.model
-    for block in blocks_of(model):
+    for block in [*vision_blocks_of(model), *blocks_of(model)]:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if getattr(head, "weight", None) is not embeddings.weight:

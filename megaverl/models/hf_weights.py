@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megaverl.errors import ModelError
+from megaverl.models.vision import auto_class_of
 from megaverl.sharding.module_weights import ModuleWeights, weights_of_module
 
 if TYPE_CHECKING:
@@ -23,12 +24,12 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
     Raises:
         ModelError: transformers knows no such model, or cannot build it so.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError, RuntimeError, NotImplementedError) as error:
         raise ModelError(f"{folder}: transformers does not build a causal language model of it: {error}") from error
     return model

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
+from megaverl.models.vision import VisionInputs
 from megaverl.platform import platform
 
 platform.adapt_megatron()
@@ -322,6 +323,7 @@ class MicroBatch:
         prompt_lengths, response_lengths: [n] int64.
         fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
         packing: where the samples are in a packed row; None: they have rows of their own.
+        vision: of a model that takes images, what it reads besides.
         taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
         places: [s / cp] int64: where the tokens that this context-parallel rank has are in the rows, see `cut`; None:
             it has all.
@@ -338,6 +340,7 @@ class MicroBatch:
     response_lengths: torch.Tensor
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
     packing: Packing | None = None
+    vision: VisionInputs | None = None
     taught: torch.Tensor | None = None
     places: torch.Tensor | None = None
     num_response_columns: int = -1
@@ -406,7 +409,7 @@ class MicroBatch:
         predicting = Predicting(*(tensor.to(device) for tensor in self.predicting))
         held = {each.name: getattr(self, each.name) for each in fields(self)}
         tensors: dict[str, Any] = {
-            name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor | Packing)
+            name: x.to(device) for name, x in held.items() if isinstance(x, torch.Tensor | Packing | VisionInputs)
         }
         return replace(self, fields=moved, predicting=predicting, **tensors)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megaverl.config.roles import RolloutConfig, SamplingRule
+    from megaverl.distributed.shared_items import SharedItem
     from megaverl.sharding.layout import Layout
     from megaverl.sharding.quantised import QuantisedWeight
 
@@ -79,6 +80,12 @@ class SamplingOptions:
         return sorted({*self.stop_token_ids, *(() if self.ignore_eos else of_engine)})
 
 
+# Token ids of each prompt of a request.
+Prompts = Sequence[Sequence[int]]
+
+# Of each prompt of a request, those that its tokens have places for, in that order.
+Images = Sequence[Sequence["SharedItem"]]
+
 # One way to draw for all prompts, or each prompt's own (`rollout.adaptive_sampling`).
 Sampling = SamplingOptions | Sequence[SamplingOptions]
 
@@ -143,15 +150,18 @@ class Engine(Protocol):
                 for may be left out of the layouts.
         """
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+    ) -> list[Generation]:
         """One response per prompt, in order.
 
         What is drawn for a prompt depends on the prompt, its seed and the weights, not on the other prompts.
 
         Args:
-            prompts: token ids.
+            prompts: token ids; of an image one for each of its parts.
             sampling: for all of them; with `rollout.adaptive_sampling` one for each.
             seeds: one per prompt (see `megaverl.rollout.sampling`).
+            images: given where a prompt has any.
 
         Raises:
             RolloutError: a prompt that is empty, too long or not of this vocabulary; checked before any work.

@@ -13,8 +13,10 @@ from megaverl.errors import RolloutError
 from megaverl.platform import flash_attention, platform
 from megaverl.rollout.engine import (
     Generation,
+    Images,
     InFlight,
     OnFinished,
+    Prompts,
     Sampling,
     SamplingOptions,
     Shapes,
@@ -91,8 +93,12 @@ class HFEngine:
         return lambda rank: layout
 
     @torch.no_grad()
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+    ) -> list[Generation]:
         """One response per prompt, all in one batch, padded on the left."""
+        if images is not None:
+            raise RolloutError("rollout.engine=hf answers text alone, and the prompts have images. Use vllm.")
         vocab_size = self.model.config.vocab_size
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=vocab_size)
         ways = of_each(sampling, len(prompts))

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from megaverl.config.roles import RolloutConfig
+    from megaverl.config.run import ImagesConfig
 
 
 def make_engine(
@@ -26,6 +27,8 @@ def make_engine(
     trust_remote_code: bool = False,
     num_sequences: int | None = None,
     on_load: OnLoad | None = None,
+    images: ImagesConfig | None = None,
+    tokenizer: str | None = None,
 ) -> Engine:
     """Make this rank's part of the engine that `config.engine` names. Every rank of the world takes part.
 
@@ -41,6 +44,8 @@ def make_engine(
         num_sequences: how many responses an engine is asked for at once, to size its cache; None: unknown.
         on_load: called with the engine's parameters, and with what `Engine.layouts` is, before graphs are captured:
             the last moment at which they may share storage with an actor's for good.
+        images: of a model that takes images, `data.images`; None: of one that takes none.
+        tokenizer: of the run, where that is not the model folder's.
 
     Raises:
         RolloutError: a world, model or machine that the engine cannot work with.
@@ -65,8 +70,11 @@ def make_engine(
         engine = load_object(config.engine, "rollout.engine")(model_folder, config, **asked)
     else:
         from megaverl.rollout.vllm_engine import VLLMEngine
+        from megaverl.rollout.vllm_requests import image_arguments
 
         asked |= {"trust_remote_code": trust_remote_code, "num_sequences": num_sequences, "on_load": on_load}
+        if images is not None:
+            asked["images"] = image_arguments(images, tokenizer or str(model_folder))
         engine = VLLMEngine(model_folder, config, **asked)
     if config.use_dynamic_batching:
         budget = None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20

@@ -7,8 +7,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,11 @@ from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.rollout.engine import (
     Generation,
+    Images,
     InFlight,
     OnFinished,
     OnLoad,
+    Prompts,
     Sampling,
     SamplingOptions,
     Shapes,
@@ -38,6 +40,7 @@ from megaverl.rollout.process_state import (
 )
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
+from megaverl.rollout.vllm_requests import answers, calling_when_finished, generation, prepare_images
 from megaverl.rollout.vllm_tracing import current_config, inspect_here
 from megaverl.rollout.vllm_weights import (
     CACHE,
@@ -53,7 +56,7 @@ from megaverl.sharding.fit import misfits
 from megaverl.sharding.model_spec import ModelSpec
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import LLM, SamplingParams
 
     from megaverl.config.roles import RolloutConfig
     from megaverl.sharding.layout import Layout
@@ -85,6 +88,7 @@ class VLLMEngine:
         load_weights: False: a reshard must write all of them before the first `generate`.
         num_sequences: how many responses are asked for at once, to size a CPU's cache.
         on_load: see `megaverl.rollout.make_engine`.
+        images: EngineArgs of a model that takes images (`image_arguments`).
 
     Raises:
         RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
@@ -105,6 +109,7 @@ class VLLMEngine:
         trust_remote_code: bool = False,
         num_sequences: int | None = None,
         on_load: OnLoad | None = None,
+        images: Mapping[str, Any] | None = None,
     ) -> None:
         self.tp_size = config.tp
         self.replica, self.tp_rank, self.num_replicas = _place(config.tp)
@@ -118,6 +123,8 @@ class VLLMEngine:
         self._vocab_size = spec.vocab_size
         _check_model(spec, config.tp, max_model_len)
         self._prepare_vllm()
+        self._takes_images = images is not None
+        of_images = {} if images is None else {**images, **prepare_images(spec.architecture)}
         inspect_here(spec.architecture)
         arguments: dict[str, Any] = {
             "distributed_executor_backend": "external_launcher",
@@ -134,6 +141,7 @@ class VLLMEngine:
             "use_tqdm_on_load": False,
             "enable_sleep_mode": self._can_sleep,
             **self._device_defaults(spec, dtype, num_sequences),
+            **of_images,
             **config.vllm,
         }
         if not platform.is_cuda:
@@ -221,20 +229,21 @@ class VLLMEngine:
         held = loaded_tensors(model) | in_floating_point(quantised_weights(model), self._dtype)
         return {name: held[name] for name in self._layouts.local_names()} | self._layouts.beside
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+    ) -> list[Generation]:
         if not self._has_weights:
             raise RolloutError("the engine has no weights yet: reshard before the first generate().")
         check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
-        self._check_ranks_agree(prompts, sampling, seeds)
+        self._check_ranks_agree(prompts, sampling, seeds, images)
         if not prompts:
             return []
         ways = of_each(sampling, len(prompts))
-        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         if self.in_flight is not None:
             self._limit(self.in_flight, max(map(len, prompts)) + max(way.max_tokens for way in ways))
-        with random_state_kept(), _eager(), _calling_when_finished(self.llm, self.on_finished):
-            outputs = self.llm.generate(requests, self._parameters(ways, seeds), use_tqdm=False)
-        generations = [_generation(output) for output in outputs]
+        with random_state_kept(), _eager(), calling_when_finished(self.llm, self.on_finished):
+            outputs = answers(self.llm, prompts, self._parameters(ways, seeds), images)
+        generations = [generation(output) for output in outputs]
         check_generations(generations, len(prompts))
         return generations
 
@@ -305,6 +314,8 @@ class VLLMEngine:
                 "old and new weights. Update weights only between calls of generate()."
             )
         self._layouts.load_computed()
+        if self._takes_images:  # known to its cache by what they are, and not by weights
+            self._open.llm_engine.reset_encoder_cache()
         remake_derived(self.model, self._dtype, may_move=self.may_rebind)
         if not platform.is_cuda:
             vllm_cpu().repack_weights(self.model)
@@ -404,34 +415,3 @@ def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:
             return LLM(model=model_folder, **arguments)
         except (TypeError, ValueError) as error:
             raise RolloutError(f"vLLM refuses to start on {model_folder}: {error}") from error
-
-
-@contextmanager
-def _calling_when_finished(llm: LLM, on_finished: OnFinished | None) -> Iterator[None]:
-    """Inside, hear of responses in the very step of vLLM's loop that finishes them."""
-    if on_finished is None:
-        yield
-        return
-    engine: Any = llm.llm_engine
-    # requests are numbered one after the other, over all calls
-    first, step = llm.request_counter.counter, engine.step
-
-    def step_and_call() -> Any:
-        outputs = step()
-        for output in outputs:
-            if output.finished:
-                on_finished(int(output.request_id) - first, _generation(output))
-        return outputs
-
-    engine.step = step_and_call
-    try:
-        yield
-    finally:
-        del engine.step
-
-
-def _generation(output: RequestOutput) -> Generation:
-    [response] = output.outputs
-    # With logprobs=0 a position holds the drawn token alone, so the flat lists run along the response.
-    log_probs = response.logprobs.logprobs if response.logprobs is not None else []
-    return Generation(list(response.token_ids), list(log_probs), str(response.finish_reason))

@@ -17,6 +17,7 @@ from megaverl.config import Config
 from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.config.run import RewardConfig
 from megaverl.data.datasets import PromptDataset
+from megaverl.data.images import Images
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, load_tools
 from megaverl.data.sources import Entry
 from megaverl.data.streaming import Prompts, PromptStream, StreamedPrompts
@@ -56,6 +57,7 @@ class Builder:
 
     Attributes:
         fabric: where the roles have ranks of their own, the way to those of other worlds.
+        images: reads those of rows; None: of a model that takes none.
         resumes: the weights of the trained roles will come from a checkpoint, so they are not read here.
     """
 
@@ -65,6 +67,7 @@ class Builder:
     groups: ProcessGroupManager = field(init=False)
     spec: ModelSpec = field(init=False)
     tokenizer: Tokenizer = field(init=False)
+    images: Images | None = field(init=False)
     folder: Path = field(init=False)
     resumes: bool = field(init=False, default=False)
     _files: dict[str, ModelFiles] = field(init=False, default_factory=dict)
@@ -79,6 +82,7 @@ class Builder:
                 config.model.tokenizer or self.folder, trust_remote_code=config.model.trust_remote_code
             )
             check_fits(self.tokenizer, self.spec, model=config.model.path)
+            self.images = Images.of(config.data.images, self.folder, self.tokenizer)
             if config.max_tokens > self.spec.max_positions:
                 raise ConfigError(
                     f"data.max_prompt_tokens={config.data.max_prompt_tokens} plus rollout.sampling.max_tokens="
@@ -295,6 +299,8 @@ class Builder:
             trust_remote_code=config.model.trust_remote_code,
             num_sequences=-(-config.samples_per_step * config.rollout.tp // dist.get_world_size()),
             on_load=on_load,
+            images=config.data.images if self.images is not None else None,
+            tokenizer=config.model.tokenizer,
         )
 
     @property
@@ -378,7 +384,8 @@ class Builder:
         return FixedKL(kl.coef) if kl.target is None else AdaptiveKL(kl.coef, kl.target, kl.gain)
 
     def encoder(self) -> PromptEncoder:
-        return PromptEncoder(self.tokenizer, PromptFormat.of(self.config.data))
+        token = None if self.images is None else self.images.processor.token_id
+        return PromptEncoder(self.tokenizer, PromptFormat.of(self.config.data), token)
 
     def columns(self, *, needs_answer: bool = True) -> Columns:
         """Which columns of the data are read."""
@@ -387,7 +394,7 @@ class Builder:
         if data.tools is not None:
             with together():
                 tools = load_tools(data.tools)
-        return Columns(data.prompt_key, data.answer_key if needs_answer else None, data.tools_key, tools)
+        return Columns(data.prompt_key, data.answer_key if needs_answer else None, data.tools_key, tools, self.images)
 
     def dataset(self, sources: Sequence[Entry], *, needs_answer: bool = True) -> PromptDataset:
         """All prompts of `sources`, checked."""

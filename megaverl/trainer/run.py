@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megaverl.checkpoint.training_state import seed_generators
 from megaverl.config import Config
 from megaverl.distributed.collectives import barrier, on_first_rank
+from megaverl.distributed.shared_items import SharedItem
 from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.versions import write_versions
@@ -142,16 +143,18 @@ def _generate(config: Config, console: Console, job: Job | None, options: dict[s
     builder = Builder(config)
     encoder = builder.encoder()
     texts: list[str] = []
-    encoded = []
+    encoded, images = [], list[Sequence[SharedItem]]()
     if options.get("prompts"):
         dataset = builder.dataset([str(options["prompts"])], needs_answer=False)
         records = [dataset[i] for i in range(len(dataset))]
         texts, encoded = [record.text for record in records], [record.token_ids for record in records]
+        images = [record.images for record in records]
     for prompt in options.get("prompt") or []:
         one = encoder.encode(prompt, "--prompt")
         if one is not None:
             texts.append(one.text)
             encoded.append(one.token_ids)
+            images.append(())
     if not encoded:
         raise DataError("no prompts: give --prompt TEXT or --prompts FILE.")
     rollout = builder.rollout(None)
@@ -159,6 +162,7 @@ def _generate(config: Config, console: Console, job: Job | None, options: dict[s
         encoded,
         sampling_options(config.rollout.sampling),
         [sample_seed(config.run.seed, 0, i) for i in range(len(encoded))],
+        images=images if any(images) else None,
     )
     responses = [builder.tokenizer.decode(generation.token_ids) for generation in found]
     output = options.get("output")

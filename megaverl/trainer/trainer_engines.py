@@ -54,6 +54,7 @@ def make_model(
     if isinstance(config, TrainedConfig):
         given |= {"lora": config.lora, "activation_checkpointing": config.activation_checkpointing}
     if config.engine == "fsdp":
+        given |= {"freeze": config.freeze} if isinstance(config, TrainedConfig) else {}
         trust, trained = run.model.trust_remote_code, isinstance(config, TrainedConfig)
         return FSDPModel(folder, grid, groups, fsdp=config.fsdp, trained=trained, trust_remote_code=trust, **given)
     spec = read_model(folder)[1] if value_head and not beside_logits else ModelSpec.from_folder(folder)

@@ -24,14 +24,17 @@ from megaverl.models.hf_model import (
     blocks_of,
     build_module,
     checkpoint_block,
+    freeze_weights,
     local_tensors,
     logits_are_plain,
     shard_module,
     sharded,
+    vision_blocks_of,
 )
 from megaverl.models.hf_shards import VALUE_WEIGHT, ShardedWeights, sharded_weights
 from megaverl.models.lora.low_rank import follow
 from megaverl.models.packing import MicroBatch
+from megaverl.models.vision import VisionReader
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.model import Loss, Taken, TrainingModel
@@ -54,6 +57,7 @@ class FSDPModel(TrainingModel):
         chunked_logits: the model's output is its hidden states, and log-probs are made of them a chunk at a time.
         pack_samples: lay a micro-batch's samples end to end, a prompt that they share once, where the model reads such
             rows.
+        freeze: patterns of the names of weights that are not trained.
         initialize: draw random weights; False: they will all be read, and what is in their memory may be anything.
     """
 
@@ -76,6 +80,7 @@ class FSDPModel(TrainingModel):
         initialize: bool = True,
         pack_samples: bool = True,
         trust_remote_code: bool = False,
+        freeze: Sequence[str] = (),
     ) -> None:
         if lora is not None:
             raise ConfigError(f"{role}.lora: engine: fsdp trains all weights so far. Use engine: megatron.")
@@ -98,6 +103,7 @@ class FSDPModel(TrainingModel):
                 liger=fsdp.liger,
                 trust_remote_code=trust_remote_code,
             )
+            freeze_weights(model, freeze, role)
             everything = sharded_weights(
                 model, spec, num_shards, value_head=self.value_head, beside_logits=beside_logits
             )
@@ -117,11 +123,8 @@ class FSDPModel(TrainingModel):
         if not has_logits:
             _take_head_away(model)
         self.module = PolicyModule(model, self.value_head, gives_hidden)
-        for block in blocks_of(model):
-            if activation_checkpointing != "none" and trained:
-                checkpoint_block(block, activation_checkpointing)
-            if fsdp.compile:
-                block.compile()
+        self.vision = VisionReader.of(model.config)
+        _prepare_blocks(model, activation_checkpointing if trained else "none", fsdp.compile)
         self._root = shard_module(
             self.module,
             shard_mesh(groups, grid, num_shards),
@@ -204,7 +207,7 @@ class FSDPModel(TrainingModel):
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         else:
             positions = batch.packing.positions.unsqueeze(0)
-        output, values = self.module(batch.tokens, positions)
+        output, values = self.module(batch.tokens, positions, batch.vision)
         if self._beside is not None:
             self._beside.seen = values
             return output
@@ -255,6 +258,15 @@ def shard_mesh(groups: ProcessGroupManager, grid: Grid, num_shards: int) -> Devi
     replicas, shards = (groups.group(rows.tolist() for rows in each) for each in (ranks.T, ranks))
     assert replicas is not None and shards is not None
     return DeviceMesh.from_group([replicas, shards], kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def _prepare_blocks(model: Any, checkpointing: str, compiles: bool) -> None:
+    """What is done to each block before it is cut."""
+    for block in [*vision_blocks_of(model), *blocks_of(model)]:
+        if checkpointing != "none":
+            checkpoint_block(block, checkpointing)
+        if compiles:
+            block.compile()
 
 
 def _take_head_away(model: Any) -> None:

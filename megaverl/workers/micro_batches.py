@@ -12,6 +12,7 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches, plan_micro_batches
 from megaverl.data.held_rows import of_all
+from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.model import Loss, Score, TrainingModel
@@ -114,7 +115,8 @@ def micro_batches_of(
     part: int = 0,
 ) -> list[MicroBatch]:
     """Those of a plan that are this rank's; their samples are places in its batch."""
-    bare = RolloutBatch({name: batch[name] for name in READ})
+    shown = {COLUMN: batch.columns[COLUMN]} if COLUMN in batch.columns else {}
+    bare = RolloutBatch({name: batch[name] for name in READ}, shown)
     # how each sample was drawn: its log-probs are of that distribution
     fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
     mine = plan[part * model.grid.shape.dp + model.grid.coords.dp]
@@ -150,6 +152,11 @@ def _micro_batch(
         )
         tokens = padded.flatten()[packing.source].unsqueeze(0)
     width = int(batch.response_lengths.max())
+    vision = None
+    if model.vision is not None:
+        # packed, a prompt that several share lies in the row once, with its images
+        images = images_of_rows(batch, [prompts[row] for row in rows] if packing is not None else None)
+        vision = model.vision.read(tokens, batch.prompt_lengths, batch.response_lengths, packing, images)
     micro = MicroBatch(
         samples=index,
         tokens=tokens,
@@ -157,6 +164,7 @@ def _micro_batch(
         response_lengths=batch.response_lengths,
         fields={name: tensor[index, :width] for name, tensor in fields.items()},
         packing=packing,
+        vision=vision,
     )
     return model.own_part(micro)
 

@@ -19,6 +19,7 @@ from megaverl.models.lora.adapters import Adapters, add_product
 from megaverl.models.lora.low_rank import adapter_names, with_factors
 from megaverl.models.lora.peft import load_adapters, save_adapters
 from megaverl.models.packing import MicroBatch, Pack, spread
+from megaverl.models.vision import VisionReader
 from megaverl.models.vocab_parallel import Distributions, vocab_parallel_log_probs, vocab_parallel_squared_probs
 from megaverl.platform import platform
 from megaverl.sharding.layout import Layout
@@ -56,6 +57,7 @@ class TrainingModel(ABC):
         dtype: of the weights.
         vocab_size: without padding.
         pack: how micro-batches are packed. None: every sample has a row of its own.
+        vision: how it reads images; None: it takes none.
         token_multiple: what rows of tokens are filled up to a multiple of.
         sequence_multiple: where above 1, packed samples share no prompt, and each is filled up to a multiple of it.
         parameters: the model's own on this rank, by local name, that `layout_of` describes.
@@ -73,6 +75,7 @@ class TrainingModel(ABC):
     dtype: torch.dtype
     vocab_size: int
     pack: Pack | None
+    vision: VisionReader | None = None
     token_multiple: int
     sequence_multiple: int = 1
     parameters: Mapping[str, torch.Tensor]

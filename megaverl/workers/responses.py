@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,9 +12,12 @@ from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.data.held_rows import HeldRows, Readers, as_held, of_all
+from megaverl.data.images import COLUMN, image_column
 from megaverl.data.prefix_packing import SequenceLengths
+from megaverl.errors import RolloutError
 from megaverl.rollout.engine import (
     Generation,
+    Images,
     Sampling,
     SamplingOptions,
     of_each,
@@ -77,9 +81,11 @@ def responses(
     assert isinstance(rollout, Rollout), "agents of their own write in episodes"
     if readers is not None and function is None:
         return held_responses(rollout, repeated, sampling, draws, group_ids, readers)
-    token_ids = [prompt.token_ids for prompt in repeated]
+    token_ids, images = [prompt.token_ids for prompt in repeated], images_of(repeated)
     seeds = [draws.seed(sample) for sample in range(len(repeated))]
     if function is not None:
+        if images is not None:
+            raise RolloutError(f"rollout.function: {function} generates from tokens, and the prompts have images.")
         assert isinstance(sampling, SamplingOptions), "the configuration allows one of the two"
         generations = generate_by(function, rollout.generate, token_ids, sampling, seeds)
     else:
@@ -89,7 +95,7 @@ def responses(
             finished(number, rollout_batch([repeated[number]], [generation], [group_ids[number]]))
 
         hears = one_finished if finished is not None else None
-        generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears)
+        generations = rollout.generate(token_ids, sampling, seeds, group_size=size, finished=hears, images=images)
     return rollout_batch(repeated, generations, group_ids)
 
 
@@ -102,9 +108,12 @@ def held_responses(
     readers: Readers,
 ) -> RolloutBatch:
     """A batch of the samples that this rank reads; its prompts are here, and its responses come to it."""
-    token_ids = [prompt.token_ids for prompt in prompts]
-    numbers: dict[tuple[int, ...], int] = {}
-    same = [numbers.setdefault(tuple(ids), len(numbers)) for ids in token_ids]
+    token_ids, images = [prompt.token_ids for prompt in prompts], images_of(prompts)
+    numbers: dict[Any, int] = {}
+    same = [
+        numbers.setdefault((*prompt.token_ids, *(image.key for image in prompt.images)), len(numbers))
+        for prompt in prompts
+    ]
 
     def hold(response_lengths: Sequence[int]) -> HeldRows:
         lengths = SequenceLengths([len(ids) for ids in token_ids], list(response_lengths), same)
@@ -112,7 +121,7 @@ def held_responses(
 
     seeds = [draws.seed(sample) for sample in range(len(prompts))]
     held, generations = rollout.generate_held(
-        token_ids, sampling, seeds, group_size=draws.group_size, fabric=readers.fabric, hold=hold
+        token_ids, sampling, seeds, group_size=draws.group_size, fabric=readers.fabric, hold=hold, images=images
     )
     own = rollout_batch([prompts[row] for row in held.rows], generations, [group_ids[row] for row in held.rows])
     return as_held(own, held)
@@ -126,6 +135,8 @@ def episodes(
     player: Player,
 ) -> list[Views]:
     """One episode from each prompt; all that are running write their next turns in one request to the engine."""
+    if images_of(prompts) is not None:
+        raise RolloutError("environment.name: episodes are of text, and the prompts have images. Leave one out.")
     starts = [
         Start(prompt.token_ids, prompt.text, prompt.reference, prompt.extra, draws.environment_seed(number))
         for number, prompt in enumerate(prompts)
@@ -159,8 +170,14 @@ def rollout_batch(
             "prompt": [prompt.text for prompt in prompts],
             "reference": [prompt.reference for prompt in prompts],
             "extra": [prompt.extra for prompt in prompts],
+            **image_column(prompts),
         },
     )
+
+
+def images_of(prompts: Sequence[PromptRecord]) -> Images | None:
+    """Those of each prompt; None where no prompt has any."""
+    return [prompt.images for prompt in prompts] if any(prompt.images for prompt in prompts) else None
 
 
 def episode_batch(prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int]) -> RolloutBatch:
@@ -249,8 +266,11 @@ def greedy_responses(config: Config, rollout: Rollout, rollouts: RolloutBatch, s
         prompts,
         sampling_options(config.rollout.sampling, temperature=0.0),
         [sample_seed(config.run.seed, step, number, "greedy") for number in range(groups)],
+        images=firsts.columns.get(COLUMN),
     )
     columns = {name: firsts.columns[name] for name in ("messages", "prompt", "reference", "extra")}
+    if (images := firsts.columns.get(COLUMN)) is not None:
+        columns[COLUMN] = images
     return RolloutBatch.from_generations(prompts, generations, columns=columns)
 
 

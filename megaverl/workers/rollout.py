@@ -16,7 +16,7 @@ from megaverl.distributed.ragged import RaggedBatch
 from megaverl.distributed.worlds import Fabric
 from megaverl.platform import platform
 from megaverl.plugins import call_object
-from megaverl.rollout.engine import Engine, Generation, Sampling, SamplingOptions, check_generations, of_some
+from megaverl.rollout.engine import Engine, Generation, Images, Sampling, SamplingOptions, check_generations, of_some
 from megaverl.rollout.replicas import split_prompts
 from megaverl.weights.reshard import ReshardStats
 from megaverl.workers.weight_sync import WeightSync
@@ -74,10 +74,17 @@ class Rollout:
         group_size: int = 1,
         conversations: Sequence[int] | None = None,
         finished: Finished | None = None,
+        images: Images | None = None,
     ) -> list[Generation]:
         """One response per prompt, in order, the same list on every rank. Arguments and errors: see `write`."""
         mine, found = self.write(
-            prompts, sampling, seeds, group_size=group_size, conversations=conversations, finished=finished
+            prompts,
+            sampling,
+            seeds,
+            group_size=group_size,
+            conversations=conversations,
+            finished=finished,
+            images=images,
         )
         everything = _as_rows(mine, found).gather(self.world)
         responses = dict(zip(everything.columns["number"], _from_rows(everything), strict=True))
@@ -93,6 +100,7 @@ class Rollout:
         fabric: Fabric,
         hold: Callable[[Sequence[int]], HeldRows],
         finished: Finished | None = None,
+        images: Images | None = None,
     ) -> tuple[HeldRows, list[Generation]]:
         """Each rank gets the responses that it works on, and of all others their lengths.
 
@@ -101,7 +109,7 @@ class Rollout:
 
         Returns: what `hold` says, and this rank's responses in the order of its samples.
         """
-        mine, found = self.write(prompts, sampling, seeds, group_size=group_size, finished=finished)
+        mine, found = self.write(prompts, sampling, seeds, group_size=group_size, finished=finished, images=images)
         sizes = [[number, len(each.token_ids), fabric.rank] for number, each in zip(mine, found, strict=True)]
         known = torch.tensor(sizes, dtype=torch.int32).reshape(-1, 3)
         table = sorted(gather_host_rows(known, self.world).tolist())
@@ -122,6 +130,7 @@ class Rollout:
         group_size: int = 1,
         conversations: Sequence[int] | None = None,
         finished: Finished | None = None,
+        images: Images | None = None,
     ) -> tuple[list[int], list[Generation]]:
         """This rank's engine answers its share of the prompts; every rank takes part.
 
@@ -133,6 +142,7 @@ class Rollout:
             conversations: see `split_prompts`.
             finished: called, on the first rank of each engine, with the prompt's number and the response, as soon as
                 that is there; once for each response of that engine.
+            images: of each prompt; None where no prompt has any.
 
         Returns: numbers of prompts, ascending, and their responses, on the first rank of each engine; elsewhere none.
 
@@ -151,7 +161,9 @@ class Rollout:
             if self.sync is not None:
                 self.sync.check_whole()
             given = [list(prompts[i]) for i in mine]
-            found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine])
+            # an engine that knows no images is never given any
+            more = {} if images is None else {"images": [images[i] for i in mine]}
+            found = engine.generate(given, of_some(sampling, mine), [seeds[i] for i in mine], **more)
             rest(found)
         if not self._stays_awake:
             self._sleep()

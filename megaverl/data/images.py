@@ -1,0 +1,353 @@
+"""Images of prompts: found in a row, read within limits, and made into a model's input when that is needed."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+import json
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megaverl.config.run import ImagesConfig
+from megaverl.distributed.shared_items import SharedItem
+from megaverl.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
+    from megaverl.data.batch import RolloutBatch
+    from megaverl.data.prompts import Message
+    from megaverl.data.tokenizers import Tokenizer
+
+COLUMN = "images"  # of a batch: each sample's, a list of `SharedItem`
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # those that are decoded without a program of their own
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+IN_TEXT = "<image>"  # where an image of the row's column goes
+SECONDS = 30.0  # for a download
+TURNED = 5  # from this EXIF orientation on, width and height are exchanged
+ORIENTATION = 0x0112
+Values = Sequence[Any]
+
+
+class ImageProcessor:
+    """A model's image processor, in its PIL variant: the same numbers with torchvision and without.
+
+    Attributes:
+        token_id: the token that stands for a part of an image in the prompt.
+        written: an image in the text of a prompt; its token there becomes as many as the image has parts.
+    """
+
+    def __init__(self, folder: Path, tokenizer: Tokenizer, options: Mapping[str, Any]) -> None:
+        """
+        Args:
+            folder: of the model, with preprocessor_config.json.
+            options: of the processor, in place of those in its file.
+
+        Raises:
+            DataError: a model whose images are not known here, or whose folder has no such file.
+        """
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        kind = config.get("model_type")
+        if kind not in FAMILIES:
+            raise DataError(f"{folder}: images of {kind} are not known here; known: {', '.join(FAMILIES)}.")
+        from transformers import AutoImageProcessor
+
+        try:
+            self._process: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", **options)
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                f"{folder}: no image processor can be made of it ({type(error).__name__}: {error}). Copy "
+                "preprocessor_config.json from the model's source, and mend data.images.processor if you set it."
+            ) from error
+        self.token_id = int(config["image_token_id"])
+        ids = (config["vision_start_token_id"], self.token_id, config["vision_end_token_id"])
+        self.written = "".join(tokenizer.backend.convert_ids_to_tokens(list(ids)))
+        facts = json.dumps(self._process.to_dict(), sort_keys=True, default=str)
+        self._identity = hashlib.blake2b(facts.encode(), digest_size=8).digest()
+
+    def item(self, data: bytes, size: tuple[int, int], decode: Callable[[], Image], what: str) -> SharedItem:
+        """An image as the model takes it: `pixel_values` [patches, values] float32 and `image_grid_thw` [3] int64.
+
+        Args:
+            data: what it is made of, to tell it from others.
+            size: width and height.
+            what: its name in a message.
+
+        Raises:
+            DataError: a shape that the processor refuses.
+        """
+        try:
+            patches = self._process.get_number_of_image_patches(size[1], size[0], {})
+        except ValueError as error:
+            raise DataError(f"{what} is {size[0]} x {size[1]} pixels, which the processor refuses: {error}.") from error
+        key = hashlib.blake2b(self._identity + data, digest_size=16).hexdigest()
+
+        def tensors() -> Mapping[str, Tensor]:
+            found = self._process(images=[decode()], return_tensors="pt")
+            return {"pixel_values": found["pixel_values"], "image_grid_thw": found["image_grid_thw"][0]}
+
+        return SharedItem(key, patches // self._process.merge_size**2, tensors)
+
+
+class Images:
+    """Reads the images of rows, as `data.images` says."""
+
+    def __init__(self, config: ImagesConfig, processor: ImageProcessor) -> None:
+        self.config, self.processor = config, processor
+
+    @classmethod
+    def of(cls, config: ImagesConfig, folder: str | Path, tokenizer: Tokenizer) -> Images | None:
+        """Of a model that takes images; None where its config.json has no `vision_config`."""
+        path = Path(folder) / "config.json"
+        if not path.is_file() or "vision_config" not in json.loads(path.read_text(encoding="utf-8")):
+            return None
+        return cls(config, ImageProcessor(Path(folder), tokenizer, config.processor))
+
+    def of_row(
+        self, prompt: str | list[Message], parts: Values, column: Any, where: str
+    ) -> tuple[str | list[Message], list[SharedItem]]:
+        """The prompt with its images written into it, and those images, in that order.
+
+        Args:
+            prompt: with `MARK` where it has an image.
+            parts: what stands there; None: the next one of the column.
+            column: an image or a list of them; each takes the place of a mark without an image or of `<image>`, and
+                where there is none, they stand before the first user's text.
+
+        Raises:
+            DataError: too many; more or fewer than there are places for; one that cannot be read, by its number.
+        """
+        given = list(column) if isinstance(column, list | tuple) else [] if column is None else [column]
+        key, found = self.config.key, list[Any]()
+        if given and None not in parts and IN_TEXT not in _text(prompt):
+            prompt = _before(prompt, MARK * len(given))
+            parts = [None] * len(given) + list(parts)
+        waiting, written = iter(parts), 0
+
+        def put(text: str) -> str:
+            nonlocal written
+            pieces = re.split(f"({re.escape(MARK)}|{IN_TEXT})" if given else f"({re.escape(MARK)})", text)
+            for place, piece in enumerate(pieces):
+                if place % 2:
+                    value = next(waiting) if piece == MARK else None
+                    if value is None:
+                        value = given[written] if written < len(given) else None
+                        written += 1
+                    found.append(value)
+                    pieces[place] = self.processor.written
+            return "".join(pieces)
+
+        if isinstance(prompt, str):
+            prompt = put(prompt)
+        else:
+            prompt = [{**message, "content": put(message["content"])} for message in prompt]
+        if written != len(given):
+            raise DataError(
+                f"{where}: {written} places for images of {key!r} in the prompt, and {len(given)} images. Write "
+                f"{IN_TEXT} once for each, or nowhere: they then stand before the text."
+            )
+        if len(found) > self.config.max_per_prompt:
+            raise DataError(
+                f"{where}: {len(found)} images, and at most {self.config.max_per_prompt} are allowed. Raise "
+                "data.images.max_per_prompt, or shorten the row."
+            )
+        return prompt, [self.read(value, f"{where}: image {n}", where) for n, value in enumerate(found, 1)]
+
+    def read(self, value: Any, what: str, where: str) -> SharedItem:
+        """One image; only its header is looked at before its pixels are asked for.
+
+        Args:
+            value: a path, a URL, bytes, a PIL image, or a mapping with one of these.
+            what: its name in a message.
+            where: a path is named from the folder of the file that it says.
+
+        Raises:
+            DataError: says what was found, and what to do.
+        """
+        from PIL import Image as pil
+
+        if isinstance(value, pil.Image):
+            self._check_pixels(value.size, what)
+            image: Image = value
+            head = f"{value.mode} {value.size}".encode()
+            return self.processor.item(head + value.tobytes(), value.size, lambda: image.convert("RGB"), what)
+        data = self._bytes(value, what, where)
+        if len(data) > self.config.max_bytes:
+            raise DataError(
+                f"{what} has {len(data)} bytes, and at most {self.config.max_bytes} are allowed. Make it smaller, or "
+                "raise data.images.max_bytes."
+            )
+        with _opened(data, what) as opened:
+            self._check_pixels(opened.size, what)
+            size = opened.size[::-1] if _orientation(opened) >= TURNED else opened.size
+        return self.processor.item(data, size, lambda: _pixels(data, what), what)
+
+    def _check_pixels(self, size: tuple[int, int], what: str) -> None:
+        if size[0] * size[1] > self.config.max_pixels:
+            raise DataError(
+                f"{what} is {size[0]} x {size[1]} pixels, and at most {self.config.max_pixels} in all are allowed: it "
+                "was not decoded. Make it smaller, or raise data.images.max_pixels."
+            )
+
+    def _bytes(self, value: Any, what: str, where: str) -> bytes:
+        if isinstance(value, bytes | bytearray):
+            return bytes(value)
+        if isinstance(value, Mapping):
+            for key in ("bytes", "base64", "url", "path", "image", "image_url"):
+                if value.get(key) is not None:
+                    inner = value[key]
+                    is_encoded = key in ("bytes", "base64") and isinstance(inner, str)
+                    return _decoded(inner, what) if is_encoded else self._bytes(inner, what, where)
+        if not isinstance(value, str):
+            raise DataError(
+                f"{what} is {type(value).__name__}; expected a path, a data: URL, bytes, or a mapping with one of them "
+                "under path, url, bytes or base64."
+            )
+        scheme = value[:8].lower()
+        if scheme.startswith("data:"):
+            header, comma, body = value.partition(",")
+            if not comma or not header.endswith(";base64"):
+                raise DataError(f"{what}: a data: URL must be like data:image/png;base64,...; found {value!r:.40}.")
+            return _decoded(body, what)
+        if scheme.startswith(("http://", "https://")):
+            if not self.config.allow_urls:
+                raise DataError(
+                    f"{what} is {value!r:.80}: nothing is fetched unless data.images.allow_urls is true. Download it, "
+                    "and name the file."
+                )
+            return self._download(value, what)
+        path = Path(value.removeprefix("file://"))
+        base = getattr(where, "folder", Path())
+        try:
+            if path.is_absolute() or (base / path).exists():
+                return (base / path).read_bytes()
+        except OSError as error:
+            if path.is_absolute() or len(value) < 256:
+                raise DataError(f"{what}: {value!r:.200} cannot be read ({error.strerror or error}).") from error
+        if len(value) >= 64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", value):  # longer than names are
+            return _decoded(value, what)
+        raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Mend the path.")
+
+    def _download(self, url: str, what: str) -> bytes:
+        import urllib.request
+
+        try:
+            with urllib.request.urlopen(url, timeout=SECONDS) as answer:
+                return bytes(answer.read(self.config.max_bytes + 1))
+        except (OSError, ValueError) as error:
+            raise DataError(f"{what}: {url!r:.120} cannot be fetched ({error}).") from error
+
+
+MARK = "\N{OBJECT REPLACEMENT CHARACTER}\0"  # an image in the text of a message, until it is written
+
+
+def text_of_parts(content: Sequence[Any], where: str) -> tuple[str, list[Any]]:
+    """A message's content in parts, as OpenAI writes it: its text, with `MARK` for each image, and the images.
+
+    A part is {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}} or {"type": "image",
+    "image": ...}; without an image it is the next one of the row's column.
+
+    Raises:
+        DataError: a part of another kind.
+    """
+    texts, found = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind in ("image", "image_url"):
+            rest = {key: value for key, value in part.items() if key != "type" and value is not None}
+            texts.append(MARK)
+            found.append(rest["image"] if set(rest) == {"image"} else rest or None)
+        else:
+            raise DataError(
+                f'{where} has a part {part!r:.60}; expected {{"type": "text", "text": "..."}} or '
+                '{"type": "image_url", "image_url": {"url": "..."}}.'
+            )
+    return "".join(texts), found
+
+
+class HasImages(Protocol):
+    """A `PromptRecord`."""
+
+    @property
+    def images(self) -> Sequence[SharedItem]: ...
+
+
+def image_column(records: Sequence[HasImages]) -> dict[str, list[list[SharedItem]]]:
+    """The batch column of these prompts' images; none where no prompt has any."""
+    return {COLUMN: [list(each.images) for each in records]} if any(each.images for each in records) else {}
+
+
+def images_of_rows(batch: RolloutBatch, prompts: Sequence[int] | None = None) -> list[SharedItem]:
+    """All images of a batch, row after row.
+
+    Args:
+        prompts: the same number for rows with the same prompt, whose images then come once, where the first of them is.
+    """
+    found = batch.columns.get(COLUMN) or [()] * len(batch)
+    if prompts is not None:
+        first: dict[int, Any] = {}
+        for number, own in zip(prompts, found, strict=False):
+            first.setdefault(number, own)
+        found = list(first.values())
+    return [image for own in found for image in own or ()]
+
+
+def _text(prompt: str | list[Message]) -> str:
+    return prompt if isinstance(prompt, str) else "".join(message["content"] for message in prompt)
+
+
+def _before(prompt: str | list[Message], text: str) -> str | list[Message]:
+    """The prompt with `text` before what the user says first."""
+    if isinstance(prompt, str):
+        return text + prompt
+    first = next((n for n, message in enumerate(prompt) if message["role"] == "user"), 0)
+    changed = {**prompt[first], "content": text + prompt[first]["content"]}
+    return [*prompt[:first], changed, *prompt[first + 1 :]]
+
+
+def _decoded(text: Any, what: str) -> bytes:
+    try:
+        return base64.b64decode(re.sub(r"\s", "", text), validate=True)
+    except (binascii.Error, ValueError, TypeError) as error:
+        raise DataError(f"{what}: not valid base64 ({error}).") from error
+
+
+def _opened(data: bytes, what: str) -> Image:
+    """The image, its header read."""
+    from PIL import Image as pil
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", pil.DecompressionBombWarning)  # `max_pixels` decides
+            return pil.open(io.BytesIO(data), formats=FORMATS)
+    except pil.DecompressionBombError as error:
+        raise DataError(f"{what} is too large to be decoded: {error} Make it smaller.") from error
+    except (OSError, ValueError, SyntaxError) as error:
+        raise DataError(
+            f"{what} is no image that is read here ({', '.join(FORMATS)}); it begins with {data[:16]!r}. Mend the row."
+        ) from error
+
+
+def _orientation(opened: Image) -> int:
+    """As the header says: a PNG's own method would decode the image to look for it behind that as well."""
+    from PIL import Image as pil
+
+    return int(pil.Image.getexif(opened).get(ORIENTATION, 1))
+
+
+def _pixels(data: bytes, what: str) -> Image:
+    from PIL import ImageOps
+
+    with _opened(data, what) as opened:
+        try:
+            return (ImageOps.exif_transpose(opened) if _orientation(opened) > 1 else opened).convert("RGB")
+        except (OSError, ValueError, SyntaxError, IndexError) as error:
+            raise DataError(f"{what} is damaged or cut off ({error}). Copy the file again from its source.") from error

@@ -1,0 +1,160 @@
+"""Requests to vLLM, and its answers as they come.
+
+Images come already processed, so that engine and trainer see the same numbers, and each is processed once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megaverl.errors import RolloutError
+from megaverl.platform import platform
+from megaverl.rollout.engine import Generation, OnFinished
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+
+    from megaverl.config.run import ImagesConfig
+    from megaverl.distributed.shared_items import SharedItem
+    from megaverl.rollout.engine import Images
+
+
+def prepare_images(architecture: str) -> dict[str, Any]:
+    """Further EngineArgs of a model that takes images, as this vLLM knows them; to be called before its engine is made.
+
+    Raises:
+        RolloutError: this machine's vLLM computes its images otherwise.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    # newer versions would normalise the pixels, which come normalised
+    found = {"mm_device_do_normalize": False} if hasattr(EngineArgs, "mm_device_do_normalize") else {}
+    if not platform.is_cuda:
+        from megaverl.platform import vllm_cpu_images
+
+        vllm_cpu_images.adapt(architecture)
+        found["skip_mm_profiling"] = True  # nothing is measured on a CPU
+    return found
+
+
+def image_arguments(config: ImagesConfig, tokenizer: str) -> dict[str, Any]:
+    """EngineArgs of a model that takes images.
+
+    Args:
+        tokenizer: the one that the run has; vLLM refuses such models without any.
+    """
+    return {
+        "skip_tokenizer_init": False,
+        "tokenizer": tokenizer,
+        "limit_mm_per_prompt": {"image": config.max_per_prompt, "video": 0},
+        # nothing is processed here; it says how many tokens an image has at most
+        "mm_processor_kwargs": dict(config.processor),
+        "mm_processor_cache_gb": 0,
+    }
+
+
+def answers(
+    llm: LLM, prompts: Sequence[Sequence[int]], parameters: Sequence[SamplingParams], images: Images | None
+) -> list[RequestOutput]:
+    """vLLM's outputs, one per prompt.
+
+    Args:
+        prompts: token ids; of an image one for each of its parts.
+        images: of each prompt.
+
+    Raises:
+        RolloutError: a prompt whose tokens have other places for images than it has images, or that comes back as
+            other tokens; named by its number.
+    """
+    if images is None:
+        requests = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return llm.generate(requests, list(parameters), use_tqdm=False)  # type: ignore[arg-type]
+    engine: Any = llm.llm_engine
+    processor = engine.renderer.get_mm_processor()
+    for number, (prompt, own, way) in enumerate(zip(prompts, images, parameters, strict=True)):
+        engine.add_request(str(next(llm.request_counter)), _input(processor, prompt, own, number), way)
+    outputs: list[RequestOutput] = llm.wait_for_completion(use_tqdm=False)  # type: ignore[assignment]
+    for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        if list(output.prompt_token_ids or ()) != list(prompt):
+            raise RolloutError(
+                f"prompt {number}: the engine read {len(output.prompt_token_ids or ())} tokens, and {len(prompt)} were "
+                "given: it would answer another prompt than the one that is trained on."
+            )
+    return outputs
+
+
+def _input(processor: Any, prompt: Sequence[int], images: Sequence[SharedItem], number: int) -> Any:
+    """What vLLM's own processor makes of a prompt, from what ours has made of it."""
+    from transformers import BatchFeature
+    from vllm.inputs.engine import mm_input, tokens_input
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+    if not images:
+        return tokens_input(list(prompt))
+    token = int(processor.info.get_hf_config().image_token_id)
+    places = list(image_places(prompt, token, [image.size for image in images]))
+    if len(places) != len(images) or prompt.count(token) != sum(length for _, length in places):
+        raise RolloutError(f"prompt {number}: its tokens have {len(places)} places for its {len(images)} images.")
+    made = BatchFeature(
+        {
+            "pixel_values": torch.cat([image.tensors["pixel_values"] for image in images]),
+            "image_grid_thw": torch.stack([image.tensors["image_grid_thw"] for image in images]),
+        }
+    )
+    return mm_input(
+        list(prompt),
+        MultiModalKwargsItems.from_hf_inputs(made, processor._get_mm_fields_config(made, {})),
+        {"image": [image.key for image in images]},
+        {"image": [PlaceholderRange(offset=offset, length=length) for offset, length in places]},
+    )
+
+
+def image_places(prompt: Sequence[int], token: int, sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first token, number of tokens) of each image in the prompt; stops where a run of the image token does not come
+    out even."""
+    waiting, place = list(sizes), 0
+    for is_image, run in groupby(prompt, lambda one: one == token):
+        length = len(list(run))
+        while is_image and waiting and waiting[0] <= length:  # neighbours without a token between them
+            yield place, waiting[0]
+            place, length = place + waiting[0], length - waiting.pop(0)
+        if is_image and length:
+            return
+        place += length
+
+
+@contextmanager
+def calling_when_finished(llm: LLM, on_finished: OnFinished | None) -> Iterator[None]:
+    """Inside, hear of responses in the very step of vLLM's loop that finishes them."""
+    if on_finished is None:
+        yield
+        return
+    engine: Any = llm.llm_engine
+    # requests are numbered one after the other, over all calls
+    first, step = llm.request_counter.counter, engine.step
+
+    def step_and_call() -> Any:
+        outputs = step()
+        for output in outputs:
+            if output.finished:
+                on_finished(int(output.request_id) - first, generation(output))
+        return outputs
+
+    engine.step = step_and_call
+    try:
+        yield
+    finally:
+        del engine.step
+
+
+def generation(output: RequestOutput) -> Generation:
+    """One response, as every engine gives it."""
+    [response] = output.outputs
+    # With logprobs=0 a position holds the drawn token alone, so the flat lists run along the response.
+    log_probs = response.logprobs.logprobs if response.logprobs is not None else []
+    return Generation(list(response.token_ids), list(log_probs), str(response.finish_reason))
