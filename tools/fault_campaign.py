@@ -4,11 +4,14 @@
     python tools/fault_campaign.py --kind term              # the same points with SIGTERM: save and leave
     python tools/fault_campaign.py --kind stop --points "reward,byte 5,000"
     python tools/fault_campaign.py --engine vllm --points "actor update,reshard, rank 1"
+    python tools/fault_campaign.py --engine server          # instead of ranks, servers that generate for the run
 
 The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
 (adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
 how the ranks ended and when, where the run went on from, and whether weights, optimizer states, random states,
 metrics and samples are those of the untouched run to the bit. Ends with 1 if any point is not.
+
+--engine server: the run must go on without a start in between, whichever server is lost, and end with the same bits.
 
 --kind      kill, stop (SIGSTOP), term, usr1, exception or stall. The other ranks of a stopped one end after 30 s,
             those of a stalled one after run.timeout_minutes, here 9 s.
@@ -28,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs
 
 from tests.faults.injector import Kind
 from tests.faults.points import POINTS, SHORT_WAIT, finish, hit, of_kind, resumed_from
-from tests.faults.runs import Remains, arguments, remains
+from tests.faults.runs import Remains, arguments, differences, remains
+from tests.faults.server_points import SERVER_POINTS, ServerPoint, run_on_servers
 from tests.launcher import Launcher
 from tests.trainer.conftest import make_inputs
 
@@ -42,15 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").partition("\n\n")[0], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", choices=KINDS, default="kill", help="what happens at each point")
-    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="rollout.engine")
-    parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(POINTS)}")
+    parser.add_argument("--engine", choices=("hf", "vllm", "server"), default="hf", help="rollout.engine")
+    parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join([*POINTS, *SERVER_POINTS])}")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
     given = parser.parse_args(argv)
-    chosen = [name for name in POINTS if given.points is None or name in given.points]
+    points = SERVER_POINTS if given.engine == "server" else POINTS
+    chosen = [name for name in points if given.points is None or name in given.points]
     if not chosen:
-        parser.error(f"--points: found {given.points!r}; there are: {'; '.join(POINTS)}")
+        parser.error(f"--points: found {given.points!r}; there are: {'; '.join(points)}")
     folder = Path(given.keep) if given.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
     try:
+        if given.engine == "server":
+            return campaign_of_servers(chosen, folder)
         return campaign(chosen, given.kind, given.engine, folder)
     finally:
         if not given.keep:
@@ -76,6 +83,34 @@ def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path) -> in
         for number, name in enumerate(chosen):
             if not _try(launch, inputs, folder / f"{number:02}", name, kind, expected, more):
                 bad.append(name)
+    print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
+    return 1 if bad else 0
+
+
+def campaign_of_servers(chosen: Sequence[str], folder: Path) -> int:
+    """Try the chosen points of servers; the exit status."""
+    (folder / "inputs").mkdir(parents=True)
+    inputs = make_inputs(folder / "inputs")
+    start, bad = time.monotonic(), []
+    with Launcher() as launch:
+        ended, _ = run_on_servers(launch, inputs, folder / "untouched", ServerPoint())
+        if any(ended.codes):
+            print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
+            return 1
+        expected = remains(folder / "untouched" / "run")
+        print(f"{len(chosen)} points, two servers; an untouched run takes {max(ended.seconds):.1f} s")
+        for number, name in enumerate(chosen):
+            ended, (first, _, third) = run_on_servers(launch, inputs, folder / f"{number:02}", SERVER_POINTS[name])
+            wrong = [f"exit codes {ended.codes}"] if any(ended.codes) else []
+            wrong = wrong or differences(remains(folder / f"{number:02}" / "run"), expected)
+            point = SERVER_POINTS[name]
+            if (point.first is not None) != first.dead or (point.third is not None) != third.dead:
+                wrong.append("it did not happen")
+            if point.joins and point.third is None and not third.calls["/generate"]:
+                wrong.append("nobody asked who joined")
+            bad += [name] if wrong else []
+            verdict = "bit-identical" if not wrong else "NO: " + "; ".join(wrong)
+            print(f"{name:28} {max(ended.seconds):5.1f} s   {verdict}", flush=True)
     print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
     return 1 if bad else 0
 

@@ -30,6 +30,7 @@ COMMANDS = {
     "check-plugin": ("check", "whether a reward, loss, environment, ... of your own keeps to its contract"),
     "data": ("check", "check: what is wrong with which rows of a data set"),
     "flow": ("plan", "show: the operators of a configuration's training step"),
+    "rollout-pool": ("rollout_pool", "add, remove, list: the inference servers of a run, while it goes on"),
     "report": ("report", "one HTML page about a run, or about several side by side"),
     "doctor": ("report", "what this machine has and lacks, and how to fix it"),
     "completion": ("keys", "what makes bash, zsh or fish complete commands and keys"),

@@ -22,6 +22,7 @@ from megaverl.config.rollout_checks import (
 )
 from megaverl.config.run import is_hub_name
 from megaverl.config.schema import Config
+from megaverl.config.server_checks import server_mistakes
 from megaverl.config.training_checks import (
     fp8_mistakes,
     mix_mistakes,
@@ -58,6 +59,8 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         ]
     if command in ("dpo", "reward"):
         mistakes += preference_mistakes(config, command, check_paths)
+    if command in (*REINFORCING, "eval", "generate"):
+        mistakes += server_mistakes(config)
     if command in (*REINFORCING, "eval"):
         mistakes += [*_validation(config), *_rewards(config, check_paths)]
     if command in ("sft", "quickstart"):

@@ -243,7 +243,7 @@ def _without(values: Any, loc: tuple[int | str, ...]) -> Any:
     return values
 
 
-ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf"}
+ENGINES = {"vllm": "vllm", "hf": "hf", "huggingface": "hf", "transformers": "hf", "server": "server"}
 
 
 class Flat(NamedTuple):

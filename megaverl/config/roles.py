@@ -32,7 +32,7 @@ INHERITED = {"critic": SHARED_BY_CRITIC, "reference": SHARED_BY_REFERENCE, "rewa
 # What one engine alone reads: a role with another engine than the actor's does not take it from there.
 OF_ONE_ENGINE = (*LAID_OUT_BY, "ddp")
 
-ENGINES = ("vllm", "hf")
+ENGINES = ("vllm", "hf", "server")
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
 ACTOR_OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-6, "weight_decay": 0.0, "clip_grad": 1.0}
 CRITIC_OPTIMIZER: dict[str, Any] = {**ACTOR_OPTIMIZER, "lr": 1e-5}
@@ -314,12 +314,48 @@ def short_greedy_long_narrow() -> list[SamplingRule]:
     return [SamplingRule(under=64, temperature=0), SamplingRule(over=512, temperature=0.7, top_k=50)]
 
 
+class ServersConfig(Section):
+    """`rollout.servers`: of `rollout.engine: server`, inference servers that torchrun did not start."""
+
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """Whose endpoints they have: `vllm serve` in its development mode, or SGLang's server."""
+    urls: list[str] = []
+    """Their roots, such as http://10.0.0.5:8000."""
+    dns: Text | None = None
+    """A URL whose name stands for one server at each address that it resolves to, asked anew as the run goes on (a
+    headless service of Kubernetes). null: none."""
+    file: Text | None = None
+    """A file that is read anew as the run goes on: a URL in each line is in the pool besides, one after a minus sign is
+    out of it. null: rollout_servers.txt in the run's folder, which `megaverl rollout-pool` writes."""
+    token_env: Text | None = None
+    """Environment variable, on every rank, with the token that they want. null: none, for servers on the loopback."""
+    folder: Text | None = None
+    """Folder that the first rank of the actor, the first of the rollout and every server see under this name: each
+    version of the weights is written there as a Hugging Face folder, and servers read it. null: rollout_weights in the
+    run's folder."""
+    max_requests: Positive = 64
+    """Requests at each server at once, of all ranks together."""
+    timeout_seconds: PositiveFloat = 600.0
+    """How long a response may take; after that the server counts as lost, and another one is asked."""
+    load_timeout_seconds: PositiveFloat = 600.0
+    """How long a server may take to read new weights."""
+    retries: NonNegative = 5
+    """How many more servers are asked for a response where one is lost over it, before the run stops."""
+    wait_seconds: PositiveFloat = 600.0
+    """How long a run waits while no server can be used, before it stops."""
+    poll_seconds: PositiveFloat = 2.0
+    """Between two looks at who is in the pool, and whether those that were lost are back."""
+    fingerprint_tolerance: PositiveFloat | None = None
+    """Largest mean difference, in nats, between a server's and the trainer's log-probs of 16 tokens after an update.
+    null: 1e-3 in float32, else 0.1."""
+
+
 class RolloutConfig(Section):
     """`rollout`."""
 
     engine: Annotated[str, known_or_own(ENGINES, "module:function")] = "vllm"
-    """vllm; hf: plain transformers, slow, for tests and for comparison; or your own as module:function, see
-    docs/extend/engine.md."""
+    """vllm; hf: plain transformers, slow, for tests and for comparison; server: servers of vLLM or SGLang that come and
+    go by themselves (rollout.servers); or your own as module:function, see docs/extend/engine.md."""
     tp: Positive = 1
     """Tensor-parallel size of an engine; the world holds world / tp replicas."""
     sampling: Annotated[Passthrough, over(SAMPLING)] = SAMPLING
@@ -334,6 +370,8 @@ class RolloutConfig(Section):
     returns the responses that train. null: one call of the engine."""
     vllm: Passthrough = {}
     """Fields of vLLM's EngineArgs, under their own names."""
+    servers: ServersConfig = ServersConfig()
+    """Of rollout.engine: server."""
     sleep: bool = False
     """Free the engine's cache (and weights) while training (GPU; vLLM's sleep mode)."""
     logprob_tolerance: PositiveFloat | None = None

@@ -35,6 +35,7 @@ from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.job import patience
+from megaverl.trainer.servers import server_rollout
 from megaverl.trainer.trainer_engines import make_model, make_trainable
 from megaverl.workers.critic import ActorCritic, Critic
 from megaverl.workers.model import TrainingModel
@@ -45,6 +46,7 @@ from megaverl.workers.policy import Actor, Policy, Teacher
 from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import LearnedReward, RewardRole, ScoringModel, TransformersRewardModel
 from megaverl.workers.rollout import Rollout
+from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.trainable import TrainableModel
 from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting, layouts_among, told_layouts
 
@@ -228,6 +230,10 @@ class Builder:
         """The engine, or a further actor's use of one; with an actor its weights come from there, else from the
         model folder."""
         world, reshard = default_group(), self.config.reshard
+        if self.config.rollout.engine == "server":
+            _, made = server_rollout(self, actor)
+            assert made is not None, "the engines are on these ranks"
+            return made
         if actor is None:
             return Rollout(engine or self._engine(weights_come=False, on_load=None), world)
         if self.config.environment.agents == "own":  # the engine holds one agent's weights after the other's
@@ -251,7 +257,7 @@ class Builder:
         )
         return Rollout(engine, world, sync)
 
-    def remote_rollout(self, actor: TrainingModel | None) -> tuple[WeightSync, Rollout | None]:
+    def remote_rollout(self, actor: TrainingModel | None) -> tuple[WeightSync | ServerSync, Rollout | None]:
         """This rank's part in filling the engines, and its engine if it has one, where actor and engines share no rank.
 
         The ranks of both take part; `actor` is this rank's model, None on those of the engines.
@@ -262,6 +268,8 @@ class Builder:
         source, dest = placement.islands[0], placement.ranks["rollout"]
         members = tuple(sorted({*source, *dest}))
         group = join_some(fabric, "weights", members)
+        if config.rollout.engine == "server":
+            return server_rollout(self, actor, group)
         engine, layouts = None, None
         if actor is None:
             shape = GridShape.fit(len(source), **grid_sizes(config.actor), role="actor")

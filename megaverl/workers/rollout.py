@@ -19,6 +19,7 @@ from megaverl.plugins import call_object
 from megaverl.rollout.engine import Engine, Generation, Images, Sampling, SamplingOptions, check_generations, of_some
 from megaverl.rollout.replicas import split_prompts
 from megaverl.weights.reshard import ReshardStats
+from megaverl.workers.server_sync import ServerSync
 from megaverl.workers.weight_sync import WeightSync
 
 # Called with a prompt's number and its response.
@@ -34,7 +35,7 @@ class Rollout:
         sync: how its weights come from the actor; None: it keeps those it loaded.
     """
 
-    def __init__(self, engine: Engine, world: dist.ProcessGroup, sync: WeightSync | None = None) -> None:
+    def __init__(self, engine: Engine, world: dist.ProcessGroup, sync: WeightSync | ServerSync | None = None) -> None:
         self.engine, self.world, self.sync = engine, world, sync
         self._stays_awake = False
 
@@ -269,7 +270,7 @@ class AgentRollouts:
             self.current = agent
         return self.rollouts[agent]
 
-    def _sync(self, agent: str) -> WeightSync:
+    def _sync(self, agent: str) -> WeightSync | ServerSync:
         sync = self.rollouts[agent].sync
         assert sync is not None, "every agent's weights come from its actor"
         return sync

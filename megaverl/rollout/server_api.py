@@ -1,0 +1,345 @@
+"""An inference server over HTTP: what vLLM's and SGLang's own servers are asked, and what they answer.
+
+Tokens in, tokens and log-probs out: no text passes, and nothing is tokenised. What an update needs besides: weights
+read anew from a folder, a name for them, the log-probs of given tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from megaverl.errors import RolloutError
+from megaverl.rollout.engine import Generation, SamplingOptions
+from megaverl.sharding.model_spec import ModelSpec
+
+SHOWN = 400  # characters of a server's own message
+
+
+class ServerLost(RolloutError):
+    """It does not answer, or not in time, or with an error of its own: another server may do better."""
+
+
+class ServerRefused(RolloutError):
+    """It is not a server that this run can use, or it refuses what it is asked: nobody need try again."""
+
+
+@dataclass(frozen=True)
+class ExpectedModel:
+    """What a server must be.
+
+    Attributes:
+        spec: of the run's model.
+        max_model_len: most tokens of prompt and response together.
+    """
+
+    spec: ModelSpec
+    max_model_len: int
+
+
+class InferenceServer(ABC):
+    """One server, by its URL.
+
+    Args:
+        url: of its root.
+        token: sent as a bearer token.
+        timeout: seconds until an answer that generates nothing; `generating` and `loading`: of those that do.
+
+    Every method raises ServerLost or ServerRefused, with the URL in the message.
+    """
+
+    start_with: ClassVar[str]  # how such a server is started, for a person who has started it otherwise
+
+    def __init__(
+        self, url: str, token: str | None, *, timeout: float = 10.0, generating: float, loading: float
+    ) -> None:
+        self.url, self._token = url.rstrip("/"), token
+        self._timeout, self._generating, self._loading = timeout, generating, loading
+
+    def healthy(self) -> None:
+        """It serves."""
+        self.ask("GET", "/health")
+
+    @abstractmethod
+    def problems(self, expected: ExpectedModel) -> list[str]:
+        """Why it cannot be used by this run, in sentences."""
+
+    @abstractmethod
+    def weight_version(self) -> str:
+        """The name of its weights."""
+
+    @abstractmethod
+    def name_weights(self, version: str) -> None:
+        """Give its weights this name."""
+
+    @abstractmethod
+    def load(self, folder: str) -> None:
+        """Read all weights anew from a Hugging Face folder that it sees too, and forget what was cached of the old."""
+
+    @abstractmethod
+    def log_probs(self, tokens: Sequence[int]) -> list[float]:
+        """Of each token after the first, given those before it, at temperature 1."""
+
+    @abstractmethod
+    def generate(
+        self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
+    ) -> tuple[Generation, Collection[str]]:
+        """A response, and the names of the weights that drew it."""
+
+    def ask(self, method: str, path: str, body: Any = None, *, timeout: float | None = None) -> Any:
+        """What it answers, as JSON; None where it answers with nothing, or with text."""
+        parts = urlsplit(self.url)
+        assert parts.hostname is not None, "the configuration's check has seen it"
+        kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        connection = kind(parts.hostname, parts.port, timeout=timeout or self._timeout)
+        try:
+            data = None if body is None else json.dumps(body)
+            connection.request(method, f"{parts.path}{path}", data, headers)
+            response = connection.getresponse()
+            status, text = response.status, response.read().decode(errors="replace")
+        except (OSError, HTTPException) as error:
+            raise ServerLost(f"{self.url}: no answer to {method} {path} ({error or type(error).__name__}).") from error
+        finally:
+            connection.close()
+        self._check(status, f"{method} {path}", text)
+        try:
+            return json.loads(text) if text else None
+        except json.JSONDecodeError:
+            return None
+
+    def _check(self, status: int, what: str, text: str) -> None:
+        if status == 401:
+            wants = "another token" if self._token else "a token (rollout.servers.token_env)"
+            raise ServerRefused(f"{self.url}: answers {status} to {what}: it wants {wants}.")
+        if status in (403, 404, 405):
+            raise ServerRefused(
+                f"{self.url}: has no {what} (it answers {status} {text[:SHOWN]}). Start it with: {self.start_with}"
+            )
+        if status >= 500 or status == 429:
+            raise ServerLost(f"{self.url}: answers {status} to {what}: {text[:SHOWN]}")
+        if status >= 300:
+            raise ServerRefused(f"{self.url}: answers {status} to {what}: {text[:SHOWN]}")
+
+    def _taken(self, what: str, take: Any) -> Any:
+        """`take()`, out of an answer that may lack it."""
+        try:
+            return take()
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ServerRefused(
+                f"{self.url}: its answer to {what} is not what this version of megaverl reads ({error!r}). "
+                f"Start it with: {self.start_with}"
+            ) from error
+
+
+class VLLMServer(InferenceServer):
+    """vLLM's own, with the endpoints of its development mode (`vllm/entrypoints/rl`, `serve/dev`, `scale_out`)."""
+
+    start_with = (
+        "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --generation-config vllm --logprobs-mode "
+        "processed_logprobs, of vLLM 0.32 or newer."
+    )
+
+    def problems(self, expected: ExpectedModel) -> list[str]:
+        self.weight_version()
+        self.log_probs([0, 0])  # it wants no token, or has it, and takes token ids
+        answer = self.ask("GET", "/server_info?config_format=json")
+        config = self._taken("GET /server_info", lambda: answer["vllm_config"]["model_config"])
+        found = _length_problems(config.get("max_model_len"), expected)
+        if (mode := config.get("logprobs_mode")) != "processed_logprobs":
+            found.append(
+                f"its log-probs are {mode}, and training needs those of the distribution that was drawn from: "
+                "--logprobs-mode processed_logprobs"
+            )
+        return found + _folder_problems(config.get("model"), expected)
+
+    def weight_version(self) -> str:
+        answer = self.ask("GET", "/weight_info")
+        return str(self._taken("GET /weight_info", lambda: answer["weight_version"]))
+
+    def name_weights(self, version: str) -> None:
+        self.ask("POST", "/update_weight_version", {"new_version": version})
+
+    def load(self, folder: str) -> None:
+        call = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self.ask("POST", "/collective_rpc", call, timeout=self._loading)
+        answer = self.ask("POST", "/reset_prefix_cache")
+        if not (answer or {}).get("success"):
+            raise ServerLost(f"{self.url}: did not reset its prefix cache: somebody else's requests are running.")
+
+    def log_probs(self, tokens: Sequence[int]) -> list[float]:
+        given = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        answer = self._generate(tokens, given)
+
+        def take() -> list[float]:
+            each = zip(answer["prompt_logprobs"][1:], tokens[1:], strict=True)
+            return [float(of_token[str(token)]["logprob"]) for of_token, token in each]
+
+        found: list[float] = self._taken("prompt_logprobs", take)
+        return found
+
+    def generate(
+        self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
+    ) -> tuple[Generation, Collection[str]]:
+        given = {
+            **way.extra,
+            "max_tokens": way.max_tokens,
+            "temperature": way.temperature,
+            "top_p": way.top_p,
+            "top_k": way.top_k,
+            "stop_token_ids": list(stop_tokens),
+            "ignore_eos": way.ignore_eos,
+            "logprobs": 0,  # none but the drawn token's
+            "seed": seed,
+            "detokenize": False,
+        }
+        answer = self._generate(prompt, given)
+
+        def take() -> tuple[Generation, Collection[str]]:
+            [choice] = answer["choices"]
+            log_probs = [float(each["logprob"]) for each in choice["logprobs"]["content"]]
+            versions = {span["version"] for span in choice["weight_versions"] or ()}
+            return Generation(list(choice["token_ids"]), log_probs, str(choice["finish_reason"])), versions
+
+        generation, versions = self._taken("a request", take)
+        return generation, versions
+
+    def _generate(self, tokens: Sequence[int], sampling: Mapping[str, Any]) -> Any:
+        body = {"token_ids": list(tokens), "sampling_params": sampling}
+        return self.ask("POST", "/inference/v1/generate", body, timeout=self._generating)
+
+
+# SamplingParams of vLLM that SGLang has too, under its own name.
+SGLANG_SAMPLING = {
+    "min_p": "min_p",
+    "min_tokens": "min_new_tokens",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}
+
+
+class SGLangServer(InferenceServer):
+    """SGLang's own (`python/sglang/srt/entrypoints/http_server.py`)."""
+
+    start_with = (
+        "python -m sglang.launch_server --model-path MODEL --enable-deterministic-inference, of an SGLang that has "
+        "weight versions (0.5 or newer)."
+    )
+
+    def problems(self, expected: ExpectedModel) -> list[str]:
+        self.weight_version()
+        self.log_probs([0, 0])
+        model = self.ask("GET", "/get_model_info")
+        server = self.ask("GET", "/get_server_info")
+        found = _folder_problems(self._taken("GET /get_model_info", lambda: model["model_path"]), expected)
+        found += _length_problems(server.get("context_length"), expected)
+        if not server.get("enable_deterministic_inference"):
+            found.append("it draws without the seeds that it is given: --enable-deterministic-inference")
+        if not model.get("is_generation", True):
+            found.append("it generates nothing: it serves a reward or embedding model")
+        return found
+
+    def weight_version(self) -> str:
+        answer = self.ask("GET", "/get_model_info")
+        return str(self._taken("GET /get_model_info", lambda: answer["weight_version"]))
+
+    def name_weights(self, version: str) -> None:
+        self.ask("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def load(self, folder: str) -> None:
+        answer = self.ask("POST", "/update_weights_from_disk", {"model_path": folder}, timeout=self._loading)
+        if not (answer or {}).get("success"):
+            raise ServerLost(f"{self.url}: did not read {folder}: {str(answer)[:SHOWN]}")
+        self.ask("POST", "/flush_cache")
+
+    def log_probs(self, tokens: Sequence[int]) -> list[float]:
+        sampling = {"max_new_tokens": 1, "temperature": 0.0}
+        body = {"input_ids": list(tokens), "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+        answer = self.ask("POST", "/generate", body, timeout=self._generating)
+        found: list[float] = self._taken(
+            "POST /generate", lambda: [float(each[0]) for each in answer["meta_info"]["input_token_logprobs"][1:]]
+        )
+        return found
+
+    def generate(
+        self, prompt: Sequence[int], way: SamplingOptions, stop_tokens: Sequence[int], seed: int
+    ) -> tuple[Generation, Collection[str]]:
+        sampling = {
+            **{SGLANG_SAMPLING[name]: value for name, value in way.extra.items()},
+            "max_new_tokens": way.max_tokens,
+            "temperature": way.temperature,
+            "top_p": way.top_p,
+            "top_k": way.top_k or -1,
+            "stop_token_ids": list(stop_tokens),
+            "ignore_eos": way.ignore_eos,
+            "sampling_seed": seed,
+        }
+        body = {"input_ids": list(prompt), "sampling_params": sampling, "return_logprob": True}
+        answer = self.ask("POST", "/generate", body, timeout=self._generating)
+
+        def take() -> tuple[Generation, Collection[str]]:
+            about = answer["meta_info"]
+            drawn = about["output_token_logprobs"]
+            generation = Generation(
+                [int(each[1]) for each in drawn], [float(each[0]) for each in drawn], about["finish_reason"]["type"]
+            )
+            return generation, {str(about["weight_version"])}
+
+        generation, versions = self._taken("POST /generate", take)
+        return generation, versions
+
+
+SERVERS: dict[str, type[InferenceServer]] = {"vllm": VLLMServer, "sglang": SGLangServer}
+
+
+def _length_problems(length: Any, expected: ExpectedModel) -> list[str]:
+    if not isinstance(length, int) or length >= expected.max_model_len:
+        return []
+    return [f"it takes {length} tokens, and a prompt with its response may have {expected.max_model_len}"]
+
+
+# What must be alike for weights of one model to fit into the other; all that this run's spec knows.
+SAME = ("architecture", "vocab_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")
+
+
+def _folder_problems(folder: Any, expected: ExpectedModel) -> list[str]:
+    """The model that it serves is another, where its folder can be read here too."""
+    if not isinstance(folder, str) or not (Path(folder) / "config.json").is_file():
+        return []
+    served, wanted = ModelSpec.outline(folder), expected.spec
+    different = [name for name in SAME if getattr(served, name) != getattr(wanted, name)]
+    values = ", ".join(f"{name} {getattr(served, name)} and not {getattr(wanted, name)}" for name in different)
+    return [f"it serves another model, {folder}: {values}"] if different else []
+
+
+def url_problem(url: str) -> str:
+    """What is wrong with the root of a server; empty: nothing."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return f"found {url!r}, which is no URL ({error})."
+    if parts.scheme not in ("http", "https") or not parts.hostname or port is None or parts.query or parts.username:
+        return f"found {url!r}; expected a server's root with its port, such as http://10.0.0.5:8000."
+    if parts.path.rstrip("/").endswith("/v1"):
+        return f"found {url!r}; expected the server's root, without /v1."
+    return ""
+
+
+def is_loopback(url: str) -> bool:
+    """Whether nobody on another machine can reach a server at this URL."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,251 @@
+"""`rollout.engine: server`: responses from inference servers that torchrun did not start."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from megaverl.errors import RolloutError
+from megaverl.rollout.engine import (
+    Generation,
+    Images,
+    InFlight,
+    OnFinished,
+    Prompts,
+    Sampling,
+    SamplingOptions,
+    Shapes,
+    check_generations,
+    check_request,
+    of_each,
+)
+from megaverl.rollout.server_api import (
+    SERVERS,
+    ExpectedModel,
+    InferenceServer,
+    ServerLost,
+    ServerRefused,
+    is_loopback,
+    url_problem,
+)
+from megaverl.rollout.server_pool import PublishedWeights, ServerPool, addresses_of
+from megaverl.sharding.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megaverl.config.roles import RolloutConfig, ServersConfig
+    from megaverl.sharding.layout import Layout
+    from megaverl.sharding.quantised import QuantisedWeight
+
+MOST_THREADS = 512  # requests of a rank at once, over all servers
+POOL_FILE = "rollout_servers.txt"  # in the run's folder
+
+
+class ServerEngine:
+    """This rank's way to the servers; see `megaverl.rollout.engine.Engine` for the methods.
+
+    Each rank asks for its own share of the samples, with a seed for each, so that nothing goes from rank to rank that
+    would not with engines on the ranks. The first rank also brings weights to servers (`megaverl.rollout.server_pool`).
+
+    Args:
+        model_folder: a Hugging Face folder of the run's model; only its config.json is read.
+        config: `rollout`.
+        run_dir: where the watched file is, if `rollout.servers.file` names no other.
+        max_model_len: most tokens of prompt and response together.
+        stop_token_ids: tokens that end a response.
+
+    Raises:
+        RolloutError: a server that this run cannot use, each by name; or no token where the environment should have it.
+    """
+
+    tp_size, tp_rank = 1, 0
+    may_rebind = False
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        config: RolloutConfig,
+        *,
+        run_dir: Path,
+        max_model_len: int,
+        stop_token_ids: Sequence[int] = (),
+    ) -> None:
+        started = dist.is_initialized()
+        self.replica = dist.get_rank() if started else 0
+        self.num_replicas = dist.get_world_size() if started else 1
+        self.in_flight: InFlight | None = None
+        self.on_finished: OnFinished | None = None
+        self.max_model_len = max_model_len
+        self._stop_token_ids = tuple(stop_token_ids)
+        servers = config.servers
+        spec = ModelSpec.outline(model_folder)
+        self._servers, self._vocab_size = servers, spec.vocab_size
+        token = token_of(servers)
+        watched = watched_file(servers, run_dir)
+        self.pool = ServerPool(
+            lambda: addresses_of(servers, watched),
+            lambda url: connect(servers, url, token),
+            ExpectedModel(spec, max_model_len),
+            admits=self.replica == 0,
+            most_running=-(-servers.max_requests // self.num_replicas),
+            turn=self.replica,
+            wait_seconds=servers.wait_seconds,
+            poll_seconds=servers.poll_seconds,
+        )
+        if self.replica == 0:
+            self.pool.check()
+
+    def use(self, weights: PublishedWeights) -> None:
+        """From here on these weights generate; the first rank calls it first, and brings them to the servers."""
+        self.pool.use(weights)
+
+    def generate(
+        self, prompts: Prompts, sampling: Sampling, seeds: Sequence[int], *, images: Images | None = None
+    ) -> list[Generation]:
+        if images is not None:
+            raise RolloutError("rollout.engine=server answers text alone, and the prompts have images. Use vllm.")
+        if self.pool.weights is None:
+            raise RolloutError("the servers have no weights yet: reshard before the first generate().")
+        check_request(prompts, sampling, seeds, max_model_len=self.max_model_len, vocab_size=self._vocab_size)
+        if not prompts:
+            return []
+        ways = of_each(sampling, len(prompts))
+        with self.pool.watched():
+            generations = self._all([list(prompt) for prompt in prompts], ways, seeds)
+        check_generations(generations, len(prompts))
+        return generations
+
+    def _all(
+        self, prompts: Sequence[list[int]], ways: Sequence[SamplingOptions], seeds: Sequence[int]
+    ) -> list[Generation]:
+        waiting = deque(range(len(prompts)))
+        finished: queue.SimpleQueue[tuple[int, Generation | Exception]] = queue.SimpleQueue()
+        stop = threading.Event()
+
+        def work() -> None:
+            while not stop.is_set():
+                try:
+                    number = waiting.popleft()
+                except IndexError:
+                    return
+                try:
+                    finished.put((number, self._one(number, prompts[number], ways[number], seeds[number], stop.is_set)))
+                except Exception as error:  # raised again where the response is wanted
+                    finished.put((number, error))
+
+        for _ in range(min(len(prompts), MOST_THREADS)):
+            # daemons: one that waits for a dead server's answer must not keep a failed run from ending
+            threading.Thread(target=work, name="request", daemon=True).start()
+        found: dict[int, Generation] = {}
+        try:
+            while len(found) < len(prompts):
+                number, result = finished.get()
+                if isinstance(result, Exception):
+                    raise result
+                found[number] = result
+                if self.on_finished is not None:
+                    self.on_finished(number, result)
+        finally:
+            stop.set()
+        return [found[number] for number in range(len(prompts))]
+
+    def _one(
+        self, number: int, prompt: list[int], way: SamplingOptions, seed: int, stopped: Callable[[], bool]
+    ) -> Generation:
+        """A response by whichever server; one that is lost on the way costs time, and not the sample."""
+        error: ServerLost | None = None
+        for _ in range(1 + self._servers.retries):
+            with self.pool.least_loaded(stopped) as member:
+                try:
+                    return self._by(member.server, prompt, way, seed)
+                except ServerLost as lost:
+                    self.pool.lost(member, lost)
+                    error = lost
+                except ServerRefused as refused:
+                    raise RolloutError(f"prompt {number}: {refused}") from refused
+        raise RolloutError(
+            f"prompt {number}: {1 + self._servers.retries} servers were lost over it (rollout.servers.retries). "
+            f"The last one: {error}"
+        ) from error
+
+    def _by(self, server: InferenceServer, prompt: list[int], way: SamplingOptions, seed: int) -> Generation:
+        weights = self.pool.weights
+        assert weights is not None
+        generation, versions = server.generate(prompt, way, way.stop_tokens(self._stop_token_ids), seed)
+        if others := set(versions) - {weights.name}:
+            raise ServerLost(f"{server.url}: answered with weights {', '.join(others)}, not with {weights.name}.")
+        if generation.finish_reason not in ("stop", "length"):
+            raise ServerLost(f"{server.url}: a response ended with {generation.finish_reason!r}.")
+        return generation
+
+    def named_parameters(self) -> dict[str, Tensor]:
+        return {}
+
+    def quantised_weights(self) -> Mapping[str, QuantisedWeight]:
+        return {}
+
+    def layouts(self, shapes: Shapes) -> Callable[[int], Layout]:
+        raise RolloutError("rollout.engine=server: servers hold their weights in their own way, unseen from here.")
+
+    def reset_prefix_cache(self) -> None:
+        """Servers forget when they read new weights."""
+
+    def sleep(self) -> None:
+        """Servers have devices of their own."""
+
+    def sleep_without(self, names: Collection[str]) -> bool:
+        """The same."""
+        return False
+
+    def wake_weights(self) -> None:
+        """Servers are awake."""
+
+    def wake_up(self) -> None:
+        """The same."""
+
+    def close(self) -> None:
+        """Leave the servers alone."""
+        self.pool.close()
+
+
+def token_of(servers: ServersConfig) -> str | None:
+    """The servers' token, out of the environment.
+
+    Raises:
+        RolloutError: it is not there.
+    """
+    if servers.token_env is None:
+        return None
+    token = os.environ.get(servers.token_env)
+    if not token:
+        raise RolloutError(
+            f"rollout.servers.token_env={servers.token_env}: the environment has no such variable, or it is empty. "
+            "Set it to the servers' token on every rank."
+        )
+    return token
+
+
+def watched_file(servers: ServersConfig, run_dir: Path) -> Path:
+    """What `megaverl rollout-pool` writes and a run reads."""
+    return Path(servers.file) if servers.file is not None else run_dir / POOL_FILE
+
+
+def connect(servers: ServersConfig, url: str, token: str | None) -> InferenceServer:
+    """One server of the pool.
+
+    Raises:
+        ServerRefused: no URL of a server, or one beyond the loopback without a token.
+    """
+    if problem := url_problem(url):
+        raise ServerRefused(problem)
+    if token is None and not is_loopback(url):
+        raise ServerRefused(f"{url}: is not on the loopback, and there is no token (rollout.servers.token_env).")
+    return SERVERS[servers.kind](url, token, generating=servers.timeout_seconds, loading=servers.load_timeout_seconds)

@@ -1,0 +1,192 @@
+"""The actor's weights into inference servers: a Hugging Face folder for each version, which servers read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from megaverl.data.batch import RolloutBatch
+from megaverl.distributed.collectives import broadcast_json, on_first_rank, raise_together, together
+from megaverl.errors import ReshardError
+from megaverl.rollout.engine import Generation
+from megaverl.rollout.replicas import sample_seed
+from megaverl.rollout.server_engine import ServerEngine
+from megaverl.rollout.server_pool import PublishedWeights
+from megaverl.weights.reshard import ReshardStats
+from megaverl.workers.model import TrainingModel
+from megaverl.workers.policy import Policy
+
+FINGERPRINT = "fingerprint.json"
+NUM_TOKENS = 16  # that a server's log-probs are compared of
+FINGERPRINT_BATCH = 4096  # tokens of its one micro-batch, padding included: more than there are
+TOLERANCE = {torch.float32: 1e-3}
+ROUGH = 0.1  # in 16 bits engine and trainer round differently
+
+
+class ServerSync:
+    """Stands where a `WeightSync` does: every rank of the actor and of the rollout takes part in each reshard.
+
+    The actor's ranks write the folder, by the plan of an export, with the log-probs that the actor gives to some tokens
+    beside it. The rollout's first rank has servers read it (`ServerEngine.use`), compares, and says so to the others.
+
+    Args:
+        model: the actor on this rank; None: it is on other ranks, or there is none and the folder does not change.
+        engine: this rank's way to the servers; None: it has none.
+        world: the ranks of this rank's role.
+        group: those of actor and rollout.
+        folder: where versions are written.
+        source_folder: where the model came from; its small files go along.
+        max_tokens: what a server takes at least.
+
+    Attributes:
+        weight_version: how often the servers' weights have changed.
+    """
+
+    def __init__(
+        self,
+        model: TrainingModel | None,
+        engine: ServerEngine | None,
+        world: dist.ProcessGroup,
+        group: dist.ProcessGroup,
+        *,
+        folder: Path,
+        source_folder: Path,
+        dtype: torch.dtype,
+        tolerance: float | None,
+        max_tokens: int,
+    ) -> None:
+        self.weight_version = 0
+        self._model, self._engine, self._world, self._group = model, engine, world, group
+        self._folder, self._source_folder = folder, source_folder
+        self._tolerance = tolerance or TOLERANCE.get(dtype, ROUGH)
+        self._num_tokens = min(NUM_TOKENS, max_tokens - 2)  # the server draws one more
+        # names of weights that no other run has given, nor this one before it was started again
+        self._run = broadcast_json(os.urandom(6).hex(), 0, group)
+        self._number, self._whole = 0, False
+
+    def source_changes(self) -> None:
+        """To be called before the actor's weights change; servers share nothing with it, and keep theirs."""
+
+    def reshard(self) -> ReshardStats:
+        """Write the actor's weights, and have all servers read them.
+
+        Raises:
+            CheckpointError: the folder cannot be written. RolloutError: no server has them in the end.
+        """
+        start = perf_counter()
+        self._number += 1
+        self._whole = False
+        folder = self._folder / f"{self._run}-{self._number}"
+        error: Exception | None = None
+        if self._model is not None:
+            try:
+                self._write(self._model, folder)
+            except Exception as caught:  # every rank of the actor has it, and the rollout's are told
+                error = caught
+        raise_together(error, self._group)
+        self._use(folder)
+        self._whole = True
+        self.weight_version += 1
+        sent = sum(file.stat().st_size for file in folder.glob("*.safetensors")) if self._speaks else 0
+        return ReshardStats(0, sent, 0, perf_counter() - start, 0, version=self.weight_version)
+
+    @property
+    def _speaks(self) -> bool:
+        """For the others, to the servers."""
+        return self._engine is not None and dist.get_rank(self._world) == 0
+
+    def _write(self, model: TrainingModel, folder: Path) -> None:
+        """Every rank of the actor takes part."""
+        model.export(folder, source_folder=self._source_folder, overwrite=True)
+        tokens = fingerprint_tokens(model.vocab_size, self._num_tokens)
+        log_probs = self._log_probs(model, tokens)
+
+        def describe() -> None:
+            text = json.dumps({"tokens": tokens, "log_probs": log_probs})
+            (folder / FINGERPRINT).write_text(text, encoding="utf-8")
+
+        on_first_rank(describe, model.grid.world)
+
+    def _log_probs(self, model: TrainingModel, tokens: list[int]) -> list[float]:
+        """What the actor itself says of these tokens; every rank of it takes part."""
+        given = Generation(tokens[1:], [0.0] * (len(tokens) - 1), "length")
+        batch = RolloutBatch.from_generations([tokens[:1]], [given])
+        policy = Policy(model, temperature=1.0, micro_batch_tokens=FINGERPRINT_BATCH)
+        with model.on_device, torch.no_grad():
+            found: list[float] = policy.log_probs(batch)[0].tolist()
+        return found
+
+    def _use(self, folder: Path) -> None:
+        """Servers read it, and older versions go."""
+        if self._engine is None:
+            return
+        engine = self._engine
+        with together(self._world):
+            if self._speaks:
+                engine.use(self._published(folder))
+                self._remove_old()
+        if not self._speaks:
+            engine.use(PublishedWeights(str(folder), folder.name))
+
+    def _remove_old(self) -> None:
+        """Versions before the current one, and of this run before it was started again, that no server is reading; a
+        newer one may be on its way already."""
+        assert self._engine is not None
+        kept = self._engine.pool.being_read()
+        for folder in self._folder.glob("*-*"):
+            found = re.fullmatch(r"([0-9a-f]{12})-(\d+)(\.tmp)?", folder.name)
+            is_old = found and (found[1] != self._run or int(found[2]) < self._number)
+            if is_old and str(folder.absolute()) not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _published(self, folder: Path) -> PublishedWeights:
+        try:
+            known = json.loads((folder / FINGERPRINT).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ReshardError(
+                f"{folder}: the actor's first rank has written the weights there, and this rank cannot read them "
+                f"({error}). Name a folder that both and all servers see: rollout.servers.folder."
+            ) from error
+        tokens, log_probs = tuple(known["tokens"]), tuple(known["log_probs"])
+        return PublishedWeights(str(folder.absolute()), folder.name, tokens, log_probs, self._tolerance)
+
+    def use_folder(self, folder: Path) -> None:
+        """The servers get the weights of a folder that does not change; every rank of the world takes part."""
+        weights = PublishedWeights(str(folder.absolute()), f"{self._run}-0")
+        assert self._engine is not None
+        with together(self._world):
+            if self._speaks:
+                self._engine.use(weights)
+        if not self._speaks:
+            self._engine.use(weights)
+        self._whole = True
+
+    def wake(self) -> None:
+        """Servers are awake."""
+
+    def sleep(self) -> None:
+        """They stay so."""
+
+    def check_whole(self) -> None:
+        """Before anything is generated.
+
+        Raises:
+            ReshardError: the last reshard failed.
+        """
+        if not self._whole:
+            raise ReshardError(
+                "the servers' weights are not those of the actor: the last reshard failed. Nothing can be generated "
+                "until a whole one has passed."
+            )
+
+
+def fingerprint_tokens(vocab_size: int, count: int = NUM_TOKENS) -> list[int]:
+    """A first token and `count` more, from all over the vocabulary; the same in every run."""
+    return [sample_seed(0, 0, place, "fingerprint") % vocab_size for place in range(1 + count)]
