@@ -1,0 +1,149 @@
+"""A run whose responses come from two real `vllm serve` processes: one joins while it generates, one is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+
+from megaverl.processes import ending_with_parent
+from megaverl.rollout.server_api import ExpectedModel, ServerRefused, VLLMServer
+from megaverl.sharding.model_spec import ModelSpec
+from tests.faults.runs import arguments
+from tests.launcher import Launcher, free_port
+from tests.trainer.conftest import ROOT, make_inputs
+
+TOKEN = "secret"
+# What is told of a run besides: its rewards, in order, let things happen to the servers.
+REWARD = """
+import os, signal
+from pathlib import Path
+
+from megaverl.cli.main import main
+
+FOLDER, RUN, FIRST, SECOND = {names!r}
+calls = 0
+
+def letters(prompt, response, reference, extra):
+    global calls
+    calls += 1
+    if os.environ["RANK"] == "0" and calls == {joins}:
+        assert main(["rollout-pool", "add", RUN, "http://127.0.0.1:" + SECOND]) == 0
+    if os.environ["RANK"] == "0" and calls == {dies}:
+        os.killpg(int(Path(FOLDER, FIRST + ".pid").read_text()), signal.SIGKILL)
+    return sum(ord(letter) % 7 for letter in response) / 40
+"""
+SERVE = [
+    "--enforce-eager",
+    "--logprobs-mode",
+    "processed_logprobs",
+    "--generation-config",
+    "vllm",
+    "--dtype",
+    "float32",
+]
+SERVE += ["--skip-tokenizer-init", "--kv-cache-memory-bytes", "20000000", "--block-size", "32", "--max-model-len", "64"]
+SERVE += [
+    "--enable-scale-out",
+    "--disable-log-stats",
+    "--max-num-seqs",
+    "32",
+    "--max-num-batched-tokens",
+    "2048",
+    "--host",
+    "127.0.0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture(scope="module")
+def ports(inputs: Path) -> Iterator[tuple[str, str]]:
+    """Of two servers, that answer."""
+    first, second = str(free_port()), str(free_port())
+    command = [
+        sys.executable,
+        "-m",
+        "tests.rollout.vllm_serve",
+        str(inputs),
+        f"{first},{second}",
+        str(inputs / "model"),
+    ]
+    with (inputs / "servers.log").open("w") as log:
+        servers = subprocess.Popen(
+            ending_with_parent([*command, *SERVE, "--api-key", TOKEN]), stdout=log, stderr=log, cwd=ROOT
+        )
+    try:
+        for port in (first, second):
+            while not _answers(port):
+                with suppress(subprocess.TimeoutExpired):
+                    servers.wait(0.2)
+                assert servers.poll() is None, (inputs / "servers.log").read_text()
+        yield first, second
+    finally:
+        for file in inputs.glob("*.pid"):
+            with suppress(ProcessLookupError):
+                os.killpg(int(file.read_text()), signal.SIGKILL)
+        servers.kill()
+        servers.wait()
+
+
+def _answers(port: str) -> bool:
+    connection = HTTPConnection("127.0.0.1", int(port), timeout=1.0)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def test_who_is_refused(inputs: Path, ports: tuple[str, str], tmp_path: Path) -> None:
+    """Another model, another longest length, no token."""
+    url, spec = f"http://127.0.0.1:{ports[0]}", ModelSpec.from_folder(inputs / "model")
+    server = VLLMServer(url, TOKEN, generating=60.0, loading=60.0)
+    assert server.problems(ExpectedModel(spec, 64)) == []
+    assert "takes 64 tokens" in server.problems(ExpectedModel(spec, 65))[0]
+    config = json.loads((inputs / "model" / "config.json").read_text())
+    other = ModelSpec.from_config({**config, "vocab_size": config["vocab_size"] + 8, "hidden_size": 128})
+    [problem] = server.problems(ExpectedModel(other, 64))
+    assert "serves another model" in problem and "vocab_size" in problem and "hidden_size 64 and not 128" in problem
+    with pytest.raises(ServerRefused, match="answers 401 .* it wants a token"):
+        VLLMServer(url, None, generating=60.0, loading=60.0).log_probs([1, 2])
+
+
+def test_one_joins_and_one_is_killed(launch: Launcher, inputs: Path, ports: tuple[str, str], tmp_path: Path) -> None:
+    """... inside steps; every response's log-probs are those of the actor at that step."""
+    first, second = ports
+    names = (str(inputs), str(tmp_path / "run"), first, second)
+    (tmp_path / "reward.py").write_text(REWARD.format(names=names, joins=10, dies=26))
+    servers = {"urls": [f"http://127.0.0.1:{first}"], "token_env": "POOL_TOKEN", "poll_seconds": 0.05}
+    rollout = {"engine": "server", "use_dynamic_batching": False, "servers": servers}
+    reward = {"function": f"{tmp_path / 'reward.py'}:letters"}
+    ended = launch.command(
+        arguments(inputs, tmp_path, f"rollout={json.dumps(rollout)}", f"reward={json.dumps(reward)}"),
+        logs=tmp_path / "output",
+        environment={"POOL_TOKEN": TOKEN},
+        deadline=300.0,
+    )
+    assert ended.codes == [0, 0], ended.text
+    log = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("*"))
+    assert f"rollout server http://127.0.0.1:{first} is lost" in log, log
+    left = VLLMServer(f"http://127.0.0.1:{second}", TOKEN, generating=60.0, loading=60.0)
+    [newest] = (tmp_path / "run" / "rollout_weights").iterdir()
+    assert left.weight_version() == newest.name and newest.name.endswith("-5")
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    differences = [each["rollout/logprob_diff_max"] for each in records if "rollout/logprob_diff_max" in each]
+    assert len(differences) == 4 and max(differences) < 1e-3
