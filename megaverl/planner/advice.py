@@ -85,8 +85,8 @@ def advise(job: PlannedJob) -> Advice:
     """Try settings in the order of their distance: one change, then two, then three; the first that fits.
 
     Looked at: sleep, offload of the reference and of the optimizer, vLLM's share of the memory, micro-batch tokens,
-    chunked logits, activation checkpointing, pp, tp, the engine's tp, and more nodes. Precision and the algorithm are
-    left alone.
+    chunked logits, activation checkpointing, pp, tp, cp, the engine's tp, and more nodes. Precision and the algorithm
+    are left alone.
     """
     singles = list(_candidates(job))
     tried = 0
@@ -134,6 +134,8 @@ def _candidates(job: PlannedJob) -> Iterator[tuple[float, Setting]]:
     for size in divisors(job.machine.gpus_per_node):
         if size > actor.tp:
             yield 2.0 + size / actor.tp / 2, ("actor.tp", size)
+        if size > actor.cp and actor.engine == "megatron":
+            yield 2.5 + size / actor.cp / 2, ("actor.cp", size)
         if size > config.rollout.tp:
             yield 2.0 + size / config.rollout.tp / 2, ("rollout.tp", size)
     for factor in (2, 4, 8):

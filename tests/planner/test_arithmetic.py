@@ -214,6 +214,17 @@ def test_advice_is_the_nearest_setting_that_fits() -> None:
     assert shortages(mended, MemoryModel(mended).ranks(mended.stage_ranks())) == []
 
 
+def test_advice_cuts_a_sample_that_is_too_long() -> None:
+    """It is one micro-batch already, and its activations do not fit a rank."""
+    lengths = ("data.max_prompt_tokens=1024", "rollout.sampling.max_tokens=31744", "actor.micro_batch_tokens=32768")
+    kept = [f"actor.megatron.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
+    job = recipe("qwen3_235b_a22b/grpo_64_nodes", 512, *lengths, *kept, "actor.chunked_logits=true")
+    assert {missing.what for missing in shortages(job, MemoryModel(job).ranks(job.stage_ranks()))} == {"actor update"}
+    whole, cut = (MemoryModel(with_settings(job, (("actor.cp", cp),))).rank(0).parts["actor"] for cp in (1, 2))
+    assert cut["activations"] == pytest.approx(whole["activations"] / 2, rel=0.01)
+    assert advise(job).settings == (("actor.cp", 4),)
+
+
 def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
     spec = recipe("llama3_70b/grpo_8_nodes", 64).spec
     job = make(
