@@ -17,12 +17,12 @@ from megaverl.config.rollout_checks import (
     length_mistakes,
     quantisation_mistakes,
     sampling_mistakes,
+    server_mistakes,
     stored_rollout_mistakes,
     temperature_mistakes,
 )
 from megaverl.config.run import is_hub_name
 from megaverl.config.schema import Config
-from megaverl.config.server_checks import server_mistakes
 from megaverl.config.training_checks import (
     fp8_mistakes,
     mix_mistakes,
