@@ -7,6 +7,7 @@ Source: megatron-core 0.16, `distributed/param_and_grad_buffer.py` (`_ParamAndGr
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,37 @@ class Parameter:
     numel: int
     is_expert: bool = False
     is_shared_embedding: bool = False
+
+
+_LINEAR = re.compile(r"(?:^|\.)layers\.(\d+)\..*linear_\w+\.weight\d*$")
+_SCALES = {"blockwise": 4 / 128**2, "mxfp8": 1 / 32}  # bytes of scales for an element
+
+
+def eight_bit_copies(
+    chunks: Sequence[Sequence[Parameter]], fields: Mapping[str, Any], *, backward: bool, first: bool, last: bool
+) -> int:
+    """Bytes of the 8-bit copies of its linear layers' weights that Transformer Engine keeps under `megatron.fp8`.
+
+    They are made by a first micro-batch, and stay until another takes their place, also while an engine generates: by
+    rows, and on Hopper by columns too, where gradients flow back (Transformer Engine 2.9 to 2.20, pytorch/module/
+    linear.py and base.py, `_fp8_workspaces`; megatron-core 0.16, extensions/transformer_engine.py).
+
+    Args:
+        fields: `megatron`. backward: the model is trained, itself or by adapters. first, last: stages of the pipeline.
+    """
+    if not fields.get("fp8") or fields.get("disable_parameter_transpose_cache"):
+        return 0
+    ends = [0, 0]
+    if fields.get("first_last_layers_bf16"):
+        names = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+        ends = [int(fields.get(name, 1)) * here for name, here in zip(names, (first, last), strict=True)]
+    numel = 0
+    for number, chunk in enumerate(chunks):
+        found = [(int(match[1]), each.numel) for each in chunk if (match := _LINEAR.search(each.name))]
+        count = 1 + max((layer for layer, _ in found), default=0)
+        begin, end = ends[0] * (number == 0), count - ends[1] * (number == len(chunks) - 1)
+        numel += sum(size for layer, size in found if begin <= layer < end)
+    return math.ceil(numel * (1 + backward) * (1 + _SCALES.get(str(fields.get("fp8_recipe")), 0.0)))
 
 
 @dataclass(frozen=True)

@@ -24,12 +24,13 @@ from megaverl.planner.buffers import (
     Parameter,
     TrainedBytes,
     adapters_of,
+    eight_bit_copies,
     parameters_of,
     trained_bytes,
 )
 from megaverl.planner.fsdp import gathered_bytes, shard_bytes
 from megaverl.planner.job import PlannedJob, Role
-from megaverl.planner.reserve import NUM_SEQS, graph_bytes, reserve_parts
+from megaverl.planner.reserve import engine_workspace, graph_bytes, reserve_parts
 from megaverl.planner.stages import padded_vocab_size
 from megaverl.planner.traffic import aliased_elements, reshard_plans
 from megaverl.sharding.layout import Layout
@@ -106,11 +107,13 @@ class MemoryModel:
             if place is None:
                 continue
             train, score = self._activations(role.name, role.grid.coords(place).pp)
+            copies = self._copies(role, place)
+            held["frozen" if role.trained is None else "training"] += sum(copies.values())
             if role.trained is not None:
-                parts[role.name] = self._train(role, rank, (train, score), held, loads)
+                parts[role.name] = self._train(role, rank, (train, score), held, loads) | copies
                 continue
             weights = 0 if role.config.fsdp.cpu_offload else self.weights(role, rank)
-            parts[role.name] = {"weights": weights, "activations": score}
+            parts[role.name] = {"weights": weights, "activations": score} | copies
             loads[f"{role.name} forward"] = {"activations": score}
             if role.name == "reference" and job.config.reference.offload:
                 loads[f"{role.name} forward"]["frozen"] = weights
@@ -220,6 +223,14 @@ class MemoryModel:
         """
         chunks = self._stage_parameters(role.name, role.grid.coords(role.place(rank) or 0).pp)
         return sum(p.numel for chunk in chunks for p in chunk if p.name != without) * self.job.itemsize
+
+    def _copies(self, role: Role, place: int) -> dict[str, int]:
+        """Bytes of 8-bit copies of the role's weights, which stay on the device whatever is offloaded."""
+        stage, grid = role.grid.coords(place).pp, role.grid
+        ends = {"first": stage == 0, "last": stage == grid.pp - 1}
+        chunks, backward = self._stage_parameters(role.name, stage), role.trained is not None
+        found = eight_bit_copies(chunks, role.config.megatron, backward=backward, **ends)
+        return {"8-bit copies": found} if found else {}
 
     def trained(self, role: Role, rank: int) -> TrainedBytes:
         """What training adds to a role on this rank."""
@@ -356,7 +367,6 @@ def _optimizer(role: Role) -> dict[str, Any]:
 
 
 UTILIZATION = 0.92  # vLLM's default of gpu_memory_utilization
-BATCHED_TOKENS = 16384  # its default of max_num_batched_tokens, offline, on GPUs of 70 GiB and more
 
 
 @dataclass(frozen=True)
@@ -428,20 +438,10 @@ def engine_bytes(
     weights = held_bytes(layout, itemsize)
     budget = memory * float(fields.get("gpu_memory_utilization", UTILIZATION))
     cache_itemsize = 1 if str(fields.get("kv_cache_dtype", "auto")).startswith("fp8") else itemsize
-    workspace = _workspace(spec, tp, fields, itemsize)
+    workspace = engine_workspace(spec, tp, fields, itemsize)
     cache = budget - (weights - aliased) - workspace - graphs
     if fields.get("kv_cache_memory_bytes"):  # then vLLM asks for that much, whatever the utilization
         cache = float(fields["kv_cache_memory_bytes"])
         budget = cache + weights - aliased + workspace + graphs
     per_token = kv_bytes_per_token(spec, tp, cache_itemsize)
     return EngineBytes(budget, weights, workspace, cache, per_token, sequences, longest)
-
-
-def _workspace(spec: ModelSpec, tp: int, fields: Mapping[str, Any], itemsize: int) -> float:
-    """Activations of the widest point of a layer for a full batch, and the sampler's float32 logits three times."""
-    tokens = int(fields.get("max_num_batched_tokens") or BATCHED_TOKENS)
-    seqs = int(fields.get("max_num_seqs") or NUM_SEQS)
-    width = 3 * spec.ffn_hidden_size / tp
-    if spec.moe is not None:
-        width = max(width, spec.moe.experts_per_token * (spec.hidden_size + 3 * spec.moe.ffn_hidden_size / tp))
-    return tokens * itemsize * (3 * spec.hidden_size + width) + 3 * 4 * seqs * spec.vocab_size

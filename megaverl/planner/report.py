@@ -21,7 +21,8 @@ from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
 LINKS = ("nvlink", "network")
 WIDTH = 110  # columns of the text
 BASIS = {
-    "weights": "weights, gradients and optimizer: megatron-core's buffers and distributed optimizer, to the byte",
+    "weights": "weights, gradients and optimizer: megatron-core's buffers and distributed optimizer, to the byte; "
+    "under megatron.fp8 with the copies that Transformer Engine keeps",
     "shards": "under FSDP: float32 shards, gradients and moments; weights that are gathered count among activations",
     "activations": "activations: counted as in Korthikanti et al. 2022 (arXiv 2205.05198) for this model's layers, "
     "with fused attention, every sample at full length, even routing of experts; logits by megaverl's own heads",

@@ -15,6 +15,7 @@ from typing import Any
 
 from megaverl.distributed.grid import DIMS, EXPERT_DIMS, GridShape
 from megaverl.planner.job import GB, Machine, PlannedJob, Role
+from megaverl.sharding.model_spec import ModelSpec
 
 KIB, MIB = 2**10, 2**20
 
@@ -50,6 +51,7 @@ TE_GEMM, TE_STREAMS = 32 * MIB + 1024, 4  # the second: common/util/multi_stream
 GRAPH = 0.44 * 2**30 / 51
 MOST_CAPTURED = 512  # vLLM 0.32, config/vllm.py: _set_cudagraph_sizes
 NUM_SEQS = 1024  # its default of max_num_seqs, offline, on GPUs of 70 GiB and more
+BATCHED_TOKENS = 16384  # its default of max_num_batched_tokens, offline, on GPUs of 70 GiB and more
 # vLLM 0.32, distributed/device_communicators: all_reduce_utils.py, tables for "9.0" (Hopper), in bytes by tp; two
 # buffers of the custom all-reduce and a table of 8 MiB of its own, and one in symmetric memory
 CUSTOM = {2: 8 * MIB, 4: 8 * MIB, 6: MIB // 2, 8: MIB // 4}
@@ -244,3 +246,13 @@ def _all_reduce_bytes(tp: int) -> int:
 def _power_of_two(number: int) -> int:
     """The next one upwards."""
     return 1 << (number - 1).bit_length()
+
+
+def engine_workspace(spec: ModelSpec, tp: int, fields: Mapping[str, Any], itemsize: int) -> float:
+    """Activations of the widest point of a layer for a full batch, and the sampler's float32 logits three times."""
+    tokens = int(fields.get("max_num_batched_tokens") or BATCHED_TOKENS)
+    seqs = int(fields.get("max_num_seqs") or NUM_SEQS)
+    width = 3 * spec.ffn_hidden_size / tp
+    if spec.moe is not None:
+        width = max(width, spec.moe.experts_per_token * (spec.hidden_size + 3 * spec.moe.ffn_hidden_size / tp))
+    return tokens * itemsize * (3 * spec.hidden_size + width) + 3 * 4 * seqs * spec.vocab_size

@@ -27,7 +27,7 @@ from megaverl.planner.activations import (
 from megaverl.planner.advice import advise, shortages, with_settings
 from megaverl.planner.buffers import BufferOptions, Parameter, make_buffer
 from megaverl.planner.job import GB, Machine
-from megaverl.planner.memory import MemoryModel
+from megaverl.planner.memory import MemoryModel, RankMemory
 from megaverl.planner.stages import layer_split
 from megaverl.planner.traffic import aliased_elements, make_traffic
 from megaverl.sharding.megatron import megatron_layouts
@@ -190,6 +190,28 @@ def test_an_engine_in_8_bits_holds_a_byte_an_element_and_its_scales() -> None:
     # as many bytes come as into an engine of bfloat16, and nothing of a linear layer stays where it is
     sums = [sum(make_traffic(job).ranks[0].received.values()) for job in (plain, block)]
     assert sums[0] == sums[1]
+
+
+def test_an_actor_in_8_bits_keeps_copies_of_its_linear_layers() -> None:
+    """2 bytes an element where gradients flow back, 1 where not; offloading weights leaves them on the device."""
+    given = ["actor.megatron.fp8=hybrid", "reference.megatron.fp8=hybrid"]
+
+    def of_rank(rank: int, *more: str) -> RankMemory:
+        return MemoryModel(recipe("llama3_70b/grpo_8_nodes", 64, *given, *more)).rank(rank)
+
+    layer = 8192 * (8192 + 2 * 1024 + 8192 + 3 * 28672)  # of Llama-3 70B: queries to output, and the feed-forward part
+    linear = 20 * layer // 8  # a stage of PP4, TP8
+    found, without = of_rank(9), of_rank(9, "actor.megatron.fp8=null", "reference.megatron.fp8=null")
+    assert found.parts["actor"]["8-bit copies"] == 2 * linear and found.parts["reference"]["8-bit copies"] == linear
+    assert "8-bit copies" not in without.parts["actor"]
+    for phase, used in found.phases.items():
+        assert used - without.phases[phase] == 3 * linear, phase
+    ends = ["actor.megatron.first_last_layers_bf16=true", "actor.megatron.num_layers_at_end_in_bf16=3"]
+    copies = [of_rank(rank, *ends).parts["actor"]["8-bit copies"] / (2 * layer // 8) for rank in (0, 16, 63)]
+    assert copies == [19, 20, 17]
+    blocks = of_rank(9, "actor.megatron.fp8_recipe=blockwise").parts["actor"]["8-bit copies"]
+    assert blocks == 2 * (linear + 4 * linear // 128**2)
+    assert "8-bit copies" not in of_rank(9, "actor.megatron.disable_parameter_transpose_cache=true").parts["actor"]
 
 
 def test_recipes_fit_the_machines_that_they_name() -> None:
