@@ -44,6 +44,9 @@ class RunConfig(Section):
     module:object. Several at once."""
     track_metrics: Annotated[list[str], BeforeValidator(lambda v: v.split(",") if isinstance(v, str) else v)] = ["*"]
     """Which metrics go there: patterns such as reward/*; metrics.jsonl has all. Also --track_metrics."""
+    stragglers_every: int = Field(default=0, ge=0)
+    """Compare the ranks' own work every so many steps, without what they wait, and name those that are slower than
+    others at the same. 0: never. On GPUs their kernels are timed, which needs nvidia-resiliency-ext."""
 
 
 class ModelConfig(Section):

@@ -40,6 +40,7 @@ class Timeline:
         self._clock_ns = time.perf_counter_ns()
         self._events: deque[tuple[str, int, int, int, int | None]] = deque(maxlen=max_events)
         self._totals: defaultdict[str, int] = defaultdict(int)
+        self._work: defaultdict[str, int] = defaultdict(int)
         self._covered_ns = 0  # by outermost spans of the thread that runs the step
         self._step: int | None = None
         self._is_open = False
@@ -83,6 +84,11 @@ class Timeline:
                 metrics[f"busy/{role}"] = min(1.0, worked / self._step_ns)
         return metrics
 
+    def take_work(self) -> dict[str, float]:
+        """Processor seconds of this process by span name, since this was last asked: without what it waited."""
+        work, self._work = self._work, defaultdict(int)
+        return {name: nanoseconds / 1e9 for name, nanoseconds in work.items()}
+
     def trace_events(self) -> list[dict[str, Any]]:
         """The spans in Chrome's trace-event format; the process id is the rank."""
         offset = self._wall_ns - self._clock_ns
@@ -105,17 +111,18 @@ class Timeline:
     def _open(self) -> None:
         self._depth.value = getattr(self._depth, "value", 0) + 1
 
-    def _close(self, name: str, begin: int, duration: int) -> None:
+    def _close(self, name: str, begin: int, duration: int, work: int) -> None:
         depth = self._depth.value = self._depth.value - 1
         thread = threading.get_ident()
         self._events.append((name, begin, duration, thread, self._step))
         self._totals[name] += duration
+        self._work[name] += work
         if depth == 0 and thread == self._step_thread:
             self._covered_ns += duration
 
 
 class _Span:
-    __slots__ = ("_begin", "_name", "_timeline")
+    __slots__ = ("_begin", "_name", "_timeline", "_worked")
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline = timeline
@@ -123,11 +130,13 @@ class _Span:
 
     def __enter__(self) -> _Span:
         self._timeline._open()
+        self._worked = time.process_time_ns()
         self._begin = time.perf_counter_ns()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._timeline._close(self._name, self._begin, time.perf_counter_ns() - self._begin)
+        duration = time.perf_counter_ns() - self._begin
+        self._timeline._close(self._name, self._begin, duration, time.process_time_ns() - self._worked)
 
 
 class _Step:

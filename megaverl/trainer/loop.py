@@ -17,7 +17,9 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import together
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.monitoring.console import Console
+from megaverl.monitoring.stragglers import KernelMeter, ProcessorMeter, Stragglers
 from megaverl.monitoring.timeline import Timeline
+from megaverl.platform import platform
 from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
@@ -27,6 +29,7 @@ from megaverl.trainer.saving import Saving, check_origin, export_model, settle_f
 from megaverl.trainer.schedule import read_waiting
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Validation
+from megaverl.workers.remote import RemoteWorker
 
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")
@@ -90,10 +93,23 @@ class Trainer:
             mine = job.fabric.placement.roles_of(rank) if job else each.roles
             if here := [role for role in each.roles if role in mine]:
                 self.timeline.roles[each.name] = here[-1]
+        self.stragglers = self._stragglers(job)
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
         self.leave = PreemptionHandler()
+
+    def _stragglers(self, job: Job | None) -> Stragglers | None:
+        """Ranks of the same roles do the same, on the same stage of the actor's pipeline."""
+        if not (every := self.config.run.stragglers_every):
+            return None
+        with together(self.executor.control):
+            meter = KernelMeter() if platform.is_cuda else ProcessorMeter(self.timeline)
+        actor, roles = self.roles.actor, job.fabric.roles if job else ()
+        stage = None if isinstance(actor, RemoteWorker) else actor.model.grid.coords.pp
+        name = job.fabric.describe if job else "rank {}".format
+        group, say = self.executor.control, self.console.warn
+        return Stragglers(meter, f"{roles} {stage}", every, group=group, name=name, say=say)
 
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the last validation's metrics, or the last step's.
@@ -125,6 +141,8 @@ class Trainer:
         """This rank's operators of a step, on responses to the next prompts, or on those that are given."""
         cut_off, self.cut_off = given or self.cut_off, None
         self.stages.step = step + 1
+        if self.stragglers is not None:
+            self.stragglers.begin(step)
         # what a program has made of its rollouts, it makes again when it goes on: it leaves between its calls
         after = self._after_operator if given is None else lambda name, values: None
         self.executor.run(step, self.prompts, cut_off, after)
@@ -209,7 +227,9 @@ class Trainer:
     def _report(self, done: int) -> dict[str, float]:
         """Write and show what a step has measured, with some of its samples."""
         trainer, found = self.config.trainer, self.executor.measured(done)
+        slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if found is not None:
+            found.metrics.update(slow)
             self.records.log(done, found.metrics)
             if self.keeps_records:
                 samples = sample_records(found.rollouts, found.scores, self.roles.reward, trainer.save_samples)
