@@ -93,7 +93,7 @@ class HeldRows:
         """
         source = {rank: source.get(rank, ()) for rank in self.fabric.world.ranks}
         mine = torch.tensor([self.place[row] for row in source[self.fabric.rank]], dtype=torch.int64)
-        rows = {key: tensor[mine.to(tensor.device)] for key, tensor in tensors.items()}
+        rows = {key: tensor.cpu()[mine] for key, tensor in tensors.items()}  # read from a device once, not by message
         # of a response there is a value for each token, or one more
         longest = max(self.lengths.response_lengths, default=0)
         beyond = {key: tensor.shape[1] - longest for key, tensor in rows.items() if tensor.dim() > 1}

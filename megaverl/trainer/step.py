@@ -274,10 +274,10 @@ class RLStep:
             self.trust_engine()  # samples of older weights, after an interruption, say nothing of this reshard
         difference = LogProbDifference()
         if (held := rollouts.held) is None:
-            difference.add(log_probs, rollouts.rollout_log_probs, rollouts.response_mask)
+            difference.add(log_probs - rollouts.rollout_log_probs, rollouts.response_mask)
         else:
             own = rollouts.select(held.own)
-            difference.add(log_probs[held.own], own.rollout_log_probs, own.response_mask)
+            difference.add(log_probs[held.own] - own.rollout_log_probs, own.response_mask)
             difference = difference.over_ranks(default_group())
         found = difference.stats()
         self.metrics |= found.metrics()

@@ -34,6 +34,7 @@ from megaverl.algorithms import (
 from megaverl.config import Config
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
+from megaverl.distributed.collectives import device_of
 from megaverl.errors import ConfigError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.models.vocab_divergence import vocab_parallel_divergence
@@ -109,7 +110,7 @@ class Actor(Policy):
         self._correction = rollout_correction(algorithm)
         self.teacher: Teacher | None = None
         self._kl_coef = 0.0
-        self._differences = LogProbDifference()
+        self._differences: list[torch.Tensor] = []  # of each micro-batch, [2, b, r]: from the engine's, and whether one
 
     @property
     def is_on_policy(self) -> bool:
@@ -127,7 +128,7 @@ class Actor(Policy):
         Returns:
             Metrics; without old log-probs those of `DifferenceStats` among them.
         """
-        self._kl_coef, self._differences = kl_coef, LogProbDifference()
+        self._kl_coef, self._differences = kl_coef, []
         with self.teacher.model.on_device if self.teacher else nullcontext():
             metrics = run_updates(
                 self,
@@ -140,8 +141,17 @@ class Actor(Policy):
                 prepare=self.teacher.attend if self.teacher else None,
             )
         if "old_log_probs" not in batch:
-            metrics |= self._differences.over_ranks(self.model.grid.world).stats().metrics()
+            metrics |= self._difference().over_ranks(self.model.grid.world).stats().metrics()
         return metrics
+
+    def _difference(self) -> LogProbDifference:
+        """From the engine's log-probs, of this rank's samples: read from the device once, when all is computed."""
+        found, held, self._differences = LogProbDifference(), self._differences, []
+        flat = torch.cat([each.flatten() for each in held]).cpu() if held else torch.empty(0)
+        for each, here in zip(held, flat.split([each.numel() for each in held]), strict=True):
+            difference, mask = here.view(each.shape)
+            found.add(difference, mask != 0)
+        return found
 
     def _fields(self, batch: RolloutBatch) -> dict[str, torch.Tensor]:
         """What the loss needs of a sample."""
@@ -194,7 +204,8 @@ class Actor(Policy):
         total = combine(*terms)
         metrics = {**total.metrics, **corrected, "loss": share(total.loss)}
         if "old_log_probs" not in fields and self.model.reports:  # each sample's once, on last stages alone
-            self._differences.add(log_probs, fields["rollout_log_probs"], weights != 0)
+            difference = log_probs.detach() - fields["rollout_log_probs"]
+            self._differences.append(torch.stack([difference, (weights != 0).to(difference.dtype)]))
         return total.loss, metrics
 
 
@@ -240,19 +251,17 @@ class DifferenceStats(NamedTuple):
 
 
 class LogProbDifference:
-    """Adds up the differences of tokens. Counts of bins make a percentile of all ranks' tokens one small sum."""
+    """Adds up the differences of tokens, on the host. Counts of bins make a percentile of all ranks' tokens one small
+    sum."""
 
     def __init__(self) -> None:
-        self._counts = torch.zeros(NUM_BINS, dtype=torch.float64, device=platform.device)
-        self._total = torch.zeros(1, dtype=torch.float64, device=platform.device)
-        self._largest = torch.zeros(1, dtype=torch.float64, device=platform.device)
+        self._counts = torch.zeros(NUM_BINS, dtype=torch.float64)
+        self._total = torch.zeros(1, dtype=torch.float64)
+        self._largest = torch.zeros(1, dtype=torch.float64)
 
-    def add(self, log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, mask: torch.Tensor) -> None:
-        """Tokens under the `mask`, all `[batch, response]`. A difference that is no number counts as infinite."""
-        difference = (
-            (log_probs.detach() - rollout_log_probs)[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
-        )
-        difference = difference.to(platform.device)
+    def add(self, difference: torch.Tensor, mask: torch.Tensor) -> None:
+        """Tokens under the `mask`, both `[batch, response]`. What is no number counts as infinite."""
+        difference = difference[mask].abs().double().nan_to_num(nan=math.inf, posinf=math.inf)
         if difference.numel():
             bins = ((difference.log2() - SMALLEST) * PER_OCTAVE).floor().clamp(0, NUM_BINS - 1).long()
             self._counts += torch.bincount(bins, minlength=NUM_BINS)
@@ -261,16 +270,16 @@ class LogProbDifference:
 
     def over_ranks(self, group: dist.ProcessGroup) -> LogProbDifference:
         """What all ranks of the group have added, on each of them."""
-        joined, sums = LogProbDifference(), torch.cat([self._counts, self._total])
-        joined._largest = self._largest.clone()
+        joined, device = LogProbDifference(), device_of(group)
+        sums, largest = torch.cat([self._counts, self._total]).to(device), self._largest.to(device, copy=True)
         dist.all_reduce(sums, group=group)
-        dist.all_reduce(joined._largest, op=dist.ReduceOp.MAX, group=group)
-        joined._counts, joined._total = sums[:NUM_BINS], sums[NUM_BINS:]
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        joined._counts, joined._total, joined._largest = torch.cat([sums, largest]).cpu().split([NUM_BINS, 1, 1])
         return joined
 
     def stats(self) -> DifferenceStats:
         """Of the tokens so far."""
-        below, largest = self._counts.cumsum(0).cpu(), float(self._largest)
+        below, largest = self._counts.cumsum(0), float(self._largest)
         count = float(below[-1])
         if not count:
             return DifferenceStats(0.0, 0.0, 0.0)

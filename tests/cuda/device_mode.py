@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from tests.cuda.fake_device import HostReads
 
-aten = torch.ops.aten
+OF_STORAGES = ("set_", "resize_")  # look at no number
 
 
 class DeviceMode(TorchDispatchMode):
@@ -37,6 +37,8 @@ class DeviceMode(TorchDispatchMode):
         name = func.overloadpacket.__name__
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         fakes = [tensor for tensor in tensors if _is_fake(tensor)]
+        if func.namespace == "aten" and not (func.is_view or name in OF_STORAGES):
+            _check_here(func, fakes)
         if func.namespace == "c10d":
             return self._communicate(func, name, tensors, args, kwargs)
         if fakes and (read := READS.get(name)) is not None:
@@ -56,6 +58,14 @@ class DeviceMode(TorchDispatchMode):
         counted[1] += sum(tensor.nbytes for tensor in tensors)
         args, kwargs = tree_map_only(FakeTensor, _empty, (list(args), kwargs))
         return func(*args, **kwargs)
+
+
+def _check_here(func: Any, fakes: Sequence[torch.Tensor]) -> None:
+    """What was emptied (`workers/offload.py`) must not be looked at until it is filled again: a GPU would find another
+    tensor's numbers there, or none."""
+    for tensor in fakes:
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            raise AssertionError(f"{func} of {list(tensor.shape)} {tensor.dtype}, which is offloaded")
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

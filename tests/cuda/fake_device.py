@@ -205,6 +205,8 @@ def _asking() -> FrameType | None:
 
 def _caller() -> str:
     for frame in reversed(traceback.extract_stack()[:-2]):
+        if frame.name.startswith("<"):  # a comprehension: up to Python 3.11 a function
+            continue
         for package in ("megaverl", "megatron"):
             place = frame.filename.rpartition(f"/{package}/")[2]
             if place != frame.filename and "/tests/" not in frame.filename:

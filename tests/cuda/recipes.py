@@ -1,4 +1,4 @@
-"""What a rank of a recipe does, from its grid to a save, with the memory and the numbers of the real model."""
+"""A rank of a recipe, from its grid to a whole step and a save, with the memory and the numbers of the real model."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megaverl.checkpoint.background import HeldTensors, HostBuffers
@@ -21,71 +22,103 @@ from megaverl.checkpoint.commit import Committer
 from megaverl.checkpoint.shards import StagedShards, Stager
 from megaverl.checkpoint.training_state import sharded_state
 from megaverl.config import Config, load_config
-from megaverl.data.batch import RolloutBatch
+from megaverl.coordinator import Progress
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
-from megaverl.rollout.engine import Shapes
+from megaverl.monitoring.timeline import Timeline
+from megaverl.rollout.engine import Generation, OnLoad, Sampling, Shapes
+from megaverl.rollout.replicas import split_prompts
 from megaverl.rollout.vllm_quantised import in_floating_point
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.quantised import QuantisedWeight, scale_shape
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import shapes_of
 from megaverl.trainer.build import Builder
+from megaverl.trainer.executor import Colocated
+from megaverl.trainer.job import Stages, alone
+from megaverl.trainer.records import sample_records
 from megaverl.weights.transfer import check_tensors
+from megaverl.workers.megatron_trainable import optimizer_tensors
+from megaverl.workers.offload import storages_of
 from megaverl.workers.policy import Actor
 from tests.cuda.device_mode import DeviceMode
 from tests.cuda.fake_device import HostReads
+from tests.cuda.others import OTHERS, response
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 NUM_PROMPTS, GROUP_SIZE = 16, 4
-PROMPT, RESPONSE = 64, 128  # tokens, at most
+LONGEST_PROMPT = 64  # tokens
 
 
 def run(recipe: str, world: int, rank: int, stages: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns, by stage: what the host read of the device, what was communicated ([calls, bytes]), processor seconds,
-    and what the stage itself says."""
+    """Returns, by stage, and of a step by operator: what the host read of the device, what was communicated ([calls,
+    bytes]), processor seconds, and what the stage itself says."""
     local = rank % torch.cuda.device_count()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local))
     torch.cuda.set_device(local)
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     mode = DeviceMode()
     found: dict[str, Any] = {}
+    begin = 0.0
+
+    def taken(name: str, says: Any = None) -> None:
+        nonlocal begin
+        found[name] = {
+            "reads": HostReads.take(),
+            "unknown_waits": HostReads.take_unknown(),
+            "collectives": mode.take_collectives(),
+            "seconds": time.process_time() - begin,
+            "says": says,
+        }
+        begin = time.process_time()
+
     with tempfile.TemporaryDirectory() as folder, mode:
-        job = RecipeRank(recipe, world, rank, Path(folder), overrides)
+        job = RecipeRank(recipe, world, rank, Path(folder), overrides, taken)
         HostReads.take()
         HostReads.take_unknown()
         for name in stages:
             begin = time.process_time()
             says = getattr(job, name)()
-            found[name] = {
-                "reads": HostReads.take(),
-                "unknown_waits": HostReads.take_unknown(),
-                "collectives": mode.take_collectives(),
-                "seconds": time.process_time() - begin,
-                "says": says,
-            }
+            taken(name, says)
     return found
 
 
 class RecipeRank:
-    """Each method is a stage, of the real parts that a run makes there; they are called in this order."""
+    """Each method is a stage, of the real parts that a run makes there; they are called in this order.
+
+    Args:
+        taken: called with the name of a part of a stage that is over.
+    """
 
     actor: Actor
-    batch: RolloutBatch
 
-    def __init__(self, recipe: str, world: int, rank: int, folder: Path, overrides: Sequence[str]) -> None:
+    def __init__(
+        self,
+        recipe: str,
+        world: int,
+        rank: int,
+        folder: Path,
+        overrides: Sequence[str],
+        taken: Callable[[str], None],
+    ) -> None:
         path = CONFIGS / f"{recipe}.yaml"
         (folder / "config.json").write_bytes((path.parent / "config.json").read_bytes())
         _write_tokenizer(folder)
-        given = [f"model.path={folder}", "model.init=random", "algorithm.num_mini_batches=1"]
+        _write_prompts(folder / "prompts.jsonl")
+        given = [f"model.path={folder}", "model.init=random", "algorithm.num_mini_batches=1", "reward=exact_match"]
+        given += [f"data.train={folder / 'prompts.jsonl'}", "data.system_prompt=null"]
+        given += [f"data.prompts_per_step={NUM_PROMPTS}", f"algorithm.group_size={GROUP_SIZE}"]
         given += ["reshard.check_every=-1", *overrides]  # the device holds no numbers that could be compared
         self.config: Config = load_config(path, given, check_paths=False, world_size=world)
-        self.rank = rank
+        self.rank, self._taken = rank, taken
+        self.builder = RecipeBuilder(self.config)
 
     def build(self) -> dict[str, Any]:
         """The grid; the actor, whose names and shapes are the layout's, its gradients' buffers, its optimizer."""
-        self.builder = Builder(self.config)
         self.actor = self.builder.actor()
+        return self._built()
+
+    def _built(self) -> dict[str, Any]:
         model = self.actor.model
         check_tensors(model.layout_of(self.rank), model.parameters, "the model", ReshardError, exact=True)
         return {
@@ -95,34 +128,88 @@ class RecipeRank:
             "devices": sorted({str(parameter.device) for parameter in model.parameters.values()}),
         }
 
-    def reference(self) -> None:
-        """A second model, whose weights go to pinned memory at once."""
-        self.builder.reference(self.actor.model)
+    def start(self) -> dict[str, Any]:
+        """All that a run makes on this rank: every role, the plans, the flow of a step."""
+        stages = Stages(Timeline(self.rank))
+        console: Any = SimpleNamespace(warn=print)
+        self.executor = Colocated(self.builder, stages, console, None, alone(self.config))
+        roles = self.executor.roles
+        assert isinstance(roles.actor, Actor) and roles.sync is not None
+        self.actor = roles.actor
+        self.executor.coordinate(Progress(), None)
+        self.executor.synchronise(0, starts=True)
+        return self._built() | {"on_device": self._on_device()}
 
-    def log_probs(self) -> None:
-        self.batch = _batch(self.builder.spec.vocab_size)
-        self.actor.log_probs(self.batch)
+    def _on_device(self) -> dict[str, int]:
+        """Bytes of the actor's storages that are not empty; and those of its optimizer's copies on the host."""
+        trainable = self.actor.trainable
+        parts = {
+            "weights": self.actor.model.held,
+            "gradients": [buffer.grad_data for buffer in trainable._buffers],
+            "optimizer": list(optimizer_tensors(trainable.optimizer)),
+        }
+        found = {name: sum(s.nbytes() for s in storages_of(tensors)) for name, tensors in parts.items()}
+        place = trainable._optimizer_state._place if trainable._optimizer_state is not None else None
+        return found | {"pinned": sum(copy.nbytes for copy in getattr(place, "_copies", []))}
 
-    def update(self) -> None:
-        """Forward, backward, the optimizer's step."""
-        like = torch.ones(self.batch.response_mask.shape)
-        batch = self.batch.with_(advantages=like, old_log_probs=-like, ref_log_probs=-like)
-        self.actor.update(batch, step=0, kl_coef=0.1)
+    def step(self) -> dict[str, Any]:
+        """Every operator of the run's first step, from prompts to what is written down of it."""
+        return self._step(0)
 
-    def critic(self) -> None:
-        critic, like = self.builder.critic(), torch.ones(self.batch.response_mask.shape)
-        critic.values(self.batch)
-        critic.update(self.batch.with_(values=like, returns=like), step=0)
+    def later_step(self) -> dict[str, Any]:
+        """One that needs no old log-probs: its own forward pass gives them."""
+        self.executor.step.trust_engine()
+        return self._step(1)
+
+    def _step(self, number: int) -> dict[str, Any]:
+        roles = self.executor.roles
+        engine: Any = roles.engines.engine
+        sync: Any = roles.sync
+        resharder = sync._resharder
+        # taken for filled; the device holds no numbers, and 1 is read there as the version of all ranks' weights
+        resharder.version, resharder.inconsistent = 0, None
+        count = NUM_PROMPTS * GROUP_SIZE
+        shares = split_prompts([1] * count, engine.num_replicas, GROUP_SIZE)
+        writers = {row: replica * engine.tp_size for replica, share in enumerate(shares) for row in share}
+        OTHERS.begin([writers[row] for row in range(count)])
+
+        def after(name: str, values: Mapping[str, Any]) -> None:
+            self._taken(f"step: {name}")
+
+        self.executor.run(number, self.builder.prompts(), None, after)
+        measured = self.executor.measured(number + 1)
+        json.dumps(measured.metrics)
+        if self.rank == 0:  # it keeps the run's records
+            json.dumps(sample_records(measured.rollouts, measured.scores, roles.reward, 2))
+        return {
+            "metrics": sorted(measured.metrics),
+            "held": len(measured.rollouts),
+            "received": OTHERS.received,
+            "reshard": {
+                "received": measured.metrics["reshard/bytes_received"],
+                "local": measured.metrics["reshard/bytes_local"],
+                "wanted": engine.layout.numel * self.builder.dtype.itemsize,
+                "aliased": self._aliased(engine.named_parameters()),
+            },
+            "on_device": self._on_device(),
+            "trained": sum(buffer.grad_data.numel() for buffer in self.actor.trainable._buffers),
+        }
 
     def reshard(self) -> dict[str, int]:
         """The plan to the engine's layout, and all that its transports send, receive and copy."""
-        engine = EngineParameters(self.config, self.builder, self.rank)
+        engine = RecipeEngine(self.config, self.builder, self.rank)
         sync = self.builder.rollout(self.actor.model, engine).sync
         assert sync is not None
         sync.start()
         stats = sync.finish()
         wanted = engine.layout.numel * self.builder.dtype.itemsize
-        return {"received": stats.bytes_received, "local": stats.bytes_local, "wanted": wanted}
+        aliased = self._aliased(engine.named_parameters())
+        return {"received": stats.bytes_received, "local": stats.bytes_local, "aliased": aliased, "wanted": wanted}
+
+    def _aliased(self, parameters: Mapping[str, torch.Tensor]) -> int:
+        """Bytes of an engine's parameters that are the actor's own storage."""
+        own = {storage.data_ptr() for storage in storages_of(self.actor.model.held)}
+        return sum(each.nbytes for each in parameters.values() if each.untyped_storage().data_ptr() in own)
 
     def save(self) -> dict[str, int]:
         """What the rank would write of a checkpoint, planned and staged; a few tensors of it go from the device into
@@ -137,8 +224,18 @@ class RecipeRank:
         return {"bytes": staged.num_bytes, "trained": held, "tensors": len(tensors), "files": len(written)}
 
 
-class EngineParameters:
-    """An engine's parameters on this rank, as vLLM's layout has them, and nothing that generates."""
+class RecipeBuilder(Builder):
+    """As a run has it, but for the engine."""
+
+    def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Any:
+        engine = RecipeEngine(self.config, self, dist.get_rank())
+        if on_load is not None:
+            on_load(engine.named_parameters(), engine.layouts)
+        return engine
+
+
+class RecipeEngine:
+    """An engine's parameters on this rank, as vLLM's layout has them, and answers that follow from their numbers."""
 
     may_rebind = False
     in_flight = told = None
@@ -172,6 +269,11 @@ class EngineParameters:
             expert_placement=self._config.vllm.get("expert_placement_strategy", "linear"),
             quantization=self._config.vllm.get("quantization"),
         )
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
+        mine = [number for number, rank in enumerate(OTHERS.writers) if rank == self.replica * self.tp_size]
+        assert len(mine) == len(prompts)
+        return [response(number) for number in mine]
 
     def nothing(self) -> None: ...
 
@@ -208,30 +310,14 @@ def _smallest(staged: StagedShards) -> StagedShards:
 
 def _write_tokenizer(folder: Path) -> None:
     words = {"<unk>": 0, "<eos>": 1, "a": 2}
-    Tokenizer(models.WordLevel(words, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
     described = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "unk_token": "<unk>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
 
 
-def _batch(vocab_size: int) -> RolloutBatch:
-    """Samples of different lengths, several to each prompt."""
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(low: int, high: int, *shape: int) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=generator)
-
-    prompts = draw(8, PROMPT, NUM_PROMPTS)
-    ids = draw(0, vocab_size, NUM_PROMPTS, PROMPT) * (torch.arange(PROMPT) < prompts[:, None])
-    count = NUM_PROMPTS * GROUP_SIZE
-    lengths = draw(8, RESPONSE, count)
-    mask = torch.arange(RESPONSE) < lengths[:, None]
-    return RolloutBatch(
-        {
-            "input_ids": ids.repeat_interleave(GROUP_SIZE, dim=0),
-            "prompt_lengths": prompts.repeat_interleave(GROUP_SIZE),
-            "generated_ids": draw(0, vocab_size, count, RESPONSE) * mask,
-            "response_lengths": lengths,
-            "response_mask": mask,
-            "rollout_log_probs": -torch.ones(count, RESPONSE) * mask,
-        }
-    )
+def _write_prompts(path: Path) -> None:
+    """Of different lengths."""
+    rows = ({"problem": "a " * (8 + 11 * n % (LONGEST_PROMPT - 8)), "answer": "a"} for n in range(NUM_PROMPTS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -16,7 +16,8 @@ import pytest
 from tests.cuda import fake_device
 
 ROOT = Path(__file__).parents[2]
-BUILD, STEP, RESHARD = ["build"], ["build", "log_probs", "update"], ["build", "reshard"]
+BUILD, STEP, RESHARD = ["build"], ["start", "step"], ["build", "reshard"]
+OFFLOAD = ["actor.offload={optimizer: true, gradients: true, parameters: true}"]
 
 
 class Case(NamedTuple):
@@ -24,6 +25,7 @@ class Case(NamedTuple):
     world: int
     rank: int
     stages: list[str]
+    overrides: list[str] = []  # noqa: RUF012 (never changed)
 
     def __str__(self) -> str:
         return f"{self.recipe} rank {self.rank} of {self.world}"
@@ -33,29 +35,31 @@ GRPO_8, GRPO_128 = "llama3_70b/grpo_8_nodes", "llama3_70b/grpo_128_nodes"
 FP8_ROLLOUT = "llama3_70b/grpo_8_nodes_fp8_rollout"
 PPO, EXPERTS = "llama3_70b/ppo_16_nodes", "qwen3_235b_a22b/grpo_64_nodes"
 CASES = [
-    Case(GRPO_8, 64, 0, ["build", "reference", "log_probs", "update", "reshard", "save"]),
+    Case(GRPO_8, 64, 0, [*STEP, "save"]),
     Case(GRPO_8, 64, 31, BUILD),
-    Case(GRPO_8, 64, 56, STEP),  # of the last stage the rank that tells the loss
+    Case(GRPO_8, 64, 56, ["start", "later_step"]),  # of the last stage the rank that tells the loss
     Case(GRPO_8, 64, 63, BUILD),
     Case(PPO, 128, 0, BUILD),
     Case(FP8_ROLLOUT, 64, 31, RESHARD),
-    Case(PPO, 128, 63, RESHARD),
-    Case(PPO, 128, 127, [*STEP, "critic"]),
+    Case(PPO, 128, 127, STEP),
     Case(GRPO_128, 1024, 0, BUILD),
-    Case(GRPO_128, 1024, 511, ["build", "reference", "log_probs", "update"]),
+    Case(GRPO_128, 1024, 511, STEP, OFFLOAD),
     Case(GRPO_128, 1024, 1023, BUILD),
     Case(EXPERTS, 512, 0, BUILD),
     Case(EXPERTS, 512, 255, STEP),
-    Case(EXPERTS, 512, 511, RESHARD),
+    Case(EXPERTS, 512, 511, BUILD),
 ]
 
 DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize"
-# Where the host waits for the device in a step, and how often at most (of a stage with one micro-batch, or two on a
-# middle rank; 12 layers with experts, computed twice in an update). docs/gpu.md says why.
+# Where the host waits for the device, and how often at most in an operator of a step, or another stage (of one
+# micro-batch, or two on a middle rank; 12 layers with experts, computed twice in an update). docs/gpu.md says why.
 ALLOWED = {
-    "megaverl/workers/offload.py:store: copy to the host, not waited for": 200,
-    "megaverl/workers/offload.py:store: stream.synchronize": 1,
-    "megaverl/workers/model.py:score: copy to the host": 1,
+    "megaverl/workers/offload.py:store: copy to the host, not waited for": 300,
+    "megaverl/workers/offload.py:store: stream.synchronize": 3,  # where weights, gradients and optimizer all leave
+    "megaverl/data/held_rows.py:spread: copy to the host": 1,
+    "megaverl/data/held_rows.py:all_reduce: copy to the host": 5,  # of PPO: two of the advantages, three to whiten
+    "megaverl/workers/policy.py:_difference: copy to the host": 1,
+    "megaverl/workers/policy.py:over_ranks: copy to the host": 1,
     "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
     "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": 1,
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
@@ -68,6 +72,9 @@ ALLOWED = {
     "megaverl/weights/transports/ipc.py:_any_rank: item": 1,
     "megaverl/weights/transports/cuda_ipc.py:_open_all: stream.synchronize": 1,
 }
+
+OPERATORS = ("rollout", "reward", "old_log_probs", "ref_log_probs", "advantages", "actor_update", "reshard")
+OF_PPO = ("values", "critic_update")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +103,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_a_rank_of_a_recipe_runs_with_tensors_of_the_device_alone(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
     found = ranks[str(case)]
     assert "error" not in found, found["error"]
-    built = found["build"]["says"]
+    built = (found.get("build") or found["start"])["says"]
     assert built["devices"] == [f"cuda:{case.rank % 8}"]
     assert "TELayerNormColumnParallelLinear" in built["layers"] and built["packs"]
 
@@ -108,7 +115,39 @@ def test_the_host_waits_for_the_device_only_where_it_must(case: Case, ranks: dic
         for read, times in of_stage["reads"].items():
             print(f"  {times:3} x {read}")
             assert read in ALLOWED, f"{stage}: {read} ({times} times)"
-            assert times <= ALLOWED[read] * (2 if stage == "critic" else 1), f"{stage}: {read}: {times} times"
+            assert times <= ALLOWED[read], f"{stage}: {read}: {times} times"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "start" in case.stages], ids=str)
+def test_all_that_the_host_waits_for_in_a_step_is_few(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
+    """Whatever the sizes of model, batch and job; the dispatcher of experts alone waits in every layer."""
+    stages = ranks[str(case)]
+    of_step = {name: found for name, found in stages.items() if "step" in name}
+    missing = {f"step: {name}" for name in (*OPERATORS, *OF_PPO)} - of_step.keys()
+    assert missing == (set() if case.recipe == PPO else {f"step: {name}" for name in OF_PPO})
+    waits = {
+        read: sum(found["reads"].get(read, 0) for found in of_step.values())
+        for read in ALLOWED
+        if "not waited for" not in read and not read.startswith(DISPATCHER)
+    }
+    print(f"\n{case}, a step: {sum(waits.values())}", {read: times for read, times in waits.items() if times})
+    limit = 10 + (case.recipe == PPO) * 4 + bool(case.overrides) * 4
+    assert sum(waits.values()) <= limit
+    told = stages[case.stages[1]]["says"]["metrics"]
+    assert {"actor/grad_norm", "reward/mean", "reshard/bytes_received", "rollout/logprob_diff_mean"} <= {*told}
+
+
+def test_what_is_offloaded_leaves_the_device_and_is_not_looked_at_there(ranks: dict[str, dict[str, Any]]) -> None:
+    """The last is every operation's own business (`device_mode._check_here`)."""
+    [case] = [case for case in CASES if case.overrides]
+    found = ranks[str(case)]
+    # masters in float32, of a sixteenth: data-parallel ranks share them; after a step two moments as well
+    for stage, each in (("start", 4), ("step", 12)):
+        held = found[stage]["says"]["on_device"]
+        assert held.pop("pinned") == pytest.approx(each * found["step"]["says"]["trained"] / 16, rel=1e-3)
+        assert held == {"weights": 0, "gradients": 0, "optimizer": 0}
+    kept = ranks[f"{GRPO_8} rank 0 of 64"]["step"]["says"]["on_device"]
+    assert min(kept["weights"], kept["gradients"], kept["optimizer"]) > 1e9 and not kept["pinned"]
 
 
 def test_every_wait_that_is_allowed_is_met(ranks: dict[str, dict[str, Any]]) -> None:
@@ -125,17 +164,20 @@ def test_a_rank_is_known_to_wait_wherever_the_host_does(case: Case, ranks: dict[
 
 def test_the_reshard_receives_what_the_rank_lacks_and_no_more(ranks: dict[str, dict[str, Any]]) -> None:
     for case in CASES:
-        if "reshard" in case.stages:
-            moved = ranks[str(case)]["reshard"]["says"]
-            assert moved["received"] + moved["local"] == moved["wanted"], case
-    found = ranks[f"{GRPO_8} rank 0 of 64"]["reshard"]
+        of_case = ranks[str(case)]
+        for moved in [of_case[stage]["says"] for stage in case.stages if stage == "reshard"] + [
+            of_case[stage]["says"]["reshard"] for stage in case.stages if stage.endswith("step")
+        ]:
+            assert moved["received"] + moved["local"] + moved["aliased"] == moved["wanted"], case
+    found = ranks[f"{GRPO_8} rank 0 of 64"]
     config = json.loads((ROOT / "configs/llama3_70b/config.json").read_text())
     held = 2 * (config["num_hidden_layers"] // 4) * layer_elements(config) // 8  # bfloat16, PP4, TP8
     table = 2 * config["vocab_size"] * config["hidden_size"] // 8
-    assert found["says"]["local"] == pytest.approx(held + table, rel=1e-3)
+    moved = found["step"]["says"]["reshard"]
+    assert moved["local"] == 0 and moved["aliased"] == pytest.approx(held + table, rel=1e-3)
     lacked = 3 * held + table  # the other stages' layers, and the output layer
-    assert found["says"]["received"] == pytest.approx(lacked, rel=1e-3)
-    assert math.isclose(found["collectives"]["recv_ (device)"][1], lacked, rel_tol=1e-3)
+    assert moved["received"] == pytest.approx(lacked, rel=1e-3)
+    assert math.isclose(found["step: reshard"]["collectives"]["recv_ (device)"][1], lacked, rel_tol=1e-3)
 
 
 def test_a_save_writes_the_ranks_share_and_gathers_nothing(ranks: dict[str, dict[str, Any]]) -> None:

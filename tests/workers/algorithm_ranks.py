@@ -113,5 +113,5 @@ def pair_updates(
 def log_prob_difference(own: list[list[float]]) -> list[float]:
     """Mean, percentile and largest of what all ranks have, each `own` of its number."""
     difference, mine = LogProbDifference(), torch.tensor([own[dist.get_rank()]])
-    difference.add(mine, torch.zeros_like(mine), torch.ones_like(mine).bool())
+    difference.add(mine, torch.ones_like(mine).bool())
     return list(difference.over_ranks(dist.group.WORLD).stats())

@@ -22,7 +22,7 @@ def of_parts(parts: list[list[float]]) -> DifferenceStats:
     for part in parts:
         values = torch.tensor([part])
         mask = torch.cat([torch.ones_like(values), torch.zeros_like(values)], dim=1).bool()
-        difference.add(torch.cat([values, values + math.nan], dim=1), torch.zeros(1, 2 * len(part)), mask)
+        difference.add(torch.cat([values, values + math.nan], dim=1), mask)
     return difference.stats()
 
 
