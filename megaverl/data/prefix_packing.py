@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from megaverl.data.batch import RolloutBatch
@@ -12,7 +13,13 @@ from megaverl.data.images import COLUMN
 GOOD_ENOUGH = 1.02  # the busiest rank's tokens, of the mean; no finer cut is tried
 
 
-class SequenceLengths(NamedTuple):
+class _Columns(NamedTuple):
+    prompt_lengths: list[int]
+    response_lengths: list[int]
+    prompts: list[int]
+
+
+class SequenceLengths(_Columns):
     """What every rank that plans with a batch knows of all its samples, whichever it has itself.
 
     Attributes:
@@ -20,9 +27,11 @@ class SequenceLengths(NamedTuple):
         prompts: the same number for samples whose prompts are the same, token for token.
     """
 
-    prompt_lengths: list[int]
-    response_lengths: list[int]
-    prompts: list[int]
+    @cached_property
+    def plans(self) -> dict[Hashable, list[list[list[int]]]]:
+        """Micro-batches that were planned with these, by what else they follow from: roles often plan alike, and each
+        says what it will work on before it does."""
+        return {}
 
     def __len__(self) -> int:
         return len(self.prompt_lengths)

@@ -73,6 +73,37 @@ def plan_for(
         DataError: one sample alone is above the budget.
     """
     shape = model.grid.shape
+    part = None if samples is None else tuple(samples)
+    same = (
+        model.pack is None,
+        shape.dp,
+        shape.pp,
+        shape.vpp,
+        model.token_multiple,
+        model.sequence_multiple,
+        max_tokens,
+        part,
+        least,
+        unit,
+        parts,
+    )
+    if same not in outline.plans:
+        outline.plans[same] = _planned(model, outline, max_tokens, samples, least=least, unit=unit, parts=parts)
+    return outline.plans[same]
+
+
+def _planned(
+    model: TrainingModel,
+    outline: SequenceLengths,
+    max_tokens: int,
+    samples: Sequence[int] | None,
+    *,
+    least: int,
+    unit: int,
+    parts: int,
+) -> MicroBatchPlan:
+    """`plan_for`, made."""
+    shape = model.grid.shape
     given: dict[str, Any] = {
         "multiple_of": model.token_multiple,
         # an interleaved pipeline takes micro-batches in groups of its stages
