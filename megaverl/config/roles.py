@@ -65,7 +65,7 @@ class GridConfig(Section):
     """Most tokens (prompt and response) in one micro-batch: a hard cap."""
     pack_samples: bool = True
     """Lay a micro-batch's samples end to end in one row, without padding and with a prompt that several share only
-    once. Rows are padded, and the log says why, with latent attention, and under Transformer Engine where neither
+    once. Rows are padded, and the log says why, under Transformer Engine where neither
     FlashAttention nor cuDNN takes such rows."""
     chunked_logits: bool = False
     """Make log-probs from hidden states, some response tokens at a time: logits are never whole. For long samples and

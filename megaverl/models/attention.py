@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from megaverl.models.layers import AtPositions
 from megaverl.models.packing import DensePacking, Packing, VarlenPacking
 from megaverl.platform import flash_attention, platform
 
@@ -176,7 +177,8 @@ class SharedKVAttention(SelfAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """megatron-core's, on the groups that it is given where it asks the global `parallel_state`, which we do not have.
+    """megatron-core's, with the positions of a packed row in its rotary embeddings, which are inside; and on the groups
+    that it is given, where it asks the global `parallel_state`, which we do not have.
 
     That is so of the queries' projection where there is no query latent, which it would not cut, and of the
     down-projections that Transformer Engine holds whole: each copy of them would be saved as the first, and all would
@@ -193,6 +195,29 @@ class LatentAttention(MLASelfAttention):
             if (linear := getattr(self, name, None)) is not None:
                 linear._tp_group = pg_collection.tp
                 linear.weight.tensor_model_parallel = False
+        self._positions = AtPositions()
+        self._positions.attach(self.rotary_pos_emb)
+        if (cached := getattr(self.rotary_pos_emb, "get_cached_cos_sin", None)) is not None:  # of the fused kernels
+
+            def at_positions(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+                return tuple(self._positions(None, None, each) for each in cached(*args, **kwargs))
+
+            self.rotary_pos_emb.get_cached_cos_sin = at_positions
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: torch.Tensor,
+        key_value_states: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        packed_seq_params: Packing | None = None,
+        inference_context: None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, ...]:
+        """[s, b, hidden] -> query, key, value [s, b, heads / tp, ...], and the latents. For megatron-core a packed row
+        is one sequence, with other positions; they come with the row, also where layers are computed again."""
+        positions = None if packed_seq_params is None else packed_seq_params.positions
+        with self._positions.at(positions):
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, position_ids, **kwargs)
 
 
 class LocalLatentAttention(LatentAttention):

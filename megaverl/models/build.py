@@ -65,7 +65,7 @@ def block_spec(
             layer.submodules.self_attention.module = SharedKVAttention
         if not with_engine:
             _use_our_parts(layer, config)
-        elif not config.multi_latent_attention:
+        elif not config.multi_latent_attention or config.context_parallel_size == 1:
             from megaverl.models.engine_attention import EngineAttention  # needs Transformer Engine
 
             layer.submodules.self_attention.submodules.core_attention = EngineAttention
@@ -196,7 +196,9 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
         part: which context-parallel rank reads it.
     """
     engine = uses_transformer_engine()
-    varlen = engine or not flash_attention.why_not_for(config.params_dtype, config.kv_channels)
+    # FlashAttention 2 takes no values of another head size than keys have
+    latent = config.multi_latent_attention
+    varlen = engine or not (latent or flash_attention.why_not_for(config.params_dtype, config.kv_channels))
     if part.size == 1:
         return pack_varlen if varlen else pack
     return _of_part(pack_for_engine if engine else pack_part_varlen if varlen else pack_part, part)
@@ -230,12 +232,9 @@ def why_not_cut(config: TransformerConfig) -> str:
 
 
 def why_padded(config: TransformerConfig) -> str:
-    """Why the model reads no packed rows; empty: it does.
-
-    Latent attention has its rotary embeddings inside, where a token's own position does not come.
-    """
-    if config.multi_latent_attention:
-        return "latent attention has its positions inside"
+    """Why the model reads no packed rows; empty: it does."""
+    if config.multi_latent_attention and config.context_parallel_size > 1:
+        return "latent attention cuts whole sequences alone over context-parallel ranks"
     if not is_plain(config):
         return "attention has dropout, a softmax offset, or windows that differ from layer to layer"
     if not uses_transformer_engine():

@@ -6,8 +6,8 @@ takes that in "thd", with or without a window, as read in Transformer Engine 2.3
 (pytorch/attention/dot_product_attention/utils.py, `get_attention_backend`; common/fused_attn/fused_attn.cpp,
 `nvte_get_fused_attn_backend`), all for 16 bits:
 
-- FlashAttention 2, up to 2.8.3: on compute capability 8.0 and more, heads of up to 256 dimensions.
-- FlashAttention 3: on 9.0, heads of up to 256.
+- FlashAttention 2, up to 2.8.3: on compute capability 8.0 and more, heads of up to 256 dimensions, values of the same.
+- FlashAttention 3: on 9.0, heads of up to 256; latent attention's 192 with values of 128.
 - FusedAttention (cuDNN): on 9.0 and more, never on 8.x; from cuDNN 9.7 on (9.6: lengths that 64 divides), but not with
   9.10.0 and 9.10.1; heads of up to 128 dimensions, on 9.0 up to 256.
 - UnfusedDotProductAttention: from Transformer Engine 2.11 on, also in 32 bits; under masks, all scores in memory.
@@ -143,16 +143,21 @@ def why_padded(config: TransformerConfig) -> str:
     tp_size, is_cut = config.tensor_model_parallel_size, config.context_parallel_size > 1
     if is_cut and _kinds(config) != {"p2p"}:
         return "Transformer Engine takes packed rows cut over ranks with megatron.cp_comm_type=p2p alone"
+    groups = config.num_query_groups
+    keys = values = config.kv_channels
+    if config.multi_latent_attention:
+        keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+        groups = config.num_attention_heads
     asked = utils.AttentionParams(
         qkv_dtype=config.params_dtype,
         qkv_layout="thd_thd_thd",
         batch_size=2,
         num_heads=config.num_attention_heads // tp_size,
-        num_gqa_groups=max(1, config.num_query_groups // tp_size),
+        num_gqa_groups=max(1, groups // tp_size),
         max_seqlen_q=65,  # any lengths, and so not only multiples of 64
         max_seqlen_kv=65 if is_cut else 129,
-        head_dim_qk=config.kv_channels,
-        head_dim_v=config.kv_channels,
+        head_dim_qk=keys,
+        head_dim_v=values,
         attn_mask_type=_mask_type(config).name,
         window_size=config.window_size or (-1, 0),
         deterministic=config.deterministic_mode,
@@ -163,6 +168,6 @@ def why_padded(config: TransformerConfig) -> str:
         return ""
     return (
         "neither FlashAttention nor cuDNN's attention takes them in Transformer Engine here (megatron."
-        f"attention_backend={config.attention_backend.name}, {config.params_dtype}, heads of {config.kv_channels} "
-        "dimensions); NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why"
+        f"attention_backend={config.attention_backend.name}, {config.params_dtype}, heads of {keys} "
+        f"dimensions{f', values of {values}' if values != keys else ''}); NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why"
     )

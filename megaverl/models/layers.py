@@ -261,7 +261,7 @@ class AtPositions:
         return None if self.positions is None else (args, {**options, "packed_seq": True})
 
     @contextmanager
-    def at(self, positions: torch.Tensor) -> Iterator[None]:
+    def at(self, positions: torch.Tensor | None) -> Iterator[None]:
         """Inside, forward passes read a row of tokens at these positions."""
         self.positions = positions
         try:
@@ -269,8 +269,12 @@ class AtPositions:
         finally:
             self.positions = None
 
-    def __call__(self, module: object, args: object, output: torch.Tensor) -> torch.Tensor:
-        return output if self.positions is None else output.index_select(0, self.positions)
+    def __call__(self, module: object, args: object, output: Any) -> Any:
+        if self.positions is None:
+            return output
+        if isinstance(output, tuple):  # YaRN: a factor follows
+            return output[0].index_select(0, self.positions), *output[1:]
+        return output.index_select(0, self.positions)
 
 
 def as_one_row(module: object, args: object, output: torch.Tensor) -> torch.Tensor:

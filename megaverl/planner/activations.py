@@ -114,7 +114,8 @@ def attention_bytes(shape: LayerShape, sequence: int, *, keep_core: bool = True,
     if spec.mla is not None:
         mla = spec.mla
         latents = size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_rope_head_dim)
-        head = 2 * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) + mla.v_head_dim
+        query = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        head = query + shape.repeats * (query + mla.v_head_dim)
         heads = size * spec.num_heads * (head if keep_up else 0) / shape.tp
         return 2 * latents + heads + size * spec.num_heads * mla.v_head_dim / shape.tp
     q, kv = spec.num_heads * spec.head_dim, max(spec.num_kv_heads, shape.tp) * spec.head_dim  # no rank has no head

@@ -320,7 +320,7 @@ class MemoryModel:
 
     def _repeats(self, role: Role, tokens: int) -> float:
         config = self.job.config
-        if not role.config.pack_samples or role.spec.mla is not None or role.grid.cp > 1:
+        if not role.config.pack_samples or role.grid.cp > 1:
             return 1.0  # Transformer Engine's context parallelism takes each sample with its own prompt
         shared = config.data.max_prompt_tokens - 1
         return keys_per_token(tokens, shared, config.max_tokens - shared, config.algorithm.group_size)

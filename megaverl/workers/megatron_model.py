@@ -122,7 +122,8 @@ class MegatronModel(TrainingModel):
             self.sequence_multiple = 2 * grid.shape.cp
         self._positions = AtPositions()
         for chunk in self.chunks:
-            if self.pack or (grid.shape.cp > 1 and not self.config.multi_latent_attention):
+            # latent attention has one of its own in every layer
+            if (self.pack or grid.shape.cp > 1) and not self.config.multi_latent_attention:
                 self._positions.attach(chunk.rotary_pos_emb)
             if self.pack and chunk.pre_process:
                 chunk.embedding.register_forward_hook(as_one_row)

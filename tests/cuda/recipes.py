@@ -214,13 +214,14 @@ class RecipeRank:
     def save(self) -> dict[str, int]:
         """What the rank would write of a checkpoint, planned and staged; a few tensors of it go from the device into
         files, and into the copies that are taken before an update."""
-        staged = Stager().stage(sharded_state({"actor": self.actor.trainable}), committer=Committer())
-        held = sum(buffer.grad_data.numel() for buffer in self.actor.trainable._buffers)
-        few = _smallest(staged)
-        with tempfile.TemporaryDirectory() as folder:
-            written, _ = few.write(Path(folder))
-        tensors = {item.index: staged.data[item.index] for item in few.plan.items if item.type.name != "BYTE_IO"}
-        HeldTensors(tensors, {}, HostBuffers()).settle()
+        with self.actor.trainable.present():
+            staged = Stager().stage(sharded_state({"actor": self.actor.trainable}), committer=Committer())
+            held = sum(buffer.grad_data.numel() for buffer in self.actor.trainable._buffers)
+            few = _smallest(staged)
+            with tempfile.TemporaryDirectory() as folder:
+                written, _ = few.write(Path(folder))
+            tensors = {item.index: staged.data[item.index] for item in few.plan.items if item.type.name != "BYTE_IO"}
+            HeldTensors(tensors, {}, HostBuffers()).settle()
         return {"bytes": staged.num_bytes, "trained": held, "tensors": len(tensors), "files": len(written)}
 
 
@@ -238,7 +239,7 @@ class RecipeEngine:
     """An engine's parameters on this rank, as vLLM's layout has them, and answers that follow from their numbers."""
 
     may_rebind = False
-    in_flight = told = None
+    in_flight = on_finished = None
 
     def __init__(self, config: Config, builder: Builder, rank: int) -> None:
         self.tp_size = config.rollout.tp

@@ -88,7 +88,10 @@ def updates(engine: Engine, output: Path, *, folder: str, shape: dict[str, int],
     for name in ("engine packed", "engine padded", "local padded"):
         engine.is_used = name.startswith("engine")
         seen.clear()
-        options = megatron | {"apply_rope_fusion": engine.is_used}
+        # of latent attention that is a kernel in Triton
+        options = megatron | {
+            "apply_rope_fusion": engine.is_used and "Deepseek" not in Path(folder, "config.json").read_text()
+        }
         given = {"same_prompts": 3, "pack_samples": name.endswith("packed"), "megatron": options}
         metrics = update(folder, shape, str(output / name), **given)
         results[name] = {"metrics": metrics, "rows": list(seen)}

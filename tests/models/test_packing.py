@@ -117,14 +117,15 @@ def test_own_parts_look_back_at_a_beginning_that_is_computed_once() -> None:
 
 
 def test_flash_attention_packs_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(dtype: torch.dtype, head_dim: int = 64) -> Any:
-        return SimpleNamespace(params_dtype=dtype, kv_channels=head_dim)
+    def config(dtype: torch.dtype, head_dim: int = 64, *, latent: bool = False) -> Any:
+        return SimpleNamespace(params_dtype=dtype, kv_channels=head_dim, multi_latent_attention=latent)
 
     assert build.packer(config(torch.bfloat16)) is pack, "there is no CUDA device"
     monkeypatch.setattr(flash_attention, "why_not", lambda: "")
     assert build.packer(config(torch.bfloat16)) is pack_varlen
     assert build.packer(config(torch.float32)) is build.packer(config(torch.bfloat16, 264)) is pack
     assert build.packer(config(torch.bfloat16, 36)) is pack
+    assert build.packer(config(torch.bfloat16, latent=True)) is pack, "its values have another head size"
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])

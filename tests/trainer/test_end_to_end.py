@@ -32,6 +32,7 @@ GRPO = [
     "actor={tp: 1, pp: 2}",
     "rollout.tp=2",
     "trainer={steps: 2, validate_every: 0}",
+    "run.stragglers_every=2",
 ]
 # What somebody who watches a run relies on.
 PROMISED = {
@@ -224,6 +225,8 @@ def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
         assert not any(name.startswith("critic/") for name in found)
         assert all(math.isfinite(value) for value in found.values())
         assert 0 < found["rollout/logprob_diff_max"] < LOGPROB_LIMIT
+    # the two ranks have stages of their own, and neither does what the other does
+    assert "stragglers/count" not in metrics[1] and metrics[2]["stragglers/count"] == 0.0
     assert metrics[1]["train/kl"] == pytest.approx(0, abs=1e-5), "the reference is where the actor starts"
     assert metrics[2]["train/kl"] > 1e-5, "and the actor leaves it"
 
