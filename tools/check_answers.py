@@ -41,6 +41,7 @@ MORE: dict[str, dict[str, Any]] = {
     "GPTJForCausalLM": GPT2 | {"rotary_dim": 16},
     "BloomForCausalLM": {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
+    "Gemma3ForCausalLM": {"query_pre_attn_scalar": 32, "initializer_range": 0.3},
 }
 # Different in how they are cut, fused, transposed, tied and computed.
 CHOSEN = (
@@ -100,11 +101,11 @@ def main() -> None:
 
 def compare(architecture: str, tp: int) -> Line:
     """One line; every rank takes part."""
+    from megaverl.distributed.collectives import on_first_rank
+
     with shared_folder() as folder:
         try:
-            if dist.get_rank() == 0:
-                write(architecture, folder)
-            dist.barrier()
+            on_first_rank(lambda: write(architecture, folder))
             with engine(folder, tp, load_weights=True) as fresh:
                 wanted = ask(fresh)
             with engine(folder, tp, load_weights=False) as filled:
@@ -141,7 +142,7 @@ def write(architecture: str, folder: str) -> None:
     import transformers
 
     model_class = getattr(transformers, architecture)
-    sizes = check_layouts.BASE | check_layouts.MORE.get(architecture, {}) | SIZES | MORE.get(architecture, {})
+    sizes = check_layouts.BASE | SIZES | check_layouts.MORE.get(architecture, {}) | MORE.get(architecture, {})
     given = {key: value for key, value in sizes.items() if value is not check_layouts.LEFT_OUT}
     config = model_class.config_class(**given)
     config.architectures = [architecture]

@@ -77,7 +77,9 @@ MORE: dict[str, dict[str, Any]] = {
         "use_routing_bias": True,
     },
     "Glm4MoeLiteForCausalLM": LATENT,
-    "Gemma4ForCausalLM": {"vocab_size_per_layer_input": 130, "hidden_size_per_layer_input": 16, "global_head_dim": 16},
+    "Qwen3MoeForCausalLM": {"shared_expert_intermediate_size": LEFT_OUT},
+    "Gemma4ForCausalLM": {"num_experts": LEFT_OUT, "num_local_experts": LEFT_OUT, "n_routed_experts": LEFT_OUT}
+    | {"vocab_size_per_layer_input": 130, "hidden_size_per_layer_input": 16, "global_head_dim": 16},
     "Lfm2ForCausalLM": {"block_dim": 64, "block_ff_dim": 128, "layer_types": ["conv", "full_attention", "conv"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1},

@@ -185,7 +185,7 @@ def check_memory(config: Config, placement: ResolvedPlacement) -> None:
     """Refuse a run whose ranks need more memory than their GPUs have, unless `placement.check_memory` is false.
 
     Every rank comes to the same, as all have heard of the nodes. Nodes without a GPU, a model that is not in a folder
-    yet, and engines other than vLLM are not counted.
+    yet or has no table, and engines other than vLLM are not counted.
 
     Raises:
         ConfigError: what does not fit, and the nearest settings that would.
@@ -195,7 +195,10 @@ def check_memory(config: Config, placement: ResolvedPlacement) -> None:
     if not gpus or not known or not config.placement.check_memory or config.trainer.rollout_only:
         return
     machine = Machine(gpus_per_node=placement.nodes[0].size, memory=min(node.memory for node in gpus))
-    job = make_job(by_ranks(config, placement), ModelSpec.from_folder(config.model.path), placement.size, machine)
+    spec = ModelSpec.outline(config.model.path)
+    if not spec.is_tabled:
+        return  # its engine's layout is read from vLLM, which a start must not build twice
+    job = make_job(by_ranks(config, placement), spec, placement.size, machine)
     if missing := shortages(job, MemoryModel(job).ranks()):
         raise ConfigError(
             f"the planner finds that {placement.num_with_device} GPUs with {machine.memory / 1e9:.1f} GB each do not "

@@ -5,16 +5,34 @@ backward pass."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from megaverl.config.fsdp import FsdpConfig
+from megaverl.models.architectures import weights_of
 from megaverl.planner.buffers import ITEMSIZE, TrainedBytes
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, even_layout
+from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
 
 MASTER = 4  # bytes of what is trained: float32, and so are gradients and both moments of Adam
+
+
+@lru_cache(maxsize=16)
+def described(spec: ModelSpec, value_head: bool = False) -> list[Weight]:
+    """All weights of a model: of its table, or of the module that transformers builds of its config.json.
+
+    Raises:
+        ModelError: transformers builds no such model.
+    """
+    if spec.is_tabled:
+        return weights_of(spec, value_head=value_head)
+    # a plan imports neither torch nor transformers else
+    from megaverl.models.hf_shards import sharded_weights
+    from megaverl.models.hf_weights import module_without_data
+
+    return sharded_weights(module_without_data(spec.source), spec, 1, value_head=int(value_head)).weights
 
 
 class Shards(NamedTuple):

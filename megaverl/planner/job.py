@@ -15,17 +15,18 @@ from megaverl.config.roles import GridConfig, TrainedConfig, recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import Node, ResolvedPlacement
 from megaverl.distributed.placement_resolver import resolve
-from megaverl.errors import ConfigError
+from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.classifier import read_model
 from megaverl.models.lora.low_rank import LowRank, low_ranks
 from megaverl.planner.buffers import ITEMSIZE
-from megaverl.planner.fsdp import Shards, fsdp_layouts, shards_of
+from megaverl.planner.fsdp import Shards, described, fsdp_layouts, shards_of
 from megaverl.planner.stages import layer_split, padded_vocab_size
 from megaverl.sharding.layout import Layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.weight import shapes_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Role:
         lora = self.trained.lora if self.trained is not None else None
         if lora is None:
             return {}
-        weights = weights_of(self.spec, value_head=self.value_head)
+        weights = described(self.spec, self.value_head)
         return low_ranks(weights, lora.targets, lora.rank, f"{self.name}.lora")
 
     @property
@@ -170,26 +171,28 @@ def find_spec(config: Config, model_config: str | None = None, *, beside: str | 
     Raises:
         ConfigError: there is none of them, or one that cannot be read.
     """
+    read = ModelSpec.outline if config.actor.engine == "fsdp" else ModelSpec.from_folder
     if model_config is not None:
-        return _read_spec("--model-config", Path(model_config))
+        return _read_spec("--model-config", Path(model_config), config.actor.engine)
     if (Path(config.model.path) / "config.json").is_file():
-        return ModelSpec.from_folder(config.model.path)
+        return read(config.model.path)
     if config.model.config is not None:
-        return _read_spec("model.config", Path(beside or "").parent / config.model.config)
+        return _read_spec("model.config", Path(beside or "").parent / config.model.config, config.actor.engine)
     raise ConfigError(
         f"model.path: {config.model.path} is not here. Give the model's config.json: --model-config FILE, or "
         "model.config in the recipe (configs/llama3_70b/config.json is one)."
     )
 
 
-def _read_spec(key: str, path: Path) -> ModelSpec:
+def _read_spec(key: str, path: Path, engine: str) -> ModelSpec:
     if not path.is_file():
         raise ConfigError(f"{key}: {path} does not exist. Give the path of a model's config.json.")
     try:
-        described = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} is not valid JSON ({error}).") from error
-    return ModelSpec.from_config(described, source=str(path))
+    read = ModelSpec.outline_of if engine == "fsdp" else ModelSpec.from_config
+    return read(config, source=str(path))
 
 
 def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | None = None) -> PlannedJob:
@@ -211,7 +214,8 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
     if config.uses_reference and not config.reference_is_actor:
         roles.append(_role("reference", config.reference, spec, placement, machine))
     roles += _reward_models(config, spec, placement, machine)
-    expert_parallel = spec.moe is not None and bool(config.rollout.vllm.get("enable_expert_parallel", False))
+    may_have_experts = spec.moe is not None or not spec.is_tabled
+    expert_parallel = may_have_experts and bool(config.rollout.vllm.get("enable_expert_parallel", False))
     layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel, config.rollout.vllm.get("quantization"))
     rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
     return PlannedJob(config, spec, machine, world, tuple(roles), rollout, placement)
@@ -246,15 +250,22 @@ def _reward_models(config: Config, spec: ModelSpec, placement: ResolvedPlacement
     for entry in config.reward:
         if entry.path is not None and entry.engine == "megatron":
             trained = config.trains_reward_model and not is_implicit
-            model = _spec_of(entry.path, spec)
+            model = _spec_of(entry.path, spec, entry.engine)
             each = section if trained else scoring
             yield _role(entry.label, each, model, placement, machine, on="reward", value_head=True)
 
 
-def _spec_of(path: str | None, spec: ModelSpec) -> ModelSpec:
+def _spec_of(path: str | None, spec: ModelSpec, engine: str) -> ModelSpec:
     """Of a role's own folder; of one that is not here yet, the actor's stands for it."""
     folder = Path(path) if path else None
-    return read_model(folder)[1] if folder and (folder / "config.json").is_file() else spec
+    if folder is None or not (folder / "config.json").is_file():
+        return spec
+    try:
+        return read_model(folder)[1]
+    except ModelError:
+        if engine != "fsdp":
+            raise
+        return ModelSpec.outline(folder)
 
 
 def _role(
@@ -271,13 +282,13 @@ def _role(
     Args:
         on: the role whose ranks it has; its own where this is empty.
     """
-    spec, ranks = _spec_of(getattr(config, "path", None), spec), placement.ranks[on or name]
+    spec, ranks = _spec_of(getattr(config, "path", None), spec, config.engine), placement.ranks[on or name]
     islands = len(placement.islands) if placement.colocated(on or name, "actor") else 1
     sizes = {size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")}
     grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
     if config.engine == "fsdp":
         shards = shards_of(config.fsdp, grid.world_size, machine.gpus_per_node)
-        held = fsdp_layouts(weights_of(spec, value_head=value_head), shards.size)
+        held = fsdp_layouts(described(spec, value_head), shards.size)
         return Role(name, ranks, grid, spec, config, (spec.num_layers,), held, value_head, islands, shards)
     split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))
     layouts = _model_layouts(spec, grid, split, value_head)
@@ -298,7 +309,12 @@ def _model_layouts(
 def _engine_layouts(
     spec: ModelSpec, tp: int, expert_parallel: bool, quantization: str | None
 ) -> Callable[[int], Layout]:
-    return vllm_layouts(weights_of(spec), spec, tp, expert_parallel=expert_parallel, quantization=quantization)
+    weights = described(spec)
+    if spec.is_tabled:
+        return vllm_layouts(weights, spec, tp, expert_parallel=expert_parallel, quantization=quantization)
+    from megaverl.rollout.vllm_layouts import planned_layouts  # imports vLLM: for a model without rules alone
+
+    return planned_layouts(spec.source, tp, shapes_of(weights), enable_expert_parallel=expert_parallel)
 
 
 GB = 1e9

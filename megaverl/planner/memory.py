@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from megaverl.models.architectures import weights_of
 from megaverl.planner.activations import (
     LayerShape,
     Recompute,
@@ -28,7 +27,7 @@ from megaverl.planner.buffers import (
     parameters_of,
     trained_bytes,
 )
-from megaverl.planner.fsdp import gathered_bytes, shard_bytes
+from megaverl.planner.fsdp import described, gathered_bytes, shard_bytes
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.reserve import engine_workspace, graph_bytes, reserve_parts
 from megaverl.planner.stages import padded_vocab_size
@@ -308,7 +307,7 @@ class MemoryModel:
     def _gathered(self, role: Role, train: bool) -> float:
         fsdp = role.config.fsdp
         itemsize = ITEMSIZE[fsdp.param_dtype] if fsdp.param_dtype else self.job.itemsize
-        weights = weights_of(role.spec, value_head=role.value_head)
+        weights = described(role.spec, role.value_head)
         return gathered_bytes(weights, fsdp, itemsize, train=train, micro_batches=self._micro_batches(role))
 
     @staticmethod

@@ -10,10 +10,9 @@ from math import prod
 from typing import Any
 
 from megaverl.distributed.placement import ranks_text
-from megaverl.models.architectures import weights_of
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
 from megaverl.planner.buffers import ITEMSIZE
-from megaverl.planner.fsdp import Passes, passes_of
+from megaverl.planner.fsdp import Passes, described, passes_of
 from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
@@ -125,7 +124,7 @@ def of_part(memory: Sequence[RankMemory], role: str, part: str) -> list[float]:
 
 def parameters(job: PlannedJob) -> int:
     """Elements of all weights of the actor."""
-    return sum(prod(weight.shape) for weight in weights_of(job.spec))
+    return sum(prod(weight.shape) for weight in described(job.spec))
 
 
 def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
@@ -134,7 +133,7 @@ def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
     for role in job.roles:
         if role.shards is not None and role.trained is not None:
             dtype = role.config.fsdp.param_dtype
-            weights = weights_of(role.spec, value_head=role.value_head)
+            weights = described(role.spec, role.value_head)
             itemsize = ITEMSIZE[dtype] if dtype else job.itemsize
             found[role.name] = passes_of(weights, role.config.fsdp, itemsize, role.shards)
     return found

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -179,11 +181,9 @@ def laid_out(found: TracedLayout, shapes: Shapes, quantised: Mapping[str, int | 
     return join_layouts(layout, Layout(pieces, beside, {name: box.shape for name, box in boxes.items()}))
 
 
-def planned_layouts(
-    folder: str | Path, tp: int, shapes: Shapes, *, trust_remote_code: bool = False, **options: Any
-) -> Callable[[int], Layout]:
-    """What an engine on a folder's config.json would say, where there is none: vLLM must be installed, and no weights
-    are read.
+def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: Any) -> Callable[[int], Layout]:
+    """What an engine of the model that a config.json describes would say, where there is none: vLLM must be installed,
+    and no weights are read.
 
     Args:
         options: EngineArgs that decide where weights go, such as `enable_expert_parallel`.
@@ -194,12 +194,14 @@ def planned_layouts(
     try:
         from megaverl.rollout.vllm_tracing import engine_config, inspect_here
 
-        config = engine_config(folder, tp, trust_remote_code=trust_remote_code, **options)
+        with tempfile.TemporaryDirectory() as folder:
+            shutil.copyfile(described, Path(folder) / "config.json")
+            config = engine_config(folder, tp, **options)
         for architecture in config.model_config.architectures:
             inspect_here(architecture)
     except ImportError as error:
         raise RolloutError(
-            f"{folder}: where vLLM keeps such a model's weights is read from its own loader, and vLLM cannot be "
+            f"{described}: where vLLM keeps such a model's weights is read from its own loader, and vLLM cannot be "
             f"imported here ({error}). Plan where it is installed."
         ) from error
 

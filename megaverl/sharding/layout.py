@@ -107,8 +107,16 @@ class Layout:
 
     def to_json(self) -> dict[str, Any]:
         """For another rank: what JSON can hold."""
+        numbers: dict[Box, int] = {}  # most boxes are the same in every layer
+
+        def number(box: Box) -> int:
+            return numbers.setdefault(box, len(numbers))
+
         return {
-            "pieces": self.pieces,
+            "pieces": [
+                [tensor, number(box), local, number(local_box)] for tensor, box, local, local_box in self.pieces
+            ],
+            "boxes": list(numbers),
             "local_shapes": self.local_shapes,
             "global_shapes": self.global_shapes,
             "quantised": self.quantised,
@@ -118,13 +126,9 @@ class Layout:
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Layout:
         """What `to_json` made."""
-        boxes: dict[str, Box] = {}  # most are the same in every layer
-
-        def box(corners: list[list[int]]) -> Box:
-            return boxes.setdefault(str(corners), Box(*map(tuple, corners)))
-
+        boxes = [Box(*map(tuple, corners)) for corners in told["boxes"]]
         return cls(
-            tuple(Piece(tensor, box(of), local, box(at)) for tensor, of, local, at in told["pieces"]),
+            tuple(Piece(tensor, boxes[of], local, boxes[at]) for tensor, of, local, at in told["pieces"]),
             {name: tuple(shape) for name, shape in told["local_shapes"].items()},
             {name: tuple(shape) for name, shape in told["global_shapes"].items()},
             told["quantised"],

@@ -164,6 +164,7 @@ class ModelSpec:
         sliding_window: tokens of attention's window; None: full attention.
         is_tabled: whether all of this was read as Megatron's tables need it. False: an `outline`, whose numbers are
             as good as the config.json tells them.
+        source: the config.json of an outline.
     """
 
     architecture: str
@@ -189,6 +190,7 @@ class ModelSpec:
     scale_embeddings: bool = False
     sliding_window: int | None = None
     is_tabled: bool = True
+    source: str = ""
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -285,6 +287,7 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
         "rope_theta": 10000.0,
         "max_positions": number("max_position_embeddings", UNLIMITED),
         "is_tabled": False,
+        "source": source,
     }
 
 

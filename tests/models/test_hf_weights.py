@@ -33,7 +33,9 @@ def save(architecture: str, folder: Path) -> transformers.PreTrainedModel:
     sizes = (
         check_layouts.BASE | check_layouts.MORE.get(architecture, {}) | {"tie_word_embeddings": "GPT2" in architecture}
     )
-    config = model_class.config_class(**sizes)
+    config = model_class.config_class(
+        **{key: size for key, size in sizes.items() if size is not check_layouts.LEFT_OUT}
+    )
     with torch.device("meta"):
         model = model_class(config)
     model.to_empty(device="cpu")
