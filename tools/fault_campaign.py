@@ -5,6 +5,7 @@
     python tools/fault_campaign.py --kind stop --points "reward,byte 5,000"
     python tools/fault_campaign.py --engine vllm --points "actor update,reshard, rank 1"
     python tools/fault_campaign.py --engine server          # instead of ranks, servers that generate for the run
+    python tools/fault_campaign.py --trainer fsdp           # actor, critic and reference under FSDP2
 
 The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
 (adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
@@ -29,6 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
+from megaverl.config.fsdp import TRAINERS
 from tests.faults.injector import Kind
 from tests.faults.points import POINTS, SHORT_WAIT, finish, hit, of_kind, resumed_from
 from tests.faults.runs import Remains, arguments, differences, remains
@@ -47,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--kind", choices=KINDS, default="kill", help="what happens at each point")
     parser.add_argument("--engine", choices=("hf", "vllm", "server"), default="hf", help="rollout.engine")
+    parser.add_argument("--trainer", choices=TRAINERS, default="megatron", help="actor.engine, and the other roles'")
     parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join([*POINTS, *SERVER_POINTS])}")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
     given = parser.parse_args(argv)
@@ -58,17 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if given.engine == "server":
             return campaign_of_servers(chosen, folder)
-        return campaign(chosen, given.kind, given.engine, folder)
+        return campaign(chosen, given.kind, given.engine, folder, given.trainer)
     finally:
         if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path) -> int:
+def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path, trainer: str = "megatron") -> int:
     """Try the chosen points; the exit status."""
     (folder / "inputs").mkdir(parents=True)
     inputs = make_inputs(folder / "inputs")
     more = [f"rollout.engine={engine}"] + ([SHORT_WAIT] if kind == "stall" else [])
+    more += ["actor.engine=fsdp", "actor.tp=1", "critic.pp=1"] if trainer == "fsdp" else []
     start, bad = time.monotonic(), []
     with Launcher() as launch:
         ended = launch.command(
@@ -78,7 +82,8 @@ def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path) -> in
             print(f"the run fails before anything happens to it: {ended.codes}\n{ended.output[0]}")
             return 1
         expected = remains(folder / "untouched" / "run")
-        print(f"{len(chosen)} points, {kind}, engine {engine}; an untouched run takes {max(ended.seconds):.1f} s")
+        what = f"{len(chosen)} points, {kind}, engine {engine}, trainer {trainer}"
+        print(f"{what}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
         print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
         for number, name in enumerate(chosen):
             if not _try(launch, inputs, folder / f"{number:02}", name, kind, expected, more):

@@ -93,7 +93,7 @@ def boxes_of(of: Described, flat: torch.Tensor, start: int, prefix: str, instanc
         for box in flat_boxes(part.local_shape, low - place, high - place):
             data = flat[at : at + box.numel].view(box.shape)
             at += box.numel
-            yield from _boxes(part, box.start, data, prefix + part.key, (*part.replica_id[:-1], instance))
+            yield from boxed(part, box.start, data, prefix + part.key, (*part.replica_id[:-1], instance))
 
 
 def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTensor]]:
@@ -112,7 +112,7 @@ def _parts(of: Described, dtype: torch.dtype) -> Iterator[tuple[int, ShardedTens
         yield part.data.storage_offset(), part
 
 
-def _boxes(
+def boxed(
     of: ShardedTensor, start: tuple[int, ...], data: torch.Tensor, key: str, replica: tuple[int, ...]
 ) -> Iterator[ShardedTensor]:
     """`data`, from `start` on of the local tensor that `of` describes, in boxes of at most `CHUNK_BYTES`.
@@ -150,12 +150,13 @@ def share_replicas(state: dict[str, Any], dense: dist.ProcessGroup, experts: dis
     shares: dict[int, Any] = {}
     for group, of_experts in ((dense, False), (experts, True)):
         tensors = [each for each in shared if (EXPERTS in each.key) is of_experts]
-        shares |= {id(each): share for each, share in zip(tensors, _shares(tensors, group.size()), strict=True)}
+        shares |= {id(each): share for each, share in zip(tensors, shares_of(tensors, group.size()), strict=True)}
     dict_list_map_inplace(lambda each: shares.get(id(each), each), state)
 
 
-def _shares(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[ShardedTensor | LocalNonpersistentObject]]:
-    """Of each tensor the rows that fall into this rank's share, of so many; or nothing."""
+def shares_of(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[ShardedTensor | LocalNonpersistentObject]]:
+    """Of each tensor the rows that fall into this rank's share, of so many; or nothing. The last number of their
+    `replica_id` is the rank's among those that have the same."""
     total, before = sum(each.data.nbytes for each in tensors), 0
     for each in tensors:
         number, data = each.replica_id[-1], each.data.detach()
@@ -169,7 +170,7 @@ def _shares(tensors: Sequence[ShardedTensor], count: int) -> Iterator[list[Shard
             continue
         start = (low, *(0 for _ in data.shape[1:])) if data.ndim else ()
         rest = data[low:high].contiguous() if data.ndim else data
-        yield list(_boxes(each, start, rest, each.key, (*each.replica_id[:-1], 0)))
+        yield list(boxed(each, start, rest, each.key, (*each.replica_id[:-1], 0)))
 
 
 def _is_shared(value: Any) -> bool:

@@ -28,11 +28,13 @@ from megaverl.checkpoint.manifest import (
     read_json,
     writing,
 )
+from megaverl.checkpoint.other_engine import load_from_other_engine
 from megaverl.checkpoint.shards import Files, StagedShards, Stager, check_pickles, own_errors, read_shards
 from megaverl.checkpoint.training_state import (
     apply_state,
     buffer_storages,
     capture_random_state,
+    engine_of,
     restore_random_state,
     sharded_state,
     trained_storages,
@@ -222,12 +224,17 @@ class CheckpointStore:
         """
         folder = Path(folder)
         described = self._of_all_worlds(_describe(roles))
-        world_size, state = self.committer.decide(lambda: _open(folder, described))
+        world_size, engines, state = self.committer.decide(lambda: _open(folder, described))
+        foreign = {role: each for role, each in roles.items() if engines[role] != engine_of(each)}
+        own = {role: each for role, each in roles.items() if role not in foreign}
         with together(self.committer.group):  # worlds with roles of their own load them each by itself
-            if roles:
-                with _present(roles):
-                    is_alone = all(role.model.grid.shape.dp * role.model.grid.shape.cp == 1 for role in roles.values())
-                    apply_state(roles, read_shards(sharded_state(roles, loading=True), folder, is_alone=is_alone))
+            if own:
+                with _present(own):
+                    is_alone = all(role.model.grid.shape.dp * role.model.grid.shape.cp == 1 for role in own.values())
+                    apply_state(own, read_shards(sharded_state(own, loading=True), folder, is_alone=is_alone))
+            with _present(foreign):
+                for role, trainable in foreign.items():
+                    load_from_other_engine(role, trainable, folder)
         if world_size == self.committer.size:
             with together():
                 restore_random_state(read_json(folder / _random_file(self.committer.rank)))
@@ -383,13 +390,14 @@ def _present(roles: Mapping[str, TrainableModel]) -> Iterator[None]:
         yield
 
 
-def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, Any]:
-    """Check a checkpoint before anything is loaded; returns its world size and the trainer's state."""
+def _open(folder: Path, wanted: dict[str, dict[str, Any]]) -> tuple[int, dict[str, str], Any]:
+    """Check a checkpoint before anything is loaded; returns its world size, each role's engine, the trainer's state."""
     manifest = Manifest.read(folder)
     manifest.check_files(folder)
     manifest.check_roles(folder, wanted)
     check_pickles(folder)
-    return manifest.world_size, read_json(folder / STATE_FILE)
+    engines = {role: described.get("engine", "megatron") for role, described in manifest.roles.items()}
+    return manifest.world_size, engines, read_json(folder / STATE_FILE)
 
 
 def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
@@ -402,7 +410,8 @@ def _describe(roles: Mapping[str, TrainableModel]) -> dict[str, dict[str, Any]]:
             layers = sorted({low_rank.projection for low_rank in model.adapters.low_ranks.values()})
             lora = {"rank": config.rank, "alpha": config.alpha, "layers": layers, "base": trainable.base_identity}
         described[role] = {
-            "model": asdict(model.spec),
+            "engine": engine_of(trainable),
+            "model": {name: value for name, value in asdict(model.spec).items() if name != "source"},
             "value_head": model.value_head,
             "lora": lora,
             "grid": asdict(model.grid.shape),

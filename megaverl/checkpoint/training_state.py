@@ -14,8 +14,10 @@ from typing import Any
 import numpy
 import torch
 
+from megaverl.checkpoint.fsdp_state import apply_fsdp_state, fsdp_state
 from megaverl.checkpoint.megatron_state import apply_megatron_state, megatron_state
 from megaverl.platform import platform
+from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.trainable import TrainableModel
 
@@ -35,13 +37,27 @@ def sharded_state(roles: Mapping[str, TrainableModel], *, loading: bool = False)
     Raises:
         CheckpointError: an optimizer whose state megatron-core cannot store.
     """
-    return {role: megatron_state(role, _megatron(trainable), loading) for role, trainable in roles.items()}
+    state = {}
+    for role, trainable in roles.items():
+        if isinstance(trainable, FSDPTrainable):
+            state[role] = fsdp_state(role, trainable, loading)
+        else:
+            state[role] = megatron_state(role, _megatron(trainable), loading)
+    return state
 
 
 def apply_state(roles: Mapping[str, TrainableModel], loaded: Mapping[str, Any]) -> None:
     """Put a loaded `sharded_state` into models, optimizers and schedulers, in place."""
     for role, trainable in roles.items():
-        apply_megatron_state(_megatron(trainable), loaded[role])
+        if isinstance(trainable, FSDPTrainable):
+            apply_fsdp_state(trainable, loaded[role])
+        else:
+            apply_megatron_state(_megatron(trainable), loaded[role])
+
+
+def engine_of(trainable: TrainableModel) -> str:
+    """As a configuration names it."""
+    return "fsdp" if isinstance(trainable, FSDPTrainable) else "megatron"
 
 
 def _megatron(trainable: TrainableModel) -> MegatronTrainable:

@@ -1,4 +1,5 @@
-"""Commands about what can be typed: `keys` lists the configuration's keys, `completion` has a shell complete them."""
+"""Commands about what can be given: `keys` lists the configuration's keys, `completion` has a shell complete them,
+`models` says what can be trained."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from megaverl.cli.options import Subcommand, UsageError
 from megaverl.config import Config
@@ -14,6 +16,10 @@ from megaverl.config.errors import did_you_mean
 from megaverl.config.passthrough import PLACES
 from megaverl.config.section import described_keys
 from megaverl.errors import MISTAKE
+from megaverl.sharding.model_spec import ARCHITECTURES
+
+if TYPE_CHECKING:
+    from megaverl.models.supported import Support
 
 KEYS = """\
 The configuration's keys: type, default, meaning; other libraries' included.
@@ -21,6 +27,11 @@ The configuration's keys: type, default, meaning; other libraries' included.
   megaverl keys                        all of this project's keys
   megaverl keys algorithm.kl           one section
   megaverl keys rollout.sampling       those of vLLM's SamplingParams, as installed"""
+MODELS = """\
+Which models train under which engine, which generate, and which are converted.
+
+  megaverl models                      all that is known by name, and what holds for any other
+  megaverl models FOLDER               one model, tried without its weights: what its config.json says is built"""
 COMPLETION = """\
 Print what makes the shell complete commands, options and the configuration's keys.
 
@@ -86,6 +97,32 @@ def _below(key: str, prefix: str) -> bool:
     return not prefix or key == prefix or key.startswith(prefix + ".")
 
 
+def _models_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", help="a Hugging Face folder with config.json")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python files that come with the model")
+
+
+def _models(arguments: argparse.Namespace) -> int:
+    from megaverl.models.supported import ANY, NAMED, support_of
+
+    if arguments.folder is not None:
+        found = support_of(arguments.folder, trust_remote_code=arguments.trust_remote_code)
+        print("\n".join(map(_support, found)))
+        return 0
+    width = max(map(len, ARCHITECTURES))
+    heads = [each.what for each in NAMED]
+    print(f"{'':{width}}  " + "".join(f"{head:<10}" for head in heads).rstrip())
+    for architecture in ARCHITECTURES:
+        print(f"{architecture:{width}}  " + "".join(f"{'yes' if each.works else '-':<10}" for each in NAMED).rstrip())
+    print("\nany other")
+    print("\n".join(_support(each) for each in ANY))
+    return 0
+
+
+def _support(each: Support) -> str:
+    return f"{each.what:<9} {'yes' if each.works else 'no':<4} {each.why}"
+
+
 def _completion_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", nargs="?", choices=tuple(SCRIPTS))
     parser.add_argument("--words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -134,5 +171,6 @@ def _next_parts(begin: str, end: str) -> Iterator[str]:
 
 COMMANDS = {
     "keys": Subcommand(KEYS, _keys_options, _keys),
+    "models": Subcommand(MODELS, _models_options, _models),
     "completion": Subcommand(COMPLETION, _completion_options, _completion),
 }

@@ -34,6 +34,7 @@ COMMANDS = {
     "report": ("report", "one HTML page about a run, or about several side by side"),
     "doctor": ("report", "what this machine has and lacks, and how to fix it"),
     "completion": ("keys", "what makes bash, zsh or fish complete commands and keys"),
+    "models": ("keys", "which models train under which engine, generate and convert; or one folder's, tried"),
     "keys": ("keys", "every key of the configuration: type, default, meaning"),
 }
 

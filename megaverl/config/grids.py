@@ -196,6 +196,12 @@ def _placed(config: Config, command: str, world_size: int | None) -> ResolvedPla
 def _engine_mistakes(config: Config, role: str, num_ranks: int | None) -> Iterator[ConfigIssue]:
     """An inherited mistake is the actor's, and not said again."""
     grid: GridConfig = getattr(config, role)
+    own = grid.fsdp.param_dtype
+    if grid.engine == "fsdp" and isinstance(grid, TrainedConfig) and (own or config.model.dtype) == "float16":
+        key = f"{role}.fsdp.param_dtype" if own else "model.dtype"
+        if role == "actor" or (own and grid.fsdp != config.actor.fsdp):
+            text = "found 'float16'; under engine: fsdp losses are not scaled, as float16 needs. Use bfloat16."
+            yield ConfigIssue(key, text, involves=(f"{role}.engine",))
     for issue in engine_mistakes(role, grid, num_ranks):
         name = issue.key.split(".")[1]
         inherited = role != "actor" and name != "optimizer" and grid.engine == config.actor.engine

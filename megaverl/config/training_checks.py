@@ -247,7 +247,7 @@ def distillation_mistakes(config: Config) -> Iterator[ConfigIssue]:
             "training starts, use algorithm.kl.",
             involves=("algorithm.name", f"{key}.divergence"),
         )
-    for grid in ("tp", "pp", "cp", "vpp"):
+    for grid in ("engine", "tp", "pp", "cp", "vpp"):
         mine, teachers = getattr(config.actor, grid), getattr(config.reference, grid)
         if mine != teachers:
             yield ConfigIssue(

@@ -92,7 +92,7 @@ class FSDPModel(TrainingModel):
         self.vocab_size, self.token_multiple, self.beside_logits = spec.vocab_size, 1, beside_logits
         self.dtype = dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
         self.trained = trained
-        self._num_shards = num_shards = count_shards(fsdp, grid.shape.world_size, role)
+        self.num_shards = num_shards = count_shards(fsdp, grid.shape.world_size, role)
         kept = torch.float32 if trained else self.dtype
         with together(grid.world):
             model, reading = build_module(
@@ -154,7 +154,7 @@ class FSDPModel(TrainingModel):
     @property
     def holds_own_shards(self) -> bool:
         """Whether this rank speaks for its shards, which replicas hold too."""
-        return self.grid.rank < self._num_shards
+        return self.grid.rank < self.num_shards
 
     @property
     def held(self) -> list[torch.Tensor]:

@@ -22,29 +22,39 @@ from megaverl.checkpoint import megatron_state, shards
 from megaverl.checkpoint import store as store_module
 from megaverl.checkpoint.commit import Retention
 from megaverl.checkpoint.store import CheckpointStore
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import MegaverlError
 from megaverl.models.packing import MicroBatch
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.torch_dist_index import read_index
+from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.micro_batches import micro_batches_for, share
-from megaverl.workers.model import Loss
+from megaverl.workers.model import Loss, TrainingModel
 from tests.models.ranks import manager, whole_rows
 
 # megatron-core collects garbage at every save and load: what the libraries brought along need not be looked through
 gc.freeze()
 
-Roles = dict[str, MegatronTrainable]
+Roles = dict[str, Any]
+OPTIMIZER = {"lr": 1e-2, "min_lr": 0.0, "weight_decay": 0.1, "clip_grad": 1.0}
 SCHEDULE = {"lr_warmup_steps": 2, "lr_decay_style": "cosine"}
 TOKENS = torch.randint(0, 100, (8, 12), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-def build(folder: str, grids: dict[str, dict[str, int]], *, seed: int = 0, **options: Any) -> Roles:
-    """An actor, and a critic if `grids` names one; each starts from random weights of `seed`."""
-    roles = {}
+def build(folder: str, grids: dict[str, dict[str, Any]], *, seed: int = 0, **options: Any) -> Roles:
+    """An actor, and a critic if `grids` names one; each starts from random weights of `seed`.
+
+    A grid of {"fsdp": {...}} is a role under FSDP2, so configured.
+    """
+    roles: Roles = {}
     for role, sizes in grids.items():
+        if "fsdp" in sizes:
+            roles[role] = build_fsdp(folder, role, sizes["fsdp"], seed=seed, **options)
+            continue
         options_of_grid: dict[str, Any] = {"role": role, **sizes}
         shape = GridShape.fit(dist.get_world_size(), **options_of_grid)
         model = MegatronModel(
@@ -57,7 +67,7 @@ def build(folder: str, grids: dict[str, dict[str, int]], *, seed: int = 0, **opt
         )
         roles[role] = MegatronTrainable(
             model,
-            optimizer={"lr": 1e-2, "min_lr": 0.0, "weight_decay": 0.1, "clip_grad": 1.0} | options.get("optimizer", {}),
+            optimizer=OPTIMIZER | options.get("optimizer", {}),
             scheduler=SCHEDULE,
             ddp=options.get("ddp", {}),
             total_updates=8,
@@ -65,7 +75,22 @@ def build(folder: str, grids: dict[str, dict[str, int]], *, seed: int = 0, **opt
     return roles
 
 
-def loss_of(model: MegatronModel) -> Loss:
+def build_fsdp(folder: str, role: str, fsdp: dict[str, Any], *, seed: int, **options: Any) -> FSDPTrainable:
+    model = FSDPModel(
+        folder,
+        manager().grid(GridShape.fit(dist.get_world_size(), role=role)),
+        manager(),
+        fsdp=FsdpConfig(**fsdp),
+        dtype=getattr(torch, options.get("dtype", "float32")),
+        seed=seed,
+        trained=True,
+        value_head=role == "critic",
+        role=role,
+    )
+    return FSDPTrainable(model, optimizer=OPTIMIZER, scheduler=SCHEDULE, total_updates=8)
+
+
+def loss_of(model: TrainingModel) -> Loss:
     """Likelihood of the tokens for an actor, squared distance from 1 for a critic."""
 
     def loss(output: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -95,13 +120,18 @@ def digest(roles: Roles) -> dict[str, str]:
     for role, trainable in roles.items():
         for name, parameter in trainable.model.parameters.items():
             found[f"{role}.{name}"] = _hash(parameter)
+        found[f"{role}.schedule"] = f"{trainable.learning_rate} {trainable.scheduler.num_steps}"
+        if isinstance(trainable, FSDPTrainable):
+            for place, parameter in enumerate(trainable.parameters):
+                for key, value in trainable.optimizer.state[parameter].items():
+                    found[f"{role}.{place}.{key}"] = _hash(local(value))
+            continue
         for index, optimizer in enumerate(getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])):
             parameters = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
             for place, parameter in enumerate(parameters):
                 found[f"{role}.{index}.{place}.main"] = _hash(parameter)
                 for key, value in optimizer.optimizer.state[parameter].items():
                     found[f"{role}.{index}.{place}.{key}"] = _hash(value)
-        found[f"{role}.schedule"] = f"{trainable.learning_rate} {trainable.scheduler.num_steps}"
     return found
 
 
@@ -161,21 +191,23 @@ def _changed(one: dict[str, str], other: dict[str, str]) -> list[str]:
 def save_run(folder: str, root: str, grids: dict[str, dict[str, int]], steps: list[int], **options: Any) -> list[float]:
     """Save at each of `steps`, one update before each; the losses of 2 updates after the last."""
     store = CheckpointStore(root, retention=Retention(**options.get("retention", {})))
-    roles = build(folder, grids)
+    roles = build(folder, grids, **options)
     for step in steps:
         train(roles, 1)
         store.save(step, roles, {"step": step}, best=step in options.get("best", []))
     return train(roles, 2)
 
 
-def resume_run(folder: str, root: str, grids: dict[str, dict[str, int]], resume: str = "auto") -> dict[str, Any]:
+def resume_run(
+    folder: str, root: str, grids: dict[str, dict[str, int]], resume: str = "auto", **options: Any
+) -> dict[str, Any]:
     """Resume as a run does, and take 2 updates."""
     store = CheckpointStore(root)
     try:
         path = store.resolve(resume)
         if path is None:
             return {"path": None}
-        roles = build(folder, grids, seed=9)
+        roles = build(folder, grids, seed=9, **options)
         path, state = store.resume(path, roles)
     except MegaverlError as error:
         return {"error": type(error).__name__, "text": str(error)}
@@ -236,9 +268,9 @@ def _nothing(*_: Any) -> None:
     pass
 
 
-def move(folder: str, root: str, to: str, grids: dict[str, dict[str, int]]) -> None:
+def move(folder: str, root: str, to: str, grids: dict[str, dict[str, int]], **options: Any) -> None:
     """Load the newest checkpoint on `grids` and save it elsewhere."""
-    roles = build(folder, grids, seed=9)
+    roles = build(folder, grids, seed=9, **options)
     source = CheckpointStore(root).latest()
     assert source is not None
     state = CheckpointStore(root).load(source, roles)

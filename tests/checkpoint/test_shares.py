@@ -17,7 +17,7 @@ platform.adapt_megatron()
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # noqa: E402
 
 from megaverl.checkpoint import shares  # noqa: E402
-from megaverl.checkpoint.shares import _shares, boxes_of  # noqa: E402
+from megaverl.checkpoint.shares import boxes_of, shares_of  # noqa: E402
 
 RANKS = "tests.checkpoint.ranks:"
 
@@ -88,7 +88,7 @@ def test_shares_are_disjoint_and_even() -> None:
             ShardedTensor.from_rank_offsets(str(number), torch.ones(shape), replica_id=replica)
             for number, shape in enumerate(shapes)
         ]
-        for share in (box for boxes in _shares(tensors, 3) for box in boxes if isinstance(box, ShardedTensor)):
+        for share in (box for boxes in shares_of(tensors, 3) for box in boxes if isinstance(box, ShardedTensor)):
             assert share.replica_id == (0, 0, 0)
             found[int(share.key)][share.global_slice()] += share.data
     for each in zip(*written, strict=True):

@@ -67,10 +67,10 @@ def test_the_flat_form_is_the_same_run() -> None:
         ),
         (
             {
-                "fsdp_config": {"mixed_precision": {"param_dtype": "torch.float16"}},
+                "fsdp_config": {"mixed_precision": {"param_dtype": "torch.bfloat16"}},
                 "engine": {"critic_type": "megatron"},
             },
-            {"engine": "fsdp", "fsdp": {"param_dtype": "float16"}},
+            {"engine": "fsdp", "fsdp": {"param_dtype": "bfloat16"}},
             {"engine": "megatron"},
         ),
     ],

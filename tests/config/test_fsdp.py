@@ -53,6 +53,8 @@ def test_roles_follow_the_actor_but_for_what_another_engine_reads(load):
             "found 3, which does not divide the 4 ranks. Sizes that fit: 1, 2, 4.",
         ),
         ([FSDP, "actor.fsdp.sharding_strategy=zero3"], "actor.fsdp.sharding_strategy", "allowed: full_shard"),
+        ([FSDP, "model.dtype=float16"], "model.dtype", "losses are not scaled"),
+        ([FSDP, "actor.fsdp.param_dtype=float16"], "actor.fsdp.param_dtype", "Use bfloat16"),
         (["actor.fsdp.compile=true"], "actor.fsdp.compile", "actor.engine is megatron, which does not read it"),
         (["actor.engine=deepspeed"], "actor.engine", "allowed: megatron, fsdp"),
     ],

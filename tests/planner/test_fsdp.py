@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from megaverl.config import load_config
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.models.architectures import weights_of
 from megaverl.planner.fsdp import gathered_bytes, passes_of, shards_of
-from megaverl.planner.job import PlannedJob
+from megaverl.planner.job import PlannedJob, find_spec, make_job
 from megaverl.planner.memory import MemoryModel
-from megaverl.planner.report import as_dict, as_text, survey
+from megaverl.planner.report import as_dict, as_text, parameters, survey
 from megaverl.planner.traffic import make_traffic
 from megaverl.sharding.model_spec import ModelSpec
 from tests.planner.jobs import CONFIGS, make, recipe
@@ -84,6 +86,20 @@ def test_a_reshard_takes_each_element_once() -> None:
     for rank in make_traffic(job()).ranks:
         assert rank.received["local"] == pytest.approx(2 * TOTAL / 8, rel=1e-3)
         assert sum(rank.received.values()) == 2 * TOTAL
+
+
+def test_a_model_without_a_table(tmp_path: Path) -> None:
+    """What transformers builds is counted; where an engine cuts it is not known, how much it holds is."""
+    described = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 1000, "n_positions": 2048}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **described}))
+    settings = ["data.train=absent.jsonl", "reward=exact_match", FSDP, "model.dtype=bfloat16", "rollout.tp=2"]
+    config = load_config(None, [f"model.path={tmp_path}", *settings], check_paths=False, world_size=2)
+    planned = make_job(config, find_spec(config), 2)
+    total = 1000 * 64 + 2048 * 64 + 3 * (12 * 64 * 64 + 13 * 64) + 2 * 64  # GPT-2's own count, tied embeddings
+    assert parameters(planned) == total
+    [rank, _] = MemoryModel(planned).ranks()
+    assert rank.parts["actor"]["weights"] == pytest.approx(4 * total / 2, rel=1e-3)
+    assert rank.parts["rollout"]["weights"] == pytest.approx(2 * total / 2, rel=1e-3)
 
 
 def test_the_recipe_fits() -> None:

