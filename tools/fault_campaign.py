@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     points = SERVER_POINTS if given.engine == "server" else POINTS
     chosen = [name for name in points if given.points is None or name in given.points]
+    if given.engine == "server" and given.trainer != "megatron":
+        parser.error("--trainer: the points of --engine server are of a Megatron actor")
     if not chosen:
         parser.error(f"--points: found {given.points!r}; there are: {'; '.join(points)}")
     folder = Path(given.keep) if given.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
