@@ -89,7 +89,7 @@ def test_a_reshard_takes_each_element_once() -> None:
 
 
 def test_a_model_without_a_table(tmp_path: Path) -> None:
-    """What transformers builds is counted; where an engine cuts it is not known, how much it holds is."""
+    """What transformers builds is counted, and what vLLM's loader would put on a rank."""
     described = {"model_type": "gpt2", "n_layer": 3, "n_embd": 64, "n_head": 4, "vocab_size": 1000, "n_positions": 2048}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"], **described}))
     settings = ["data.train=absent.jsonl", "reward=exact_match", FSDP, "model.dtype=bfloat16", "rollout.tp=2"]
@@ -99,7 +99,9 @@ def test_a_model_without_a_table(tmp_path: Path) -> None:
     assert parameters(planned) == total
     [rank, _] = MemoryModel(planned).ranks()
     assert rank.parts["actor"]["weights"] == pytest.approx(4 * total / 2, rel=1e-3)
-    assert rank.parts["rollout"]["weights"] == pytest.approx(2 * total / 2, rel=1e-3)
+    # vLLM keeps positions, norms and biases behind a sum whole on each rank, and pads the vocabulary to 1,024
+    both = 2048 * 64 + 3 * 6 * 64 + 2 * 64
+    assert rank.parts["rollout"]["weights"] == 2 * (total + both + 24 * 64) // 2
 
 
 def test_the_recipe_fits() -> None:
