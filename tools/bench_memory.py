@@ -161,7 +161,7 @@ def measure(
         settings = [*settings, f"actor.offload.folder={folder}"]  # host memory is where things are: they go to files
     config, spec = configure(options, model, settings, world)
     planned, manager = planned_bytes(config, spec, world), ProcessGroupManager()
-    warm_up(manager.grid(GridShape(dp=world)), options)
+    warm_up(manager.grid(GridShape(dp=world)), options, Path(folder))
     grid = manager.grid(GridShape(cp=world))
     meter = Meter()
     actor, reference = make_roles(config, spec, model, grid)
@@ -271,9 +271,10 @@ def make_batch(options: argparse.Namespace, vocab_size: int) -> Any:
     )
 
 
-def warm_up(grid: Any, options: argparse.Namespace) -> None:
-    """A small model's update, which loads what a process loads once."""
+def warm_up(grid: Any, options: argparse.Namespace, folder: Path) -> None:
+    """A small model's update, which loads what a process loads once; its folder, in `folder`, is the first rank's."""
     import torch
+    import torch.distributed as dist
 
     from megaverl.config.algorithm import AlgorithmConfig
     from megaverl.sharding.model_spec import ModelSpec
@@ -281,11 +282,13 @@ def warm_up(grid: Any, options: argparse.Namespace) -> None:
     from megaverl.workers.megatron_trainable import MegatronTrainable
     from megaverl.workers.policy import Actor
 
-    with tempfile.TemporaryDirectory() as folder:
-        small = argparse.Namespace(
-            **{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * options.sample}
-        )
-        spec = ModelSpec.from_folder(make_model(Path(folder), small))
+    small = argparse.Namespace(
+        **{**vars(options), "hidden": 64, "layers": 1, "vocab": 128, "tokens": 2 * options.sample}
+    )
+    if not dist.get_rank():
+        make_model(folder, small)
+    dist.barrier()
+    spec = ModelSpec.from_folder(folder / "model")
     model = MegatronModel(spec, grid, dtype=getattr(torch, options.dtype), seed=0)
     trainable = MegatronTrainable(model, optimizer={"lr": 1e-3}, scheduler={}, ddp={}, total_updates=2)
     actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=options.sample, seed=0)

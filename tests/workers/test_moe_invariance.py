@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, int]] = {
     "tp2 dp2 ep2": {"tp": 2, "dp": 2, "ep": 2},
     "tp2 dp2 ep4 etp1": {"tp": 2, "dp": 2, "ep": 4, "etp": 1},
     "pp2 dp2 ep2": {"pp": 2, "dp": 2, "ep": 2},
+    "cp2 ep2": {"cp": 2, "ep": 2},
 }
 LOSSES = {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.1}
 
@@ -63,5 +64,5 @@ def test_the_routers_losses_are_means_over_the_mini_batch(launch: Launcher, tmp_
     without, expected = update("without", {}), update("one", {}, **LOSSES)
     router = "model.layers.0.mlp.gate.weight"
     assert (without[1][router] - expected[1][router]).abs().max() > 1e-4
-    for name, shape in (("tp2", {"tp": 2}), ("dp2 ep2", {"dp": 2, "ep": 2}), ("pp2", {"pp": 2})):
+    for name, shape in (("tp2", {"tp": 2}), ("dp2 ep2", {"dp": 2, "ep": 2}), ("pp2", {"pp": 2}), ("cp2", {"cp": 2})):
         assert_same(update(name, shape, **LOSSES), expected)

@@ -121,7 +121,8 @@ def check(
 )
 def test_dense(launch: Launcher, architecture: str, tp: int, tmp_path: Path) -> None:
     with_adapter = architecture == "Qwen2ForCausalLM"
-    check(launch, tmp_path, architecture, GRIDS + [{"tp": 2}] * with_adapter, tp, with_adapter=with_adapter)
+    grids = GRIDS + [{"tp": 2}] * with_adapter + [{"cp": 2}] * (architecture == "LlamaForCausalLM")
+    check(launch, tmp_path, architecture, grids, tp, with_adapter=with_adapter)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
