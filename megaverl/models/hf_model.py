@@ -41,9 +41,10 @@ class PolicyModule(nn.Module):
         model: of transformers.
         num_values: a value head gives so many values per position; 0: there is none.
         gives_hidden: the output is hidden states: logits are made of them later, or values alone are wanted.
+        dtype: of the value head.
     """
 
-    def __init__(self, model: PreTrainedModel, num_values: int, gives_hidden: bool) -> None:
+    def __init__(self, model: PreTrainedModel, num_values: int, gives_hidden: bool, dtype: torch.dtype) -> None:
         super().__init__()
         self.model, self.gives_hidden = model, gives_hidden
         backbone = model.base_model
@@ -55,7 +56,7 @@ class PolicyModule(nn.Module):
             # zero: before any training a critic predicts nothing, whatever the backbone's scale
             head = nn.Linear(model.config.get_text_config().hidden_size, num_values, bias=False)
             nn.init.zeros_(head.weight)
-            self.add_module(VALUE_HEAD, head.to(model.dtype))
+            self.add_module(VALUE_HEAD, head.to(dtype))
             backbone.register_forward_hook(self._look)
         self._takes_images = tower_of(model) is not None
         self._drawn: torch.Tensor | None = None

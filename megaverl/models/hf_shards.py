@@ -25,10 +25,15 @@ LAYER_NUMBER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """The global arrays of a module, and what each rank holds of them, under the module's own names."""
+    """The global arrays of a module, and what each rank holds of them, under the module's own names.
+
+    Attributes:
+        renamed: name in the module -> in the files, of tensors that are the same in both.
+    """
 
     weights: list[Weight]
     layout_of: Callable[[int], Layout]
+    renamed: dict[str, str]
 
 
 def sharded_weights(
@@ -42,7 +47,8 @@ def sharded_weights(
     Raises:
         ModelError: as `weights_of_module`.
     """
-    full = weights_of_module(model).layout
+    described = weights_of_module(model)
+    full = described.layout
     absent = set() if beside_logits or not value_head else _of_output_layer_alone(model)
     full = full.shard({name: whole(shape) for name, shape in full.local_shapes.items() if name not in absent})
     if value_head:
@@ -59,7 +65,7 @@ def sharded_weights(
         return full.shard({name: box for name, box in boxes.items() if box.numel})
 
     weights = _weights(full.global_shapes, spec, value_head=int(value_head), beside_logits=beside_logits)
-    return ShardedWeights(weights, lambda rank: of_shard(rank % num_shards))
+    return ShardedWeights(weights, lambda rank: of_shard(rank % num_shards), described.renamed)
 
 
 def _of_output_layer_alone(model: PreTrainedModel) -> set[str]:

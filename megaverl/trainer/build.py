@@ -33,11 +33,12 @@ from megaverl.platform import platform
 from megaverl.rewards import build_reward
 from megaverl.rollout.engine import Engine, OnLoad
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.weight import shapes_of
+from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.trainer.job import patience
 from megaverl.trainer.servers import server_rollout
 from megaverl.trainer.trainer_engines import make_model, make_trainable
 from megaverl.workers.critic import ActorCritic, Critic
+from megaverl.workers.fsdp_model import count_shards
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import place_for
 from megaverl.workers.pairs import ImplicitRewardModel, RewardModel
@@ -272,10 +273,9 @@ class Builder:
             return server_rollout(self, actor, group)
         engine, layouts = None, None
         if actor is None:
-            shape = GridShape.fit(len(source), **grid_sizes(config.actor), role="actor")
-            held = ActorWeights.elsewhere(self.spec, shape, self.dtype, config.actor.megatron, config.actor.lora)
+            held, weights = self._actor_elsewhere(len(source))
             engine = self._engine(weights_come=True, on_load=None)
-            layouts = engine.layouts(shapes_of(weights_of(self.spec)))
+            layouts = engine.layouts(shapes_of(weights))
         else:
             held = ActorWeights.of(actor)
         layouts = told_layouts(layouts, [members.index(rank) for rank in dest], group)
@@ -290,6 +290,18 @@ class Builder:
             group=group,
         )
         return sync, Rollout(engine, default_group(), sync) if engine is not None else None
+
+    def _actor_elsewhere(self, num_ranks: int) -> tuple[ActorWeights, list[Weight]]:
+        """The weights of an actor on so many other ranks."""
+        actor = self.config.actor
+        if actor.engine == "fsdp":
+            num_shards, trust = count_shards(actor.fsdp, num_ranks, "actor"), self.config.model.trust_remote_code
+            return ActorWeights.fsdp_elsewhere(
+                self.folder, self.spec, num_shards, self.dtype, actor.lora, trust_remote_code=trust
+            )
+        shape = GridShape.fit(num_ranks, **grid_sizes(actor), role="actor")
+        held = ActorWeights.elsewhere(self.spec, shape, self.dtype, actor.megatron, actor.lora)
+        return held, weights_of(self.spec)
 
     def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Engine:
         """This world's engines; `weights_come` from an actor, so that none are read."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,8 @@ from megaverl.models.hf_model import (
     vision_blocks_of,
 )
 from megaverl.models.hf_shards import VALUE_WEIGHT, ShardedWeights, sharded_weights
-from megaverl.models.lora.low_rank import follow
+from megaverl.models.lora.hf_adapters import HFAdapters
+from megaverl.models.lora.low_rank import ADAPTER, follow
 from megaverl.models.packing import MicroBatch
 from megaverl.models.vision import VisionReader
 from megaverl.platform import platform
@@ -51,6 +51,7 @@ class FSDPModel(TrainingModel):
         folder: a Hugging Face folder; of its files config.json and code are read here.
         groups: makes the groups of the ranks that share a model.
         trained: it will take updates.
+        lora: train adapters, and a critic's head, and nothing else; the model's own weights then lie in `dtype` too.
         value_head: a critic: one value per position instead of logits, or one for each of several agents.
         beside_logits: an actor that is its own critic: logits, and beside them such values.
         activation_checkpointing: none, selective or full.
@@ -82,8 +83,6 @@ class FSDPModel(TrainingModel):
         trust_remote_code: bool = False,
         freeze: Sequence[str] = (),
     ) -> None:
-        if lora is not None:
-            raise ConfigError(f"{role}.lora: engine: fsdp trains all weights so far. Use engine: megatron.")
         if grid.shape.world_size != grid.shape.dp:
             raise ConfigError(f"{role}: engine: fsdp has data-parallel ranks alone. Leave out tp, pp, cp and ep.")
         with together(grid.world):
@@ -93,7 +92,7 @@ class FSDPModel(TrainingModel):
         self.dtype = dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
         self.trained = trained
         self.num_shards = num_shards = count_shards(fsdp, grid.shape.world_size, role)
-        kept = torch.float32 if trained else self.dtype
+        kept = torch.float32 if trained and lora is None else self.dtype
         with together(grid.world):
             model, reading = build_module(
                 folder,
@@ -122,13 +121,16 @@ class FSDPModel(TrainingModel):
                 )
         if not has_logits:
             _take_head_away(model)
-        self.module = PolicyModule(model, self.value_head, gives_hidden)
+        if lora is not None:
+            more = (VALUE_WEIGHT,) if value_head else ()
+            self.adapters = HFAdapters(model, everything, lora, grid, num_shards, trained=more, role=role, seed=seed)
+        self.module = PolicyModule(model, self.value_head, gives_hidden, torch.float32 if trained else kept)
         self.vision = VisionReader.of(model.config)
         _prepare_blocks(model, activation_checkpointing if trained else "none", fsdp.compile)
         self._root = shard_module(
             self.module,
             shard_mesh(groups, grid, num_shards),
-            param_dtype=self.dtype if trained and self.dtype != kept else None,
+            param_dtype=self.dtype if trained and self.dtype != torch.float32 else None,
             reduce_dtype=getattr(torch, fsdp.reduce_dtype or "float32"),
             reshard_after_forward=fsdp.sharding_strategy in ("full_shard", "hybrid_shard"),
             cpu_offload=fsdp.cpu_offload,
@@ -143,7 +145,10 @@ class FSDPModel(TrainingModel):
 
     def _describe(self, everything: ShardedWeights) -> None:
         """Names, shapes and places of all weights; an engine has those without a value head beside logits."""
-        self.held_parameters = local_tensors(self.module)
+        found = local_tensors(self.module)
+        self.held_parameters = {name: held for name, held in found.items() if f".{ADAPTER}." not in name}
+        if isinstance(self.adapters, HFAdapters):
+            self.adapters.attach(found)
         self.held_weights, self.held_layout_of = everything.weights, everything.layout_of
         self.weights, self.layout_of, self.parameters = self.held_weights, self.held_layout_of, self.held_parameters
         if self.beside_logits:
@@ -158,14 +163,11 @@ class FSDPModel(TrainingModel):
 
     @property
     def held(self) -> list[torch.Tensor]:
-        return list(self.held_parameters.values())
+        return list(local_tensors(self.module).values())
 
     @property
     def buffers(self) -> list[torch.Tensor]:
         return list(self.module.buffers())
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def outputs(
         self, micro_batches: Sequence[MicroBatch], take: Callable[[torch.Tensor, MicroBatch], Taken]

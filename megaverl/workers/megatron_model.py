@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -148,10 +147,6 @@ class MegatronModel(TrainingModel):
             return micro_batch.cut(own_places(micro_batch.tokens.shape[1], self._part))
         assert packing.own is not None, "it was packed for another model"
         return micro_batch.cut(packing.own)
-
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Inside, the model computes what its own weights alone say."""
-        return nullcontext() if self.adapters is None else self.adapters.off()
 
     @property
     def held(self) -> list[torch.Tensor]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megaverl.distributed.collectives import together
 from megaverl.distributed.groups import Grid
 from megaverl.models.layers import sum_values
-from megaverl.models.lora.adapters import Adapters, add_product
-from megaverl.models.lora.low_rank import adapter_names, with_factors
+from megaverl.models.lora.adapter_set import AdapterSet
+from megaverl.models.lora.merge import add_product
 from megaverl.models.lora.peft import load_adapters, save_adapters
 from megaverl.models.packing import MicroBatch, Pack, spread
 from megaverl.models.vision import VisionReader
@@ -85,7 +85,7 @@ class TrainingModel(ABC):
     layout_of: Callable[[int], Layout]
     held_layout_of: Callable[[int], Layout]
     files_dtype: torch.dtype | None = None
-    adapters: Adapters | None = None
+    adapters: AdapterSet | None = None
     on_device: AbstractContextManager[Any] = nullcontext()
     _head: OutputLayer | None = None
     _values_beside: TakesValues | None = None
@@ -161,7 +161,7 @@ class TrainingModel(ABC):
         layouts, tensors, adapters, add = self.layout_of, self.parameters, None, None
         if self.adapters is not None:
             adapters, add = self.adapters.low_ranks, partial(add_product, scaling=self.adapters.scaling)
-            layouts, tensors = with_factors(layouts, adapters, adapter_names), {**tensors, **self.adapters.parameters}
+            layouts, tensors = self.adapters.beside(layouts), {**tensors, **self.adapters.parameters}
         with self.on_device:
             save_folder(
                 folder,
@@ -178,9 +178,9 @@ class TrainingModel(ABC):
                 add=add,
             )
 
-    @abstractmethod
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside, the model computes what its own weights alone say."""
+        return nullcontext() if self.adapters is None else self.adapters.off()
 
     def load_adapters(self, folder: str | Path) -> None:
         """Fill the adapters from a peft folder; see there."""

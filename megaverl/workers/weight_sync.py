@@ -19,8 +19,11 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layouts_of
-from megaverl.models.lora.adapters import Merge
+from megaverl.models.hf_shards import sharded_weights
+from megaverl.models.hf_weights import module_without_data
+from megaverl.models.lora.hf_adapters import layer_factors
 from megaverl.models.lora.low_rank import LowRank, adapter_names, low_ranks, with_factors, written_to
+from megaverl.models.lora.merge import Merge
 from megaverl.models.options import transformer_config
 from megaverl.platform import platform
 from megaverl.rollout.engine import Engine, Shapes
@@ -29,7 +32,7 @@ from megaverl.sharding.load_balance import RankLayouts
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plan
 from megaverl.sharding.quantised import landing_parts
-from megaverl.sharding.weight import shapes_of
+from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
 from megaverl.weights.reshard import Resharder, ReshardStats
 from megaverl.weights.transfer import TransportOptions, view, viewed
@@ -46,7 +49,7 @@ class ActorWeights:
     """What a synchronisation reads: who holds which part of the actor, and this rank's tensors of it.
 
     Attributes:
-        layout_of: rank of the synchronisation -> what it holds.
+        layout_of: rank of the synchronisation -> what it holds, the factors of adapters too.
         tensors: this rank's, by local name; none where the actor is on other ranks.
         dtype: of the weights.
         on_device: entered around every reading of `tensors`.
@@ -70,7 +73,13 @@ class ActorWeights:
         held = cls(model.layout_of, model.parameters, model.dtype, model.on_device, model.offloads)
         if (adapters := model.adapters) is None:
             return held
-        return replace(held, low_ranks=adapters.low_ranks, scaling=adapters.scaling, factors=adapters.parameters)
+        return replace(
+            held,
+            layout_of=adapters.beside(model.layout_of),
+            low_ranks=adapters.low_ranks,
+            scaling=adapters.scaling,
+            factors=adapters.parameters,
+        )
 
     @classmethod
     def elsewhere(
@@ -83,13 +92,45 @@ class ActorWeights:
         if lora is None:
             return held
         adapters = low_ranks(weights, lora.targets, lora.rank, "actor.lora")
-        return replace(held, low_ranks=adapters, scaling=lora.alpha / lora.rank, factors={})
+        return replace(
+            held,
+            layout_of=with_factors(layout_of, adapters, adapter_names),
+            low_ranks=adapters,
+            scaling=lora.alpha / lora.rank,
+            factors={},
+        )
+
+    @classmethod
+    def fsdp_elsewhere(
+        cls,
+        folder: Path,
+        spec: ModelSpec,
+        num_shards: int,
+        dtype: torch.dtype,
+        lora: LoraConfig | None,
+        *,
+        trust_remote_code: bool,
+    ) -> tuple[ActorWeights, list[Weight]]:
+        """The same of an `FSDPModel`, and its weights."""
+        model = module_without_data(folder, trust_remote_code=trust_remote_code)
+        weights = sharded_weights(model, spec, num_shards)
+        held = cls(weights.layout_of, {}, dtype)
+        if lora is not None:
+            chosen = layer_factors(model, weights, lora, "actor")
+            held = replace(
+                held,
+                layout_of=chosen.beside(weights.layout_of, num_shards),
+                low_ranks=chosen.low_ranks,
+                scaling=lora.alpha / lora.rank,
+                factors={},
+            )
+        return held, weights.weights
 
     def sides(self, layout_of: LayoutOf) -> tuple[LayoutOf, LayoutOf]:
         """Layouts of the actor and of the engines, with the factors of its adapters, which the engines merge."""
         if self.low_ranks is None:
             return self.layout_of, layout_of
-        return with_factors(self.layout_of, self.low_ranks, adapter_names), with_factors(layout_of, self.low_ranks)
+        return self.layout_of, with_factors(layout_of, self.low_ranks)
 
     def plan(self, layout_of: LayoutOf, group: dist.ProcessGroup, node_of: NodeOf | None) -> Plan:
         """What this rank of the group does to bring the actor's weights to the engines that `layout_of` is of."""

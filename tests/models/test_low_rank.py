@@ -10,8 +10,8 @@ import torch
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.models.lora.adapters import Merge, add_product
 from megaverl.models.lora.low_rank import LowRank, factor_weights, low_ranks, with_factors
+from megaverl.models.lora.merge import Merge, add_product
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, whole_layout
 from megaverl.sharding.megatron import megatron_layouts

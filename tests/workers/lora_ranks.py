@@ -8,38 +8,49 @@ from typing import Any
 import torch
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.critic import Critic
+from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.fsdp_trainable import FSDPTrainable
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Actor, Policy
+from megaverl.workers.trainable import TrainableModel
 from tests.models.ranks import manager, whole_rows
 from tests.workers.ranks import experience
 
 
 def model_with_adapters(
-    folder: str, shape: dict[str, int], lora: dict[str, Any], adapter: str | None = None, **options: Any
-) -> MegatronModel:
-    """A model of `folder` with adapters, those of the folder `adapter` if there is one."""
-    model = MegatronModel(
-        ModelSpec.from_folder(folder),
-        manager().grid(GridShape(**shape)),
-        dtype=torch.float32,
-        seed=0,
-        lora=LoraConfig(**lora),
-        **options,
-    )
+    folder: str, shape: dict[str, Any], lora: dict[str, Any], adapter: str | None = None, **options: Any
+) -> TrainingModel:
+    """A model of `folder` with adapters, those of the folder `adapter` if there is one; under FSDP2, and cut so, where
+    `shape` says `fsdp`."""
+    sizes = {name: size for name, size in shape.items() if name != "fsdp"}
+    grid = manager().grid(GridShape(**sizes))
+    options |= {"dtype": torch.float32, "seed": 0, "lora": LoraConfig(**lora)}
+    model: TrainingModel
+    if "fsdp" in shape:
+        options.pop("overrides", None)
+        cut = FsdpConfig(**shape["fsdp"])
+        model = FSDPModel(folder, grid, manager(), fsdp=cut, trained=True, initialize=False, **options)
+    else:
+        model = MegatronModel(ModelSpec.from_folder(folder), grid, **options)
     model.load(folder)
     if adapter is not None:
         model.load_adapters(adapter)
     return model
 
 
-def trainable(model: MegatronModel) -> MegatronTrainable:
+def trainable(model: TrainingModel) -> TrainableModel:
     optimizer = {"lr": 0.1, "adam_eps": 1.0, "weight_decay": 0.0, "clip_grad": 1.0}
+    if isinstance(model, FSDPModel):
+        return FSDPTrainable(model, optimizer=optimizer, scheduler={}, total_updates=10)
+    assert isinstance(model, MegatronModel)
     return MegatronTrainable(model, optimizer=optimizer, scheduler={}, ddp={}, total_updates=10)
 
 
@@ -57,7 +68,7 @@ def random_adapter(
 
 def update(
     folder: str,
-    shapes: dict[str, dict[str, int]],
+    shapes: dict[str, dict[str, Any]],
     adapter: str,
     output: str,
     *,
@@ -85,8 +96,9 @@ def update(
     return found
 
 
-def frozen(model: MegatronModel) -> dict[str, torch.nn.Parameter]:
-    return {name: parameter for name, parameter in model.parameters.items() if not parameter.requires_grad}
+def frozen(model: TrainingModel) -> dict[str, torch.Tensor]:
+    trained = model.adapters.parameters if model.adapters is not None else {}
+    return {name: parameter for name, parameter in model.parameters.items() if name not in trained}
 
 
 def through_megaverl(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import LoraConfig, RolloutConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
@@ -13,7 +15,9 @@ from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
+from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.policy import Policy
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync
@@ -37,7 +41,7 @@ def engine(folder: str, tp: int, *, load_weights: bool, **vllm: Any) -> VLLMEngi
 def reshard_and_generate(
     old_folder: str,
     new_folder: str,
-    shapes: list[dict[str, int]],
+    shapes: list[dict[str, Any]],
     exports: list[str],
     tp: int,
     vllm: dict[str, Any],
@@ -50,12 +54,11 @@ def reshard_and_generate(
     Returns for each grid the greedy responses with the old and the new weights, and the largest difference between
     the engine's log-probs of the new ones and the actor's. The new weights are exported by each grid.
     """
-    spec = ModelSpec.from_folder(old_folder)
     made = engine(old_folder, tp, load_weights=False, **vllm)
     found = []
     for shape, export in zip(shapes, exports, strict=True):
         lora = LoraConfig(rank=4, alpha=8.0) if adapter and export == exports[-1] else None
-        model = MegatronModel(spec, manager().grid(GridShape(**shape)), dtype=torch.float32, seed=0, lora=lora)
+        model = actor_of(old_folder, shape, lora)
         sync = WeightSync(ActorWeights.of(model), made.layouts(shapes_of(model.weights)), made, model.grid.world)
         rollout = Rollout(made, model.grid.world, sync)
         responses = []
@@ -85,12 +88,30 @@ def reshard_and_generate(
     return found
 
 
+def actor_of(folder: str, shape: dict[str, Any], lora: LoraConfig | None) -> TrainingModel:
+    """On a grid of Megatron-core; or, where `shape` says `fsdp`, under FSDP2, cut so."""
+    if "fsdp" in shape:
+        return FSDPModel(
+            folder,
+            manager().grid(GridShape.fit(dist.get_world_size())),
+            manager(),
+            fsdp=FsdpConfig(sharding_strategy=shape["fsdp"]),
+            dtype=torch.float32,
+            seed=0,
+            trained=True,
+            lora=lora,
+            initialize=False,
+        )
+    grid = manager().grid(GridShape(**shape))
+    return MegatronModel(ModelSpec.from_folder(folder), grid, dtype=torch.float32, seed=0, lora=lora)
+
+
 def rollout_bytes(made: VLLMEngine) -> int:
     """Of an engine's weights on this rank."""
     return sum(parameter.nbytes for parameter in made.named_parameters().values())
 
 
-def largest_difference(model: MegatronModel, prompts: list[list[int]], responses: list[Generation]) -> float:
+def largest_difference(model: TrainingModel, prompts: list[list[int]], responses: list[Generation]) -> float:
     """Between the engine's log-probs of its responses and the actor's of the same tokens."""
     longest = max(map(len, prompts))
     batch = RolloutBatch(

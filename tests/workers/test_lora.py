@@ -15,11 +15,13 @@ from tests.launcher import Launcher
 from tests.workers.test_parallel_invariance import ACTOR, CRITIC
 
 LORA = {"rank": 4, "alpha": 8.0}
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "dp4": {"dp": 4},
     "tp2 dp2": {"tp": 2, "dp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "dp": 2},
+    "fsdp": {"dp": 4, "fsdp": {}},
+    "fsdp in two groups": {"dp": 4, "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2}},
 }
 RANKS = "tests.workers.lora_ranks:"
 
@@ -30,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def updated(
-    launch: Launcher, folder: Path, output: Path, shapes: dict[str, dict[str, int]], **options: Any
+    launch: Launcher, folder: Path, output: Path, shapes: dict[str, dict[str, Any]], **options: Any
 ) -> dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Grid -> (metrics, adapter) after an update."""
     size = GridShape(**next(iter(shapes.values()))).world_size

@@ -15,10 +15,7 @@ So what adapters send is `rank` numbers a token and projection.
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,20 +26,19 @@ from torch import nn
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.groups import Grid
 from megaverl.models.layers import sum_gradients
+from megaverl.models.lora.adapter_set import AdapterSet, initial_factor
 from megaverl.models.lora.low_rank import (
     ADAPTER,
+    Layouts,
     LowRank,
     adapter_names,
     factor_layout,
-    factor_weights,
     follow,
     held_span,
     low_ranks,
-    names_of_factors,
-    written_to,
+    with_factors,
 )
 from megaverl.platform import platform
-from megaverl.sharding.boxes import Box, split, whole
 from megaverl.sharding.layout import Layout, Piece
 from megaverl.sharding.weight import Split, Weight
 
@@ -55,8 +51,6 @@ from megatron.core.tensor_parallel import (  # noqa: E402
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-
-CHUNK = 1 << 22  # elements that are merged in float32 at a time, into weights of 16 bits
 
 
 class AdaptedProjection(NamedTuple):
@@ -95,7 +89,7 @@ class Adapter(nn.Module):
         shared = self.sequence_parallel  # a factor that is whole on every rank sees its part of the sequence
         is_row, is_column = self.split is Split.ROW, self.split not in (Split.ROW, Split.REPLICATED)
         for low_rank, _, ((top, left), (bottom, right)) in parts:
-            a = _initial(low_rank, seed)[:, left:right]
+            a = initial_factor(low_rank, seed)[:, left:right]
             b = torch.zeros(bottom - top, lora.rank)
             for factors, values, cut in ((self.lora_A, a, is_row), (self.lora_B, b, is_column)):
                 parameter = nn.Parameter(values.to(platform.device, config.params_dtype, copy=True).contiguous())
@@ -159,14 +153,6 @@ class Adapter(nn.Module):
         return F.dropout(hidden, self.dropout)
 
 
-def _initial(low_rank: LowRank, seed: int) -> torch.Tensor:
-    """A [rank, columns] as peft initialises it: uniform, as of `nn.Linear`; from the seed and its name alone."""
-    shape = low_rank.shapes[low_rank.a]
-    digest = hashlib.blake2b(f"lora/{seed}/{low_rank.a}".encode(), digest_size=8).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") % 2**63)
-    return torch.empty(shape).uniform_(-1.0, 1.0, generator=generator).div_(math.sqrt(shape[1]))
-
-
 def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tensor | None:
     """[rows of the layer]: which row of the stacked B's each is; the one behind them all for rows that have none.
 
@@ -183,16 +169,8 @@ def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tenso
     return None if torch.equal(order, torch.arange(stacked)) else order
 
 
-class Adapters:
-    """All adapters of a model on this rank.
-
-    Attributes:
-        trained: weights of the model itself that are trained beside them: a critic's head.
-        low_ranks: adapter by the name of its weight, of the whole model.
-        weights: the factors and what else is trained (a critic's head), as global arrays.
-        parameters: the same on this rank, by local name.
-        layout_of: rank -> where they lie.
-    """
+class Adapters(AdapterSet):
+    """Those of megatron-core's layers, each factor cut where its weight is."""
 
     def __init__(
         self,
@@ -208,10 +186,13 @@ class Adapters:
         role: str,
         seed: int,
     ) -> None:
-        self.config, self.grid, self.role = lora, grid, role
-        self.low_ranks = low_ranks(model_weights, lora.targets, lora.rank, f"{role}.lora")
-        self.trained = tuple(trained)
-        self.weights = [*factor_weights(self.low_ranks), *(w for w in model_weights if w.name in self.trained)]
+        super().__init__(
+            low_ranks(model_weights, lora.targets, lora.rank, f"{role}.lora"),
+            lora,
+            grid,
+            role,
+            trained=[weight for weight in model_weights if weight.name in trained],
+        )
         self.layout_of = follow(layouts, self._layout)
         self._adapters: dict[str, Adapter] = {}
         self._attach(chunks, layouts(grid.rank), config, seed)
@@ -228,20 +209,11 @@ class Adapters:
             _keep_graph(chunks)
 
     @property
-    def scaling(self) -> float:
-        """alpha / rank."""
-        return self.config.alpha / self.config.rank
+    def modules(self) -> Sequence[Adapter]:
+        return list(self._adapters.values())
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """The model without its adapters, which is the one that training started from."""
-        for adapter in self._adapters.values():
-            adapter.active = False
-        try:
-            yield
-        finally:
-            for adapter in self._adapters.values():
-                adapter.active = True
+    def beside(self, layouts: Layouts) -> Layouts:
+        return with_factors(layouts, self.low_ranks, adapter_names)
 
     def _layout(self, layout: Layout) -> Layout:
         factors = factor_layout(layout, self.low_ranks, adapter_names)
@@ -286,79 +258,3 @@ def _keep_graph(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         if getattr(chunk, "pre_process", False):
             chunk.get_submodule("embedding").register_forward_hook(hook)
-
-
-class Merge:
-    """Adds adapters to weights that arrive in another layout, in place, as often as they have arrived anew.
-
-    The base weights and the factors travel by one plan; a rank that holds a box of a weight gets the rows of B and the
-    columns of A that belong to it. The product is added after all has landed, some rows at a time: no second copy of
-    anything, and the source's weights stay as they are to the last bit.
-
-    Args:
-        layout: of the weights there.
-        scaling: alpha / rank.
-        dtype: of the factors.
-
-    Attributes:
-        factors: the tensors in which the factors arrive, by their global names.
-        brought: weights and factors, by their global names, that must come anew before each `apply`.
-        written: local tensors that are written to: no other tensor may share their storage.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        adapters: Mapping[str, LowRank],
-        scaling: float,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._adapters, self.scaling = adapters, scaling
-        self.written = written_to(layout, adapters)
-        self.brought = frozenset(name for key, adapter in adapters.items() for name in (key, adapter.a, adapter.b))
-        held = factor_layout(layout, adapters, names_of_factors)
-        self.factors = {
-            name: torch.zeros(shape, dtype=dtype, device=device) for name, shape in held.local_shapes.items()
-        }
-        self._boxes = {piece.tensor: piece.box for piece in held.pieces}
-        self._pieces = [piece for piece in layout.pieces if piece.tensor in adapters]
-
-    @torch.no_grad()
-    def apply(self, view_of: Callable[[str, Box], torch.Tensor], only: Collection[str] | None = None) -> None:
-        """Add alpha / rank * B A to every weight that has an adapter; each must hold its base value.
-
-        Args:
-            view_of: the box of a local tensor -> its elements, to be written to.
-            only: to these, by their global names.
-        """
-        for piece in self._pieces:
-            if only is None or piece.tensor in only:
-                target = view_of(piece.local, piece.local_box)
-                add_product(target, *self._factors_of(self._adapters[piece.tensor], piece.box), self.scaling)
-
-    def _factors_of(self, adapter: LowRank, box: Box) -> tuple[torch.Tensor, torch.Tensor]:
-        """(A, B) of a box of the weight."""
-        left = box.start[1] - self._boxes[adapter.a].start[1]
-        top = box.start[0] - self._boxes[adapter.b].start[0]
-        rows, columns = box.shape
-        return self.factors[adapter.a][:, left : left + columns], self.factors[adapter.b][top : top + rows]
-
-
-def add_product(target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
-    """target += scaling * b a, computed in float32 at least and rounded once.
-
-    Args:
-        target: [rows, columns], up to axes of size one.
-        a: [rank, columns].
-        b: [rows, rank].
-    """
-    matrix = target.view(b.shape[0], a.shape[1])
-    if target.dtype in (torch.float32, torch.float64):
-        matrix.addmm_(b.to(target.dtype), a.to(target.dtype), alpha=scaling)
-        return
-    a, b = a.float(), b.float()
-    for part in split(whole(tuple(matrix.shape)), CHUNK):
-        rows, columns = part.slices
-        place = matrix[rows, columns]
-        place.copy_(torch.addmm(place.float(), b[rows], a[:, columns], alpha=scaling))

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from megaverl.distributed.collectives import on_first_rank, together
 from megaverl.errors import ModelError
-from megaverl.models.lora.adapters import Adapters
+from megaverl.models.lora.adapter_set import AdapterSet
 from megaverl.models.lora.low_rank import ALL_LINEAR, PEFT_PREFIX
 from megaverl.platform import platform
 from megaverl.sharding.layout import EMPTY, whole_layout
@@ -38,7 +38,7 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def save_adapters(adapters: Adapters, folder: str | Path, *, base: str) -> None:
+def save_adapters(adapters: AdapterSet, folder: str | Path, *, base: str) -> None:
     """Write an adapter folder, which takes its name when it is whole. Every rank of the grid takes part.
 
     Args:
@@ -61,7 +61,7 @@ def save_adapters(adapters: Adapters, folder: str | Path, *, base: str) -> None:
     on_first_rank(lambda: _write(folder, fields | _own_fields(adapters, base), landed), group)
 
 
-def _own_fields(adapters: Adapters, base: str) -> dict[str, Any]:
+def _own_fields(adapters: AdapterSet, base: str) -> dict[str, Any]:
     """Those of peft's LoraConfig that this run decides."""
     lora = adapters.config
     targets: Any = lora.targets
@@ -98,7 +98,7 @@ def _stored_name(name: str) -> str:
     return name if name.startswith(PEFT_PREFIX) else PEFT_PREFIX + name
 
 
-def load_adapters(adapters: Adapters, folder: str | Path) -> None:
+def load_adapters(adapters: AdapterSet, folder: str | Path) -> None:
     """Fill a model's adapters from a peft folder, each rank its own parts. All ranks take part, and fail if one does.
 
     Raises:
@@ -108,7 +108,7 @@ def load_adapters(adapters: Adapters, folder: str | Path) -> None:
         _load(adapters, Path(folder))
 
 
-def _load(adapters: Adapters, folder: Path) -> None:
+def _load(adapters: AdapterSet, folder: Path) -> None:
     config, lora, key = read_config(folder), adapters.config, f"{adapters.role}.lora"
     wrong = [f"{name} is {config[name]!r}" for name, plain in PLAIN.items() if (config.get(name) or plain) != plain]
     if config.get("peft_type") != "LORA" or wrong:
