@@ -10,8 +10,8 @@ import torch
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
+from megaverl.models.lora.adapter_set import Merge, add_product
 from megaverl.models.lora.low_rank import LowRank, factor_weights, low_ranks, with_factors
-from megaverl.models.lora.merge import Merge, add_product
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
@@ -72,7 +72,7 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
 
 
 def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megaverl.models.lora.adapters.CHUNK", 100)
+    monkeypatch.setattr("megaverl.models.lora.adapter_set.CHUNK", 100)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(30, 20, generator=generator).bfloat16()
     a, b = (torch.randn(*size, generator=generator).bfloat16() for size in ((3, 20), (30, 3)))
