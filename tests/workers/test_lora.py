@@ -20,6 +20,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tp2 dp2": {"tp": 2, "dp": 2},
     "tp2 pp2": {"tp": 2, "pp": 2},
     "pp2 vpp2 dp2": {"pp": 2, "vpp": 2, "dp": 2},
+}
+FSDP: dict[str, dict[str, Any]] = {
     "fsdp": {"dp": 4, "fsdp": {}},
     "fsdp in two groups": {"dp": 4, "fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2}},
 }
@@ -58,6 +60,8 @@ def test_same_update_on_every_grid(
     before = load_file(tmp_path / "start" / "adapter_model.safetensors")
     assert all(not torch.equal(before[name], expected[name]) for name in before), "every factor takes part"
     parallel = {**given, "megatron": {"sequence_parallel": True}}
+    if not role:
+        found |= updated(launch, folder, tmp_path, FSDP, **given)
     found |= updated(launch, folder, tmp_path, {"sequence parallel": SHAPES["tp2 pp2"]}, **parallel)
     for grid, (metrics, adapter) in found.items():
         for name, value in expected_metrics.items():
