@@ -37,7 +37,8 @@ def updated(
     launch: Launcher, folder: Path, output: Path, shapes: dict[str, dict[str, Any]], **options: Any
 ) -> dict[str, tuple[dict[str, float], dict[str, torch.Tensor]]]:
     """Grid -> (metrics, adapter) after an update."""
-    size = GridShape(**next(iter(shapes.values()))).world_size
+    first = next(iter(shapes.values()))
+    size = GridShape(**{name: of_grid for name, of_grid in first.items() if name != "fsdp"}).world_size
     metrics = launch.world(size, f"{RANKS}update", folder=folder, shapes=shapes, output=output, **options)[0]
     return {name: (metrics[name], load_file(output / name / "adapter_model.safetensors")) for name in shapes}
 
