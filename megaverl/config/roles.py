@@ -133,8 +133,8 @@ class TrainedConfig(GridConfig):
     lora: LoraConfig | None = None
     """Train adapters only. null: train every weight."""
     freeze: list[str] = []
-    """Weights that are not trained, by patterns of their names in the model's folder, such as visual.*; with engine:
-    fsdp."""
+    """Weights that are not trained, by patterns of their names in the model's folder, a leading model. left out or
+    not, such as visual.*; with engine: fsdp."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What a forward pass keeps for the backward pass. none: everything. selective: not the insides of attention's core
     and of the MLP (experts). full: the layers' inputs only. Fields of `megatron` (recompute_*) go before it."""

@@ -30,7 +30,8 @@ class PromptRecord:
         extra: the row's other columns, for the reward.
         where: file and line, for messages.
         messages: the conversation that the prompt is, whatever the model's chat template makes of it.
-        images: those of the prompt; a token of `token_ids` stands for each part of each of them.
+        images: those of the prompt; a token of `token_ids` stands for each part of each of them. None: of a model that
+            takes none.
     """
 
     index: int
@@ -41,7 +42,7 @@ class PromptRecord:
     extra: dict[str, Any]
     where: str
     messages: list[Message]
-    images: Sequence[SharedItem] = ()
+    images: Sequence[SharedItem] | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class PromptDataset:
             if encoder.is_short(read.prompt, where, read.tools):
                 num_short += 1
                 continue
-            num_cut = encoder.num_cut(read.prompt, where, read.tools, read.images)
+            num_cut = encoder.num_cut(read.prompt, where, read.tools, read.images or ())
             if num_cut is not None:
                 self._kept.append(number)
                 num_truncated += num_cut > 0
@@ -167,7 +168,7 @@ def make_record(read: RowColumns, encoder: PromptEncoder, index: int, where: str
     """A row's prompt, ready; None if its length drops it."""
     if encoder.is_short(read.prompt, where, read.tools):
         return None
-    encoded = encoder.encode(read.prompt, where, read.tools, read.images)
+    encoded = encoder.encode(read.prompt, where, read.tools, read.images or ())
     if encoded is None:
         return None
     text, ids, messages = encoded.text, encoded.token_ids, encoder.messages(read.prompt)

@@ -233,22 +233,22 @@ def _usable(found: Examined, read: RowColumns, encoder: PromptEncoder | None, wh
         if encoder.is_short(read.prompt, where, read.tools):
             found.num_short += 1
             return False
-        encoded = encoder.encode(read.prompt, where, read.tools, read.images)
+        encoded = encoder.encode(read.prompt, where, read.tools, read.images or ())
         if encoded is None:
             found.num_long += 1
             return False
         found.num_long += encoded.num_truncated > 0
         found.lengths.append(len(encoded.token_ids))
         found.example = found.example or encoded.text
-    for image in read.images:  # a run decodes it when its prompt comes
+    for image in read.images or ():  # a run decodes it when its prompt comes
         assert image.tensors
     found.num_usable += 1
-    found.num_images += len(read.images)
+    found.num_images += len(read.images or ())
     if isinstance(read.reference, str):
         found.answer_lengths.append(len(read.reference))
         if not read.reference.strip():
             found.problems.append(DataProblem(where, "warning", "the answer is empty."))
-    text = json.dumps([read.prompt, *(image.key for image in read.images)], sort_keys=True, ensure_ascii=False)
+    text = json.dumps([read.prompt, *(image.key for image in read.images or ())], sort_keys=True, ensure_ascii=False)
     digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     if digest in found.prompts and not repeats:
         found.problems.append(DataProblem(where, "warning", f"the same prompt as {found.prompts[digest]}."))

@@ -277,12 +277,13 @@ class HasImages(Protocol):
     """A `PromptRecord`."""
 
     @property
-    def images(self) -> Sequence[SharedItem]: ...
+    def images(self) -> Sequence[SharedItem] | None: ...
 
 
 def image_column(records: Sequence[HasImages]) -> dict[str, list[list[SharedItem]]]:
-    """The batch column of these prompts' images; none where no prompt has any."""
-    return {COLUMN: [list(each.images) for each in records]} if any(each.images for each in records) else {}
+    """The batch column of these prompts' images; none of a model that takes none."""
+    found = [each.images for each in records if each.images is not None]
+    return {COLUMN: [list(own) for own in found]} if found else {}
 
 
 def images_of_rows(batch: RolloutBatch, prompts: Sequence[int] | None = None) -> list[SharedItem]:

@@ -265,7 +265,7 @@ class RowColumns(NamedTuple):
     reference: Any
     tools: Tools | None
     extra: dict[str, Any]
-    images: Sequence[SharedItem] = ()
+    images: Sequence[SharedItem] | None = None  # of a model that takes none
 
 
 @dataclass(frozen=True)
@@ -297,7 +297,8 @@ class Columns:
         tools = self.default_tools
         if row.get(self.tools):
             tools = check_tools(row[self.tools], f"{where}: {self.tools!r}")
-        own, images = [self.prompt, self.answer, self.tools], list[SharedItem]()
+        own: list[str | None] = [self.prompt, self.answer, self.tools]
+        images: list[SharedItem] | None = None
         if self.images is not None:
             own.append(key := self.images.config.key)
             prompt, images = self.images.of_row(prompt, parts, value_at(row, key), where)

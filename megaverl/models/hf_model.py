@@ -235,7 +235,7 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
     renamed = weights_of_module(model).renamed if patterns else {}
     names = {renamed.get(name, name): parameter for name, parameter in model.named_parameters()}
     for pattern in patterns:
-        found = [name for name in names if fnmatchcase(name, pattern)]
+        found = [name for name in names if any(fnmatchcase(n, pattern) for n in (name, name.removeprefix("model.")))]
         if not found:
             raise ConfigError(
                 f"{role}.freeze: {pattern!r} fits none of the model's weights, such as {', '.join(list(names)[:3])}. "

@@ -79,7 +79,9 @@ def make_tiny_vision_folder(
     ).save_pretrained(folder)
     Qwen2VLImageProcessorPil(min_pixels=pixels[0], max_pixels=pixels[1]).save_pretrained(folder)
     name, vision, sections = FAMILIES[family]
-    rope = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    if family == "qwen3_vl":  # transformers takes it for granted, vLLM reads it
+        rope["mrope_interleaved"] = True
     config = getattr(transformers, f"{name}Config")(
         text_config={**TEXT, "vocab_size": len(ids), "rope_parameters": rope, **text},
         vision_config=VISION | vision,

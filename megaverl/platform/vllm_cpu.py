@@ -196,6 +196,14 @@ def _attend_without_a_wrapper() -> None:
     CpuPlatform.opaque_attention_op = classmethod(lambda cls: False)
 
 
+@_adapts("images without torchvision")
+def _images_without_torchvision() -> None:
+    """vLLM imports modules and a processor of videos that need torchvision, whose CPU build PyPI does not have."""
+    from megaverl.platform import vllm_cpu_images
+
+    vllm_cpu_images.adapt()
+
+
 @_adapts("no ranks of drawn tokens")
 def _leave_ranks_out() -> None:
     """Every drawn token is compared with the whole vocabulary for its rank among log-probs, which nobody reads."""

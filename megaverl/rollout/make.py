@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megaverl.errors import RolloutError
 from megaverl.rollout.engine import Engine, InFlight, OnLoad
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ def make_engine(
     engine: Engine
     if config.engine == "hf":
         from megaverl.rollout.hf_engine import HFEngine
+
+        if images is not None:
+            raise RolloutError(f"rollout.engine=hf answers text alone, and {model_folder} takes images. Use vllm.")
 
         unused = ("seed", "load_weights")  # it has no state of its own, and reads its weights from the folder
         wanted = {name: value for name, value in asked.items() if name not in unused}

@@ -192,13 +192,11 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
         RolloutError: vLLM is not installed, or does not build such a model here.
     """
     try:
-        from megaverl.rollout.vllm_tracing import engine_config, inspect_here
+        from megaverl.rollout.vllm_tracing import engine_config
 
         with tempfile.TemporaryDirectory() as folder:
             shutil.copyfile(described, Path(folder) / "config.json")
             config = engine_config(folder, tp, **options)
-        for architecture in config.model_config.architectures:
-            inspect_here(architecture)
     except ImportError as error:
         raise RolloutError(
             f"{described}: where vLLM keeps such a model's weights is read from its own loader, and vLLM cannot be "

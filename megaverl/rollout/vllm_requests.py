@@ -15,6 +15,7 @@ import torch
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.rollout.engine import Generation, OnFinished
+from megaverl.rollout.vllm_tracing import pixels_are_normalised
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -30,14 +31,11 @@ def prepare_images(architecture: str) -> dict[str, Any]:
     Raises:
         RolloutError: this machine's vLLM computes its images otherwise.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    # newer versions would normalise the pixels, which come normalised
-    found = {"mm_device_do_normalize": False} if hasattr(EngineArgs, "mm_device_do_normalize") else {}
+    found = pixels_are_normalised()
     if not platform.is_cuda:
         from megaverl.platform import vllm_cpu_images
 
-        vllm_cpu_images.adapt(architecture)
+        vllm_cpu_images.check_runs_here(architecture)
         found["skip_mm_profiling"] = True  # nothing is measured on a CPU
     return found
 

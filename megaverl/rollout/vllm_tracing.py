@@ -7,6 +7,7 @@ stood in for by objects that have a size and a rank. Layers that are alike are t
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -80,13 +81,23 @@ def inspect_here(architecture: str) -> None:
         ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
+def pixels_are_normalised() -> dict[str, Any]:
+    """EngineArgs for images whose pixels come as the model takes them: newer versions would normalise them on the
+    device, with numbers that they read from the model's folder."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    return {"mm_device_do_normalize": False} if hasattr(EngineArgs, "mm_device_do_normalize") else {}
+
+
 def engine_config(folder: str | Path, tp: int, **arguments: Any) -> VllmConfig:
     """What vLLM makes of a model folder's config.json and of its EngineArgs, for so many tensor-parallel ranks."""
     platform.adapt_vllm()
     from vllm.engine.arg_utils import EngineArgs
 
-    given: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True} | arguments
-    config = EngineArgs(str(folder), **given).create_engine_config()
+    for architecture in json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get("architectures", ()):
+        inspect_here(architecture)
+    given: dict[str, Any] = {"skip_tokenizer_init": True, "load_format": "dummy", "enforce_eager": True}
+    config = EngineArgs(str(folder), **given | pixels_are_normalised() | arguments).create_engine_config()
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = tp  # which need not be here
     return config
 

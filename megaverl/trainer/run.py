@@ -148,7 +148,7 @@ def _generate(config: Config, console: Console, job: Job | None, options: dict[s
         dataset = builder.dataset([str(options["prompts"])], needs_answer=False)
         records = [dataset[i] for i in range(len(dataset))]
         texts, encoded = [record.text for record in records], [record.token_ids for record in records]
-        images = [record.images for record in records]
+        images = [record.images or () for record in records]
     for prompt in options.get("prompt") or []:
         one = encoder.encode(prompt, "--prompt")
         if one is not None:

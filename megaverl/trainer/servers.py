@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megaverl.distributed.collectives import together
 from megaverl.distributed.worlds import default_group
+from megaverl.errors import ConfigError
 from megaverl.rollout.server_engine import ServerEngine
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.rollout import Rollout
@@ -33,6 +34,10 @@ def server_rollout(
     """
     config, world = builder.config, default_group()
     servers = config.rollout.servers
+    if builder.images is not None:
+        raise ConfigError(
+            f"rollout.engine=server: servers are sent tokens alone, and {config.model.path} takes images. Use vllm."
+        )
     engine: ServerEngine | None = None
     if group is None or actor is None:
         with together(world):

@@ -111,7 +111,7 @@ def held_responses(
     token_ids, images = [prompt.token_ids for prompt in prompts], images_of(prompts)
     numbers: dict[Any, int] = {}
     same = [
-        numbers.setdefault((*prompt.token_ids, *(image.key for image in prompt.images)), len(numbers))
+        numbers.setdefault((*prompt.token_ids, *(image.key for image in prompt.images or ())), len(numbers))
         for prompt in prompts
     ]
 
@@ -177,7 +177,7 @@ def rollout_batch(
 
 def images_of(prompts: Sequence[PromptRecord]) -> Images | None:
     """Those of each prompt; None where no prompt has any."""
-    return [prompt.images for prompt in prompts] if any(prompt.images for prompt in prompts) else None
+    return [prompt.images or () for prompt in prompts] if any(prompt.images for prompt in prompts) else None
 
 
 def episode_batch(prompts: Sequence[PromptRecord], views: Sequence[View], group_ids: Sequence[int]) -> RolloutBatch:

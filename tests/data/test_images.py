@@ -223,3 +223,6 @@ def test_a_group_shares_its_images_wherever_its_rows_go(read: Read, tmp_path: Pa
     for found in (load(tmp_path / "batch.safetensors"), from_json(to_json(batch)), RolloutBatch.concat([batch[:2]])):
         kept = found.columns[COLUMN][1][0].tensors
         assert all(torch.equal(kept[name], tensor) for name, tensor in b.images[0].tensors.items())
+    # samples that are sent one by one join, whether theirs is a prompt with images or not
+    joined = RolloutBatch.concat([batch_of([a]), batch_of([c])])
+    assert joined.columns[COLUMN] == [a.images, []] and prompt_numbers(joined) == [0, 1]

@@ -24,6 +24,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "no sgl kernels",
         "norms in one kernel",
         "attention without a wrapper",
+        "images without torchvision",
         "no ranks of drawn tokens",
         "shared memory by job",
     ]

@@ -18,7 +18,12 @@ from megaverl.errors import RolloutError
 from megaverl.rollout import make_engine
 from megaverl.rollout.engine import Generation, SamplingOptions
 
-SCALED = "visual.merger.mlp.2.weight"
+# The last weight of the tower, as vLLM calls it.
+SCALED = {
+    "qwen2_vl": "visual.merger.mlp.2.weight",
+    "qwen2_5_vl": "visual.merger.mlp.2.weight",
+    "qwen3_vl": "visual.merger.linear_fc2.weight",
+}
 
 
 def written(folder: str, images: list[Image.Image]) -> list[tuple[list[int], list[SharedItem]]]:
@@ -93,8 +98,9 @@ def answers(folder: str, tp: int) -> dict[str, Any]:
         for theirs, ours in zip(own["mm_kwargs"]["image"], images[2], strict=True)
     ]
     with torch.no_grad():
-        engine.named_parameters()[SCALED].mul_(3.0)
-        model.get_parameter(f"model.{SCALED}").mul_(3.0)
+        scaled = SCALED[model.config.model_type]
+        engine.named_parameters()[scaled].mul_(3.0)
+        model.get_parameter(f"model.{scaled}").mul_(3.0)
     engine.reset_prefix_cache()
     after = engine.generate(tokens, sampling, seeds, images=images)
     refused: list[str] = []

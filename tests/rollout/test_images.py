@@ -12,9 +12,10 @@ from megaverl.rollout.vllm_requests import image_places, prepare_images
 from tests.launcher import Launcher
 
 
-def test_the_engine_sees_what_transformers_sees(launch: Launcher, tmp_path: Path) -> None:
-    folder = make_tiny_vision_folder(tmp_path / "model", "qwen2_vl")
-    for found in launch.world(2, "tests.rollout.image_ranks:answers", folder=str(folder), tp=2):
+@pytest.mark.parametrize(("family", "tp"), [("qwen2_vl", 2), ("qwen3_vl", 1)])
+def test_the_engine_sees_what_transformers_sees(launch: Launcher, tmp_path: Path, family: str, tp: int) -> None:
+    folder = make_tiny_vision_folder(tmp_path / "model", family)
+    for found in launch.world(tp, "tests.rollout.image_ranks:answers", folder=str(folder), tp=tp):
         assert found["error"] < 2e-5
         assert found["after"] < 2e-5, "what was made of images with the old weights is forgotten"
         assert found["changed"] == [True, True, True, False]
