@@ -22,6 +22,7 @@ def read_version() -> str:
 MEGATRON_CORE = "megatron-core>=0.16,<0.20"  # 0.17 and later need Python 3.12
 
 INSTALL_REQUIRES = [
+    "httpx>=0.27",
     "huggingface-hub>=1.0",
     "isal>=1.7",
     "jinja2>=3.1",

@@ -60,7 +60,8 @@ def keep_groups(
     first silent groups make up what is missing (their advantages are 0), so that the batch keeps its size.
 
     Args:
-        scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping.
+        scores: `[batch]` float or bool, such as `Scores.correct` or the rewards before shaping. NaN: not known; the
+            others of its group decide.
         group_ids: `[batch]` int64, equal for the responses to one prompt.
         prompt_ids: `[batch]` int64, where a prompt has several groups, as each of several agents has one of every
             episode: they stand and fall together, and one that differs is enough. None: each group is a prompt.
@@ -68,9 +69,10 @@ def keep_groups(
     """
     if not len(scores):
         return KeptSamples(torch.zeros(0, dtype=torch.int64), wanted, 0)
-    differs = group_stats(scores.double(), group_ids).std > 0
+    known = ~scores.isnan()
+    differs = group_stats(scores[known].double(), group_ids[known]).std > 0
     units = group_ids if prompt_ids is None else prompt_ids
-    telling = _in_order(units[differs])
+    telling = _in_order(units[known][differs])
     silent = [unit for unit in _in_order(units) if unit not in set(telling)]
     chosen = telling[:wanted]
     missing = wanted - len(chosen)

@@ -135,8 +135,14 @@ def _rewards(config: Config, check_paths: bool) -> Iterator[ConfigIssue]:
             yield ConfigIssue(
                 f"{key}.name", f"is {entry.label!r}, and so is reward.{first}'s. Give each a name of its own."
             )
+        earlier = [label for label, other in zip(labels[:index], config.reward, strict=False) if other.path is None]
+        if entry.only_if is not None and entry.path is None and entry.only_if not in earlier:
+            there = f"before it stand {listed(earlier)}" if earlier else "no rule or function stands before it"
+            yield ConfigIssue(f"{key}.only_if", f"found {found(entry.only_if)}; {there}.")
+        if entry.clip is not None and not (len(entry.clip) == 2 and entry.clip[0] < entry.clip[1]):
+            yield ConfigIssue(f"{key}.clip", f"found {found(entry.clip)}; expected the least and the most: [0, 1].")
         if entry.path is not None:
-            for other in entry.changed("function", "batched", "accuracy", "options"):
+            for other in entry.changed("function", "batched", "accuracy", "options", "only_if", "shape", "clip"):
                 yield ConfigIssue(f"{key}.{other}", f"is set, and so is {key}.path; a model has none. Leave it out.")
         elif entry.engine != "megatron":
             yield ConfigIssue(f"{key}.engine", "is set, and there is no path. It is of a reward model: leave it out.")

@@ -184,8 +184,15 @@ class RewardConfig(Section):
     """The function takes and returns lists."""
     accuracy: bool = False
     """A response is correct where this one gives 1 or more. None marked: the first."""
+    only_if: Text | None = None
+    """Name of a reward before this one: where that gives less than 1, this one is not asked, and is 0."""
+    shape: Function | None = None
+    """Your own, module:function, called with this one's number; what it returns takes its place."""
+    clip: list[float] | None = None
+    """The least and the most that it can be, after shape and before weight: [0, 1]."""
     options: Passthrough = {}
-    """Keyword arguments of the reward."""
+    """Keyword arguments of the reward. An entry may also be written as {NAME: options}, with weight and the like
+    beside it: {judge: {url: ..., model: ...}, weight: 0.5}."""
 
     @property
     def label(self) -> str:
@@ -196,7 +203,18 @@ class RewardConfig(Section):
 def rewards_as_list(value: Any) -> Any:
     """One reward may stand alone; as a mapping, or as text."""
     entries = value if isinstance(value, list) else [value]
-    return [named_reward(entry) if isinstance(entry, str) else entry for entry in entries]
+    return [named_reward(entry) if isinstance(entry, str) else _with_name(entry) for entry in entries]
+
+
+def _with_name(entry: Any) -> Any:
+    """{NAME: {options}, ...} as {name: NAME, options: {...}, ...}."""
+    if not isinstance(entry, dict) or entry.keys() & {"name", "function", "path", "options"}:
+        return entry
+    named = [key for key, value in entry.items() if key not in RewardConfig.model_fields and isinstance(value, dict)]
+    if len(named) != 1:
+        return entry
+    others = {key: value for key, value in entry.items() if key != named[0]}
+    return {"name": named[0], "options": entry[named[0]], **others}
 
 
 def named_reward(name: str) -> dict[str, str]:

@@ -198,17 +198,20 @@ def responses_of(
 
 
 def best_and_worst(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
-    """Rows [best, worst, best, worst, ...] of the groups whose scores `[batch]` differ; of equal ones the first."""
+    """Rows [best, worst, best, worst, ...] of the groups whose scores `[batch]` differ; of equal ones the first.
+
+    A score that is NaN is not known: its row is neither.
+    """
     rows: list[int] = []
     for group in group_ids.unique():
-        members = (group_ids == group).nonzero()[:, 0]
+        members = ((group_ids == group) & ~scores.isnan()).nonzero()[:, 0]
         found = scores[members]
-        if bool(found.max() > found.min()):
+        if len(found) and bool(found.max() > found.min()):
             rows += [int(members[found.argmax()]), int(members[found.argmin()])]
     return rows
 
 
 def best_of_each(scores: torch.Tensor, group_ids: torch.Tensor) -> list[int]:
-    """The row of the best response of every group; of equal ones the first."""
-    groups = [(group_ids == group).nonzero()[:, 0] for group in group_ids.unique()]
-    return [int(members[scores[members].argmax()]) for members in groups]
+    """The row of the best response of every group that has a known one (not NaN); of equal ones the first."""
+    groups = [((group_ids == group) & ~scores.isnan()).nonzero()[:, 0] for group in group_ids.unique()]
+    return [int(members[scores[members].argmax()]) for members in groups if len(members)]

@@ -29,12 +29,14 @@ class RewardFunction:
     Attributes:
         check: called with the options when the reward is built; raises ValueError for one that cannot be
             used.
+        may_fail: NaN says that a sample could not be scored; it is then left out.
     """
 
     name: str
     function: Callable[..., Any]
     batched: bool = False
     check: Callable[..., None] | None = None
+    may_fail: bool = False
 
     @functools.cached_property
     def takes_samples(self) -> bool:
@@ -80,7 +82,11 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def register_reward(
-    name: str | Callable[..., Any] | None = None, *, batched: bool = False, check: Callable[..., None] | None = None
+    name: str | Callable[..., Any] | None = None,
+    *,
+    batched: bool = False,
+    check: Callable[..., None] | None = None,
+    may_fail: bool = False,
 ) -> Any:
     """Decorator: makes a function known to configurations as `name`, or under its own name; see `RewardFunction`.
 
@@ -92,7 +98,7 @@ def register_reward(
         known = name if isinstance(name, str) else function.__name__
         if known in _REGISTERED and _place_of(_REGISTERED[known].function) != _place_of(function):
             raise RewardError(f"a reward named {known!r} is registered already; choose another name.")
-        _REGISTERED[known] = RewardFunction(known, function, batched, check)
+        _REGISTERED[known] = RewardFunction(known, function, batched, check, may_fail)
         return function
 
     return register(name) if callable(name) else register
@@ -139,4 +145,5 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def _load_built_in() -> None:
-    importlib.import_module("megaverl.rewards.rules")
+    for name in ("rules", "code_tests", "judge"):
+        importlib.import_module(f"megaverl.rewards.{name}")

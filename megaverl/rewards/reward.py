@@ -15,21 +15,41 @@ from megaverl.rewards.binding import Binding
 from megaverl.rewards.registry import RewardFunction, find_reward, load_modules
 from megaverl.rewards.sample import RewardOutput, RewardSample
 
-SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy")
+SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy", "only_if", "shape", "clip")
 
 
 @dataclass(frozen=True)
 class Component:
-    """One term of the sum."""
+    """One term of the sum.
+
+    Attributes:
+        only_if: another component, before this one: where that is less than 1, this one is not asked, and is 0.
+        shape: what becomes of the function's number. clip: the least and the most that it can be then.
+    """
 
     name: str
     function: RewardFunction
     weight: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     accuracy: bool = False
+    only_if: str | None = None
+    shape: Callable[[float], Any] | None = None
+    clip: tuple[float, float] | None = None
+
+    def shaped(self, samples: Sequence[RewardSample], gate: Sequence[float] | None = None) -> list[float]:
+        """`score`, shaped and clipped; of those samples alone whose `gate` is at least 1 (NaN where that is NaN)."""
+        rows = [row for row in range(len(samples)) if gate is None or gate[row] >= 1.0]
+        found = [math.nan if gate is not None and math.isnan(gate[row]) else 0.0 for row in range(len(samples))]
+        for row, value in zip(rows, self.score([samples[row] for row in rows]) if rows else (), strict=True):
+            if self.shape is not None and not math.isnan(value):
+                value = self._number(self.shape(value), f"what shape makes of {value}")
+            if self.clip is not None and not math.isnan(value):
+                value = min(max(value, self.clip[0]), self.clip[1])
+            found[row] = value
+        return found
 
     def score(self, samples: Sequence[RewardSample]) -> list[float]:
-        """One finite number for every sample.
+        """One finite number for every sample; NaN of a function that may fail.
 
         Raises:
             RewardError: the function raises, or returns something else; names the sample.
@@ -99,7 +119,7 @@ class Component:
             raise RewardError(
                 f"reward {self.name!r} returned {_shown(value)} for {where}; it must return one number.{missing}"
             )
-        if not math.isfinite(value):
+        if not math.isfinite(value) and not (self.function.may_fail and math.isnan(value)):
             raise RewardError(
                 f"reward {self.name!r} returned {float(value)} for {where}; it must be finite. Return a "
                 "number, such as 0, where the response cannot be scored."
@@ -124,18 +144,28 @@ class Reward:
         if not components and not may_be_empty:
             raise RewardError("no reward is configured. Add one, for example reward: [{name: exact_match}].")
         self.components = list(components)
+        names = [component.name for component in components]
+        for place, component in enumerate(components):
+            if component.only_if is not None and component.only_if not in names[:place]:
+                raise RewardError(
+                    f"reward {component.name!r}: only_if names {component.only_if!r}, and no reward of that name "
+                    f"stands before it; there are: {', '.join(names[:place]) or 'none'}."
+                )
         marked = [component.name for component in components if component.accuracy]
         if len(marked) > 1:
             raise RewardError(f"accuracy: true stands at {', '.join(marked)}; only one reward can decide accuracy.")
         self.accuracy_component: str | None = marked[0] if marked else components[0].name if components else None
 
     def score(self, samples: Sequence[RewardSample]) -> RewardOutput:
-        """Totals, components and correctness of `samples`, in their order.
+        """Totals, components and correctness of `samples`, in their order; NaN where one could not be scored.
 
         Raises:
             RewardError: a function raises, or returns anything but one finite number for each sample.
         """
-        scores = {component.name: component.score(samples) for component in self.components}
+        scores: dict[str, list[float]] = {}
+        for component in self.components:
+            gate = None if component.only_if is None else scores[component.only_if]
+            scores[component.name] = component.shaped(samples, gate)
         total = [
             math.fsum(component.weight * scores[component.name][number] for component in self.components)
             for number in range(len(samples))
@@ -152,7 +182,8 @@ def build_reward(specs: Any, *, may_be_empty: bool = False, modules: Sequence[st
         specs: one entry or a list of entries; an entry is a built-in reward's name, or a mapping or object
             with `name` (a built-in reward, or a label beside `function`), `function` (`module:function` or
             `path/to/file.py:function`), `weight` (1), `options` (keyword arguments), `batched` (whether
-            `function` takes lists), `accuracy` (whether this one decides what counts as correct). Further
+            `function` takes lists), `accuracy` (whether this one decides what counts as correct), and `only_if`,
+            `shape` (a function, named as `function`) and `clip`, see `Component`. Further
             keys of a mapping are options too; `batched` and `accuracy` may also stand among the options.
         may_be_empty: see `Reward`.
         modules: of the user's own, imported first, so that what they register is known by name.
@@ -203,16 +234,20 @@ def _build_component(entry: Mapping[str, Any]) -> Component:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise RewardError(f"reward {label!r}: weight is {weight!r}; it must be a finite number.")
     function.check_options(options)
-    return Component(label, function, float(weight), options, accuracy)
+    shape = _own_function(entry["shape"], "reward.shape") if entry.get("shape") else None
+    clip = tuple(float(value) for value in entry["clip"]) if entry.get("clip") else None
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise RewardError(f"reward {label!r}: clip is {list(clip)}; it is the least and the most that it can be.")
+    return Component(label, function, float(weight), options, accuracy, entry.get("only_if"), shape, clip)
 
 
-def _own_function(target: str) -> Callable[..., Any]:
+def _own_function(target: str, key: str = "reward.function") -> Callable[..., Any]:
     try:
-        function: Callable[..., Any] = load_object(target, "reward.function")
+        function: Callable[..., Any] = load_object(target, key)
     except ConfigError as error:
         raise RewardError(str(error)) from error
     if not callable(function):
-        raise RewardError(f"reward.function: {target} is {type(function).__name__}; expected a function.")
+        raise RewardError(f"{key}: {target} is {type(function).__name__}; expected a function.")
     return function
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +37,8 @@ class RewardOutput:
     """Rewards of a list of samples, in its order.
 
     Attributes:
-        total: the weighted sums of the components: what is trained on.
+        total: the weighted sums of the components: what is trained on. NaN: the sample could not be scored, as where a
+            judge gave no answer; it is left out.
         components: each component by name, not weighted.
         correct: what accuracy and pass@k count: the component that the configuration names with `accuracy:
             true`, else the first one, is 1 or more.
@@ -47,20 +49,23 @@ class RewardOutput:
     correct: list[bool]
 
     def metrics(self, prefix: str = "reward") -> dict[str, float]:
-        """Mean, spread and extremes of the total, each component's mean, accuracy; empty for no samples."""
-        if not self.total:
+        """Mean, spread and extremes of the total, each component's mean, accuracy, of the samples that are scored."""
+        scored = [value for value in self.total if not math.isnan(value)]
+        if not scored:
             return {}
-        mean = _mean(self.total)
+        mean = _mean(scored)
+        right = [float(value) for value, total in zip(self.correct, self.total, strict=True) if not math.isnan(total)]
         values = {
             f"{prefix}/mean": mean,
-            f"{prefix}/std": _mean([(value - mean) ** 2 for value in self.total]) ** 0.5,
-            f"{prefix}/min": min(self.total),
-            f"{prefix}/max": max(self.total),
-            f"{prefix}/accuracy": _mean([float(value) for value in self.correct]),
+            f"{prefix}/std": _mean([(value - mean) ** 2 for value in scored]) ** 0.5,
+            f"{prefix}/min": min(scored),
+            f"{prefix}/max": max(scored),
+            f"{prefix}/accuracy": _mean(right),
         }
         values.update({f"{prefix}/{name}_mean": _mean(scores) for name, scores in self.components.items()})
         return values
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan

@@ -90,7 +90,7 @@ class AgentsStep(RLStep):
         engines.current = None
         if number == count - 1:
             engines.weight_version += 1
-        own.metrics["reward/mean"] = float(scores.total[rows].mean())
+        own.metrics["reward/mean"] = float(scores.total[rows].nanmean())
         for name, value in own.metrics.items():
             self.metrics[f"{agent}/{name}"] = value
             if not name.startswith("reward/"):  # what a person watches: the mean over the agents

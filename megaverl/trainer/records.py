@@ -156,7 +156,7 @@ def sample_records(batch: RolloutBatch, scores: Scores, reward: RewardRole, coun
             "prompt": batch.columns["prompt"][i],
             "response": reward.transcript(batch, i),
             "reference": batch.columns["reference"][i],
-            "reward": round(float(scores.total[i]), 6),
+            "reward": round(float(scores.total[i]), 6) if bool(scores.scored[i]) else None,
             "finish_reason": batch.columns["finish_reason"][i],
         }
         for i in range(min(count, len(batch)))

@@ -307,7 +307,7 @@ class RLStep:
     def greedy_rewards(self, greedy: RolloutBatch) -> torch.Tensor:
         """[groups]: the reward of each."""
         scores = self.roles.reward.score(greedy)
-        self.metrics["reward/greedy_mean"] = float(scores.total.mean())
+        self.metrics["reward/greedy_mean"] = float(scores.total.nanmean())
         return scores.total
 
     def score_norms(self, rollouts: RolloutBatch) -> torch.Tensor:
@@ -317,6 +317,9 @@ class RLStep:
     def implicit_rewards(self, rollouts: RolloutBatch, scores: Scores, ref_log_probs: torch.Tensor) -> torch.Tensor:
         """[B, R]: PRIME's rewards of tokens, from a model that has just learned the outcomes of these responses."""
         assert self.roles.implicit is not None
+        if not bool(scores.scored.all()):
+            known = of_held(rollouts, scores.scored).unsqueeze(1)
+            rollouts = rollouts.with_(response_mask=rollouts.response_mask & known)
         self._record("reward_model", self.roles.implicit.update(rollouts, ref_log_probs, scores.correct))
         rewards = self.roles.implicit.rewards(rollouts, ref_log_probs)
         self.metrics["reward/implicit_mean"] = masked_mean(rewards, rollouts.response_mask)
@@ -339,8 +342,12 @@ class RLStep:
             keep = kept_by(self.config.algorithm.rollout_filter, rollouts, scores)
             rollouts = rollouts.with_(response_mask=rollouts.response_mask & keep.unsqueeze(1))
             self.metrics["rollout/filtered_fraction"] = 1.0 - float(keep.float().mean())
-        check_finite("rewards", scores.total)
-        tensors = {"rewards": of_held(rollouts, scores.total)}
+        check_finite("rewards", scores.total[scores.scored])
+        rewards = of_held(rollouts, scores.total)
+        greedy = None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts)
+        if greedy is not None:
+            rewards = rewards.where(~greedy.isnan(), torch.nan)  # no baseline, no advantage
+        tensors = {"rewards": rewards}
         given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
         given |= {"values": values, "last_values": last_values}
         if last_values is not None and self.config.algorithm.bootstrap_truncated:
@@ -348,7 +355,7 @@ class RLStep:
         tensors |= {name: tensor for name, tensor in given.items() if tensor is not None}
         weights = self.roles.reward.weights(scores)
         extra = {
-            "greedy_rewards": None if greedy_rewards is None else of_each_sample(greedy_rewards, rollouts),
+            "greedy_rewards": greedy,
             "score_norms": score_norms,
             "implicit_rewards": implicit_rewards,
             "component_rewards": of_held(rollouts, torch.stack(list(scores.components.values()), dim=1)),

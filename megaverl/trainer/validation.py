@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from megaverl.algorithms import mean_pass_at_k
 from megaverl.config import Config
 from megaverl.data.batch import RolloutBatch
@@ -132,10 +134,13 @@ def evaluate(
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
     batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
     scores, group_ids = (score or reward.score)(batch), of_all(batch, batch.group_ids)
+    scored = scores.scored.nonzero()[:, 0]
+    known = scores.select(scored.tolist())
+    whole = ~torch.isin(group_ids, group_ids[~scores.scored])  # pass@k needs all of a prompt's samples
     metrics = {
-        "reward": float(scores.total.mean()),
-        "accuracy": float(scores.correct.float().mean()),
-        **{f"pass@{k}": mean_pass_at_k(scores.correct, group_ids, k) for k in config.trainer.pass_at},
+        "reward": float(known.total.mean()),
+        "accuracy": float(known.correct.float().mean()),
+        **{f"pass@{k}": mean_pass_at_k(scores.correct[whole], group_ids[whole], k) for k in config.trainer.pass_at},
         "response_length": float(of_all(batch, batch.response_mask.sum(dim=1)).float().mean()),
     }
     return Evaluation(

@@ -45,8 +45,12 @@ class AdvantageComputer:
     ) -> tuple[RolloutBatch, dict[str, float]]:
         """`assign`, for every agent by itself where there are several; metrics are means over the agents.
 
-        Of a batch that ranks have parts of, each rank computes the groups that it speaks for.
+        Of a batch that ranks have parts of, each rank computes the groups that it speaks for. A sample whose reward is
+        NaN could not be scored: it is in no group, no mean and no deviation, and loses its `response_mask`.
         """
+        scored = ~batch.rewards.isnan()
+        if not bool(scored.all()):
+            batch = batch.with_(response_mask=batch.response_mask & scored.unsqueeze(1))
         if batch.held is not None:
             return self._assign_held(batch, batch.held, kl_coef=kl_coef, extra=extra)
         if "agent_ids" not in batch:
@@ -91,6 +95,8 @@ class AdvantageComputer:
 
         Returns: the batch, and the metrics `kl` (with a reference) and `advantage_mean`.
         """
+        if bool((unscored := batch.rewards.isnan()).any()):
+            return self._assign_scored(batch, ~unscored, kl_coef=kl_coef, extra=extra or {}, all_reduce=all_reduce)
         mask, metrics = batch.response_mask, {}
         penalty = None
         if "ref_log_probs" in batch:
@@ -115,3 +121,24 @@ class AdvantageComputer:
         found = whiten(result.advantages, mask, all_reduce=all_reduce) if whitened else result.advantages
         batch = batch.with_(advantages=found)
         return (batch if result.returns is None else batch.with_(returns=result.returns)), metrics
+
+    def _assign_scored(
+        self,
+        batch: RolloutBatch,
+        scored: torch.Tensor,
+        *,
+        kl_coef: float,
+        extra: Mapping[str, torch.Tensor | None],
+        all_reduce: AllReduce,
+    ) -> tuple[RolloutBatch, dict[str, float]]:
+        """`assign` as if the batch had only the samples that are scored; the others get zeros."""
+        rows = scored.nonzero()[:, 0]
+        own = {k: v[rows] if v is not None and k not in OF_REWARDS else v for k, v in extra.items()}
+        part, metrics = self.assign(batch.select(rows), kl_coef=kl_coef, extra=own, all_reduce=all_reduce)
+        found = {}
+        for name in ("rewards", "advantages", "returns", "token_rewards"):
+            if name in part:
+                values = part.tensors[name]
+                found[name] = values.new_zeros((len(batch), *values.shape[1:]))
+                found[name][rows] = values
+        return batch.with_(**found), metrics

@@ -287,13 +287,16 @@ def places_of_groups(rollouts: RolloutBatch) -> tuple[list[int], int]:
 
 
 def score_metrics(scores: Scores, seconds: float) -> Metrics:
-    """What is worth knowing of rewards that took so long to compute."""
+    """What is worth knowing of rewards that took so long to compute: of the samples that are scored."""
+    scored = scores.scored
+    known = scores if bool(scored.all()) else scores.select(scored.nonzero()[:, 0].tolist())
     return {
         "reward/latency_ms": seconds * 1e3,
-        "reward/mean": float(scores.total.mean()),
-        "reward/std": float(scores.total.std(unbiased=False)),
-        "reward/max": float(scores.total.max()),
-        "reward/min": float(scores.total.min()),
-        "reward/accuracy": float(scores.correct.float().mean()),
-        **{f"reward/{name}": float(values.mean()) for name, values in scores.components.items()},
+        "reward/mean": float(known.total.mean()),
+        "reward/std": float(known.total.std(unbiased=False)),
+        "reward/max": float(known.total.max()),
+        "reward/min": float(known.total.min()),
+        "reward/accuracy": float(known.correct.float().mean()),
+        **{f"reward/{name}": float(values.nanmean()) for name, values in scores.components.items()},
+        **({} if known is scores else {"reward/unscored_fraction": 1.0 - float(scored.float().mean())}),
     }

@@ -21,20 +21,27 @@ from megaverl.errors import DataError, ModelError, RewardError
 from megaverl.platform import flash_attention, platform
 from megaverl.plugins import call_object
 from megaverl.rewards import Reward, RewardSample
+from megaverl.rewards.service import Service
 from megaverl.workers.remote import RemoteWorker
 
 
 @dataclass(frozen=True)
 class Scores:
-    """total: [B] float32, the weighted sum. components: each reward's own [B], by name. correct: [B] bool."""
+    """total: [B] float32, the weighted sum; NaN: the sample could not be scored, and is left out of what is learned
+    and measured. components: each reward's own [B], by name. correct: [B] bool."""
 
     total: torch.Tensor
     components: dict[str, torch.Tensor]
     correct: torch.Tensor
 
+    @property
+    def scored(self) -> torch.Tensor:
+        """[B] bool: which could be."""
+        return ~self.total.isnan()
+
     def metric(self, name: str) -> torch.Tensor:
-        """[B]: `accuracy`, `reward` (the total), or a reward by its name."""
-        own = {"accuracy": self.correct.float(), "reward": self.total}
+        """[B]: `accuracy`, `reward` (the total), or a reward by its name; NaN where that is not known."""
+        own = {"accuracy": self.correct.float().where(self.scored, torch.nan), "reward": self.total}
         return own[name] if name in own else self.components[name]
 
     def select(self, rows: Sequence[int]) -> Scores:
@@ -148,7 +155,19 @@ class RewardRole:
             total = total + components[ENVIRONMENT]
             if self.reward.accuracy_component is None and not self.learned:
                 correct = components[ENVIRONMENT] > 0
+        if len(total) and bool(total.isnan().all()):
+            lost = [name for name, values in components.items() if bool(values.isnan().all())]
+            raise RewardError(
+                f"none of {len(total)} responses could be scored: {', '.join(lost) or 'all rewards'} gave nothing. "
+                f"{self._why()}See that the service is there; the run goes on from its last checkpoint."
+            )
         return Scores(total, components, correct)
+
+    @staticmethod
+    def _why() -> str:
+        """What services said last, to this rank."""
+        said = [service.last_failure for service in Service.known() if service.last_failure]
+        return f"The last failure: {said[-1]}. " if said else ""
 
     def rows(self, outline: SequenceLengths) -> list[set[int]]:
         """The samples that each rank of the role reads, those of its models among them."""

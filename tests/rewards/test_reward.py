@@ -342,3 +342,56 @@ def test_a_module_registers_its_rewards(tmp_path: Path, monkeypatch: pytest.Monk
     build_reward("accuracy_reward", modules=["some_rewards", str(path)])
     with pytest.raises(ConfigError, match="reward_modules: .*nowhere.py is not there"):
         build_reward("accuracy_reward", modules=["nowhere.py"])
+
+
+def test_gated_shaped_and_clipped(tmp_path: Path) -> None:
+    path = tmp_path / "shapes.py"
+    path.write_text(
+        "seen = []\ndef size(response): seen.append(response); return len(response)\ndef square(x): return x * x"
+    )
+    reward = build_reward(
+        [
+            {"name": "finished", "weight": 0.0},
+            {
+                "function": f"{path}:size",
+                "only_if": "finished",
+                "shape": f"{path}:square",
+                "clip": [2, 3],
+                "weight": 2.0,
+            },
+        ]
+    )
+    output = reward.score(SAMPLES)
+    assert output.components["size"] == [2.0, 0.0, 3.0], "1 and 4, clipped; the second was cut off"
+    assert output.total == [4.0, 0.0, 6.0]
+    assert sys.modules[reward.components[1].function.function.__module__].seen == ["2", "6 "], "it was not asked"
+
+
+def test_what_cannot_be_scored_is_nan_in_all_that_depends_on_it() -> None:
+    """Only of a reward that may fail; a gate that is not known makes what it guards unknown too."""
+    lost = registry_module.RewardFunction(
+        "lost", lambda sample: math.nan if sample.num_tokens == 9 else 1.0, may_fail=True
+    )
+    other = registry_module.RewardFunction("other", lambda sample: 1.0)
+    from megaverl.rewards import Component, Reward
+
+    reward = Reward([Component("lost", lost, clip=(0.0, 1.0)), Component("other", other, only_if="lost")])
+    output = reward.score(SAMPLES)
+    assert [math.isnan(value) for value in output.total] == [False, True, False]
+    assert math.isnan(output.components["other"][1])
+    assert output.correct == [True, False, True]
+    metrics = output.metrics()
+    assert (metrics["reward/mean"], metrics["reward/accuracy"], metrics["reward/lost_mean"]) == (2.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ([{"name": "finished", "only_if": "exact_match"}, "exact_match"], "no reward of that name stands before it"),
+        ([{"name": "finished", "clip": [1, 0]}], "clip is"),
+        ([{"name": "finished", "shape": "no_such_module:f"}], "reward.shape"),
+    ],
+)
+def test_a_combination_that_cannot_be_is_refused(entries: Any, said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        build_reward(entries)

@@ -168,3 +168,28 @@ def test_weights_of_rewards_are_nobodys_rows() -> None:
         own = {"component_rewards": rewards[rows], "component_weights": weights}
         alone, _ = credit.assign(given.select(rows), kl_coef=0.0, extra=own)
         torch.testing.assert_close(found.advantages[rows], alone.advantages)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_sample_that_could_not_be_scored_is_as_if_it_were_not_there(name: str) -> None:
+    """Its group's mean and deviation, and the batch's, are those of the others: the same as without it."""
+    rewards = torch.tensor([1.0, 0.0, torch.nan, 3.0, 0.5, torch.nan, 2.0, 2.5])
+    mask = torch.ones(8, 3, dtype=torch.bool)
+    batch = RolloutBatch(
+        {
+            "input_ids": torch.zeros(8, 2, dtype=torch.int64),
+            "prompt_lengths": torch.full((8,), 2),
+            "generated_ids": torch.zeros(8, 3, dtype=torch.int64),
+            "rewards": rewards,
+            "response_mask": mask,
+            "group_ids": torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]),
+            "rollout_log_probs": torch.zeros(8, 3),
+        }
+    )
+    computer = AdvantageComputer(AlgorithmConfig(name="grpo", advantage=name))
+    found, metrics = computer.assign_each(batch, kl_coef=0.0, extra={})
+    kept = [0, 1, 3, 4, 6, 7]
+    alone, expected = computer.assign_each(batch.select(kept), kl_coef=0.0, extra={})
+    assert torch.equal(found.advantages[kept], alone.advantages) and metrics == expected
+    assert not found.advantages[[2, 5]].any() and not found.response_mask[[2, 5]].any()
+    assert found.response_mask[kept].all() and found.rewards.isfinite().all()

@@ -176,7 +176,8 @@ def shown_samples(run: RunRecord) -> list[StepSamples]:
     for split in sorted({split for split, _ in held}):
         steps = sorted(step for other, step in held if other == split)
         chosen += [(split, steps[place]) for place in _spread(len(steps), STEPS)]
-    rewards = [float(record.get("reward", 0.0)) for key in chosen for record in held[key][:PER_STEP]]
+    records = [record for key in chosen for record in held[key][:PER_STEP]]
+    rewards = [reward for record in records if not math.isnan(reward := _reward(record))]
     low, high = min(rewards, default=0.0), max(rewards, default=0.0)
     found = []
     for split, step in chosen:
@@ -193,8 +194,8 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _sample(record: dict[str, Any], low: float, high: float) -> Sample:
-    reward = float(record.get("reward", 0.0))
-    level = round(4 * (reward - low) / (high - low)) if high > low else 2
+    reward = _reward(record)
+    level = round(4 * (reward - low) / (high - low)) if high > low and not math.isnan(reward) else 2
     reference = record.get("reference")
     return Sample(
         _cut(record.get("prompt", "")),
@@ -204,6 +205,12 @@ def _sample(record: dict[str, Any], low: float, high: float) -> Sample:
         level,
         str(record.get("finish_reason", "")),
     )
+
+
+def _reward(record: dict[str, Any]) -> float:
+    """NaN of a sample that could not be scored."""
+    reward = record.get("reward", 0.0)
+    return math.nan if reward is None else float(reward)
 
 
 def _cut(value: Any) -> str:

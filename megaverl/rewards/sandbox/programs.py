@@ -1,0 +1,302 @@
+"""What runs in confined processes: a response as a script, or beside it, in another process, the tests of it.
+
+Tests call the response's functions across a pipe, as lines of JSON, and get plain values back: nothing that the
+response defines is ever in the process that decides. An object that has no plain form stays where it is, and the other
+side has a `Remote` that stands for it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import importlib
+import json
+import math
+import os
+import re
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, BinaryIO
+
+ON_RESPONSE = (
+    "len getitem setitem delitem contains iter next str repr bool lt le gt ge add sub mul truediv floordiv mod "
+)
+ON_RESPONSE += "neg abs int float index enter exit"
+FUNCTIONS = (types.FunctionType, types.MethodType)
+
+
+def run_script(source: str) -> None:
+    """A whole program, which reads its standard input and writes its standard output; ends this process."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    status = 0
+    try:
+        exec(compile(source, "response", "exec"), vars(module))
+    except SystemExit as stop:
+        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    _end(status)
+
+
+def _end(status: int) -> None:
+    """As an interpreter ends, without the parts of it that were there before the fork."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status & 0xFF)
+
+
+class RemoteError(Exception):
+    """What the other side raised, where it is no exception of Python's own."""
+
+
+class Remote:
+    """An object of the response."""
+
+    def __init__(self, peer: Peer, handle: int) -> None:
+        self.__dict__.update(_peer=peer, _handle=handle)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._peer.ask("call", self._handle, args=args, kwargs=kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._peer.ask("get", self._handle, args=(name,))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._peer.ask("set", self._handle, args=(name, value))
+
+    def __hash__(self) -> int:
+        return hash(self._handle)
+
+    def __eq__(self, other: object) -> bool:
+        """Between two objects of the response it is the response that says so; it never equals a value of the tests."""
+        return isinstance(other, Remote) and self._peer.ask("special", self._handle, args=("__eq__", other)) is True
+
+
+def _special(name: str) -> Callable[..., Any]:
+    return lambda self, *args: self._peer.ask("special", self._handle, args=(name, *args))
+
+
+for _name in ON_RESPONSE.split():
+    setattr(Remote, f"__{_name}__", _special(f"__{_name}__"))
+
+
+class Peer:
+    """One side of the pipe.
+
+    Args:
+        is_response: this side runs the response: it does whatever the other asks. The tests' side only calls the
+            functions that it has passed on itself.
+    """
+
+    def __init__(self, reading: BinaryIO, writing: BinaryIO, *, is_response: bool) -> None:
+        self.reading, self.writing, self.is_response = reading, writing, is_response
+        self.objects: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.writing.write(json.dumps(message).encode() + b"\n")
+        self.writing.flush()
+
+    def receive(self) -> Any:
+        """The other side's next line.
+
+        Raises:
+            EOFError: there is none.
+        """
+        if not (line := self.reading.readline()):
+            raise EOFError("the response's process has ended")
+        return json.loads(line)
+
+    def ask(self, what: str, handle: int, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Have the other side do it; what it changed in lists and mappings that it was given is changed here too.
+
+        Raises:
+            Exception: what that raised.
+        """
+        given = {key: self.encoded(value) for key, value in (kwargs or {}).items()}
+        self.send({"do": what, "on": handle, "args": [self.encoded(value) for value in args], "kwargs": given})
+        while "do" in (answer := self.receive()):
+            self.serve(answer)
+        if "error" in answer:
+            kind = getattr(builtins, str(answer["error"]), None)
+            if isinstance(kind, type) and issubclass(kind, Exception):
+                raise kind(str(answer["message"]))
+            raise RemoteError(f"{answer['error']}: {answer['message']}")
+        for value, after in zip(args, answer["args"], strict=False):
+            if isinstance(value, list):
+                value[:] = self.decoded(after)
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(self.decoded(after))
+        return self.decoded(answer["value"])
+
+    def serve(self, request: Mapping[str, Any]) -> None:
+        """Do what the other side asks, and answer."""
+        try:
+            target = self.objects[request["on"]]
+            args = [self.decoded(value) for value in request["args"]]
+            kwargs = {key: self.decoded(value) for key, value in request["kwargs"].items()}
+            if request["do"] == "call":
+                value = target(*args, **kwargs)
+            elif not self.is_response:
+                raise PermissionError("only functions that the tests have passed on can be called")
+            elif request["do"] == "get":
+                value = getattr(target, args[0])
+            elif request["do"] == "set":
+                value = setattr(target, args[0], args[1])  # type: ignore[func-returns-value]
+            else:
+                if not hasattr(target, args[0]):  # as Python says it, which asks for `__len__` of whatever it lists
+                    raise TypeError(f"{type(target).__name__} has no {args[0]}")
+                value = getattr(target, args[0])(*args[1:])
+            changed = [self.encoded(arg) if isinstance(arg, list | dict | set) else None for arg in args]
+            self.send({"value": self.encoded(value), "args": changed})
+        except Exception as error:  # of the response: the tests may be waiting for just that
+            self.send({"error": type(error).__name__, "message": str(error)})
+
+    def encoded(self, value: Any) -> Any:
+        """As JSON: plain values by what they hold, functions of Python's own by name, all else by a number."""
+        if hasattr(value, "tolist") and type(value).__module__.partition(".")[0] == "numpy":
+            value = value.tolist()
+        if value is None or isinstance(value, bool):
+            return value
+        for kind in (int, str):
+            if isinstance(value, kind):
+                return kind(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {"t": "float", "v": str(float(value))}
+        if isinstance(value, list):
+            return [self.encoded(each) for each in value]
+        if isinstance(value, dict):
+            return {"t": "dict", "v": [[self.encoded(key), self.encoded(each)] for key, each in value.items()]}
+        for sequence in (tuple, frozenset, set):
+            if isinstance(value, sequence):
+                return {"t": sequence.__name__, "v": [self.encoded(each) for each in value]}
+        if isinstance(value, bytes | bytearray):
+            return {"t": "bytes", "v": bytes(value).hex()}
+        if isinstance(value, complex):
+            return {"t": "complex", "v": [value.real, value.imag]}
+        if isinstance(value, types.ModuleType):
+            return {"t": "module", "v": value.__name__}
+        if isinstance(value, Remote):
+            return {"t": "yours", "v": value.__dict__["_handle"]}
+        name = getattr(value, "__name__", "")
+        if getattr(builtins, name, None) is value:
+            return {"t": "builtin", "v": name}
+        if not self.is_response and not isinstance(value, FUNCTIONS):
+            raise TypeError(f"a test cannot give {type(value).__name__} to the response: plain values and functions")
+        self.objects.append(value)
+        return {"t": "object", "v": len(self.objects) - 1}
+
+    def decoded(self, value: Any) -> Any:
+        """The reverse."""
+        if isinstance(value, list):
+            return [self.decoded(each) for each in value]
+        if not isinstance(value, dict):
+            return value
+        kind, held = value["t"], value["v"]
+        if kind == "dict":
+            return {self.decoded(key): self.decoded(each) for key, each in held}
+        if kind in ("tuple", "set", "frozenset"):
+            return getattr(builtins, kind)(self.decoded(each) for each in held)
+        if kind == "float":
+            return float(held)
+        if kind == "bytes":
+            return bytes.fromhex(held)
+        if kind == "complex":
+            return complex(*held)
+        if kind == "builtin":
+            return getattr(builtins, held)
+        if kind == "module":
+            return importlib.import_module(held) if held.partition(".")[0] in sys.stdlib_module_names else None
+        return self.objects[held] if kind == "yours" else Remote(self, held)
+
+
+def serve_response(source: str, reading: BinaryIO, writing: BinaryIO) -> None:
+    """Run the response's own code, tell the tests its names, and do what they ask until they end."""
+    module = types.ModuleType("response")
+    sys.modules["response"] = module
+    peer = Peer(reading, writing, is_response=True)
+    try:
+        exec(compile(source, "response", "exec"), vars(module))
+    except BaseException as error:
+        traceback.print_exc()
+        peer.send({"failed": f"{type(error).__name__}: {error}"})
+        _end(1)
+    names = {key: peer.encoded(value) for key, value in vars(module).items() if not key.startswith("_")}
+    peer.send({"names": names})
+    while True:
+        try:
+            peer.serve(peer.receive())
+        except EOFError:
+            _end(0)
+
+
+def run_tests(test: Mapping[str, Any], reading: BinaryIO, writing: BinaryIO, verdicts: BinaryIO) -> None:
+    """Say whether the response passes: `code` to run, or `call` with `args`, `kwargs` and what is `expected`."""
+    try:
+        peer = Peer(reading, writing, is_response=False)
+        hello = peer.receive()
+        if "names" not in hello:
+            raise RemoteError(hello["failed"])
+        names = _given(peer, hello["names"], test.get("code", ""))
+        if "call" in test:
+            function = names.get(test["call"])
+            if function is None and "Solution" in names:
+                function = getattr(names["Solution"](), test["call"])
+            if function is None:
+                raise NameError(f"the response has no {test['call']}")
+            found = function(*test.get("args", ()), **test.get("kwargs", {}))
+            if not same(found, test["expected"], float(test.get("tolerance", 0.0))):
+                raise AssertionError(f"{test['call']} gave {found!r:.200}, expected {test['expected']!r:.200}")
+        else:
+            exec(compile(test["code"], "test", "exec"), {**names, "__name__": "test"})
+        verdict: dict[str, Any] = {"passed": True}
+    except BaseException as error:  # a test may raise anything, and all of it is a failure
+        verdict = {"passed": False, "error": f"{type(error).__name__}: {error}"[:500]}
+    verdicts.write(json.dumps(verdict).encode())
+    verdicts.flush()
+    os._exit(0)
+
+
+def _given(peer: Peer, names: Mapping[str, Any], code: str) -> dict[str, Any]:
+    """The response's names as a test sees them; it cannot put anything in the place of Python's own.
+
+    code: the test: where it reads `math.x`, `math` is the module.
+    """
+    found = {}
+    for name, value in names.items():
+        is_module = isinstance(value, dict) and value["t"] == "module"
+        is_used_as_one = name in sys.stdlib_module_names and re.search(rf"\b{name}\s*\.", code)
+        if not hasattr(builtins, name) and (is_module or not is_used_as_one):
+            found[name] = peer.decoded(value)
+    return found
+
+
+def same(found: Any, expected: Any, tolerance: float = 0.0) -> bool:
+    """Whether two plain values are equal: lists and tuples are the same, keys are compared as JSON writes them."""
+    if isinstance(expected, list | tuple):
+        return (
+            isinstance(found, list | tuple)
+            and len(found) == len(expected)
+            and all(same(a, b, tolerance) for a, b in zip(found, expected, strict=True))
+        )
+    if isinstance(expected, dict) and isinstance(found, dict):
+        mine, other = _by_text(found.items()), _by_text(expected.items())
+        return mine.keys() == other.keys() and all(same(mine[key], other[key], tolerance) for key in mine)
+    if isinstance(found, Remote):
+        return False
+    if isinstance(expected, float) and isinstance(found, int | float):
+        return math.isclose(found, expected, rel_tol=tolerance, abs_tol=tolerance)
+    return bool(found == expected)
+
+
+def _by_text(items: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    return {key if isinstance(key, str) else json.dumps(key): value for key, value in items}

@@ -1,0 +1,245 @@
+"""The process that confined programs are copies of: `python -sSP worker.py`.
+
+It imports what programs mostly use, goes behind a boundary, and then makes a copy of itself for every program: no
+interpreter starts, no import is repeated. The first line that it reads has the limits, every further one a task; each
+gets one line of answer. What a copy does to itself ends with it, and it is killed when its time is over.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 3)))
+
+from megaverl.rewards.sandbox import confinement, programs
+
+PRELOADED = "array bisect cmath collections copy dataclasses datetime decimal enum fractions functools heapq io "
+PRELOADED += (
+    "itertools json math operator queue random re statistics string sys textwrap time traceback types typing unittest"
+)
+FIRST_FREE = 100  # numbers of files above those that a program gets
+
+
+def serve() -> None:
+    """Answer on the standard output until the standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    requests = os.dup(0)
+    os.dup2(2, 1)
+
+    def answer(value: Any) -> None:
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    setting = _line(requests)
+    try:
+        sys.path[:] = [path for path in sys.path[1:] if os.path.exists(path)] + setting["packages"]
+        for name in [*PRELOADED.split(), *setting["preload"]]:
+            importlib.import_module(name)
+        boundary = confinement.enter(setting["mechanism"], setting["packages"])
+    except (OSError, ImportError) as error:
+        answer({"error": f"{error}"})
+        return
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_DFL)  # which process 1 of a namespace never gets from inside
+    sys.set_int_max_str_digits(0)
+    limits = {name: setting[name] for name in ("memory_mb", "threads")}
+    gc.collect()
+    gc.freeze()
+    answer({"ready": True})
+    while header := _line(requests):
+        confined = {"seconds": header["seconds"], **limits}
+        answer(run(requests, header["sizes"], boundary, confined, setting["output_kb"] * 1024))
+
+
+def _line(file: int) -> Any:
+    """The next line, and nothing after it; None at the end."""
+    text = b""
+    while not text.endswith(b"\n"):
+        if not (byte := os.read(file, 1)):
+            return None
+        text += byte
+    return json.loads(text)
+
+
+def run(
+    requests: int,
+    sizes: Sequence[int],
+    boundary: confinement.Boundary,
+    limits: Mapping[str, Any],
+    max_output: int,
+) -> dict[str, Any]:
+    """Run one task, and leave nothing of it.
+
+    What is run is read by the copies themselves, out of `requests`: this process never holds a program or a test, so
+    none finds another one's in its memory.
+
+    Args:
+        sizes: bytes of the program's line, and of the test's where there is one.
+
+    Returns: `code` (negative for a signal), `output`, `errors`, `verdict`, `timed_out`, `too_much`, and what it took:
+        `seconds`, `memory_mb`.
+    """
+    out, err, verdict = os.pipe(), os.pipe(), os.pipe()
+    pipes = [out, err, verdict]
+
+    def script(given: Any) -> None:
+        programs.run_script(given["source"])
+
+    def response(given: Any) -> None:
+        programs.serve_response(given["source"], *_opened(3, "rb", "wb"))
+
+    def tests(given: Any) -> None:
+        programs.run_tests(given, *_opened(3, "rb", "wb", "wb"))
+
+    def start(size: int, program: Callable[[Any], None], files: list[int]) -> int:
+        return _start(requests, size, program, files, lambda: confinement.confine(boundary, **limits))
+
+    if len(sizes) == 1:
+        children = [start(sizes[0], script, [out[1], err[1]])]
+    else:
+        ask, tell = os.pipe(), os.pipe()
+        pipes += [ask, tell]
+        first = start(sizes[0], response, [out[1], err[1], ask[0], tell[1]])
+        children = [start(sizes[1], tests, [err[1], err[1], tell[0], ask[1], verdict[1]]), first]
+    begin = time.monotonic()
+    for reading, writing in pipes[3:]:
+        os.close(reading)
+        os.close(writing)
+    for _, writing in pipes[:3]:
+        os.close(writing)
+    found = _collect([reading for reading, _ in pipes[:3]], children[0], begin + limits["seconds"], max_output)
+    codes, memory = [], 0.0
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        _, status, usage = os.wait4(child, 0)
+        codes.append(os.waitstatus_to_exitcode(status))
+        memory = max(memory, usage.ru_maxrss / 1024)
+    if boundary.is_namespace:
+        _sweep()
+    return {**found, "code": codes[0], "seconds": time.monotonic() - begin, "memory_mb": memory}
+
+
+def _start(
+    requests: int, size: int, program: Callable[[Any], None], files: list[int], confine: Callable[[], None]
+) -> int:
+    """A copy of this process that runs `program` on its line of `requests`, with these files as 1, 2, 3, ... alone.
+
+    Returns: its number, when it has read its line.
+    """
+    ready = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(ready[1])
+        has_read = os.read(ready[0], 1)
+        os.close(ready[0])
+        if not has_read:
+            os._exit(1)  # what is left of its line would be taken for the next request
+        return child
+    try:
+        given = json.loads(_exactly(requests, size))
+        os.write(ready[1], b"r")
+        standard_input = os.memfd_create("input")
+        with os.fdopen(os.dup(standard_input), "wb") as file:
+            file.write(given.pop("input", "").encode("utf-8", "surrogatepass"))
+        os.lseek(standard_input, 0, os.SEEK_SET)
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD, FIRST_FREE) for file in (standard_input, *files)]
+        for number, moved_file in enumerate(moved):
+            os.dup2(moved_file, number)
+        os.closerange(len(moved), FIRST_FREE + 2 * len(moved) + 64)
+        sys.stdin, sys.stdout, sys.stderr = _opened(0, "r", "w", "w")
+        os.environ.clear()
+        random.seed(0)  # which a fork makes anew: the same program has the same luck in every run
+        confine()
+        program(given)
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def _opened(first: int, *modes: str) -> list[Any]:
+    """The files first, first + 1, ..."""
+    return [os.fdopen(first + place, mode) for place, mode in enumerate(modes)]
+
+
+def _exactly(file: int, size: int) -> bytes:
+    parts = []
+    while size and (part := os.read(file, size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
+
+
+def _collect(files: list[int], child: int, deadline: float, max_output: int) -> dict[str, Any]:
+    """What comes out of the pipes until the child ends, its time is over, or it is too much."""
+    texts = {file: bytearray() for file in files}
+    open_files, ended = set(files), os.pidfd_open(child)
+    waiting = select.poll()
+    for file in (*files, ended):
+        waiting.register(file, select.POLLIN)
+    timed_out = too_much = False
+    has_ended = False
+    while not has_ended or open_files:
+        left = deadline - time.monotonic()
+        events = waiting.poll(0 if has_ended else max(left, 0) * 1e3)
+        if has_ended and not events:
+            break  # another process of the task holds a pipe open
+        if left <= 0 and not has_ended:
+            timed_out = True
+            break
+        for file, _ in events:
+            if file == ended:
+                has_ended = True
+                waiting.unregister(ended)
+                continue
+            data = os.read(file, 65536)
+            texts[file] += data
+            if not data:
+                open_files.discard(file)
+                waiting.unregister(file)
+        if sum(map(len, texts.values())) > max_output:
+            too_much = True
+            break
+    for file in (*files, ended):
+        os.close(file)
+    output, errors, verdict = (bytes(texts[file]) for file in files)
+    return {
+        "output": output[:max_output].decode("utf-8", "replace"),
+        "errors": errors[-2000:].decode("utf-8", "replace"),
+        "verdict": _verdict(verdict),
+        "timed_out": timed_out,
+        "too_much": too_much,
+    }
+
+
+def _verdict(text: bytes) -> dict[str, Any]:
+    return dict(json.loads(text)) if text else {"passed": False, "error": "the tests did not end"}
+
+
+def _sweep() -> None:
+    """Every other process of the namespace: there is none, as none can be made."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(-1, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    serve()

@@ -1,0 +1,132 @@
+"""The reward `code`: which program is taken, the forms of tests, and what they are worth."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from megaverl.errors import RewardError
+from megaverl.rewards import RewardSample, build_reward
+from megaverl.rewards.code_tests import extract_code, row_tests, same_output
+
+
+@pytest.mark.parametrize(
+    ("response", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("Here:\n```python\nx = 1\n```\ndone", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nbetter:\n```py\nx = 2\n```\nrun it:\n```bash\npython x.py\n```", "x = 2\n"),
+        ("```python\nx = 1\nwhile", "x = 1\nwhile"),
+        ("```bash\nls\n```", ""),
+        ("```python title='a'\nx = '```'\n```", "x = '```'\n"),
+    ],
+)
+def test_the_last_block_of_python(response: str, code: str) -> None:
+    assert extract_code(response) == code
+
+
+@pytest.mark.parametrize(
+    ("reference", "tests"),
+    [
+        ("assert f(1) == 2", [{"code": "assert f(1) == 2"}]),
+        (["assert a", {"code": "assert b"}], [{"code": "assert a"}, {"code": "assert b"}]),
+        ({"input": "1", "output": "2"}, [{"input": "1", "output": "2"}]),
+        ({"call": "f", "args": [1], "expected": 2}, [{"call": "f", "args": [1], "expected": 2}]),
+        ({"inputs": ["1\n", ["1", "2"]], "outputs": ["2", "3"]}, [("1\n", "2"), ("1\n2", "3")]),
+        (
+            {"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"},
+            [{"call": "f", "args": [1, 2], "expected": 3}],
+        ),
+        ({"test": "def check(c): pass", "entry_point": "f"}, [{"code": "def check(c): pass\ncheck(f)"}]),
+        ({"test_list": ["assert a"], "test_setup_code": "import b"}, [{"code": "import b\nassert a"}]),
+    ],
+)
+def test_the_forms_of_tests(reference: Any, tests: list[Any]) -> None:
+    wanted = [dict(zip(("input", "output"), each, strict=True)) if isinstance(each, tuple) else each for each in tests]
+    assert row_tests(reference) == wanted
+    if not isinstance(reference, str):
+        assert row_tests(json.dumps(reference)) == wanted
+
+
+@pytest.mark.parametrize("reference", [3, None, {"input": "1"}, [{"a": 1}], {"inputs": ["1"], "outputs": []}])
+def test_what_is_no_test_is_refused(reference: Any) -> None:
+    with pytest.raises(ValueError):
+        row_tests(reference)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "tolerance", "same"),
+    [
+        ("1 2\n", "1 2", 0.0, True),
+        ("1 2 \n\n", "1 2", 0.0, True),
+        ("1  2", "1 2", 0.0, False),
+        ("1\n2", "1 2", 0.0, False),
+        ("1\n2", "1 2", 1e-6, False),
+        ("0.30000000004", "0.3", 1e-6, True),
+        ("0.30000000004", "0.3", 0.0, False),
+        ("0.31 a", "0.3 a", 1e-6, False),
+        ("nan", "1", 1e-6, False),
+    ],
+)
+def test_outputs_are_compared(found: str, expected: str, tolerance: float, same: bool) -> None:
+    assert same_output(found, expected, tolerance) is same
+
+
+DOUBLE = "Sure:\n```python\nn = int(input())\nprint(n * 2 if n < 3 else 0)\n```"
+CASES = [{"input": str(n), "output": str(2 * n)} for n in (1, 2, 3, 4)]
+
+
+def test_all_tests_or_a_part_of_them() -> None:
+    samples = [
+        RewardSample("", DOUBLE, CASES),
+        RewardSample("", "print(int(input()) * 2)", CASES),
+        RewardSample("", "I do not know.", CASES),
+        RewardSample("", "def f(x): return 2 * x", ["assert f(1) == 2", "assert f(2) == 5"]),
+    ]
+    assert build_reward("code").score(samples).total == [0.0, 1.0, 0.0, 0.0]
+    partial = build_reward({"name": "code", "partial_credit": True}).score(samples)
+    assert partial.total == [0.5, 1.0, 0.0, 0.5]
+    assert partial.correct == [False, True, False, False]
+    assert build_reward({"name": "code", "max_tests": 2}).score(samples[:1]).total == [1.0]
+
+
+def test_options_reach_the_program() -> None:
+    row = {"checks": "assert f(16.0) == 4.0"}
+    sample = RewardSample("", "def f(x): return sqrt(x)", None, row)
+    assert build_reward({"name": "code", "tests_key": "checks"}).score([sample]).total == [0.0]
+    own = {"name": "code", "tests_key": "checks", "setup": "from math import sqrt"}
+    assert build_reward(own).score([sample]).total == [1.0]
+    slow = RewardSample("", "while True: pass", CASES)
+    assert build_reward({"name": "code", "seconds": 0.2}).score([slow]).total == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("sample", "options", "said"),
+    [
+        (RewardSample("", "", None), {}, "tests are text, mappings or lists"),
+        (RewardSample("", "", []), {}, "the row has no tests"),
+        (RewardSample("", "", None, {"a": 1}), {"tests_key": "checks"}, "no column 'checks'; it has a"),
+    ],
+)
+def test_a_row_without_tests_is_said(sample: RewardSample, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        build_reward({"name": "code", **options}).score([sample])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"seconds": 0}, "seconds is 0; it must be a number above 0"),
+        ({"memory_mb": "1"}, "memory_mb is '1'"),
+        ({"workers": True}, "workers is True"),
+        ({"threads": -1}, "threads is -1"),
+        ({"tolerance": -1}, "tolerance is -1"),
+        ({"language": "go"}, "language"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RewardError, match=said):
+        build_reward({"name": "code", **options})
