@@ -184,6 +184,8 @@ class PointToPoint:
         (data,) = boxes_of(message.transfers)
         if data.dtype != self._job.wire_of(message.transfers[0]) or not data.is_contiguous():
             return None
+        if data.device.type != platform.device.type:  # an FSDP2 shard in host memory
+            return None
         return data.view(-1).view(torch.uint8)
 
     def _parts(self, message: Message, space: torch.Tensor) -> list[torch.Tensor]:
