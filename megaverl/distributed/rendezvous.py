@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -99,7 +100,8 @@ def _find_others(store: dist.Store, address: str, node: int, count: int, me: str
         )
     if wrong:
         store.compare_set(_WRONG, "", wrong)
-        _until(lambda: store.check([_VERDICT]), min(end, time.monotonic() + NODE_GRACE))
+        with suppress(dist.DistError):  # node 0 has heard of it, and ended
+            _until(lambda: store.check([_VERDICT]), min(end, time.monotonic() + NODE_GRACE))
         raise TrainingStopped(wrong)
 
 
