@@ -173,7 +173,9 @@ def roles_of(size: int) -> tuple[Any, Any]:
     shape = GridShape(tp=TP, dp=size // TP)
     grid = SimpleNamespace(shape=shape, coords=shape.coords(dist.get_rank()))
     filled_up = {"token_multiple": TP, "sequence_multiple": 1}  # for sequence parallelism
-    model: Any = SimpleNamespace(role="actor", grid=grid, pack=pack, vision=None, **filled_up)
+    model: Any = SimpleNamespace(
+        role="actor", grid=grid, pack=pack, vision=None, own_part=lambda micro_batch: micro_batch, **filled_up
+    )
     actor: Any = ModelWorker(model, micro_batch_tokens=16384)
     actor.trainable = SimpleNamespace(model=model, part=(0, 1), gradient_accumulation=1)
     actor.algorithm, actor.seed, actor.is_on_policy = CONFIG.algorithm, 0, False
