@@ -134,8 +134,7 @@ def evaluate(
     draws = Draws(config.run.seed, VALIDATION_STEP, config.trainer.validation_samples)
     batch = responses(rollout, prompts, sampling, draws, player, config.rollout.function, readers=readers)
     scores, group_ids = (score or reward.score)(batch), of_all(batch, batch.group_ids)
-    scored = scores.scored.nonzero()[:, 0]
-    known = scores.select(scored.tolist())
+    known = scores.known
     whole = ~torch.isin(group_ids, group_ids[~scores.scored])  # pass@k needs all of a prompt's samples
     metrics = {
         "reward": float(known.total.mean()),

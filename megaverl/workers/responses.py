@@ -288,8 +288,7 @@ def places_of_groups(rollouts: RolloutBatch) -> tuple[list[int], int]:
 
 def score_metrics(scores: Scores, seconds: float) -> Metrics:
     """What is worth knowing of rewards that took so long to compute: of the samples that are scored."""
-    scored = scores.scored
-    known = scores if bool(scored.all()) else scores.select(scored.nonzero()[:, 0].tolist())
+    known = scores.known
     return {
         "reward/latency_ms": seconds * 1e3,
         "reward/mean": float(known.total.mean()),
@@ -298,5 +297,5 @@ def score_metrics(scores: Scores, seconds: float) -> Metrics:
         "reward/min": float(known.total.min()),
         "reward/accuracy": float(known.correct.float().mean()),
         **{f"reward/{name}": float(values.nanmean()) for name, values in scores.components.items()},
-        **({} if known is scores else {"reward/unscored_fraction": 1.0 - float(scored.float().mean())}),
+        **({} if known is scores else {"reward/unscored_fraction": 1.0 - float(scores.scored.float().mean())}),
     }

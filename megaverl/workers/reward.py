@@ -39,6 +39,11 @@ class Scores:
         """[B] bool: which could be."""
         return ~self.total.isnan()
 
+    @property
+    def known(self) -> Scores:
+        """Of those samples alone."""
+        return self if bool(self.scored.all()) else self.select(self.scored.nonzero()[:, 0].tolist())
+
     def metric(self, name: str) -> torch.Tensor:
         """[B]: `accuracy`, `reward` (the total), or a reward by its name; NaN where that is not known."""
         own = {"accuracy": self.correct.float().where(self.scored, torch.nan), "reward": self.total}
