@@ -69,13 +69,24 @@ class CausalAttention(nn.Module):
             [s, b, heads / tp * head_dim of the values], dtype of `query`.
         """
         assert attention_bias is None, "Transformer Engine's attention has these"
+        key, value = self._whole_row(key, value)
         if packed_seq_params is not None:
             assert attention_mask is None
             q, k, v = (x.squeeze(1) for x in (query, key, value))
-            return attend_packed(q, k, v, packed_seq_params, self.softmax_scale, self.window).unsqueeze(1)
+            return self._of_packed_row(q, k, v, packed_seq_params).unsqueeze(1)
         look = None if attention_mask is None else ~attention_mask
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim], no copies
-        return attend_rows(q, k, v, look, self.softmax_scale, self.window).permute(2, 0, 1, 3).flatten(2)
+        return self._of_rows(q, k, v, look).permute(2, 0, 1, 3).flatten(2)
+
+    def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all that the queries may look at."""
+        return key, value
+
+    def _of_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
+        return attend_packed(q, k, v, packing, self.softmax_scale, self.window)
+
+    def _of_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
+        return attend_rows(q, k, v, look, self.softmax_scale, self.window)
 
 
 def attend_packed(

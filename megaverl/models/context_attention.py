@@ -47,44 +47,30 @@ def _halves(length: int, part: Part) -> list[tuple[int, int]]:
 
 
 class ContextAttention(CausalAttention):
-    """`CausalAttention` of a context-parallel rank's queries over the whole row."""
+    """`CausalAttention` of a context-parallel rank's queries, [s / cp, ...], over the whole row; a packed row comes as
+    a `CutPacking`, or as a `VarlenPacking` where FlashAttention computes. Every rank of the group takes part."""
 
     def __init__(self, *args: Any, pg_collection: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._group: dist.ProcessGroup = pg_collection.cp
         self._part = Part(self._group.rank(), self._group.size())
 
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        attn_mask_type: Any = None,
-        attention_bias: torch.Tensor | None = None,
-        packed_seq_params: Packing | None = None,
-    ) -> torch.Tensor:
-        """As there, for the rank's s / cp tokens of each row; a packed row comes as a `CutPacking`, or as a
-        `VarlenPacking` where FlashAttention computes. Every rank of the group takes part."""
-        assert attention_mask is None and attention_bias is None
-        key, value = self._whole_row(key, value)
-        if isinstance(packed_seq_params, CutPacking):
-            q, k, v = (x.squeeze(1) for x in (query, key, value))
-            halves = zip(packed_seq_params.halves, q.chunk(2), strict=True)
-            found = [attend_packed(own, k, v, half, self.softmax_scale, self.window) for half, own in halves]
-            return torch.cat(found).unsqueeze(1)
-        if packed_seq_params is not None:
-            return super().forward(query, key, value, None, packed_seq_params=packed_seq_params)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, head_dim]
+    def _of_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
+        if not isinstance(packing, CutPacking):
+            return super()._of_packed_row(q, k, v, packing)
+        halves = zip(packing.halves, q.chunk(2), strict=True)
+        return torch.cat([attend_packed(own, k, v, half, self.softmax_scale, self.window) for half, own in halves])
+
+    def _of_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
+        assert look is None
         outputs = []
-        for half, (begin, end) in zip(q.chunk(2, dim=2), _halves(len(key), self._part), strict=True):
-            look = None
+        for half, (begin, end) in zip(q.chunk(2, dim=2), _halves(k.shape[2], self._part), strict=True):
             if begin:
                 behind = torch.arange(begin, end, device=k.device)[:, None] - torch.arange(end, device=k.device)
                 look = (behind >= 0) & (behind < (self.window or end))
             seen = k[:, :, :end], v[:, :, :end]
             outputs.append(attend_rows(half, *seen, look, self.softmax_scale, self.window))
-        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(2)
+        return torch.cat(outputs, dim=2)
 
     def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[s / cp, b, kv_heads, d] of the rank's tokens -> [s, b, kv_heads, d] of all, in the row's order."""
@@ -123,21 +109,13 @@ def _pieces(segments: Sequence[Segment], begin: int, end: int) -> tuple[list[Seg
 
 
 def pack_part(
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
-    *,
-    width: int,
-    multiple_of: int,
-    part: Part,
+    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
 ) -> CutPacking:
     """`pack`, of which a context-parallel rank has its part. `multiple_of`: 2 cp divides it."""
-    held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
-    total, longest = len(held["source"]), int(held["positions"].max()) + 1
-    halves = []
-    for begin, end in _halves(total, part):
-        pieces, counts = _pieces(segments, begin, end)
-        keys, _ = spans([(*piece, False) for piece in pieces], total)
+    held, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
+    longest, halves = int(held["positions"].max()) + 1, []
+    for (begin, end), (pieces, counts) in zip(_halves(len(held["source"]), part), chunks, strict=True):
+        keys, _ = spans([(*piece, False) for piece in pieces], len(held["source"]))
         ends = [place + length - begin for _, _, place, length in pieces]
         queries, of_queries = spans(
             [(0, 0, last - count, count, False) for last, count in zip(ends, counts, strict=True)], end - begin
@@ -154,39 +132,30 @@ def pack_part(
                 place=place,
             )
         )
-    own = own_places(total, part)
-    held["positions"] = held["positions"][own]
-    return CutPacking(
-        qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, **held, own=own, halves=tuple(halves)
-    )
+    return CutPacking(qkv_format="sbhd", max_seqlen_q=longest, max_seqlen_kv=longest, **held, halves=tuple(halves))
 
 
 def pack_part_varlen(
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
-    *,
-    width: int,
-    multiple_of: int,
-    part: Part,
+    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
 ) -> VarlenPacking:
     """The same for kernels of sequences of any lengths."""
+    held, chunks = _cut(lengths, shared, groups, width, multiple_of, part)
+    return of_segments(held, *(first + second for first, second in zip(*chunks, strict=True)))
+
+
+def _cut(
+    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], width: int, multiple_of: int, part: Part
+) -> tuple[dict[str, torch.Tensor], list[tuple[list[Segment], list[int]]]]:
+    """(`Packing`'s own fields, of each of the rank's two chunks what `_pieces` finds)."""
     held, segments = laid_out(lengths, shared, groups, width=width, multiple_of=multiple_of)
     total = len(held["source"])
-    first, second = (_pieces(segments, begin, end) for begin, end in _halves(total, part))
-    own = own_places(total, part)
-    held["positions"] = held["positions"][own]
-    return of_segments(held, first[0] + second[0], first[1] + second[1], own)
+    held["own"] = own_places(total, part)
+    held["positions"] = held["positions"][held["own"]]
+    return held, [_pieces(segments, begin, end) for begin, end in _halves(total, part)]
 
 
 def pack_for_engine(
-    lengths: Sequence[int],
-    shared: Sequence[int],
-    groups: Sequence[int],
-    *,
-    width: int,
-    multiple_of: int,
-    part: Part,
+    lengths: Sequence[int], shared: Sequence[int], groups: Sequence[int], *, width: int, multiple_of: int, part: Part
 ) -> VarlenPacking:
     """The same as Transformer Engine's context parallelism wants it: sequences that share nothing, each filled up to a
     multiple of 2 cp and cut by itself; lengths are those of the whole row.

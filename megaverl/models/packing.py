@@ -199,9 +199,7 @@ def pack_varlen(
     return of_segments(held, segments, [count for *_, count in segments])
 
 
-def of_segments(
-    held: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int], own: torch.Tensor | None = None
-) -> VarlenPacking:
+def of_segments(held: dict[str, torch.Tensor], segments: Sequence[Segment], counts: Sequence[int]) -> VarlenPacking:
     """That of these segments, of whose tokens the last `counts` are queries."""
     queries, keys = torch.tensor(counts), torch.tensor([common + count for _, common, _, count in segments])
     places = [
@@ -217,8 +215,7 @@ def of_segments(
         max_seqlen_q=int(queries.max()),
         max_seqlen_kv=int(keys.max()),
         **held,
-        own=own,
-        keys=torch.cat(places) if lie_elsewhere or own is not None else None,
+        keys=torch.cat(places) if lie_elsewhere or "own" in held else None,
     )
 
 
