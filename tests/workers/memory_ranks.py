@@ -172,6 +172,19 @@ def reference_and_resume(
     return {"reference": torch.equal(shared, own), "resumed": resumed, "refused": refused, "stored": stored}
 
 
+def adapters_of_parts(folder: str, lora: dict[str, Any]) -> dict[str, Any]:
+    """On two context-parallel ranks: what an adapter drops of its input, what the generators draw after it, and an
+    update beside the one of ranks that have whole rows."""
+    made = actor(folder, {"cp": 2}, lora={**lora, "dropout": 0.5})
+    named = [(name, m) for chunk in made.model.chunks for name, m in chunk.named_modules() if hasattr(m, "_dropped")]
+    dropped = {}
+    for layer in ("linear_qkv", "linear_proj"):  # their inputs are whole on every tensor-parallel rank, and cut
+        adapter = next(module.train() for name, module in named if layer in name)
+        dropped[layer] = adapter._dropped(torch.ones(8, 1, 16)).flatten().tolist()
+    updates = [actor(folder, shape, lora=lora).update(experience(), step=0) for shape in ({"dp": 2}, {"cp": 2})]
+    return {"dropped": dropped, "next": float(torch.rand(())), "updates": updates}
+
+
 def micro_batch_counts(folder: str, least: list[int]) -> list[int]:
     """Micro-batches of six samples that would all fit into one, for each lower bound."""
     model = actor(folder, {"tp": 2}).model

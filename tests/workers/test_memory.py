@@ -90,3 +90,14 @@ def test_reference_and_resume_of_adapters(launch: Launcher, folder: Path, tmp_pa
         assert "actor.lora.base is" in found["refused"]
         assert all(".lora_" in name for name in found["stored"]), "of the base model, nothing"
         assert len(found["stored"]) == 4 * 4 * 7 * 2, "each factor, its master copy and two moments"
+
+
+def test_adapters_of_parts_of_rows(launch: Launcher, folder: Path) -> None:
+    """Each context-parallel rank drops what it draws for its own tokens; without dropout nothing differs."""
+    first, second = launch.world(2, f"{RANKS}adapters_of_parts", folder=folder, lora=LORA)
+    for layer, dropped in first["dropped"].items():
+        assert set(dropped) == {0.0, 2.0} and dropped != second["dropped"][layer], layer
+    assert first["next"] == second["next"], "they stay alike for what is drawn of whole samples"
+    for found in (first, second):
+        whole, cut = found["updates"]
+        assert cut == pytest.approx(whole, abs=1e-5, rel=1e-5)

@@ -16,6 +16,7 @@ So what adapters send is `rank` numbers a token and projection.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ class Adapter(nn.Module):
         self.scaling, self.dropout = lora.alpha / lora.rank, lora.dropout
         self.sequence_parallel = bool(config.sequence_parallel) and grid.shape.tp > 1
         self.tp_group: dist.ProcessGroup = grid.tp_group
+        self.context_rank, self.context_size = grid.coords.cp, grid.shape.cp
         self.active = True
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
         shared = self.sequence_parallel  # a factor that is whole on every rank sees its part of the sequence
@@ -144,13 +146,16 @@ class Adapter(nn.Module):
         return rows.index_select(0, self.order)
 
     def _dropped(self, hidden: torch.Tensor) -> torch.Tensor:
-        """With dropout, as in peft: of the adapter's input. Ranks that see the same input drop the same."""
+        """With dropout, as in peft: of the adapter's input. Ranks that see the same input drop the same; those that
+        have parts of a row draw for every part, so that each token has a mask of its own and generators stay alike."""
         if not self.dropout or not self.training:
             return hidden
-        if self.split is Split.ROW or self.sequence_parallel:
-            with get_cuda_rng_tracker().fork():
-                return F.dropout(hidden, self.dropout)
-        return F.dropout(hidden, self.dropout)
+        kept = hidden
+        for part in range(self.context_size):
+            with get_cuda_rng_tracker().fork() if self.split is Split.ROW or self.sequence_parallel else nullcontext():
+                dropped = F.dropout(hidden, self.dropout)
+            kept = dropped if part == self.context_rank else kept
+        return kept
 
 
 def _row_order(parts: Sequence[AdaptedProjection], num_rows: int) -> torch.Tensor | None:
