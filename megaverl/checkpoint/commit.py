@@ -28,7 +28,7 @@ from megaverl.checkpoint.manifest import (
     write_json,
     writing,
 )
-from megaverl.distributed.collectives import gather_json, on_rank
+from megaverl.distributed.collectives import on_rank, reduce_json
 from megaverl.errors import CheckpointError
 
 BEST_FILE = "best.json"
@@ -65,9 +65,10 @@ class Committer:
         """Whether this rank is the one that commits."""
         return self.rank == self.planner
 
-    def collect(self, report: Any) -> list[Any]:
-        """Every rank's report (JSON), in rank order, on every rank."""
-        return gather_json(report, self.group)
+    def conclude(self, report: Any, function: Callable[[list[Any]], Any]) -> Any:
+        """What `function` makes of every rank's report, in rank order, on the rank that decides; its result, or its
+        error, on every rank. Both are JSON; no other rank gets what all report."""
+        return reduce_json(report, function, self.group, self.planner)
 
     def decide(self, function: Callable[[], Any]) -> Any:
         """Call `function` on the rank that decides; its JSON result, or its error, on every rank."""

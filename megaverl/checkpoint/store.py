@@ -140,8 +140,10 @@ class CheckpointStore:
         self.phase("checkpoint_copy")
         with own_errors(f"{partial}: the checkpoint was not written", FIX):
             shards = self._staged(roles, in_background)
-        num_bytes = sum(self.committer.collect(shards.num_bytes))
-        self.committer.decide(lambda: prepare_folder(self.root, partial, num_bytes, was_there=self._was_there))
+        was_there = self._was_there
+        self.committer.conclude(
+            shards.num_bytes, lambda each: prepare_folder(self.root, partial, sum(each), was_there=was_there)
+        )
         self._was_there = True
         own = {_random_file(self.committer.rank): json.dumps(capture_random_state()).encode(), **(own_files or {})}
         more: Mapping[str, Callable[[Path], None]] = {}
@@ -182,15 +184,14 @@ class CheckpointStore:
             return None
         if not wait:
             done = pending.written.done()
-            ranks = self.committer.collect([done, done and pending.written.exception() is not None])
-            if not all(done for done, _ in ranks) and not any(failed for _, failed in ranks):
+            state = [done, done and pending.written.exception() is not None]
+            if not self.committer.conclude(state, lambda each: all(d for d, _ in each) or any(f for _, f in each)):
                 return None
         self._pending = None
         self.phase("checkpoint_commit")
         error = pending.written.exception()  # waits
         own = [pending.written.result(), None] if error is None else [None, f"{type(error).__name__}: {error}"]
-        reports = self.committer.collect(own)
-        self.committer.decide(lambda: self._commit(pending, reports))
+        self.committer.conclude(own, lambda reports: self._commit(pending, reports))
         return pending.folder
 
     def resume(self, folder: Path, roles: Mapping[str, TrainableModel]) -> tuple[Path, dict[str, Any]]:
@@ -308,7 +309,9 @@ class CheckpointStore:
         """What all worlds say of their roles, where there are several."""
         if self.committer.group is None:
             return mine
-        return {role: what for found in self.committer.collect(mine) for role, what in found.items()}
+        return dict(
+            self.committer.conclude(mine, lambda each: {role: what for found in each for role, what in found.items()})
+        )
 
     def _commit(self, pending: _Pending, reports: list[Any]) -> None:
         partial = partial_name(pending.folder)

@@ -38,8 +38,11 @@ def gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     return found
 
 
-def reduce_json(value: Any, function: Callable[[list[Any]], Any], group: dist.ProcessGroup | None = None) -> Any:
-    """What `function` makes of every rank's `value`, in rank order; it is called on one rank, all get its result.
+def reduce_json(
+    value: Any, function: Callable[[list[Any]], Any], group: dist.ProcessGroup | None = None, root: int = 0
+) -> Any:
+    """What `function` makes of every rank's `value`, in rank order; it is called on the rank `root` of `group` alone,
+    and all get its result.
 
     Both are anything JSON can hold; what it raises is raised on every rank.
     """
@@ -55,7 +58,7 @@ def reduce_json(value: Any, function: Callable[[list[Any]], Any], group: dist.Pr
             error = caught
             return _encode({"error": _report(caught)})
 
-    return _result(json.loads(conclude(_encode(value), answer, group, "reduce")), "", error)
+    return _result(json.loads(conclude(_encode(value), answer, group, "reduce", root)), "", error)
 
 
 def broadcast_json(value: Any, source: int, group: dist.ProcessGroup | None = None) -> Any:

@@ -42,9 +42,13 @@ def children(place: int, size: int) -> list[int]:
 
 
 def conclude(
-    mine: bytes, function: Callable[[list[bytes]], bytes], group: dist.ProcessGroup | None = None, kind: str = ""
+    mine: bytes,
+    function: Callable[[list[bytes]], bytes],
+    group: dist.ProcessGroup | None = None,
+    kind: str = "",
+    root: int = 0,
 ) -> bytes:
-    """What `function` makes of every rank's bytes, in rank order, on the first rank; its result, on every rank.
+    """What `function` makes of every rank's bytes, in rank order, on the rank `root`; its result, on every rank.
 
     Every rank of `group` takes part. `function` must not raise: the others would wait. One kind of agreement does not
     take another's messages: ranks that are not at the same one wait, and liveness says where.
@@ -55,15 +59,19 @@ def conclude(
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     ranks = _hosts_of(group)
-    rank, below = ranks.rank(), children(ranks.rank(), ranks.size())
+    size = ranks.size()
+    place = (ranks.rank() - root) % size
+    below = [(child + root) % size for child in children(place, size)]
     tag = zlib.crc32(f"megaverl.host_tree {kind}".encode()) & 0x7FFFFFFF  # apart from what is sent point to point
     found = [_chunk(mine), *(_receive(ranks, child, tag) for child in below)]  # neighbours' come in the order of ranks
-    if rank:
-        sent = _send(ranks, parent(rank), b"".join(found), tag)
-        result = _receive(ranks, parent(rank), tag)
+    if place:
+        above = (parent(place) + root) % size
+        sent = _send(ranks, above, b"".join(found), tag)
+        result = _receive(ranks, above, tag)
         _finish(sent)
     else:
-        result = function(_split(b"".join(found)))
+        of_places = _split(b"".join(found))
+        result = function(of_places[size - root :] + of_places[: size - root])
     _finish([one for child in reversed(below) for one in _send(ranks, child, result, tag)])  # the longest way first
     return result
 

@@ -56,6 +56,9 @@ class Liveness:
         name: how a rank is called in a message.
         world: of this rank; those of one name go through the same stages.
         say: shows the failure reason before this rank is ended.
+        end: ends this rank, with an exit code.
+
+    The thread that makes it is the rank's main one.
     """
 
     def __init__(
@@ -69,9 +72,10 @@ class Liveness:
         name: Callable[[int], str] = lambda rank: f"rank {rank}",
         world: str = "",
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
+        end: Callable[[int], object] = os._exit,
     ) -> None:
         self.rank, self.size, self.coordinator = rank, size, coordinator
-        self.timeouts, self.name, self._say = timeouts, name, say
+        self.timeouts, self.name, self._say, self._end_rank = timeouts, name, say, end
         self.failure_reason: str | None = None
         self._found = threading.Event()
         self._stop = threading.Event()
@@ -80,7 +84,7 @@ class Liveness:
         self._doing, self._since = "start", time.monotonic()
         self._left = False
         self._rounds = 0  # of the thread that speaks with the store
-        self._main = threading.main_thread().ident
+        self._main = threading.get_ident()
         self._call: tuple[int, int, Wait] = (0, 0, "")  # in which the main thread waits, and since when
         self._called = 0.0
         self._collective: str | None = None  # that is waited in, where the flight recorder was asked
@@ -229,7 +233,7 @@ class Liveness:
             self._say(f"{reason}. {self.name(self.rank)} was in {self._doing}; the run ends.")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(FAILED)
+        self._end_rank(FAILED)
 
     def _try_to_publish(self) -> None:
         try:

@@ -22,7 +22,7 @@ from megaverl.data.streaming import Prompts
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.dataflow.tensor_channel import TensorChannel
-from megaverl.distributed.collectives import barrier, broadcast_json, gather_json, together
+from megaverl.distributed.collectives import barrier, broadcast_json, reduce_json, together
 from megaverl.distributed.worlds import Fabric
 from megaverl.errors import ConfigError
 from megaverl.monitoring.console import Console
@@ -307,8 +307,7 @@ class Disaggregated(Executor):
             mine["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
         if self.fabric.rank == self.placement.coordinator:
             mine["coordinator"] = self.coordinator.progress.to_dict()
-        parts = gather_json(mine, self.control)
-        return {name: value for part in parts for name, value in part.items()}
+        return dict(reduce_json(mine, lambda parts: {k: v for part in parts for k, v in part.items()}, self.control))
 
     def own_files(self) -> dict[str, bytes]:
         """What the islands of this rank must find again; and samples that wait for training."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from megaverl.distributed.collectives import gather_json, together
+from megaverl.distributed.collectives import reduce_json, together
 from megaverl.distributed.failures import Failures
 from megaverl.errors import MegaverlError, ReshardError
 from megaverl.sharding.boxes import Box, carry, split
@@ -94,19 +94,28 @@ class SideDtypes:
 
     Args:
         name: of the side, for messages.
-        reports: each rank's, in rank order.
+        common: dtype of most tensors.
+        others: tensor -> its dtype, and a rank that has it so.
+        odd: ranks most of whose tensors have another dtype, and which.
     """
 
-    def __init__(self, name: str, reports: list[Any]) -> None:
-        self._name = name
-        common = Counter(report["common"] for report in reports if report["common"])
-        self._common: str = common.most_common(1)[0][0] if common else ""
-        self._others: dict[str, tuple[str, int]] = {}
+    def __init__(
+        self, name: str, common: str, others: Mapping[str, tuple[str, int]], odd: Sequence[tuple[int, str]]
+    ) -> None:
+        self._name, self._common, self._others, self._odd = name, common, others, odd
+
+    @staticmethod
+    def summary(reports: Sequence[Any]) -> list[Any]:
+        """The arguments after the name, of each rank's report, in rank order; JSON."""
+        counts = Counter(report["common"] for report in reports if report["common"])
+        common = counts.most_common(1)[0][0] if counts else ""
+        others: dict[str, tuple[str, int]] = {}
         for rank, report in enumerate(reports):
             for dtype, tensors in report["others"].items():
                 for tensor in tensors:
-                    self._others.setdefault(tensor, (dtype, rank))
-        self._odd = {rank: r["common"] for rank, r in enumerate(reports) if r["common"] not in ("", self._common)}
+                    others.setdefault(tensor, (dtype, rank))
+        odd = [(rank, report["common"]) for rank, report in enumerate(reports) if report["common"] not in ("", common)]
+        return [common, others, odd]
 
     @property
     def common(self) -> torch.dtype:
@@ -129,7 +138,7 @@ class SideDtypes:
                     there = f"on rank {rank}" if rank is not None else "on most ranks"
                     yield f"{dtype} at the {self._name} here, {wanted} {there}", tensor
                 elif self._odd and rank is None:
-                    odd = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in sorted(self._odd.items()))
+                    odd = ", ".join(f"{dtype} on rank {rank}" for rank, dtype in self._odd)
                     yield f"{wanted} at the {self._name}, yet {odd}", tensor
                 if dtype not in MOVABLE:
                     yield f"{dtype} at the {self._name}", tensor
@@ -149,8 +158,12 @@ def agree_on_dtypes(
             range (float16 and bfloat16).
     """
     mine = {name: _report(layout, tensors) for name, (layout, tensors) in sides.items()}
-    gathered = gather_json(mine, group) if dist.is_initialized() else [mine]
-    merged = {name: SideDtypes(name, [found[name] for found in gathered]) for name in sides}
+
+    def summaries(every: list[Any]) -> dict[str, Any]:
+        return {name: SideDtypes.summary([report[name] for report in every]) for name in sides}
+
+    found_on_all = reduce_json(mine, summaries, group) if dist.is_initialized() else summaries([mine])
+    merged = {name: SideDtypes(name, *found) for name, found in found_on_all.items()}
     with together(group) if dist.is_initialized() else nullcontext():
         problems: dict[str, list[str]] = {}
         for name, (layout, tensors) in sides.items():

@@ -96,7 +96,7 @@ def rounds(num: int) -> dict[str, Any]:
 def commit_things(fabric: Fabric) -> list[Any]:
     """The protocol of the checkpoint store, with the coordinator as the one that commits."""
     commits = Committer(fabric.control, fabric.placement.coordinator)
-    collected = commits.collect({"rank": fabric.rank})
+    collected = commits.conclude({"rank": fabric.rank}, lambda reports: [*reports, fabric.rank])
     answer = commits.decide(lambda: {"by": fabric.rank})
 
     def fail() -> None:

@@ -47,7 +47,11 @@ def _same_on_all_ranks() -> None:
     from megaverl.distributed import collectives, worlds
 
     def conclude(
-        value: bytes, answer: Callable[[list[bytes]], bytes], group: dist.ProcessGroup | None = None, kind: str = ""
+        value: bytes,
+        answer: Callable[[list[bytes]], bytes],
+        group: dist.ProcessGroup | None = None,
+        kind: str = "",
+        root: int = 0,
     ) -> bytes:
         return answer([value] * dist.get_world_size(group))
 
