@@ -30,12 +30,13 @@ from megaverl.gpus import count_gpus
 from megaverl.processes import end_with_parent
 
 ALL_AWAY = "actor.offload={parameters: true, optimizer: true, gradients: true}"
+CUT, MOST_OF_CUT = "cp: 2, each of two processes", 0.6
 LINES: dict[str, list[str]] = {
     "everything kept": [],
     "activation_checkpointing: selective": ["actor.activation_checkpointing=selective"],
     "activation_checkpointing: full": ["actor.activation_checkpointing=full"],
     "chunked_logits: true": ["actor.chunked_logits=true"],
-    "cp: 2, each of two processes": ["actor.cp=2"],
+    CUT: ["actor.cp=2"],
     "gradient_accumulation: 8": ["actor.gradient_accumulation=8"],
     "offload: {gradients: true}": ["actor.offload={gradients: true}"],
     "offload: {optimizer: true}": ["actor.offload={optimizer: true}"],
@@ -79,6 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
                 f"{found['planned'] / 2**20:8.0f} {share('score'):>14} {found['seconds']:8.2f}",
                 flush=True,
             )
+            if line == CUT:
+                ratio = found["in update"] / first["in update"]
+                print(f"{'':37} activations and gradients on their way: {ratio:.2f} of cp: 1's (aim {MOST_OF_CUT})")
     return 0
 
 

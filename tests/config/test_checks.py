@@ -119,6 +119,11 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (["rollout.tp=8"], "rollout.tp", "Sizes that fit: 1, 2, 3, 6, 12."),
         (["rollout={engine: hf, tp: 2}"], "rollout.tp", "no tensor parallelism"),
         (["run.nproc=4", "actor.tp=3"], "actor", "tp=3 x cp=1 x pp=1 = 3 does not divide the 4 ranks"),
+        (
+            ["run.nproc=2", "actor.cp=4"],
+            "actor",
+            "cp=4 x pp=1 = 4 does not divide the 2 ranks. Products that fit: 1, 2;",
+        ),
         (["run.nproc=4", "rollout.tp=3"], "rollout.tp", "does not divide the 4 ranks. Sizes that fit: 1, 2, 4."),
         (["run.nproc=4", "actor.ep=3"], "actor.ep", "Sizes of ep that fit: 1, 2, 4."),
     ],

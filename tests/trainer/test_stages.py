@@ -109,6 +109,10 @@ def test_fine_tuning_goes_on_like_any_run(launch: Launcher, inputs: Path, tmp_pa
     assert sum(span["name"] == "sft" for span in spans) == 5
     last = json.loads((whole / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["memory/actor_gpu_mem_mb"] > 1
+    ended = run(launch, sft(tmp_path / "cut", "actor.pp=1", "actor.cp=2"), tmp_path / "logs")
+    assert ended.codes == [0] * RANKS, ended.text
+    for cut, one in zip(metrics(tmp_path / "cut" / "run"), found, strict=True):
+        assert cut["sft/loss"] == pytest.approx(one["sft/loss"], abs=1e-5), "rows cut over ranks change nothing"
     run(launch, sft(hit), tmp_path / "logs", Fault("kill", RANKS - 1, "sft", 4, mark=str(tmp_path / "mark")))
     ended = run(launch, sft(hit, "--resume=latest"), tmp_path / "logs")
     assert (tmp_path / "mark").exists() and ended.codes == [0] * RANKS and "2 of 5 steps are done" in ended.text
