@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.distributed import distributed_c10d  # noqa: E402
 
 from megaverl.distributed.collectives import reduce_json  # noqa: E402
 from megaverl.distributed.host_tree import connects_lazily  # noqa: E402
@@ -161,27 +163,77 @@ def per_call(function: Callable[[], Any]) -> dict[str, float]:
     }
 
 
-class CountedStore:
-    """Counts the requests of the liveness."""
+@dataclass
+class Traffic:
+    """What a rank has sent and received."""
 
-    def __init__(self, store: Any, requests: list[str]) -> None:
-        self._store, self.requests = store, requests
+    messages: float = 0.0
+    bytes: float = 0.0
+
+    def add(self, messages: int, num_bytes: int) -> None:
+        self.messages += messages
+        self.bytes += num_bytes
+
+    def since(self, before: Traffic, times: float) -> Traffic:
+        return Traffic((self.messages - before.messages) / times, (self.bytes - before.bytes) / times)
+
+
+class CountedStore(dist.Store):
+    """A connection to the job's store."""
+
+    def __init__(self, store: Any, traffic: Traffic) -> None:
+        super().__init__()
+        self._store, self._traffic = store, traffic
 
     def clone(self) -> CountedStore:
-        return CountedStore(self._store.clone(), self.requests)
+        return CountedStore(self._store.clone(), self._traffic)
 
-    def __getattr__(self, name: str) -> Any:
-        self.requests.append(name)
-        return getattr(self._store, name)
+    def has_extended_api(self) -> bool:
+        return True
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("clone", "has_extended_api"):
+            return super().__getattribute__(name)
+
+        def counted(*arguments: Any) -> Any:
+            found = getattr(self._store, name)(*arguments)
+            lists = [each if isinstance(each, list) else [each] for each in (*arguments, found)]
+            self._traffic.add(1, sum(len(one) for each in lists for one in each if isinstance(one, str | bytes)))
+            return found
+
+        return counted
+
+
+class CountedGroup(dist.ProcessGroup):
+    """All ranks, over gloo, beside a default group of this process alone, as `worlds._joined` has it."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, traffic: Traffic) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._traffic = traffic
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, PATIENCE)
+        names = list(range(size))
+        names[0], names[rank] = rank, 0
+        distributed_c10d._world.pg_map[self] = ("gloo", store)
+        distributed_c10d._world.pg_group_ranks[self] = {name: number for number, name in enumerate(names)}
+
+    def send(self, tensors: list[torch.Tensor], dest: int, tag: int = 0) -> Any:  # type: ignore[override]
+        self._traffic.add(1, tensors[0].nbytes)
+        return self._gloo.send(tensors, dest, tag)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> Any:  # type: ignore[override]
+        self._traffic.add(0, tensors[0].nbytes)
+        return self._gloo.recv(tensors, source, tag)
 
 
 def at_rest(store: dist.Store, rank: int, size: int) -> dict[str, float]:
     """A second of a rank that does nothing but live."""
-    counted: Any = CountedStore(store, [])
-    liveness = Liveness(counted, rank, size, coordinator=0, timeouts=Timeouts(stalled_after=3600.0))
-    begun, requests, seconds = time.monotonic(), len(counted.requests), time.process_time()
+    traffic = Traffic()
+    liveness = Liveness(
+        CountedStore(store, traffic), rank, size, coordinator=0, timeouts=Timeouts(stalled_after=3600.0)
+    )
+    begun, requests, seconds = time.monotonic(), traffic.messages, time.process_time()
     time.sleep(REST)
-    requests, seconds = len(counted.requests) - requests, time.process_time() - seconds
+    requests, seconds = traffic.messages - requests, time.process_time() - seconds
     wall = time.monotonic() - begun
     liveness.leave()
     return {"requests": requests / wall, "processor_ms": seconds / wall * 1e3}

@@ -1,0 +1,428 @@
+#!/usr/bin/env python3
+"""The control plane of a run of up to 1,024 ranks, without models: what it costs a rank, who is named when one is lost.
+
+    python tools/simulate_cluster.py                    # 64, 256 and 1,024 ranks: 4 GB, a quarter of an hour
+    python tools/simulate_cluster.py --ranks 8 --faults lost --lost-after 3 --stalled-after 3
+
+Ranks are threads of a few processes; the first, the coordinator and the one that is hit have a process each. What they
+call is a run's own: `introduce` and `resolve`, gloo whose connections open when two ranks first speak, `reduce_json`,
+`make_plans` with `agree_on_dtypes`, `Coordinator`, `Committer` with `prepare_folder` and `commit`, `Liveness`. Messages
+are requests to the store, and what is sent through the group; bytes are those sent and received in both. Left out: the
+connections that roles on ranks of their own open at the start (each rank to all), and what torch's checkpointing sends
+to plan a save (each rank's plan to the one that commits, and back).
+
+Faults: `lost`: killed, on the coordinator's machine, which sees the process gone. `silent`: stopped, as where a node or
+a link is gone. `slow`: at work while the others wait. `flapping`: stopped three times, each for half of the time after
+which it would count as lost; nobody is to be named. `first`: rank 0 is killed, and with it the store that it keeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import multiprocessing
+import os
+import queue
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from megaverl.checkpoint.checksums import write_bytes  # noqa: E402
+from megaverl.checkpoint.commit import Committer, commit, prepare_folder  # noqa: E402
+from megaverl.checkpoint.manifest import FORMAT_VERSION, Manifest, folder_of, partial_name  # noqa: E402
+from megaverl.coordinator import Coordinator, GradientReport, Participant, Rules  # noqa: E402
+from megaverl.distributed.collectives import barrier, reduce_json  # noqa: E402
+from megaverl.distributed.host_tree import connects_lazily  # noqa: E402
+from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
+from megaverl.distributed.placement import parse_wanted  # noqa: E402
+from megaverl.distributed.placement_resolver import resolve  # noqa: E402
+from megaverl.distributed.rendezvous import NodeInfo, digests, introduce  # noqa: E402
+from megaverl.distributed.store import keep_store  # noqa: E402
+from megaverl.distributed.worlds import Fabric  # noqa: E402
+from megaverl.processes import end_with_parent, raise_open_files  # noqa: E402
+from megaverl.sharding.boxes import Box, whole  # noqa: E402
+from megaverl.sharding.layout import Layout, Piece  # noqa: E402
+from megaverl.sharding.plan import Plan, make_plans  # noqa: E402
+from megaverl.sharding.proof import check_plan  # noqa: E402
+from megaverl.weights.transfer import agree_on_dtypes  # noqa: E402
+from tools.bench_control import SUMS, CountedGroup, CountedStore, Traffic  # noqa: E402
+
+HOST, PATIENCE = "127.0.0.1", timedelta(minutes=5)
+PER_NODE, PER_PROCESS = 8, 64
+LARGE = 16384
+SECTIONS = {"actor": {"tp": 8, "pp": 8}, "trainer": {"steps": 100}}
+ITEMS = 20  # of a checkpoint, that a rank writes
+PHASES = {
+    "rendezvous": "rendezvous and placement, once",
+    "plan": "a weight plan's agreements, once",
+    "agreement": "an agreement on 20 sums",
+    "decision": "a decision over two roles' updates",
+    "save": "a checkpoint's agreements and commit",
+    "rest": "a second of liveness",
+}
+FAULTS = ("lost", "silent", "slow", "flapping", "first")
+
+
+class Setup(NamedTuple):
+    """What all ranks know."""
+
+    size: int
+    port: int
+    folder: Path
+    timeouts: Timeouts
+    rest: float  # seconds in which liveness is counted
+
+    @property
+    def hit(self) -> int:
+        return self.size // 3
+
+
+@functools.cache
+def plans(size: int) -> Sequence[Plan]:
+    """Of one weight: from TP8 x PP8, or what fits, to engines at TP4."""
+
+    def layouts(parts: int) -> Callable[[int], Layout]:
+        count = 4096 // parts
+        boxes = [Box((number * count, 0), (number * count + count, 4)) for number in range(parts)]
+        pieces = [Piece("w", box, "w", whole((count, 4))) for box in boxes]
+        found = [Layout((piece,), {"w": (count, 4)}, {"w": (4096, 4)}) for piece in pieces]
+        return lambda rank: found[rank % parts]
+
+    return make_plans(layouts(min(64, size)), layouts(min(4, size)), size, lambda rank: rank // PER_NODE)
+
+
+class Rank:
+    """One rank; its thread does what comes in `asked`."""
+
+    def __init__(self, rank: int, setup: Setup, store: Any) -> None:
+        self.rank, self.setup = rank, setup
+        self.traffic = Traffic()
+        self.store = CountedStore(store, self.traffic)
+        self.asked: queue.Queue[str] = queue.Queue()
+        self.done: queue.Queue[str] = queue.Queue()
+        self.before = Traffic()
+        self.at_rest: Traffic | None = None
+        self.sleeps, self.stops, self.step = 0.0, False, 0
+        self.heard: float | None = None  # when there was a failure reason
+        self.ended: float | None = None
+        self.liveness: Liveness | None = None
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            phase = self.asked.get()
+            self.before, self.at_rest = replace(self.traffic), None
+            try:
+                getattr(self, phase)()
+                self.done.put("")
+            except Exception as error:  # whoever waits for it tells
+                self.done.put(f"rank {self.rank}, {phase}: {type(error).__name__}: {error}")
+
+    @property
+    def cost(self) -> Traffic:
+        """Of the last phase; a coordinator answers after its own part in it."""
+        return self.at_rest or self.traffic.since(self.before, 1.0)
+
+    def rendezvous(self) -> None:
+        size, rank = self.setup.size, self.rank
+        facts = NodeInfo(f"node{rank // PER_NODE:04d}", (), digests(SECTIONS, {}), SECTIONS, agent=rank // PER_NODE)
+        nodes = introduce(self.store, rank, size, facts, PATIENCE)
+        half = size // 2
+        said = {"actor": f"0-{half - 1}", "critic": f"{half}-{size - 2}", "rollout": "actor", "coordinator": size - 1}
+        wanted = {role: parse_wanted(value) for role, value in said.items()}
+        placement = resolve(wanted, size, dict.fromkeys([*said, "reward"]), nodes)
+        self.group = CountedGroup(dist.PrefixStore("control", self.store), rank, size, self.traffic)
+        world = placement.world_of(rank)
+        self.fabric = Fabric(placement, rank, world, self.group, self.group, self.store, PATIENCE)
+        self.role = next((role for role in ("actor", "critic") if role in placement.roles_of(rank)), "")
+        participants = (Participant("actor", 0), Participant("critic", half))
+        self.coordinator = Coordinator(self.fabric, participants, Rules())
+        barrier(self.group)
+        self.decision()
+
+    def plan(self) -> None:
+        plan = plans(self.setup.size)[self.rank]
+        check_plan(plan)
+        both = {"source": plan.source_layout, "destination": plan.dest_layout}
+        held = {name: torch.empty(each.local_shapes["w"], device="meta") for name, each in both.items()}
+        agree_on_dtypes({name: (each, {"w": held[name]}) for name, each in both.items()}, self.group)
+        reduce_json(bool(plan.sends or plan.receives), any, self.group)
+
+    def agreement(self) -> None:
+        reduce_json(SUMS, lambda ranks: ranks[0], self.group)
+
+    def decision(self) -> None:
+        if self.role:
+            report = GradientReport(self.step, self.step, tokens=8.0, squared_norm=16.0, divided_by=8.0)
+            self.coordinator.decide(self.role, report, ["critic" if self.role == "actor" else "actor"])
+            self.step += 1
+
+    def save(self) -> None:
+        """As `CheckpointStore` does, with a file of random state and an index's entries of each rank."""
+        committer = Committer(self.group, self.setup.size - 1)
+        folder = folder_of(self.setup.folder, 1)
+        partial, name = partial_name(folder), f"random_{self.rank:05d}.json"
+        committer.conclude(10**3, lambda each: prepare_folder(folder.parent, partial, sum(each)))
+        items = [[f"actor.layer.{item}", [self.rank, 0], item, name, item * 64, 64] for item in range(ITEMS)]
+        own = [[{name: write_bytes(partial / name, b"{}" * 500)}, items], None]
+
+        def commit_all(reports: list[Any]) -> None:
+            files = {name: record for (written, _), _ in reports for name, record in written.items()}
+            manifest = Manifest(FORMAT_VERSION, 0, 1, committer.size, "", {}, {}, files)
+            commit(folder, manifest, best=False, phase=lambda name: None)
+            assert len(files) == committer.size and not Manifest.read(folder).wrong_sizes(folder)
+
+        committer.conclude(own, commit_all)
+
+    def rest(self) -> None:
+        name, world = self.fabric.describe, self.fabric.world.name
+        self.liveness = self.coordinator.liveness = Liveness(
+            self.store, self.rank, self.setup.size, coordinator=self.setup.size - 1, timeouts=self.setup.timeouts,
+            name=name, world=world, say=lambda text: None, end=self._end,
+        )  # fmt: skip
+        begun, before = time.monotonic(), replace(self.traffic)
+        time.sleep(self.setup.rest)
+        self.at_rest = self.traffic.since(before, time.monotonic() - begun)
+
+    def _end(self, code: int) -> None:
+        """What ends the process of a rank that is alone in it."""
+        self.ended = self.ended or time.time()
+
+    def steps(self) -> None:
+        """Until all are asked to stop, or the run fails."""
+        assert self.liveness is not None
+        try:
+            for number in range(10**9):
+                self.liveness.status("values", number)
+                time.sleep(self.sleeps + self.setup.size / 1000)
+                if reduce_json(self.stops, any, self.group):
+                    break
+                self.liveness.status("update", number)
+                self.decision()
+        except Exception as error:  # as a run's main thread does
+            self.liveness.explain(error)
+        self.ended = self.ended or time.time()
+
+
+def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
+    """A process with some of the ranks; does what comes through the pipe."""
+    end_with_parent(parent)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    connection = dist.TCPStore(HOST, setup.port, None, False, PATIENCE, wait_for_workers=False)
+    members = [Rank(rank, setup, connection.clone()) for rank in ranks]  # type: ignore[attr-defined]
+    with connects_lazily():
+        while (phase := pipe.recv()) != "end":
+            if phase == "count":
+                pipe.send({member.rank: member.cost for member in members})
+                continue
+            for member in members:
+                member.asked.put(phase)
+            if phase == "steps":
+                pipe.send(watch(members, pipe))
+            else:
+                pipe.send("".join([member.done.get() for member in members]))
+    os._exit(0)
+
+
+def watch(members: list[Rank], pipe: Connection) -> dict[int, tuple[str, float, float]]:
+    """rank -> the failure reason that it heard, when, and when it ended."""
+    while any(member.ended is None for member in members):
+        for member in members:
+            if member.heard is None and member.liveness is not None and member.liveness.failure_reason is not None:
+                member.heard = time.time()
+        if pipe.poll(0.05):
+            asked = pipe.recv()
+            for member in members:
+                member.sleeps, member.stops = (asked, False) if isinstance(asked, float) else (0.0, True)
+    return {
+        each.rank: ((each.liveness and each.liveness.failure_reason) or "", each.heard or 0.0, each.ended or 0.0)
+        for each in members
+    }
+
+
+def keep(pipe: Connection, parent: int) -> None:
+    """The process that keeps the store."""
+    end_with_parent(parent)
+    store = keep_store(HOST, 0, PATIENCE)
+    pipe.send(store.port)
+    pipe.recv()
+
+
+class Cluster:
+    """Its processes."""
+
+    def __init__(self, size: int, folder: Path, timeouts: Timeouts, rest: float) -> None:
+        self._processes: dict[int, tuple[Any, Connection]] = {}  # by their first rank; the store's: -1
+        port = self._start(-1, keep).recv()
+        self.setup = Setup(size, port, folder, timeouts, rest)
+        alone = [0, self.setup.hit, size - 1]
+        others = [rank for rank in range(size) if rank not in alone]
+        many = [others[begin : begin + PER_PROCESS] for begin in range(0, len(others), PER_PROCESS)]
+        for ranks in [*([rank] for rank in alone), *many]:
+            self._start(ranks[0], functools.partial(host, ranks, self.setup))
+
+    def _start(self, name: int, target: Callable[..., None]) -> Connection:
+        copies = multiprocessing.get_context("fork")
+        here, there = copies.Pipe()
+        given = {"parent": os.getpid(), "pipe": there}
+        process = copies.Process(target=target, kwargs=given, daemon=True)
+        process.start()
+        there.close()
+        self._processes[name] = process, here
+        return here
+
+    def _tell(self, what: Any, names: Sequence[int] = ()) -> None:
+        for name, (_, pipe) in self._processes.items():
+            if name >= 0 and (not names or name in names):
+                pipe.send(what)
+
+    def cost(self, phase: str) -> list[Traffic]:
+        """Of every rank."""
+        if wrong := "".join(self._hear(phase)):
+            raise SystemExit(wrong)
+        return [cost for found in self._hear("count") for cost in found.values()]
+
+    def _hear(self, asked: str) -> list[Any]:
+        self._tell(asked)
+        return [pipe.recv() for name, (_, pipe) in self._processes.items() if name >= 0]
+
+    def suffer(self, fault: str) -> dict[str, Any]:
+        """Of a fault in the middle of steps: seconds until the first rank knew and the last one had ended, and whom
+        how many ranks named."""
+        timeouts, hit = self.setup.timeouts, 0 if fault == "first" else self.setup.hit
+        self._tell("steps")
+        time.sleep(2.0 + 5 * self.setup.size / 1000)
+        begun = time.time()
+        if fault == "slow":
+            self._tell(4 * timeouts.stalled_after + 30.0, [hit])
+        elif fault == "flapping":
+            for signal_number in (signal.SIGSTOP, signal.SIGCONT) * 3:
+                self._signal(hit, signal_number)
+                time.sleep(timeouts.lost_after / 2)
+            self._tell("stop", [0])
+        else:
+            self._signal(hit, signal.SIGSTOP if fault == "silent" else signal.SIGKILL)
+            if fault == "first":
+                self._signal(-1, signal.SIGKILL)
+        silent = (-1,) if fault == "flapping" else (-1, hit)  # the rank that is hit says nothing any more
+        left = [pipe for name, (_, pipe) in self._processes.items() if name not in silent]
+        end = time.time() + 60.0 + 2 * (timeouts.lost_after + timeouts.stalled_after)
+        found: dict[int, tuple[str, float, float]] = {}
+        while left and time.time() < end:
+            for pipe in [pipe for pipe in left if pipe in wait(left, timeout=1.0)]:
+                found |= pipe.recv()
+                left.remove(pipe)
+        said = [(re.findall(r"rank \d+", reason), reason) for reason, _, _ in found.values()]
+        named = Counter(ranks[0] if ranks else reason or "nobody" for ranks, reason in said)
+        if left:
+            named["no end came"] = self.setup.size - (fault != "flapping") - len(found)
+        heard = [when for _, when, _ in found.values() if when]
+        last = max((ended for *_, ended in found.values()), default=begun)
+        return {"found": min(heard, default=begun) - begun, "ended": last - begun, "named": named}
+
+    def _signal(self, name: int, number: int) -> None:
+        os.kill(self._processes[name][0].pid, number)
+
+    def end(self) -> None:
+        for process, _ in self._processes.values():
+            process.kill()
+            process.join()
+
+
+def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) -> dict[str, Any]:
+    """{"costs": phase -> messages and bytes, each of a rank on average and of the one with most, "faults": fault ->
+    what `suffer` says}."""
+    found: dict[str, Any] = {"costs": {}, "faults": {}}
+    for fault in faults or [""]:
+        with tempfile.TemporaryDirectory(prefix="megaverl_cluster_") as folder:
+            cluster = Cluster(size, Path(folder) / "checkpoints", timeouts, rest)
+            try:
+                for phase in PHASES:
+                    ranks = [(each.messages, each.bytes) for each in cluster.cost(phase)]
+                    found["costs"][phase] = [[sum(each) / size, max(each)] for each in zip(*ranks, strict=True)]
+                if fault:
+                    found["faults"][fault] = cluster.suffer(fault)
+                    print(f"{size} ranks, {fault}: {found['faults'][fault]}", file=sys.stderr, flush=True)
+            finally:
+                cluster.end()
+    return found
+
+
+def table_of_costs(found: dict[int, Any]) -> list[str]:
+    """Messages and bytes, how they grow, and the same at `LARGE` ranks by arithmetic."""
+    sizes = sorted(found)
+    few, many = sizes[0], sizes[-1]
+    log = math.log2(many) / math.log2(few)
+    heads = [*(f"{size:,}" for size in sizes), f"growth (log: {log:.2f}; ranks: {many / few:g})", f"{LARGE:,}"]
+    lines = [f"| messages; bytes | {' | '.join(heads)} |", "| --- " * (len(heads) + 1) + "|"]
+    for phase, title in PHASES.items():
+        for number, who in enumerate((f"{title}: a rank", "the one with most")):
+            columns = []
+            for kind in (0, 1):
+                values = [found[size]["costs"][phase][kind][number] for size in sizes]
+                growth = values[-1] / values[0] if values[0] else 1.0
+                grows_with = math.log2 if growth < math.sqrt(log * many / few) else float
+                slope = (values[-1] - values[0]) / (grows_with(many) - grows_with(few)) if many > few else 0.0
+                large = values[-1] + slope * (grows_with(LARGE) - grows_with(many))
+                shown = [f"{value:,.3f}" if value < 10 else f"{value:,.0f}" for value in (*values, growth, large)]
+                columns.append(shown)
+            lines.append(f"| {who} | {' | '.join('; '.join(pair) for pair in zip(*columns, strict=True))} |")
+    return lines
+
+
+def table_of_faults(found: dict[int, Any], timeouts: Timeouts) -> list[str]:
+    """Time to detect, and who is named."""
+    due = {"silent": timeouts.lost_after, "slow": timeouts.stalled_after}
+    lines = ["| fault | ranks | due after, s | found after, s | all ended after, s | named |", "| --- " * 6 + "|"]
+    for fault in FAULTS:
+        for size, each in sorted(found.items()):
+            if fault in each["faults"]:
+                found_after, ended, named = each["faults"][fault].values()
+                hit = "nobody" if fault == "flapping" else f"rank {0 if fault == 'first' else size // 3}"
+                right = named.get(hit, 0)
+                others = "".join(f", {who} by {count:,}" for who, count in named.items() if who != hit)
+                due_after = f"{due.get(fault, 0.0):g}" if fault != "flapping" else "never"
+                lines.append(
+                    f"| {fault} | {size:,} | {due_after} | {found_after:.1f} | {ended:.1f} | "
+                    f"{hit} by {right:,} of {sum(named.values()):,}{others} |"
+                )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    described = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    described.add_argument("--ranks", default="64,256,1024", help="numbers of ranks, 8 or more, with commas")
+    described.add_argument("--faults", default=",".join(FAULTS), help="with commas; empty: none")
+    described.add_argument("--lost-after", type=float, default=15.0, help="seconds; a run's are 30")
+    described.add_argument("--stalled-after", type=float, default=15.0, help="seconds; a run's: run.timeout_minutes")
+    described.add_argument("--rest", type=float, default=5.0, help="seconds in which liveness is counted")
+    given = described.parse_args(arguments)
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    raise_open_files()
+    timeouts = Timeouts(stalled_after=given.stalled_after, lost_after=given.lost_after, grace=2.0)
+    faults = [fault for fault in given.faults.split(",") if fault]
+    found = {int(size): simulate(int(size), faults, timeouts, given.rest) for size in given.ranks.split(",")}
+    print("\n".join([*table_of_costs(found), "", *table_of_faults(found, timeouts)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
