@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
 
@@ -48,14 +49,15 @@ def mini_batches(
     def draw(sample: int) -> bytes:
         return hashlib.blake2b(f"mini_batches/{seed}/{step}/{epoch}/{sample}".encode(), digest_size=16).digest()
 
-    first_of_group: dict[int, int] = {}
-    draws = [draw(sample) for sample in range(num_samples)]
-    of_group = [
-        draws[first_of_group.setdefault(int(group), sample)]
-        for sample, group in enumerate(range(num_samples) if group_ids is None else group_ids)
-    ]
-    order = sorted(range(num_samples), key=lambda sample: (of_group[sample], draws[sample]))
+    groups: dict[int, list[int]] = {}
+    for sample, group in enumerate(range(num_samples) if group_ids is None else group_ids):
+        groups.setdefault(int(group), []).append(sample)
     bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
+    order: list[int] = []
+    for members in sorted(groups.values(), key=lambda members: draw(members[0])):
+        stop = len(order) + len(members)
+        is_cut = bounds[bisect_right(bounds, len(order))] < stop
+        order += sorted(members, key=draw) if is_cut else members
     return [sorted(order[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
@@ -88,25 +90,37 @@ def balance(lengths: Sequence[int], num_ranks: int, *, equal_counts: bool = Fals
         return [list(range(len(lengths)))]
     longest_first = sorted(range(len(lengths)), key=lambda sample: (-lengths[sample], sample))
     per_state = num_ranks if equal_counts else 1
-    heap: list[tuple[int, int, list[tuple[int, tuple[int, ...]]]]] = []
-    for serial, start in enumerate(range(0, len(longest_first), per_state)):
-        parts: list[tuple[int, tuple[int, ...]]] = [
-            (int(lengths[sample]), (sample,)) for sample in longest_first[start : start + per_state]
-        ]
-        parts += [(0, ())] * (num_ranks - len(parts))
-        heap.append((parts[-1][0] - parts[0][0], serial, parts))
-    if not heap:
-        return [[] for _ in range(num_ranks)]
+    states: list[list[_Part]] = [
+        [(int(lengths[sample]), (sample,)) for sample in longest_first[start : start + per_state]]
+        for start in range(0, len(longest_first), per_state)
+    ]
+    if 0 in lengths:  # a sample without tokens has its place among the parts without samples
+        states = [parts + [(0, ())] * (num_ranks - len(parts)) for parts in states]
+
+    def spread(parts: list[_Part]) -> int:
+        return (parts[-1][0] if len(parts) == num_ranks else 0) - parts[0][0]
+
+    heap = [(spread(parts), serial, parts) for serial, parts in enumerate(states)]
     heapq.heapify(heap)
     serial = len(heap)  # settles ties between equal spreads, so that the result is one and the same
     while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        _, _, second = heapq.heappop(heap)
-        joined = [(a + b, left + right) for (a, left), (b, right) in zip(first, reversed(second), strict=True)]
-        joined.sort(key=itemgetter(0), reverse=True)
-        heapq.heappush(heap, (joined[-1][0] - joined[0][0], serial, joined))
+        joined = _join(heapq.heappop(heap)[2], heapq.heappop(heap)[2], num_ranks)
+        heapq.heappush(heap, (spread(joined), serial, joined))
         serial += 1
-    return [sorted(samples) for _, samples in heap[0][2]]
+    whole = [sorted(samples) for _, samples in heap[0][2]] if heap else []
+    return whole + [[] for _ in range(num_ranks - len(whole))]
+
+
+_Part = tuple[int, tuple[int, ...]]  # the sum of some samples, and which they are
+
+
+def _join(first: list[_Part], second: list[_Part], num_ranks: int) -> list[_Part]:
+    """The largest sum of one with the smallest of the other, and so on; largest first. Parts without samples, which
+    are left out at the end of each, come first of `second`: most sums meet none."""
+    back, meet = second[::-1], max(0, len(first) + len(second) - num_ranks)
+    alone = len(first) - meet
+    met = [(a + b, left + right) for (a, left), (b, right) in zip(first[alone:], back[:meet], strict=True)]
+    return sorted(first[:alone] + met + back[meet:], key=itemgetter(0), reverse=True)
 
 
 def micro_batch_tokens(lengths: Sequence[int], *, padded: bool = True, multiple_of: int = 1) -> int:

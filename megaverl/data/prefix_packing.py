@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 from megaverl.data.batch import RolloutBatch
@@ -36,7 +37,7 @@ class SequenceLengths(_Columns):
     def __len__(self) -> int:
         return len(self.prompt_lengths)
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Tokens of prompt and response together."""
         return [prompt + response for prompt, response in zip(self.prompt_lengths, self.response_lengths, strict=True)]
@@ -105,23 +106,20 @@ def plan_packed_micro_batches(
     Raises:
         DataError: one unit alone is above the cap.
     """
-
-    def cost(samples: Sequence[int]) -> int:
-        return packed_tokens(samples, lengths, shared, prompts)
-
-    check_cap([cost(unit) for unit in units], [unit[0] for unit in units], max_tokens, multiple_of=multiple_of, key=key)
+    costs = [lengths[unit[0]] if len(unit) == 1 else packed_tokens(unit, lengths, shared, prompts) for unit in units]
+    check_cap(costs, [unit[0] for unit in units], max_tokens, multiple_of=multiple_of, key=key)
     alike: dict[int, list[Sequence[int]]] = {}
     for unit in units:
         alike.setdefault(prompts[unit[0]], []).append(unit)
-    share = -(-sum(cost(_samples(same)) for same in alike.values()) // num_ranks)
+    share = -(-sum(packed_tokens(_samples(same), lengths, shared, prompts) for same in alike.values()) // num_ranks)
     best: list[list[list[int]]] = []
     best_worth = (0, True, 0, 0)
     cap = max_tokens - max_tokens % multiple_of
     most = max(len(same) for same in alike.values()) if alike else 1
     for parts in (2**power for power in range((most - 1).bit_length() + 1)):
-        bundles = [bundle for same in alike.values() for bundle in _bundles(same, parts, cap, cost)]
+        bundles = [bundle for same in alike.values() for bundle in _bundles(same, parts, cap, lengths, shared, prompts)]
         plan = plan_micro_batches(
-            [cost(bundle) for bundle in bundles],
+            [bundle.tokens for bundle in bundles],
             num_ranks,
             max_tokens,
             padded=False,
@@ -130,8 +128,8 @@ def plan_packed_micro_batches(
             least=least,
             key=key,
         )
-        found = [[_samples([bundles[number] for number in micro]) for micro in mine] for mine in plan]
-        busiest = max(sum(cost(micro) for micro in mine) for mine in found)
+        found = [[_samples([bundles[number].samples for number in micro]) for micro in mine] for mine in plan]
+        busiest = max(sum(_tokens_of([bundles[number] for number in micro]) for micro in mine) for mine in plan)
         # too few micro-batches, or a rank that could have had work: then a finer cut is better
         worth = (-min(least, len(found[0])), any(not micro for mine in found for micro in mine), busiest, len(found[0]))
         if not best or worth < best_worth:
@@ -141,21 +139,58 @@ def plan_packed_micro_batches(
     return best
 
 
+class _Bundle:
+    """Samples that are packed into one row.
+
+    Attributes:
+        beginnings: prompt -> its shared tokens, which are in the row once.
+        own: all other tokens.
+    """
+
+    def __init__(self) -> None:
+        self.samples: list[int] = []
+        self.beginnings: dict[int, int] = {}
+        self.own = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.own + sum(self.beginnings.values())
+
+
+def _tokens_of(bundles: Sequence[_Bundle]) -> int:
+    """`packed_tokens` of all their samples."""
+    beginnings: dict[int, int] = {}
+    for bundle in bundles:
+        beginnings |= bundle.beginnings
+    return sum(bundle.own for bundle in bundles) + sum(beginnings.values())
+
+
 def _samples(units: Sequence[Sequence[int]]) -> list[int]:
-    return sorted(sample for unit in units for sample in unit)
+    return sorted(chain.from_iterable(units))
 
 
 def _bundles(
-    units: Sequence[Sequence[int]], parts: int, cap: int, cost: Callable[[Sequence[int]], int]
-) -> list[list[int]]:
+    units: Sequence[Sequence[int]],
+    parts: int,
+    cap: int,
+    lengths: Sequence[int],
+    shared: Sequence[int],
+    prompts: Sequence[int],
+) -> list[_Bundle]:
     """Neighbours together: in `parts` parts of like size, or in more where `cap` tokens do not hold one."""
     size, result = -(-len(units) // parts), []
     for start in range(0, len(units), size):
-        part: list[int] = []
+        part, tokens = _Bundle(), 0
         for unit in units[start : start + size]:
-            if part and cost([*part, *unit]) > cap:
+            own = sum([lengths[sample] - shared[sample] for sample in unit])
+            beginnings = {prompts[sample]: shared[sample] for sample in unit}
+            more = own + sum([beginnings[prompt] for prompt in beginnings if prompt not in part.beginnings])
+            if part.samples and tokens + more > cap:
                 result.append(part)
-                part = []
-            part = [*part, *unit]
+                part, tokens, more = _Bundle(), 0, own + sum(beginnings.values())
+            part.samples += unit
+            part.own += own
+            part.beginnings |= beginnings
+            tokens += more
         result.append(part)
     return result

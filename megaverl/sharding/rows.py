@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from megaverl.errors import DataError
@@ -26,12 +26,16 @@ class Move(NamedTuple):
 
 
 def join_rows(parts: Iterable[Rows]) -> dict[int, Sequence[int]]:
-    """Whatever a rank has in any of the parts, ascending."""
-    found: dict[int, set[int]] = {}
+    """Whatever a rank has in any of the parts, ascending; joined once for ranks that have the very same ones."""
+    found: dict[int, list[Sequence[int]]] = {}
     for part in parts:
         for rank, rows in part.items():
-            found.setdefault(rank, set()).update(rows)
-    return {rank: sorted(rows) for rank, rows in found.items()}
+            found.setdefault(rank, []).append(rows)
+    joined: dict[tuple[int, ...], Sequence[int]] = {}
+    for each in found.values():
+        if (same := tuple(map(id, each))) not in joined:
+            joined[same] = sorted(set().union(*each))
+    return {rank: joined[tuple(map(id, each))] for rank, each in found.items()}
 
 
 def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int] | None = None) -> list[Move]:
@@ -44,7 +48,8 @@ def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int
     for other, rows in dest.items():
         _check_wanted(other, rows, holder)
     mine, wanted = frozenset(source.get(rank, ())), dest.get(rank, ())
-    out = [Move(rank, peer, tuple(row for row in rows if row in mine)) for peer, rows in sorted(dest.items())]
+    asking = sorted(peer for peer, rows in dest.items() if not mine.isdisjoint(rows))
+    out = [Move(rank, peer, tuple(row for row in dest[peer] if row in mine)) for peer in asking]
     parts: dict[int, list[int]] = {}
     for row in wanted:
         parts.setdefault(holder[row], []).append(row)
@@ -52,7 +57,10 @@ def plan_moves(rank: int, source: Rows, dest: Rows, node_of: Callable[[int], int
     return [move for move in out + into if move.rows and move.source != move.dest]
 
 
-def _check_wanted(rank: int, rows: Sequence[int], held: Container[int]) -> None:
+def _check_wanted(rank: int, rows: Sequence[int], held: Mapping[int, object]) -> None:
+    wanted = set(rows)
+    if len(wanted) == len(rows) and wanted <= held.keys():
+        return
     if twice := len(rows) - len(set(rows)) and sorted({row for row in rows if list(rows).count(row) > 1}):
         raise DataError(f"rank {rank} wants the rows {twice[:8]} more than once")
     if nowhere := [row for row in rows if row not in held]:
@@ -69,7 +77,7 @@ def plan_rows(source: Rows, dest: Rows, node_of: Callable[[int], int] | None = N
     Raises:
         DataError: rows that are wanted and that nobody holds, or that one rank wants twice.
     """
-    held = set().union(*source.values())
+    held = dict.fromkeys(set().union(*source.values()))
     for rank, rows in dest.items():
         _check_wanted(rank, rows, held)
     world = max([*source, *dest], default=-1) + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from megaverl.algorithms import advantage_estimators, policy_losses
 from megaverl.config import Config
@@ -133,19 +133,15 @@ class SampleRouting:
 
     def _updates(self, role: str, trained: Updated, outline: SequenceLengths) -> Rows:
         return join_rows(
-            _by_rank(ranks, rows_of_updates(trained, outline, self.step, part))
+            dict(zip(ranks, rows_of_updates(trained, outline, self.step, part), strict=True))
             for part, ranks in enumerate(self._worlds(role))
         )
 
-    def _on(self, role: str, rows: Sequence[Iterable[int]]) -> Rows:
+    def _on(self, role: str, rows: Sequence[Sequence[int]]) -> Rows:
         """Where each island has all of a role, each works on all samples."""
-        return join_rows(_by_rank(ranks, rows) for ranks in self._worlds(role))
+        return join_rows(dict(zip(ranks, rows, strict=True)) for ranks in self._worlds(role))
 
     def _worlds(self, role: str) -> Sequence[Sequence[int]]:
         """The ranks of a role; of each island where it is on those."""
         placement = self.fabric.placement
         return placement.islands if placement.colocated(role, "actor") else (placement.ranks[role],)
-
-
-def _by_rank(ranks: Sequence[int], rows: Sequence[Iterable[int]]) -> dict[int, Sequence[int]]:
-    return {rank: sorted(mine) for rank, mine in zip(ranks, rows, strict=True)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from megaverl.data.batching import mini_batches, plan_micro_batches
 from megaverl.data.held_rows import of_all
 from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
+from megaverl.distributed.grid import GridShape
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.model import Loss, Score, TrainingModel
 from megaverl.workers.trainable import TrainableModel, UpdateReport
@@ -132,7 +134,13 @@ def of_each_rank(model: TrainingModel, plan: MicroBatchPlan, part: int = 0) -> l
     """The samples that each rank of the model's grid works on: those of its data-parallel rank."""
     shape = model.grid.shape
     parts = [[row for micro in mine for row in micro] for mine in plan[part * shape.dp : (part + 1) * shape.dp]]
-    return [parts[shape.coords(rank).dp] for rank in range(shape.world_size)]
+    return [parts[place] for place in _data_parallel_ranks(shape)]
+
+
+@cache
+def _data_parallel_ranks(shape: GridShape) -> tuple[int, ...]:
+    """By rank of a grid."""
+    return tuple(shape.coords(rank).dp for rank in range(shape.world_size))
 
 
 def micro_batches_of(
@@ -334,18 +342,19 @@ def plan_updates(role: Updated, outline: SequenceLengths, step: int) -> Iterator
             yield PlannedUpdate((step, epoch, number), samples, plan)
 
 
-def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: int) -> list[set[int]]:
+def rows_of_updates(role: Updated, outline: SequenceLengths, step: int, part: int) -> list[Sequence[int]]:
     """The samples that each rank of the model's grid trains on in any update of a step.
 
     Args:
         part: which of the islands' models.
     """
     model = role.trainable.model
-    found: list[set[int]] = [set() for _ in range(model.grid.shape.world_size)]
+    shape = model.grid.shape
+    found: list[set[int]] = [set() for _ in range(shape.dp)]
     for update in plan_updates(role, outline, step):
-        for mine, rows in zip(found, of_each_rank(model, update.micro_batches, part), strict=True):
-            mine.update(rows)
-    return found
+        for mine, micro in zip(found, update.micro_batches[part * shape.dp : (part + 1) * shape.dp], strict=True):
+            mine.update(*micro)
+    return of_each_rank(model, [[sorted(mine)] for mine in found])
 
 
 class Weighting:

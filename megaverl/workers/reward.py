@@ -174,14 +174,14 @@ class RewardRole:
         said = [service.last_failure for service in Service.known() if service.last_failure]
         return f"The last failure: {said[-1]}. " if said else ""
 
-    def rows(self, outline: SequenceLengths) -> list[set[int]]:
+    def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the role reads, those of its models among them."""
         size = dist.get_world_size(self.world)
         found = [set(rows_of_rank(len(outline), rank, size)) for rank in range(size)]
         for each in self.learned:
             for mine, rows in zip(found, each.model.rows(outline), strict=True):
                 mine.update(rows)
-        return found
+        return [sorted(mine) for mine in found]
 
     def weights(self, scores: Scores) -> dict[str, float]:
         """The weight of every component in the total."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import random
 import subprocess
 import sys
@@ -181,6 +182,25 @@ def test_groups_stay_together_where_a_mini_batch_has_room(group_ids, seed, epoch
     assert mini_batches(len(alone), count, group_ids=alone, **given) == mini_batches(len(alone), count, **given)
 
 
+def drawn_one_by_one(num_samples, num_mini_batches, group_ids, number):
+    """As the docstring of `mini_batches` says it: every sample is drawn, behind its group's first."""
+    draws = [
+        hashlib.blake2b(f"mini_batches/{number}/{sample}".encode(), digest_size=16).digest()
+        for sample in range(num_samples)
+    ]
+    order = sorted(range(num_samples), key=lambda sample: (draws[group_ids.index(group_ids[sample])], draws[sample]))
+    bounds = [num_samples * i // num_mini_batches for i in range(num_mini_batches + 1)]
+    return [sorted(order[start:stop]) for start, stop in zip(bounds, bounds[1:], strict=False)]
+
+
+@PROPERTY
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 99), st.data())
+def test_only_what_counts_is_drawn(group_ids, seed, data):
+    count = data.draw(st.integers(1, len(group_ids)))
+    parts = mini_batches(len(group_ids), count, seed=seed, step=2, epoch=1, group_ids=group_ids)
+    assert parts == drawn_one_by_one(len(group_ids), count, group_ids, f"{seed}/2/1")
+
+
 def test_one_group_that_is_all_samples_is_drawn_from():
     drawn = [mini_batches(16, 2, seed=1, step=0, epoch=epoch, group_ids=[7] * 16) for epoch in range(3)]
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
@@ -219,8 +239,11 @@ def differencing(lengths, num_ranks, per_state):
     return [sorted(samples) for _, samples in states[0]]
 
 
+FEW_LENGTHS = st.one_of(*(st.lists(st.integers(least, 9), min_size=1, max_size=20) for least in (0, 1)))
+
+
 @PROPERTY
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(2, 4), st.booleans())
+@given(FEW_LENGTHS, st.integers(2, 6), st.booleans())
 def test_balance_is_largest_differencing(lengths, num_ranks, equal_counts):
     expected = differencing(lengths, num_ranks, num_ranks if equal_counts else 1)
     assert balance(lengths, num_ranks, equal_counts=equal_counts) == expected

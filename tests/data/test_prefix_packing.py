@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batching import plan_micro_batches
 from megaverl.data.prefix_packing import (
     GOOD_ENOUGH,
     SequenceLengths,
@@ -73,6 +74,52 @@ def test_plans(
             for first, *others in units:
                 assert len({row in micro for row in (first, *others)}) == 1, "a unit is never split"
     assert len(plan[0]) >= min(least, len(units) // num_ranks)
+    assert plan == planned_by_counting_anew(
+        units, lengths, shared, prompts, num_ranks, max_tokens, multiple_of=multiple_of, least=least
+    )
+
+
+def planned_by_counting_anew(
+    units: list[list[int]],
+    lengths: list[int],
+    shared: list[int],
+    prompts: list[int],
+    num_ranks: int,
+    max_tokens: int,
+    *,
+    multiple_of: int,
+    least: int,
+) -> list[list[list[int]]]:
+    """The same with the tokens of every row counted from its samples, whenever they are asked for."""
+
+    def cost(samples: list[int]) -> int:
+        return packed_tokens(samples, lengths, shared, prompts)
+
+    alike: dict[int, list[list[int]]] = {}
+    for unit in units:
+        alike.setdefault(prompts[unit[0]], []).append(unit)
+    mean = -(-sum(cost([row for unit in same for row in unit]) for same in alike.values()) // num_ranks)
+    plans, most = [], max(map(len, alike.values()))
+    for parts in (2**power for power in range((most - 1).bit_length() + 1)):
+        bundles: list[list[int]] = []
+        for same in alike.values():
+            size = -(-len(same) // parts)
+            for start in range(0, len(same), size):
+                bundles.append([])
+                for unit in same[start : start + size]:
+                    if bundles[-1] and cost(bundles[-1] + unit) > max_tokens - max_tokens % multiple_of:
+                        bundles.append([])
+                    bundles[-1] = bundles[-1] + unit
+        costs = [cost(bundle) for bundle in bundles]
+        given = {"multiple_of": multiple_of, "least": least, "padded": False}
+        plan = plan_micro_batches(costs, num_ranks, max_tokens, **given)  # type: ignore[arg-type]
+        found = [[sorted(row for number in micro for row in bundles[number]) for micro in mine] for mine in plan]
+        most_tokens = max(sum(map(cost, mine)) for mine in found)
+        idle = any(not micro for mine in found for micro in mine)
+        plans.append(((-min(least, len(found[0])), idle, most_tokens, len(found[0])), found))
+        if len(found[0]) >= least and not idle and most_tokens <= GOOD_ENOUGH * mean:
+            break
+    return min(plans, key=lambda plan: plan[0])[1]
 
 
 def test_groups_stay_together_where_ranks_are_evenly_filled() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import DataError
 from megaverl.sharding.proof import check_plans
-from megaverl.sharding.rows import Move, Rows, moves_of, plan_moves, plan_rows
+from megaverl.sharding.rows import Move, Rows, join_rows, moves_of, plan_moves, plan_rows
 
 
 def rows_of_grid(ranks: Sequence[int], grid: GridShape, parts: Sequence[Sequence[int]]) -> dict[int, Sequence[int]]:
@@ -104,3 +104,15 @@ def test_a_rank_that_plans_for_itself_alone_plans_the_same(case) -> None:  # typ
         plans = plan_rows(holders, dest)
         for rank in range(len(plans)):
             assert sorted(plan_moves(rank, holders, dest)) == sorted(moves_of(plans[rank]))
+
+
+@given(st.lists(st.dictionaries(st.integers(0, 5), st.integers(0, 3)), max_size=3))
+def test_ranks_that_have_the_same_rows_share_what_is_joined(parts: list[dict[int, int]]) -> None:
+    shared = [[4, 1], [1, 2, 7], [], range(3, 6)]
+    found = join_rows({rank: shared[number] for rank, number in part.items()} for part in parts)
+    assert found == {
+        rank: sorted({row for part in parts if rank in part for row in shared[part[rank]]})
+        for rank in {rank for part in parts for rank in part}
+    }
+    for part in parts[:1] if len(parts) == 1 else ():
+        assert len({id(rows) for rows in found.values()}) == len({*part.values()})
