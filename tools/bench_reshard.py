@@ -6,8 +6,8 @@
 
 For each pair of layouts the ways take turns (A B A B ...) in the same processes, on the same models:
 - ours, over the network alone, and with processes of a node reading each other's memory;
-- to vLLM: what the common bridges do, full Hugging Face tensors rebuilt on every rank, in buckets, for
-  `load_weights` of vLLM's own model; to Megatron: `megatron.core.resharding`;
+- to vLLM: what the common bridges do, full Hugging Face tensors rebuilt on every rank (from Megatron in buckets, from
+  FSDP2 by `full_tensor()` of each) for `load_weights` of vLLM's own model; to Megatron: `megatron.core.resharding`;
 - a plain isend/irecv of the same bytes between the same peers.
 Every way's result is compared with the source by fingerprints before anything is timed. A run's seconds are those
 of its slowest rank; the table shows medians.

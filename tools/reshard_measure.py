@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.distributed.collectives import gather_json, on_first_rank
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import ProcessGroupManager
@@ -38,14 +39,17 @@ from megaverl.sharding.vllm import vllm_layouts
 from megaverl.weights.fingerprint import ReshardCheck, box_fingerprint
 from megaverl.weights.reshard import Resharder
 from megaverl.weights.transfer import TransportOptions, view
+from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
-from tools.reshard_peers import Bridge, CoreResharding, PlainExchange
+from megaverl.workers.model import TrainingModel
+from tools.reshard_peers import Bridge, CoreResharding, FullTensors, PlainExchange
 
 LayoutOf = Callable[[int], Layout]
 Tensors = Mapping[str, torch.Tensor]
 
 MB = 2**20
-# Source and destination; a pipeline of one stage and one data replica are left out of a name.
+# Source and destination; a pipeline of one stage and one data replica are left out of a name. fsdp2dp2: two replicas,
+# each cut over two ranks.
 PAIRS = (
     "tp2pp2-vllm2",
     "tp2pp2-vllm1",
@@ -55,6 +59,9 @@ PAIRS = (
     "tp2pp2-tp2dp2",
     "tp2pp2-tp1dp4",
     "tp1pp4-tp2dp2",
+    "fsdp4-vllm2",
+    "fsdp4-vllm1",
+    "fsdp2dp2-vllm2",
 )
 
 
@@ -92,28 +99,33 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """One end of a pair: a Megatron grid, or vLLM at a tensor-parallel size."""
+    """One end of a pair: a Megatron grid, shards and replicas of FSDP2, or vLLM at a tensor-parallel size."""
 
     engine: str
     tp: int
     pp: int = 1
     dp: int = 1
+    shards: int = 1
 
     @classmethod
     def parse(cls, text: str, nproc: int) -> End:
         if found := re.fullmatch(r"vllm(\d+)", text):
             end = cls("vllm", int(found[1]), 1, nproc // int(found[1]))
+        elif found := re.fullmatch(r"fsdp(\d+)(?:dp(\d+))?", text):
+            end = cls("fsdp", 1, 1, int(found[2] or 1), int(found[1]))
         elif found := re.fullmatch(r"tp(\d+)(?:pp(\d+))?(?:dp(\d+))?", text):
             end = cls("megatron", int(found[1]), int(found[2] or 1), int(found[3] or 1))
         else:
-            raise ValueError(f"{text!r} is neither like tp2pp2 nor like vllm2")
-        if end.tp * end.pp * end.dp != nproc:
+            raise ValueError(f"{text!r} is not like tp2pp2, fsdp4 or vllm2")
+        if end.tp * end.pp * end.dp * end.shards != nproc:
             raise ValueError(f"{text} is not a grid of {nproc} processes")
         return end
 
     def __str__(self) -> str:
         if self.engine == "vllm":
             return f"vLLM TP{self.tp}"
+        if self.engine == "fsdp":
+            return f"FSDP{self.shards}" + (f"xDP{self.dp}" if self.dp > 1 else "")
         sizes = (("TP", self.tp), ("PP", self.pp), ("DP", self.dp))
         return "x".join(f"{name}{size}" for name, size in sizes if size > 1 or name == "TP")
 
@@ -126,8 +138,8 @@ def ends(pair: str, nproc: int) -> tuple[End, End]:
     """
     source, _, dest = pair.partition("-")
     found = End.parse(source, nproc), End.parse(dest, nproc)
-    if found[0].engine != "megatron":
-        raise ValueError(f"{pair}: the source must be Megatron")
+    if tuple(end.engine for end in found) not in (("megatron", "vllm"), ("megatron", "megatron"), ("fsdp", "vllm")):
+        raise ValueError(f"{pair}: it goes from Megatron or FSDP2 to vLLM, or from Megatron to Megatron")
     return found
 
 
@@ -269,6 +281,13 @@ def megatron(job: Job, folder: Path, end: End, groups: ProcessGroupManager) -> M
     return MegatronModel(ModelSpec.from_folder(folder), grid, dtype=torch.bfloat16, seed=0, overrides=leave)
 
 
+def fsdp(folder: Path, end: End, groups: ProcessGroupManager) -> FSDPModel:
+    """A real FSDP2 module, its shards in bfloat16 and to be filled."""
+    cut = FsdpConfig(sharding_strategy="hybrid_shard", shard_size=end.shards)
+    grid = groups.grid(GridShape(dp=end.shards * end.dp))
+    return FSDPModel(folder, grid, groups, fsdp=cut, dtype=torch.bfloat16, seed=0, trained=False, initialize=False)
+
+
 def _leave_as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -305,20 +324,28 @@ def measure_pair(job: Job, pair: str, folder: Path, groups: ProcessGroupManager)
     source_end, dest_end = ends(pair, job.nproc)
     folder = folder / pair
     on_first_rank(lambda: write_config(job.sized_for([source_end.tp, dest_end.tp]), folder))
-    source = megatron(job, folder, source_end, groups)
+    source: MegatronModel | FSDPModel
+    if source_end.engine == "fsdp":
+        source = fsdp(folder, source_end, groups)
+    else:
+        source = megatron(job, folder, source_end, groups)
     fill(source.layout_of(source.grid.rank), source.parameters)
     with contextlib.ExitStack() as stack:
         if dest_end.engine == "vllm":
             engine = stack.enter_context(vllm_model(folder, dest_end.tp))
             dest_of = vllm_layouts(source.weights, source.spec, dest_end.tp)
-            peer: Any = Bridge(source, engine, job.bridge_bucket_mb * MB)
+            if isinstance(source, MegatronModel):
+                peer: Any = Bridge(source, engine, job.bridge_bucket_mb * MB)
+            else:
+                peer = FullTensors(source, engine)
             return measure_ways(job, source, dest_of, dict(engine.named_parameters()), "bridge", peer)
+        assert isinstance(source, MegatronModel)
         dest = megatron(job, folder, dest_end, groups)
         return measure_ways(job, source, dest.layout_of, dest.parameters, "megatron.core", CoreResharding(source, dest))
 
 
 def measure_ways(
-    job: Job, source: MegatronModel, dest_of: LayoutOf, dest: Tensors, peer_name: str, peer: Any
+    job: Job, source: TrainingModel, dest_of: LayoutOf, dest: Tensors, peer_name: str, peer: Any
 ) -> dict[str, Any]:
     """Check every way once, its memory being measured; then time all in turn."""
     rank = dist.get_rank()

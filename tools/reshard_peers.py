@@ -1,4 +1,4 @@
-"""The other ways to bring Megatron's weights to another place, for `bench_reshard.py` to measure beside ours.
+"""The other ways to bring a trainer's weights to another place, for `bench_reshard.py` to measure beside ours.
 
 Each has `run()`, which every rank calls; `bytes_received` and `num_messages` are those of the last run, per rank.
 """
@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
 from megaverl.distributed.collectives import gather_json
 from megaverl.sharding.plan import Plan, Transfer
+from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.megatron_model import MegatronModel
 
 
@@ -166,6 +168,28 @@ HF_NAMES = {
     "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
 }
+
+
+class FullTensors:
+    """What trainers under FSDP2 do, as verl's `fsdp_workers` and slime's FSDP backend: `full_tensor()` of each
+    parameter, one after the other, into `load_weights` of vLLM's model, which takes each rank's slices out."""
+
+    def __init__(self, model: FSDPModel, engine_model: Any) -> None:
+        self._parameters, self._engine_model = dict(model.module.model.named_parameters()), engine_model
+        self.bytes_received = self.num_messages = 0
+
+    def run(self) -> None:
+        self.bytes_received = self.num_messages = 0
+        with torch.no_grad():
+            self._engine_model.load_weights(self._full())
+
+    def _full(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._parameters.items():
+            assert isinstance(parameter, DTensor)
+            whole = parameter.full_tensor()
+            self.num_messages += 1
+            self.bytes_received += whole.nbytes - parameter.to_local().nbytes
+            yield name, whole
 
 
 class CoreResharding:

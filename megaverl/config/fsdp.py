@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from megaverl.config.errors import ConfigIssue, did_you_mean, divisors, found, listed
-from megaverl.config.section import Positive, Section
+from megaverl.config.section import NonNegativeFloat, Positive, Section
 
 if TYPE_CHECKING:
     from megaverl.config.roles import GridConfig
@@ -37,6 +37,9 @@ class FsdpConfig(Section):
     """Dtype in which gradients are added up over the ranks. null: float32."""
     compile: bool = False
     """Compile each block with torch.compile."""
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Weight of transformers' load-balancing loss of a mixture of experts, beside the policy's or the critic's own.
+    null: the model's, where its config.json has output_router_logits: true, and else 0."""
     attention: Literal["auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"] = "auto"
     """transformers' attn_implementation, of padded rows. auto: megaverl's, by FlashAttention or PyTorch's kernels,
     which reads packed rows too; transformers' choice where a model asks for more (capped scores, sinks)."""

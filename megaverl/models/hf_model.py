@@ -42,9 +42,12 @@ class PolicyModule(nn.Module):
         num_values: a value head gives so many values per position; 0: there is none.
         gives_hidden: the output is hidden states: logits are made of them later, or values alone are wanted.
         dtype: of the value head.
+        router_loss: of experts' routers, transformers' load-balancing loss is made beside the output when asked for.
     """
 
-    def __init__(self, model: PreTrainedModel, num_values: int, gives_hidden: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: PreTrainedModel, num_values: int, gives_hidden: bool, dtype: torch.dtype, router_loss: bool = False
+    ) -> None:
         super().__init__()
         self.model, self.gives_hidden = model, gives_hidden
         backbone = model.base_model
@@ -57,6 +60,7 @@ class PolicyModule(nn.Module):
             head = nn.Linear(model.config.get_text_config().hidden_size, num_values, bias=False)
             nn.init.zeros_(head.weight)
             self.add_module(VALUE_HEAD, head.to(dtype))
+        if num_values or (router_loss and gives_hidden):
             backbone.register_forward_hook(self._look)
         self._takes_images = tower_of(model) is not None
         self._drawn: torch.Tensor | None = None
@@ -81,27 +85,40 @@ class PolicyModule(nn.Module):
         return args, given
 
     def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, seen: VisionInputs | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        seen: VisionInputs | None = None,
+        *,
+        router_loss: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Tokens and positions [b, s] -> (logits [b, s, vocabulary] or hidden states [b, s, hidden], values
-        [b, s, num_values] float32, if there is a value head).
+        [b, s, num_values] float32, if there is a value head, and the routers' loss, if it is asked for).
 
         Args:
             seen: the images of a model that takes any, and the positions that follow from them.
         """
-        given = {"position_ids": positions} if self._positions else {}
+        given: dict[str, Any] = {"position_ids": positions} if self._positions else {}
         module, self._drawn = self.model.base_model if self.gives_hidden else self.model, None
         if self._takes_images and seen is not None:
             given, self._drawn, tokens = {"position_ids": seen.positions, **seen.given}, tokens, seen.places
         self._sees_none = "pixel_values" not in given
+        loss = None
+        if router_loss:  # made by the whole model alone, of whose logits then one is enough
+            module, given["output_router_logits"] = self.model, True
+            given |= {"logits_to_keep": 1} if self.gives_hidden else {}
         made = module(input_ids=tokens, use_cache=False, **given)
-        output: torch.Tensor = made[0] if self.gives_hidden else made.logits
-        if not hasattr(self, VALUE_HEAD):
-            return output, None
         hidden, self._seen = self._seen, None
+        if router_loss:
+            loss = made.aux_loss
+        output: Any = made[0] if self.gives_hidden else made.logits
+        if self.gives_hidden and router_loss:
+            output = hidden
+        if not hasattr(self, VALUE_HEAD):
+            return output, None, loss
         assert hidden is not None
         weight: torch.Tensor = self.get_submodule(VALUE_HEAD).weight  # type: ignore[assignment]
-        return output, nn.functional.linear(hidden.float(), weight.float())
+        return output, nn.functional.linear(hidden.float(), weight.float()), loss
 
 
 def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -245,6 +262,27 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
             names[name].requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names.values()):
         raise ConfigError(f"{role}.freeze: {', '.join(patterns)} fit all of the weights, and nothing is left to train.")
+
+
+def router_loss_coef(model: PreTrainedModel, wanted: float | None, role: str) -> float:
+    """Weight of the loss that balances the load of experts; 0: it is not made.
+
+    Args:
+        wanted: None: what config.json says, where it has `output_router_logits`, as transformers trains.
+
+    Raises:
+        ConfigError: transformers makes no such loss of this model.
+    """
+    if wanted is None:
+        config = model.config.get_text_config()
+        makes = getattr(config, "output_router_logits", False)
+        wanted = float(getattr(config, "router_aux_loss_coef", None) or 0.0) if makes else 0.0
+    if wanted and "output_router_logits" not in inspect.signature(type(model).forward).parameters:
+        raise ConfigError(
+            f"{role}.fsdp.router_aux_loss_coef={wanted:g}: transformers' {type(model).__name__} makes no loss of "
+            "routers. Set it to 0."
+        )
+    return wanted
 
 
 def logits_are_plain(model: PreTrainedModel) -> bool:

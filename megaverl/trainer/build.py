@@ -273,7 +273,8 @@ class Builder:
             return server_rollout(self, actor, group)
         engine, layouts = None, None
         if actor is None:
-            held, weights = self._actor_elsewhere(len(source))
+            per_node = sum(placement.node_of(rank) == placement.node_of(source[0]) for rank in source)
+            held, weights = self._actor_elsewhere(len(source), per_node)
             engine = self._engine(weights_come=True, on_load=None)
             layouts = engine.layouts(shapes_of(weights))
         else:
@@ -291,11 +292,12 @@ class Builder:
         )
         return sync, Rollout(engine, default_group(), sync) if engine is not None else None
 
-    def _actor_elsewhere(self, num_ranks: int) -> tuple[ActorWeights, list[Weight]]:
-        """The weights of an actor on so many other ranks."""
+    def _actor_elsewhere(self, num_ranks: int, per_node: int) -> tuple[ActorWeights, list[Weight]]:
+        """The weights of an actor on so many other ranks, so many of them on its first rank's node."""
         actor = self.config.actor
         if actor.engine == "fsdp":
-            num_shards, trust = count_shards(actor.fsdp, num_ranks, "actor"), self.config.model.trust_remote_code
+            num_shards = count_shards(actor.fsdp, num_ranks, per_node, "actor")
+            trust = self.config.model.trust_remote_code
             return ActorWeights.fsdp_elsewhere(
                 self.folder, self.spec, num_shards, self.dtype, actor.lora, trust_remote_code=trust
             )

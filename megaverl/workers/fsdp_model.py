@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import LoraConfig
-from megaverl.distributed.collectives import together
+from megaverl.distributed.collectives import broadcast_json, reduce_json, together
 from megaverl.distributed.groups import Grid, ProcessGroupManager
 from megaverl.errors import ConfigError
 from megaverl.models.hf_attention import packed
@@ -26,6 +26,7 @@ from megaverl.models.hf_model import (
     freeze_weights,
     local_tensors,
     logits_are_plain,
+    router_loss_coef,
     shard_module,
     sharded,
     vision_blocks_of,
@@ -38,6 +39,9 @@ from megaverl.models.vision import VisionReader
 from megaverl.platform import platform
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.workers.model import Loss, Taken, TrainingModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +95,9 @@ class FSDPModel(TrainingModel):
         self.vocab_size, self.token_multiple, self.beside_logits = spec.vocab_size, 1, beside_logits
         self.dtype = dtype if fsdp.param_dtype is None else getattr(torch, fsdp.param_dtype)
         self.trained = trained
-        self.num_shards = num_shards = count_shards(fsdp, grid.shape.world_size, role)
+        # nodes may have different numbers of ranks, and all must cut alike
+        per_node = broadcast_json(int(os.environ.get("LOCAL_WORLD_SIZE", grid.shape.world_size)), 0, grid.world)
+        self.num_shards = num_shards = count_shards(fsdp, grid.shape.world_size, per_node, role)
         kept = torch.float32 if trained and lora is None else self.dtype
         with together(grid.world):
             model, reading = build_module(
@@ -110,21 +116,15 @@ class FSDPModel(TrainingModel):
             logger.warning("%s.pack_samples: rows are padded: %s", role, reading.padded_because)
         self.pack = reading.pack if pack_samples else None
         has_logits = beside_logits or not value_head
-        gives_hidden = not has_logits
-        if chunked_logits and has_logits:
-            gives_hidden = logits_are_plain(model)
-            if not gives_hidden and not grid.rank:
-                logger.warning(
-                    "%s.chunked_logits: logits are made whole: %s makes more of them than its output layer gives.",
-                    role,
-                    type(model).__name__,
-                )
+        gives_hidden = not has_logits or (chunked_logits and self._logits_are_plain(model))
         if not has_logits:
             _take_head_away(model)
         if lora is not None:
             more = (VALUE_WEIGHT,) if value_head else ()
             self.adapters = HFAdapters(model, everything, lora, grid, num_shards, trained=more, role=role, seed=seed)
-        self.module = PolicyModule(model, self.value_head, gives_hidden, torch.float32 if trained else kept)
+        self._router_loss = router_loss_coef(model, fsdp.router_aux_loss_coef, role) if trained else 0.0
+        of_head, balances = torch.float32 if trained else kept, bool(self._router_loss)
+        self.module = PolicyModule(model, self.value_head, gives_hidden, of_head, balances)
         self.vision = VisionReader.of(model.config)
         _prepare_blocks(model, activation_checkpointing if trained else "none", fsdp.compile)
         self._root = shard_module(
@@ -142,6 +142,16 @@ class FSDPModel(TrainingModel):
         self.files_dtype = self.dtype
         self._syncs_once = fsdp.sharding_strategy in ("shard_grad_op", "no_shard")
         self._describe(everything)
+
+    def _logits_are_plain(self, model: PreTrainedModel) -> bool:
+        """Whether they can be made of hidden states, a chunk at a time."""
+        if not (plain := logits_are_plain(model)) and not self.grid.rank:
+            logger.warning(
+                "%s.chunked_logits: logits are made whole: %s makes more of them than its output layer gives.",
+                self.role,
+                type(model).__name__,
+            )
+        return plain
 
     def _describe(self, everything: ShardedWeights) -> None:
         """Names, shapes and places of all weights; an engine has those without a value head beside logits."""
@@ -178,7 +188,7 @@ class FSDPModel(TrainingModel):
             for each in micro_batches:
                 batch = each.to(platform.device)
                 with packed(batch.packing):
-                    taken.append(take(self._forward(batch), batch))
+                    taken.append(take(self._forward(batch)[0], batch))
             for part in sharded(self.module):  # what was gathered would be used after the next update
                 part.reshard()
         self.module.train()
@@ -188,32 +198,38 @@ class FSDPModel(TrainingModel):
         """Accumulate gradients over `micro_batches`, summed over the ranks; returns each one's sums.
 
         Where gradients are cut over the ranks, they are after every micro-batch, so that they are never whole for
-        longer; replicas join theirs after the last one.
+        longer; replicas join theirs after the last one. The loss of experts' routers is, as under Megatron, the mean
+        of the micro-batches' by their tokens, padding counted.
         """
-        reports = []
+        reports, tokens = [], sum(batch.tokens.numel() for batch in micro_batches)
+        of_token = self._router_loss / reduce_json(tokens, sum, self.grid.world) if self._router_loss else 0.0
         for number, each in enumerate(micro_batches):
             batch, last = each.to(platform.device), number == len(micro_batches) - 1
             self._root.set_is_last_backward(last)
             self._root.set_requires_gradient_sync(last or not self._syncs_once)
             self._root.set_requires_all_reduce(last)
             with packed(batch.packing):
-                value, sums = loss(self._forward(batch), batch)
+                output, of_routers = self._forward(batch, router_loss=bool(of_token))
+                value, sums = loss(output, batch)
+                if of_routers is not None:
+                    value = value + of_token * batch.tokens.numel() * of_routers
                 if self._beside is not None and self._beside.waits:
                     value = value + 0.0 * self._beside.take().sum()  # every parameter gets a gradient
                 value.backward()
             reports.append(sums)
         return reports
 
-    def _forward(self, batch: MicroBatch) -> torch.Tensor:
+    def _forward(self, batch: MicroBatch, *, router_loss: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The model's output, and the routers' loss, if it is asked for."""
         if batch.packing is None:
             positions = torch.arange(batch.tokens.shape[1], device=batch.tokens.device).expand_as(batch.tokens)
         else:
             positions = batch.packing.positions.unsqueeze(0)
-        output, values = self.module(batch.tokens, positions, batch.vision)
+        output, values, of_routers = self.module(batch.tokens, positions, batch.vision, router_loss=router_loss)
         if self._beside is not None:
             self._beside.seen = values
-            return output
-        return output if values is None else values
+            return output, of_routers
+        return output if values is None else values, of_routers
 
 
 class _Beside:
@@ -233,8 +249,11 @@ class _Beside:
         return values
 
 
-def count_shards(fsdp: FsdpConfig, num_ranks: int, role: str) -> int:
+def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> int:
     """Over how many neighbouring ranks a role's parameters are cut; others hold replicas.
+
+    Args:
+        per_node: how many of its `num_ranks` ranks the role has on its first rank's node.
 
     Raises:
         ConfigError: `shard_size` does not divide the ranks.
@@ -243,7 +262,7 @@ def count_shards(fsdp: FsdpConfig, num_ranks: int, role: str) -> int:
         return 1
     if fsdp.sharding_strategy != "hybrid_shard":
         return num_ranks
-    size = fsdp.shard_size or min(int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks)), num_ranks)
+    size = fsdp.shard_size or min(per_node, num_ranks)
     if num_ranks % size:
         raise ConfigError(
             f"{role}.fsdp.shard_size={size} does not divide the {num_ranks} ranks of the role. Give one that does."

@@ -209,6 +209,15 @@ def test_islands_of_the_actor(launch: Launcher, inputs: Path, shared: Path, tmp_
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
 
 
+def test_islands_under_fsdp(launch: Launcher, inputs: Path, shared: Path, tmp_path: Path) -> None:
+    """Megatron's numbers on one rank; an engine elsewhere knows over how many ranks of a node its actor is cut."""
+    placed = "placement={rollout: 0, actor: 1-4, coordinator: 5, actor_islands: 2}"
+    ended = run(launch, inputs, tmp_path, 6, placed, "actor.engine=fsdp", "actor.fsdp.sharding_strategy=hybrid_shard")
+    assert ended.codes == [0] * 6, ended.text
+    for before, after in zip(measured(shared), measured(tmp_path), strict=True):
+        assert after == pytest.approx(before, abs=1e-4, rel=1e-4)
+
+
 def test_islands_on_ways_of_their_own(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
     """Three updates between meetings, rounded on the way: cut off and taken up again, to the same bits.
 

@@ -36,6 +36,7 @@ def test_defaults_are_the_size_of_half_a_billion_parameters() -> None:
 def test_pairs_name_grids() -> None:
     assert ends("tp2pp2-vllm1", 4) == (End("megatron", 2, 2, 1), End("vllm", 1, 1, 4))
     assert [str(end) for end in ends("tp1pp4-tp2dp2", 4)] == ["TP1xPP4", "TP2xDP2"]
+    assert [str(end) for end in ends("fsdp2dp2-vllm2", 4)] == ["FSDP2xDP2", "vLLM TP2"]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,9 @@ def test_pairs_name_grids() -> None:
     [
         (["--repeats", "0"], "--repeats is 0"),
         (["--pairs", "tp2pp4-vllm2"], "tp2pp4 is not a grid of 4 processes"),
-        (["--pairs", "vllm2-vllm2"], "the source must be Megatron"),
-        (["--pairs", "tp4-fsdp"], "'fsdp' is neither like tp2pp2 nor like vllm2"),
+        (["--pairs", "vllm2-vllm2"], "it goes from Megatron or FSDP2 to vLLM"),
+        (["--pairs", "fsdp4-tp4"], "it goes from Megatron or FSDP2 to vLLM"),
+        (["--pairs", "tp4-zero3"], "'zero3' is not like tp2pp2, fsdp4 or vllm2"),
     ],
 )
 def test_what_cannot_be_run_is_refused(wrong: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -157,11 +159,11 @@ def test_the_whole_benchmark_runs(
         return 0
 
     monkeypatch.setattr(bench_reshard, "start_ranks", start_copies)
-    pairs = ["--nproc", "2", "--pairs", "tp1pp2-vllm2", "tp2-tp1dp2"]
+    pairs = ["--nproc", "2", "--pairs", "tp1pp2-vllm2", "tp2-tp1dp2", "fsdp2-vllm2"]
     assert bench_reshard.main([*TINY, *pairs, "--json", str(tmp_path / "found.json")]) == 0
     shown = capsys.readouterr().out
     assert "TP1xPP2 -> vLLM TP2" in shown and "TP2 -> TP1xDP2" in shown
-    for pair, peer in (("tp1pp2-vllm2", "bridge"), ("tp2-tp1dp2", "megatron.core")):
+    for pair, peer in (("tp1pp2-vllm2", "bridge"), ("tp2-tp1dp2", "megatron.core"), ("fsdp2-vllm2", "bridge")):
         found = json.loads((tmp_path / "found.json").read_text())["pairs"][pair]
         for name in ("ours", "ours, network"):
             ours = found["ways"][name]

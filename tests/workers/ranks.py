@@ -66,6 +66,7 @@ def update(
     pack_samples: bool = True,
     activation_checkpointing: str = "none",
     same_prompts: int = 1,
+    gradient_accumulation: int = 1,
     fsdp: dict[str, Any] | None = None,
     **algorithm: Any,
 ) -> dict[str, float]:
@@ -87,6 +88,7 @@ def update(
         activation_checkpointing=activation_checkpointing,
         **({"overrides": megatron} if fsdp is None else {}),
     )
+    trainable.gradient_accumulation = gradient_accumulation
     model = trainable.model
     config = AlgorithmConfig(**algorithm)
     batch = experience(same_prompts=same_prompts)
@@ -106,6 +108,27 @@ def update(
         group=model.grid.world,
     )
     return metrics
+
+
+def under_both_engines(folders: list[str], **algorithm: Any) -> list[dict[str, Any]]:
+    """Of each model, by engine: log-probs before an update, its loss and its gradient's norm, on data-parallel ranks.
+
+    Megatron-core is asked where it has a table of the architecture.
+    """
+    found: list[dict[str, Any]] = []
+    for folder in folders:
+        engines: dict[str, dict[str, Any] | None] = {"fsdp": {}}
+        if ModelSpec.outline(folder).is_tabled:
+            engines["megatron"] = None
+        found.append({})
+        for name, fsdp in engines.items():
+            trainable = trainable_of(folder, {"dp": dist.get_world_size()}, fsdp=fsdp)
+            actor = Actor(trainable, AlgorithmConfig(**algorithm), temperature=0.8, micro_batch_tokens=64, seed=0)
+            batch = experience(same_prompts=3)
+            log_probs = actor.log_probs(batch).tolist()
+            metrics = actor.update(with_own_tokens(actor, batch), step=0, kl_coef=0.1)
+            found[-1][name] = {"log_probs": log_probs, **{key: metrics[key] for key in ("loss", "grad_norm")}}
+    return found
 
 
 def trainable_of(folder: str, shape: dict[str, int], *, fsdp: dict[str, Any] | None, **options: Any) -> TrainableModel:

@@ -156,6 +156,7 @@ def assert_right(
 CUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one": (1, {}, {}),
     "full": (2, {}, {"activation_checkpointing": "full", "chunked_logits": True}),
+    "compiled": (1, {"compile": True}, {}),
     "padded": (2, {"sharding_strategy": "shard_grad_op"}, {"pack_samples": False, "micro_batch_tokens": 30}),
     "no shard": (2, {"sharding_strategy": "no_shard", "attention": "sdpa"}, {"micro_batch_tokens": 30}),
     "hybrid": (4, {"sharding_strategy": "hybrid_shard", "shard_size": 2}, {"micro_batch_tokens": 30}),
@@ -175,6 +176,7 @@ GEMMA3 = {
         ("Qwen2ForCausalLM", PPO, ppo, list(CUTS)),
         ("LlamaForCausalLM", CRITIC, value_error, ["full"]),
         ("Gemma3ForCausalLM", GRPO, grpo, ["full", "padded"]),
+        ("Qwen3ForCausalLM", PPO, ppo, ["compiled"]),
         ("Qwen3MoeForCausalLM", GRPO, grpo, ["no shard"]),
     ],
 )
@@ -190,6 +192,69 @@ def test_an_update_under_fsdp_is_that_of_transformers_and_autograd(
         ranks, fsdp, changes = CUTS[name]
         given = {"same_prompts": 3, **options, **changes, "fsdp": fsdp}
         assert_right(updated(launch, folder, tmp_path / name, {"dp": ranks}, **given), expected, before, name)
+
+
+def test_both_engines_and_transformers_alone_agree(launch: Launcher, tmp_path: Path) -> None:
+    """Log-probs, loss and gradient norm to 1e-5 in float32, on one, two and four ranks; Gemma3 has no Megatron."""
+    kinds: list[tuple[str, bool, dict[str, Any]]] = [
+        ("LlamaForCausalLM", False, {}),
+        ("Qwen2ForCausalLM", True, {}),
+        ("Qwen2ForCausalLM", False, {}),
+        ("Gemma3ForCausalLM", True, GEMMA3),
+    ]
+    folders, expected = [], []
+    for number, (architecture, tied, more) in enumerate(kinds):
+        folder = make_tiny_folder(tmp_path / str(number), architecture, tie_embeddings=tied, **more)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        with torch.no_grad():
+            made = policy_log_probs(model, experience(same_prompts=3))
+        folders.append(folder)
+        expected.append((made, by_transformers(folder, grpo, same_prompts=3)[0]))
+    for ranks in (1, 2, 4):
+        [found, *_] = launch.world(ranks, "tests.workers.ranks:under_both_engines", folders=folders, **GRPO)
+        for (architecture, tied, _), by_engine, (log_probs, metrics) in zip(kinds, found, expected, strict=True):
+            assert by_engine.keys() == ({"fsdp"} if "Gemma3" in architecture else {"fsdp", "megatron"})
+            for engine, each in by_engine.items():
+                wrong = (torch.tensor(each.pop("log_probs")).double() - log_probs).abs().max()
+                assert wrong < 1e-5, (ranks, architecture, tied, engine, wrong)
+                assert each == pytest.approx(metrics, abs=1e-5), (ranks, architecture, tied, engine)
+
+
+def policy_log_probs(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
+    """[B, R] float64, zero in the padding."""
+    found = torch.zeros(batch["generated_ids"].shape, dtype=torch.float64)
+    for row, (hidden, tokens, _) in enumerate(responses(model, batch)):
+        log_p = torch.log_softmax(model.lm_head(hidden) / TEMPERATURE, dim=-1)
+        found[row, : len(tokens)] = log_p.gather(1, tokens[:, None])[:, 0]
+    return found
+
+
+BALANCE = 5.0
+
+
+def with_balance(model: torch.nn.Module, batch: RolloutBatch) -> Tensor:
+    """GRPO's loss and transformers' load-balancing loss of each sample, by its tokens."""
+    lengths = zip(batch["prompt_lengths"].tolist(), batch["response_mask"].sum(1).tolist(), strict=True)
+    rows = [
+        torch.cat([batch["input_ids"][row, :prompt], batch["generated_ids"][row, :response]])
+        for row, (prompt, response) in enumerate(lengths)
+    ]
+    balance = torch.stack([len(row) * model(row[None], output_router_logits=True).aux_loss.double() for row in rows])
+    return grpo(model, batch) + BALANCE * balance.sum() / sum(map(len, rows))
+
+
+def test_routers_losses_are_transformers_own(launch: Launcher, tmp_path: Path) -> None:
+    """A micro-batch of each sample, so that any ranks make the same losses; by the model's own config, or by key."""
+    own = {"output_router_logits": True, "router_aux_loss_coef": BALANCE}
+    folder = make_tiny_folder(tmp_path / "model", "Qwen3MoeForCausalLM", num_hidden_layers=2, **own)
+    metrics, weights = by_transformers(folder, with_balance)
+    before, right = load_file(folder / "model.safetensors"), ({"grad_norm": metrics["grad_norm"]}, weights)
+    without, router = by_transformers(folder, grpo)[1], "model.layers.0.mlp.gate.weight"
+    assert (without[router] - weights[router]).abs().max() > 3e-4
+    by_key = {"fsdp": {"router_aux_loss_coef": BALANCE}, "activation_checkpointing": "full", "chunked_logits": True}
+    for name, ranks, more in (("by config", 1, {"fsdp": {}}), ("by key", 2, by_key)):
+        given = {**GRPO, "gradient_accumulation": 6 // ranks, **more}
+        assert_right(updated(launch, folder, tmp_path / name, {"dp": ranks}, **given), right, before, name)
 
 
 YARN = {

@@ -11,12 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.tasks import make_task
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
+from megaverl.distributed.grid import GridShape
+from megaverl.distributed.groups import ProcessGroupManager
 from megaverl.errors import ModelError, RewardError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation
+from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.pairs import RewardModel
 from megaverl.workers.reward import TransformersRewardModel
 from tests.checkpoint.convert.folders import as_reward_model
 
@@ -104,6 +109,31 @@ def with_own_template(folder: Path, output: Path) -> Path:
     shutil.copytree(folder, output)
     (output / "chat_template.jinja").write_text(TEMPLATE)
     return output
+
+
+def test_a_classifier_of_any_architecture_under_fsdp(
+    group: dist.ProcessGroup, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """As `reward_model.engine: fsdp` reads it: the language model's backbone, and the classifier's head."""
+    made = tmp_path / "classifier"
+    base = make_tiny_folder(tmp_path / "base", "Phi3ForCausalLM", vocab_size=tokenizer.vocab_size, pad_token_id=0)
+    groups = ProcessGroupManager()
+    model = FSDPModel(
+        as_reward_model(base, made),
+        groups.grid(GridShape()),
+        groups,
+        fsdp=FsdpConfig(),
+        dtype=torch.float32,
+        seed=0,
+        trained=False,
+        value_head=1,
+        role="reward_model",
+        initialize=False,
+    )
+    assert model.load(made) == []
+    tokens = [tokenizer.encode(p) + tokenizer.encode(r) for p, r in zip(PROMPTS, RESPONSES, strict=True)]
+    found = RewardModel(model, micro_batch_tokens=12).scores(batch(tokenizer))
+    assert torch.allclose(found, one_by_one(made, tokens), atol=1e-5)
 
 
 def test_what_it_cannot_score(group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
