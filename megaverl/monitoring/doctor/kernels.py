@@ -100,9 +100,9 @@ def kernels() -> Iterator[Finding]:
             found = f"{kernel.modules[0]} is absent: {kernel.fallback}. Cost: {kernel.costs}"
             yield Finding("kernels", kernel.what, "warn", found, kernel.fix)
     yield _flash_attention()
-    there = importlib.util.find_spec("liger_kernel") is not None
-    found = "Liger's, with actor.fsdp.liger" if there else "none: liger-kernel is absent, and actor.fsdp.liger refused"
-    yield Finding("kernels", "fused kernels under FSDP2", "ok" if there else "note", found)
+    has_liger = importlib.util.find_spec("liger_kernel") is not None
+    found = "Liger's, with actor.fsdp.liger" if has_liger else "none: liger-kernel is absent, actor.fsdp.liger refused"
+    yield Finding("kernels", "fused kernels under FSDP2", "ok" if has_liger else "note", found)
     yield Finding("kernels", "attention of vLLM", "note", "chosen by vLLM for the GPU and model; its log says which")
 
 
