@@ -4,10 +4,15 @@
     python tools/bench_overlap.py                                    # operators that sleep as long as stages would take
     python tools/bench_overlap.py --costs rollout=1,reward=0.3,actor_update=1
     python tools/bench_overlap.py --real                             # the work itself: a tiny model, engine and actor
+    python tools/bench_overlap.py --partial                          # responses of very different lengths, one rank
 
 Every run is a real one of `megaverl train` on a tiny model: with simulated costs each operator, when its own work is
 done, sleeps until its time is over. Of the last steps the median is shown, with the longest stage: the work that one
 world does in a step. An asynchronous run has reached its aim where a step takes at most 1.1 times as long.
+
+--partial: the same GRPO run with and without `rollout.partial`, on one rank with vLLM. How long each response gets is
+drawn from a log-normal distribution whose 99th percentile is ten times its median. Tokens that are trained on are
+counted per second of whole steps, once their lengths are those of the distribution; the aim is 1.8 times as many.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
+import random
 import statistics
 import sys
 import tempfile
@@ -46,12 +53,17 @@ METHODS = {
 APART = "placement={rollout: 0, reward: 1, critic: 2, reference: 3, actor: 4, coordinator: actor}"
 LIMIT = 1.1
 FIRST = 5  # steps until the pipeline is full and every kernel was used once
+MEDIAN, LONGEST = 24, 480  # tokens of a response, with --partial
+SIGMA = math.log(10) / 2.3263  # of the logarithms: the 99th percentile is ten times the median
+GAIN = 1.8
 
 
 def main() -> int:
     arguments = parse()
     if arguments.as_rank is not None:
         return be_rank(json.loads(arguments.as_rank), arguments.rest)
+    if arguments.partial:
+        return compare_partial(arguments)
     costs = {} if arguments.real else parse_costs(arguments.costs)
     with tempfile.TemporaryDirectory(prefix="megaverl_overlap_") as folder:
         given = make_arguments(Path(folder), arguments)
@@ -71,6 +83,8 @@ def parse() -> argparse.Namespace:
     described = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     described.add_argument("--costs", default="", metavar="STAGE=SECONDS,...", help="what the operators take")
     described.add_argument("--real", action="store_true", help="no sleeping: engine and actor on two ranks")
+    described.add_argument("--partial", action="store_true", help="rollout.partial against waiting for all responses")
+    described.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both, with --partial")
     described.add_argument("--steps", type=int, default=16)
     described.add_argument("--staleness", type=int, default=3, help="rollout.max_staleness of the asynchronous run")
     described.add_argument("--json", metavar="FILE")
@@ -119,7 +133,7 @@ def make_arguments(folder: Path, arguments: argparse.Namespace, *, hidden: int |
         num_hidden_layers=4 if arguments.real else 2,
         num_attention_heads=size // 32,
         num_key_value_heads=2,
-        max_position_embeddings=256,
+        max_position_embeddings=512,
         tie_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size,
@@ -144,17 +158,9 @@ def measure(
     kind: tuple[str, list[str]], folder: Path, given: list[str], costs: dict[str, float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Run it, and read what it took."""
-    from megaverl.trainer.launcher import start_ranks
-
     name, more = kind
-    label = name.replace(" ", "_")
     ranks = (2 if arguments.real else 5) if more else 1
-    command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *given, *more]
-    code = start_ranks([*command, f"run.name={label}"], ranks, log_hint=str(folder / label / "logs"))
-    if code:
-        raise SystemExit(f"{name}: the run ended with {code}")
-    lines = (folder / label / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines][FIRST:-1]
+    records = run_and_read(name.replace(" ", "_"), folder, [*given, *more], costs, ranks)[:-1]
     step = statistics.median(record["train/step_time_ms"] for record in records) / 1e3
     stages = {
         stage: statistics.median(record.get(f"time/{stage}_ms", 0.0) for record in records) / 1e3
@@ -175,14 +181,79 @@ def worlds_of(more: list[str], arguments: argparse.Namespace) -> list[tuple[str,
     return [("rollout",), ("reward",), critic, reference, actor]
 
 
+def compare_partial(arguments: argparse.Namespace) -> int:
+    """Both kinds of run, one after the other, and the ratio."""
+    partial = f"rollout={{partial: {{chunk_tokens: 16}}, max_staleness: {arguments.staleness}}}"
+    with tempfile.TemporaryDirectory(prefix="megaverl_partial_") as name:
+        folder = Path(name)
+        given = [
+            *make_arguments(folder, arguments),
+            f"rollout={{engine: vllm, sampling: {{max_tokens: {LONGEST}, ignore_eos: true}}}}",
+            "algorithm={name: grpo, group_size: 4, correction: {kind: token_truncate}}",
+            "data.prompts_per_step=8",
+            "actor.micro_batch_tokens=2048",
+            *arguments.set,
+        ]
+        rows = [long_tailed(name, folder, [*given, *more]) for name, more in (("waits", []), ("partial", [partial]))]
+    columns = ("tokens/s", "generation, s", "step, s", "mean length", "age, mean", "age, max")
+    print(f"{'':<10}" + "".join(f"{column:>15}" for column in columns))
+    for row in rows:
+        print(f"{row['kind']:<10}" + "".join(f"{row[column]:>15.2f}" for column in columns))
+    gain = rows[1]["tokens/s"] / rows[0]["tokens/s"]
+    print(f"{gain:.2f} times as many tokens per second; aim {GAIN}: {'reached' if gain >= GAIN else 'not reached'}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"rows": rows, "gain": gain}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def long_tailed(kind: str, folder: Path, given: list[str]) -> dict[str, Any]:
+    """One run whose responses have the lengths that are drawn for them."""
+    records = run_and_read(kind, folder, given, {"median": MEDIAN}, ranks=1)
+    seconds = sum(record["train/step_time_ms"] for record in records) / 1e3
+    lengths = [record["rollout/response_length_mean"] for record in records]
+    return {
+        "kind": kind,
+        "tokens/s": sum(lengths) * 32 / seconds,
+        "generation, s": statistics.mean(record["rollout/seconds"] for record in records),
+        "step, s": seconds / len(records),
+        "mean length": statistics.mean(lengths),
+        "age, mean": statistics.mean(record.get("rollout/token_staleness_mean", 0.0) for record in records),
+        "age, max": max(record["rollout/staleness"] for record in records),
+    }
+
+
+def run_and_read(label: str, folder: Path, given: list[str], costs: dict[str, float], ranks: int) -> list[Any]:
+    """Run it; the records of its steps, without the first ones."""
+    from megaverl.trainer.launcher import start_ranks
+
+    command = [str(Path(__file__).resolve()), "--as-rank", json.dumps(costs), "train", *given]
+    code = start_ranks([*command, f"run.name={label}"], ranks, log_hint=str(folder / label / "logs"))
+    if code:
+        raise SystemExit(f"{label}: the run ended with {code}")
+    lines = (folder / label / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "train/step_time_ms" in record][FIRST:]
+
+
 def be_rank(costs: dict[str, float], argv: list[str]) -> int:
     """One rank: `megaverl train`, with operators that take their time."""
     from megaverl.cli.main import main as command
     from megaverl.trainer.step import RLStep
 
+    if median := costs.pop("median", None):
+        setattr(RLStep, "_sampling", functools.partialmethod(limited, RLStep._sampling, median))  # noqa: B010, SLF001
     for stage, seconds in costs.items():
         setattr(RLStep, METHODS[stage], taking(seconds, getattr(RLStep, METHODS[stage])))
     return command(argv)
+
+
+def limited(step: Any, sampling_of: Callable[..., Any], median: float, prompts: Any, draws: Any) -> list[Any]:
+    """How responses are drawn, each until it is as long as the draw of its step and number says."""
+    way = sampling_of(step, prompts, draws)
+    found = []
+    for sample in range(len(prompts) * draws.group_size):
+        length = random.Random(draws.seed(sample)).lognormvariate(math.log(median), SIGMA)
+        found.append(way.with_max_tokens(max(1, min(LONGEST, round(length)))))
+    return found
 
 
 def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:

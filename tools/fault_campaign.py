@@ -6,6 +6,7 @@
     python tools/fault_campaign.py --engine vllm --points "actor update,reshard, rank 1"
     python tools/fault_campaign.py --engine server          # instead of ranks, servers that generate for the run
     python tools/fault_campaign.py --trainer fsdp           # actor, critic and reference under FSDP2
+    python tools/fault_campaign.py --partial                # the same points of a run that keeps unfinished responses
 
 The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
 (adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
@@ -31,8 +32,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
 from megaverl.config.fsdp import TRAINERS
-from tests.faults.injector import Kind
-from tests.faults.points import POINTS, SHORT_WAIT, finish, hit, of_kind, resumed_from
+from tests.faults.injector import Fault, Kind
+from tests.faults.points import PARTIAL, PARTIAL_POINTS, POINTS, SHORT_WAIT, finish, hit, of_kind, resumed_from
 from tests.faults.runs import Remains, arguments, differences, remains
 from tests.faults.server_points import SERVER_POINTS, ServerPoint, run_on_servers
 from tests.launcher import Launcher
@@ -50,30 +51,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", choices=KINDS, default="kill", help="what happens at each point")
     parser.add_argument("--engine", choices=("hf", "vllm", "server"), default="hf", help="rollout.engine")
     parser.add_argument("--trainer", choices=TRAINERS, default="megatron", help="actor.engine, and the other roles'")
-    parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join([*POINTS, *SERVER_POINTS])}")
+    parser.add_argument("--partial", action="store_true", help="with rollout.partial")
+    names = [*POINTS, *PARTIAL_POINTS, *SERVER_POINTS]
+    parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(names)}")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
     given = parser.parse_args(argv)
-    points = SERVER_POINTS if given.engine == "server" else POINTS
+    points = SERVER_POINTS if given.engine == "server" else POINTS | (PARTIAL_POINTS if given.partial else {})
     chosen = [name for name in points if given.points is None or name in given.points]
     if given.engine == "server" and given.trainer != "megatron":
         parser.error("--trainer: the points of --engine server are of a Megatron actor")
+    if given.engine == "server" and given.partial:
+        parser.error("--partial: rollout.partial is refused with rollout.engine=server")
     if not chosen:
         parser.error(f"--points: found {given.points!r}; there are: {'; '.join(points)}")
     folder = Path(given.keep) if given.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
     try:
         if given.engine == "server":
             return campaign_of_servers(chosen, folder)
-        return campaign(chosen, given.kind, given.engine, folder, given.trainer)
+        return campaign(chosen, given.kind, given.engine, folder, given.trainer, PARTIAL if given.partial else ())
     finally:
         if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path, trainer: str = "megatron") -> int:
+def campaign(
+    chosen: Sequence[str],
+    kind: Kind,
+    engine: str,
+    folder: Path,
+    trainer: str = "megatron",
+    settings: Sequence[str] = (),
+) -> int:
     """Try the chosen points; the exit status."""
     (folder / "inputs").mkdir(parents=True)
     inputs = make_inputs(folder / "inputs")
-    more = [f"rollout.engine={engine}"] + ([SHORT_WAIT] if kind == "stall" else [])
+    more = [f"rollout.engine={engine}", *settings] + ([SHORT_WAIT] if kind == "stall" else [])
     more += ["actor.engine=fsdp", "actor.tp=1", "critic.pp=1"] if trainer == "fsdp" else []
     start, bad = time.monotonic(), []
     with Launcher() as launch:
@@ -88,7 +100,8 @@ def campaign(chosen: Sequence[str], kind: Kind, engine: str, folder: Path, train
         print(f"{what}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
         print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
         for number, name in enumerate(chosen):
-            if not _try(launch, inputs, folder / f"{number:02}", name, kind, expected, more):
+            fault = of_kind((POINTS | PARTIAL_POINTS)[name], kind)
+            if not _try(launch, inputs, folder / f"{number:02}", name, fault, expected, more):
                 bad.append(name)
     print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")
     return 1 if bad else 0
@@ -123,10 +136,9 @@ def campaign_of_servers(chosen: Sequence[str], folder: Path) -> int:
 
 
 def _try(
-    launch: Launcher, inputs: Path, runs: Path, name: str, kind: Kind, expected: Remains, more: Sequence[str]
+    launch: Launcher, inputs: Path, runs: Path, name: str, fault: Fault, expected: Remains, more: Sequence[str]
 ) -> bool:
     """Hit the run at one point, finish it, and print the line."""
-    fault = of_kind(POINTS[name], kind)
     found = hit(launch, inputs, runs, fault, *more)
     again, wrong = finish(launch, inputs, runs, expected, *more)
     wrong = found.wrong + wrong

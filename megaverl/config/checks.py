@@ -15,6 +15,7 @@ from megaverl.config.grids import REINFORCING, grid_mistakes, used_roles
 from megaverl.config.rollout_checks import (
     environment_mistakes,
     length_mistakes,
+    partial_mistakes,
     quantisation_mistakes,
     sampling_mistakes,
     server_mistakes,
@@ -55,6 +56,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
             *stored_rollout_mistakes(config),
             *temperature_mistakes(config),
             *sampling_mistakes(config),
+            *partial_mistakes(config),
             *quantisation_mistakes(config),
         ]
     if command in ("dpo", "reward"):

@@ -316,3 +316,20 @@ def _coerce(value: Any, hint: Any, key: str) -> Any:
             if isinstance(option, type) and dataclasses.is_dataclass(option):
                 return option(**coerce(option, value, key))
     return value
+
+
+def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: bool) -> dict[str, Any]:
+    """TransformerConfig's fields for `activation_checkpointing`: none, selective or full.
+
+    Selective leaves out what is large and cheap to compute again: gate, up and activation of the MLP (or the routed
+    experts' inputs and outputs); and attention's core where no fused kernel does so by itself.
+
+    Args:
+        dense, experts: whether any layer has a plain MLP, or routed experts.
+    """
+    if kind == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if kind == "none":
+        return {}
+    modules = ["core_attn"] * (not fused_attention) + ["mlp"] * dense + ["moe"] * experts
+    return {"recompute_granularity": "selective", "recompute_modules": modules}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -74,23 +75,6 @@ class GridConfig(Section):
     """Fields of megatron-core's TransformerConfig, under their own names."""
     fsdp: FsdpConfig = FsdpConfig()
     """With engine: fsdp."""
-
-
-def recompute_fields(kind: str, *, dense: bool, experts: bool, fused_attention: bool) -> dict[str, Any]:
-    """TransformerConfig's fields for `activation_checkpointing`: none, selective or full.
-
-    Selective leaves out what is large and cheap to compute again: gate, up and activation of the MLP (or the routed
-    experts' inputs and outputs); and attention's core where no fused kernel does so by itself.
-
-    Args:
-        dense, experts: whether any layer has a plain MLP, or routed experts.
-    """
-    if kind == "full":
-        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if kind == "none":
-        return {}
-    modules = ["core_attn"] * (not fused_attention) + ["mlp"] * dense + ["moe"] * experts
-    return {"recompute_granularity": "selective", "recompute_modules": modules}
 
 
 class LoraConfig(Section):
@@ -350,6 +334,27 @@ class ServersConfig(Section):
     null: 1e-3 in float32, else 0.1."""
 
 
+class PartialConfig(Section):
+    """`rollout.partial`: a step takes the groups that are finished first."""
+
+    over_sample: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
+    """Groups in progress for each that a step takes; 1: none are left over. rollout.partial: true has all defaults."""
+    chunk_tokens: Positive = 64
+    """Tokens that every unfinished response goes on by, at most, before it is seen which groups are finished. First is
+    who needs the fewest of these rounds, whatever the clock says."""
+    when_stale: Literal["finish", "restart"] = "finish"
+    """What a response does that max_staleness does not let wait any longer. finish: the step goes on until its group is
+    finished, and takes it. restart: its tokens are dropped, and the prompt is answered anew."""
+
+    def num_groups(self, wanted: int) -> int:
+        """How many are in progress where a step takes `wanted`."""
+        return math.ceil(self.over_sample * wanted)
+
+
+def _true_or_none(value: Any) -> Any:
+    return ({} if value else None) if isinstance(value, bool) else value
+
+
 class RolloutConfig(Section):
     """`rollout`."""
 
@@ -381,7 +386,12 @@ class RolloutConfig(Section):
     async_rollout: bool = False
     """Generate for the next steps while the actor trains; the engines need ranks of their own (placement.rollout)."""
     max_staleness: NonNegative = 1
-    """With async_rollout: how many updates the weights that generate a step may be behind it. 0: as without."""
+    """With async_rollout: how many updates the weights that generate a step may be behind it. 0: as without. With
+    partial: the same of the oldest token of a sample."""
+    partial: Annotated[PartialConfig | None, BeforeValidator(_true_or_none)] = None
+    """true, or its settings: a step takes the groups that are finished first; unfinished responses are kept, with the
+    log-probs that their tokens were drawn with, and go on after the update from where they are. null: a step waits for
+    all of its responses."""
     use_dynamic_batching: bool = False
     """Choose at every generation how many sequences are worked on at once, by the memory for their keys and values:
     vLLM's free cache, or memory_budget_mb; shown as rollout/sequences_in_flight."""

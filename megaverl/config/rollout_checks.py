@@ -93,6 +93,41 @@ def _rules(config: Config) -> Iterator[ConfigIssue]:
             )
 
 
+_PARTIAL = "rollout.partial"
+# What means the same where a response goes on in a request of its own.
+_GOES_ON = {*SAMPLING, "top_k", "min_p", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias"}
+
+
+def partial_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """What makes no sense in `rollout.partial`, and between it and the rest."""
+    rollout = config.rollout
+    if (partial := rollout.partial) is None:
+        return
+    wanted, limit = config.data.prompts_per_step, rollout.max_staleness
+    if partial.when_stale == "finish" and partial.num_groups(wanted) > (limit + 1) * wanted:
+        yield ConfigIssue(
+            f"{_PARTIAL}.over_sample",
+            f"found {partial.over_sample}; a group that begins is to be taken at most {limit} steps later "
+            f"(rollout.max_staleness), so no more than {limit + 1} groups for each of a step can be in progress. Lower "
+            "it, or raise rollout.max_staleness.",
+            involves=("rollout.max_staleness",),
+        )
+    for key, used, why in (
+        ("placement", config.placement.is_given, "engines and actor take turns on the same ranks"),
+        ("environment.name", config.environment.name is not None, "an episode's turns go on by themselves"),
+        ("rollout.function", rollout.function is not None, "a function of your own returns whole responses"),
+        ("rollout.engine", rollout.engine == "server", "servers are not asked to go on with a response"),
+        ("algorithm.dynamic_sampling.metric", config.algorithm.dynamic_sampling.metric is not None, "its rounds end"),
+        ("trainer.rollout_only", config.trainer.rollout_only, "there is no update after which responses go on"),
+        ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, "stored responses are whole"),
+    ):
+        if used:
+            yield ConfigIssue(_PARTIAL, f"is set, and so is {key}: {why}. Leave one of the two out.", involves=(key,))
+    for name in sorted(rollout.sampling.keys() - _GOES_ON):
+        text = f"looks at a whole response, and with {_PARTIAL} one may be made in parts. Leave one of the two out."
+        yield ConfigIssue(f"rollout.sampling.{name}", text, involves=(_PARTIAL,))
+
+
 def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:
     temperature = config.rollout.sampling["temperature"]
     if not (is_number(temperature) and temperature > 0):

@@ -189,6 +189,12 @@ class Config(Section):
         return self.data.prompts_per_step * self.algorithm.group_size
 
     @property
+    def samples_at_once(self) -> int:
+        """Responses that the engines are asked for together: those of a step, and with `rollout.partial` more."""
+        partial, wanted = self.rollout.partial, self.data.prompts_per_step
+        return (wanted if partial is None else partial.num_groups(wanted)) * self.algorithm.group_size
+
+    @property
     def total_updates(self) -> int:
         """Optimizer steps of the actor in the whole run."""
         steps = self.trainer.steps

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megaverl.config.passthrough import coerce
-from megaverl.config.roles import recompute_fields
+from megaverl.config.passthrough import coerce, recompute_fields
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.platform import flash_attention, platform

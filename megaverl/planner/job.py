@@ -11,7 +11,8 @@ from typing import Any
 
 from megaverl.config import Config, InvalidConfig
 from megaverl.config.grids import grid_mistakes, is_placed, resolve_placement, role_grids, used_roles
-from megaverl.config.roles import GridConfig, TrainedConfig, recompute_fields
+from megaverl.config.passthrough import recompute_fields
+from megaverl.config.roles import GridConfig, TrainedConfig
 from megaverl.distributed.grid import GridShape
 from megaverl.distributed.placement import Node, ResolvedPlacement
 from megaverl.distributed.placement_resolver import resolve

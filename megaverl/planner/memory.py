@@ -85,7 +85,7 @@ class MemoryModel:
             itemsize=job.itemsize,
             aliased=min(self._aliased_on(rank) for rank in job.stage_ranks() if rank in job.rollout.ranks),
             memory=job.machine.memory,
-            sequences=-(-config.samples_per_step // job.rollout.num_engines),
+            sequences=-(-config.samples_at_once // job.rollout.num_engines),
             longest=config.max_tokens,
             graphs=graph_bytes(config.rollout.vllm) if job.machine.reserve is None else 0.0,
         )

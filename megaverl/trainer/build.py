@@ -319,7 +319,7 @@ class Builder:
             stop_token_ids=self.tokenizer.stop_token_ids,
             load_weights=not weights_come,
             trust_remote_code=config.model.trust_remote_code,
-            num_sequences=-(-config.samples_per_step * config.rollout.tp // dist.get_world_size()),
+            num_sequences=-(-config.samples_at_once * config.rollout.tp // dist.get_world_size()),
             on_load=on_load,
             images=config.data.images if self.images is not None else None,
             tokenizer=config.model.tokenizer,

@@ -155,7 +155,7 @@ class Colocated(Executor):
             done = self._held(given.values) if given else self.step.gathered(prompts, step)
             if done and not given:
                 after("reward", done)
-            taken = [] if done else prompts.take(self.config.data.prompts_per_step)
+            taken = [] if done else prompts.take(self.step.num_prompts)
             self.step.readers = self._readers
             self._values = self.flow.run(self.stages, done, after, prompts=taken, step=step)
             self.step.readers = None
@@ -181,10 +181,10 @@ class Colocated(Executor):
         batch, times = self._values["rollouts"], self.stages.timeline.step_metrics()
         seconds = times["time/step_ms"] / 1e3
         metrics = {
+            "rollout/staleness": 0.0,  # of one's own weights, where no response was begun with older ones
             **self.step.metrics,
             **times,
             **memory_metrics("actor"),
-            "rollout/staleness": 0.0,  # of one's own weights; where roles have ranks of their own it may be more
             "train/step_time_ms": seconds * 1e3,
             "train/epoch": self._epoch,
             "train/tokens_per_sec": float(sum(sequence_lengths(batch).lengths)) / seconds,
@@ -223,5 +223,5 @@ def rules_of(config: Config) -> Rules:
         skip_above=given.skip_above,
         on_nonfinite=given.on_nonfinite,
         max_skips=given.max_skips,
-        max_staleness=rollout.max_staleness if rollout.async_rollout else None,
+        max_staleness=rollout.max_staleness if rollout.async_rollout or rollout.partial is not None else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, reporter
+from megaverl.trainer.partial_rollouts import PARTIAL_FILE
 from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.saving import Saving, check_origin, export_model, settle_file, tokenizer_digest
 from megaverl.trainer.schedule import read_waiting
@@ -169,7 +170,7 @@ class Trainer:
             return cut_off
         self.step.metrics = {}
         self.timeline.begin(step)
-        values = {"rollouts": self.executor.generate(step, self.prompts.take(self.config.data.prompts_per_step))}
+        values = {"rollouts": self.executor.generate(step, self.prompts.take(self.step.num_prompts))}
         self._after_operator("rollout", values)
         return self._rollouts(step, values, self.step.metrics)
 
@@ -305,6 +306,9 @@ class Trainer:
     def _save(
         self, done: int, *, best: bool = False, wait: bool = False, cut_off: StoredRollouts | None = None
     ) -> bool:
+        files: dict[str, Callable[[Path], None]] = {ROLLOUT_FILE: cut_off.write} if cut_off else {}
+        if self.step.partial is not None and self.step.partial.groups:
+            files[PARTIAL_FILE] = self.step.partial.writer()
         with self.stages("checkpoint"):
             return self.saving.save(
                 done,
@@ -313,7 +317,7 @@ class Trainer:
                 wait=wait,
                 best=best,
                 inside=cut_off is not None,
-                files={ROLLOUT_FILE: cut_off.write} if cut_off else {},
+                files=files,
                 own_files=self.executor.own_files(),
             )
 
@@ -331,6 +335,7 @@ class Trainer:
                 "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
                 "cut_off": cut_off.facts() if cut_off else None,
                 "ahead": [],
+                "partial_groups": len(self.step.partial.groups) if self.step.partial is not None else 0,
             }
         )
 
@@ -373,6 +378,8 @@ class Trainer:
             with together():
                 if state["cut_off"] is not None:
                     self.cut_off = StoredRollouts.read(path / ROLLOUT_FILE, state["cut_off"])
+                if state.get("partial_groups"):
+                    self._take_up_partial(path, int(state["partial_groups"]))
                 if self.executor.makes_samples:
                     self.step.waiting = read_waiting(path, state.get("ahead", ()))
         written = self.run_dir / "metrics.jsonl"
@@ -381,6 +388,15 @@ class Trainer:
                 f"{written} holds less than when {path.name} was saved ({state['metrics_bytes']} bytes then): "
                 "the steps that are missing there will stay so"
             )
+
+    def _take_up_partial(self, path: Path, number: int) -> None:
+        """Responses that were not finished when a checkpoint was made."""
+        if self.step.partial is None:
+            raise CheckpointError(
+                f"{path}: {number} groups of responses are in progress in it, which rollout.partial goes on with. Set "
+                "it again (with over_sample: 1 they become fewer), or give this run a name of its own (run.name)."
+            )
+        self.step.partial.read(path / PARTIAL_FILE)
 
 
 @contextmanager

@@ -21,9 +21,10 @@ from megaverl.dataflow.plan import Places
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import load_object
-from megaverl.rollout.engine import SamplingOptions, drawing, of_some, sampling_of
+from megaverl.rollout.engine import Sampling, SamplingOptions, drawing, of_some, sampling_of
 from megaverl.trainer.dynamic_sampling import refill
 from megaverl.trainer.mix import Mix
+from megaverl.trainer.partial_rollouts import PartialRollouts
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.advantage_computer import AdvantageComputer
@@ -57,6 +58,7 @@ class RLStep:
         span: opened around operators, with their names.
         is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
         readers: who reads which samples, where each rank gets those that it works on; None: every rank gets all.
+        partial: the groups in progress (`rollout.partial`).
     """
 
     config: Config
@@ -72,11 +74,19 @@ class RLStep:
     is_given: bool = False
     readers: Readers | None = None
     credit: AdvantageComputer = field(init=False)
+    partial: PartialRollouts | None = field(init=False, default=None)
     _has_compared: bool = False
     _early_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.credit = AdvantageComputer(self.config.algorithm)
+        if self.config.rollout.partial is not None:
+            self.partial = PartialRollouts(self.config, self._sampling)
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that the next step takes."""
+        return self.config.data.prompts_per_step if self.partial is None else self.partial.room
 
     def flow(self, places: Places | None = None) -> DataFlow:
         """Compiled for `run(prompts=..., step=...)`, where the roles are.
@@ -186,11 +196,14 @@ class RLStep:
             stored = self.waiting.pop(step)
             self.metrics |= stored.metrics
             return stored.batch
+        if self.partial is not None:
+            self.newest_version = self.roles.engines.weight_version
+            batch, metrics = self.partial.run(self.roles.engines, prompts, step)
+            self.metrics |= metrics
+            return batch if self.readers is None else self.readers.of_whole(batch)
         config, engines, start = self.config, self.roles.engines, time.perf_counter()
         draws = Draws(config.run.seed, step, config.algorithm.group_size, first_group)
-        sampling = sampling_of(config.rollout, [len(prompt.token_ids) for prompt in prompts])
-        if not isinstance(sampling, SamplingOptions):
-            sampling = [each for each in sampling for _ in range(draws.group_size)]
+        sampling = self._sampling(prompts, draws)
 
         def finished(number: int, sample: RolloutBatch) -> None:
             """It goes on its way while others are still being written."""
@@ -208,6 +221,13 @@ class RLStep:
         if (in_flight := engines.engine.in_flight) is not None:
             self.metrics["rollout/sequences_in_flight"] = float(in_flight.number)
         return self._dated(batch)
+
+    def _sampling(self, prompts: Sequence[PromptRecord], draws: Draws) -> Sampling:
+        """How the responses to prompts are drawn: all alike, or each its own way."""
+        sampling = sampling_of(self.config.rollout, [len(prompt.token_ids) for prompt in prompts])
+        if isinstance(sampling, SamplingOptions):
+            return sampling
+        return [each for each in sampling for _ in range(draws.group_size)]
 
     def _dated(self, batch: RolloutBatch) -> RolloutBatch:
         """How old each token is when it is trained on."""
@@ -414,6 +434,10 @@ class RLStep:
 
 def oldest_version(batch: RolloutBatch, newest: int) -> int:
     """Of the weights that generated a batch's tokens; where they do not say, or there are none, the newest."""
-    if "weight_versions" not in batch or not bool(batch.response_mask.any()):
+    if "weight_versions" not in batch:
+        return newest
+    if batch.held is not None:  # of all samples, so that all ranks say the same
+        return int(batch.held.of_all(batch.weight_versions.where(batch.response_mask, newest).amin(dim=1)).min())
+    if not bool(batch.response_mask.any()):
         return newest
     return int(batch.weight_versions[batch.response_mask].min())

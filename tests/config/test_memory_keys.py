@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megaverl.config import Config, InvalidConfig, load_config
-from megaverl.config.roles import recompute_fields
+from megaverl.config.passthrough import recompute_fields
 
 NEEDED = ["model.path=absent", "data.train=absent.jsonl", "reward=exact_match", "algorithm.name=ppo"]
 KL = "algorithm.kl={in: loss, coef: 0.1}"

@@ -53,6 +53,13 @@ POINTS: dict[str, Fault] = {
     "export": _kill(1, "export", None),
 }
 
+# A run that keeps unfinished responses, between steps and in its checkpoints; and where it is hit besides.
+PARTIAL = [
+    "rollout={partial: {chunk_tokens: 2}, max_staleness: 2}",
+    "rollout.sampling={max_tokens: 16, stop_token_ids: [5, 6, 7, 8]}",
+]
+PARTIAL_POINTS: dict[str, Fault] = {"an unfinished response kept": _kill(0, "rollout", 3, delay=0.05)}
+
 
 @dataclass(frozen=True)
 class Hit:
