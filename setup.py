@@ -106,6 +106,7 @@ if __name__ == "__main__":
         package_data={
             "megaverl": ["py.typed"],
             "megaverl.monitoring.report": ["page/*"],
+            "megaverl.planner": ["machines/*.yaml"],
             "megaverl.configs": ["**/*.yaml", "**/*.json"],
         },
         install_requires=INSTALL_REQUIRES,

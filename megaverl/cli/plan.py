@@ -10,16 +10,18 @@ from pathlib import Path
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_json, add_nproc, read_config
 from megaverl.config import smallest_world
 from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError, ModelError
+from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, find_spec, make_job
 
 PLAN = (
-    "Memory of every rank, bytes and time of a weight sync, and what would not fit. Needs no weights, no GPU and no "
-    "cluster."
+    "Memory of every rank, bytes and time of a weight sync, what would not fit and, with --hardware, what a step "
+    "takes. Needs no weights, no GPU and no cluster."
 )
 PLAN_EXAMPLES = """\
 examples:
   megaverl plan --config configs/llama3_70b/grpo_128_nodes.yaml --nodes 128
-  megaverl plan --config FILE --nodes 16 actor.tp=8 actor.pp=4 --picture plan.png"""
+  megaverl plan --config FILE --nodes 16 actor.tp=8 actor.pp=4 --picture plan.png
+  megaverl plan --config FILE --nodes 16 --hardware h100 --response-tokens 1500   what a step takes, too"""
 PICTURES = (".svg", ".png")
 # Dataclass fields that are given in GB or GB/s: flag, help
 MACHINE = {
@@ -43,32 +45,38 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--model-config", metavar="FILE", help="a config.json, where model.path is not here")
     parser.add_argument("--nodes", type=int, metavar="N", help="without it run.nproc, or the fewest ranks that do")
-    parser.add_argument("--gpus-per-node", type=int, default=Machine.gpus_per_node, metavar="N", help="default 8")
+    parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(known())}, or a file: predict a step's time")
+    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean; by default half the limit")
+    parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; by default 40 %% of the limit")
+    parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default 8, or the hardware's")
     for name, meaning in MACHINE.items():
         default = getattr(Machine, name)
-        text = meaning if default is None else f"{meaning} ({default / GB:g})"
-        default = None if default is None else default / GB
-        parser.add_argument(f"--{name}", type=float, default=default, metavar="GB", help=text)
+        text = meaning if default is None else f"{meaning} ({default / GB:g}, or the hardware's)"
+        parser.add_argument(f"--{name}", type=float, metavar="GB", help=text)
     parser.add_argument("--picture", metavar="FILE", help="placement and traffic, as .svg or .png")
     add_json(parser, "the same for machines: bytes and seconds")
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    for name in ("nodes", "gpus_per_node", *MACHINE):
+    for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens", *MACHINE):
         value = getattr(arguments, name)
         if value is not None and not (value > 0 or (name == "reserve" and value == 0)):
             raise UsageError(f"--{name.replace('_', '-')}: found {value:g}; expected a number above 0")
     if arguments.picture is not None and Path(arguments.picture).suffix not in PICTURES:
         raise UsageError(f"--picture: found {arguments.picture}; expected a file that ends in {' or '.join(PICTURES)}")
     from megaverl.planner.report import as_dict, as_text, survey
+    from megaverl.planner.simulator import default_lengths
 
-    sizes = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
-    machine = Machine(gpus_per_node=arguments.gpus_per_node, **sizes)
+    given = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
+    given |= {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
     try:
+        hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
+        machine = hardware.machine(**given) if hardware else Machine(**given)
         config = read_config(arguments)  # the grids are judged below, against the world and the model together
         spec = find_spec(config, arguments.model_config, beside=arguments.config)
-        world = (arguments.nodes or 0) * arguments.gpus_per_node or config.run.nproc or smallest_world(config)
-        capacity = survey(make_job(config, spec, world, machine))
+        world = (arguments.nodes or 0) * machine.gpus_per_node or config.run.nproc or smallest_world(config)
+        job = make_job(config, spec, world, machine)
+        capacity = survey(job, hardware, default_lengths(job, arguments.prompt_tokens, arguments.response_tokens))
         if arguments.picture is not None:
             from megaverl.planner.picture import draw
 

@@ -13,8 +13,11 @@ from megaverl.distributed.placement import ranks_text
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
 from megaverl.planner.buffers import ITEMSIZE
 from megaverl.planner.fsdp import Passes, described, passes_of
+from megaverl.planner.generation import LengthDistribution
+from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
+from megaverl.planner.simulator import Prediction, default_lengths, simulate
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
 
 LINKS = ("nvlink", "network")
@@ -30,26 +33,39 @@ BASIS = {
     "reserve": "reserve: CUDA's context, NCCL's buffers by groups and channels, workspaces and CUDA graphs of Hopper; "
     "every source is in megaverl/planner/reserve.py; fragments between blocks are not known beforehand",
     "bytes": "bytes: the plans that every rank itself will make; aliased weights are one storage on both sides",
+    "step": "step: products, memory and messages at the rates of the hardware's description, a pipeline played "
+    "micro-batch by micro-batch; docs/simulator.md has its errors; pass your own --prompt-tokens, --response-tokens",
     "time": "time: the slowest rank, all its links at work at once; pass your own --nvlink, --network, --hbm",
 }
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """All that is found out about a job."""
+    """All that is found out about a job.
+
+    Attributes:
+        prediction: of a step, where the hardware is described. lengths: of the samples that it is for.
+    """
 
     job: PlannedJob
     memory: list[RankMemory]
     traffic: ReshardTraffic
     shortages: list[Shortage]
     advice: Advice | None
+    prediction: Prediction | None = None
+    lengths: LengthDistribution | None = None
 
 
-def survey(job: PlannedJob) -> Capacity:
-    """Memory and traffic of every rank, and advice where something does not fit."""
-    memory = MemoryModel(job).ranks()
+def survey(job: PlannedJob, hardware: Hardware | None = None, lengths: LengthDistribution | None = None) -> Capacity:
+    """Memory and traffic of every rank, advice where something does not fit, and what a step takes on this hardware."""
+    memory, traffic = MemoryModel(job).ranks(), make_traffic(job)
     missing = shortages(job, memory)
-    return Capacity(job, memory, make_traffic(job), missing, advise(job) if missing else None)
+    advice = advise(job) if missing else None
+    if hardware is None:
+        return Capacity(job, memory, traffic, missing, advice)
+    lengths = lengths or default_lengths(job)
+    prediction = simulate(job, hardware, lengths=lengths, traffic=traffic)
+    return Capacity(job, memory, traffic, missing, advice, prediction, lengths)
 
 
 def as_dict(capacity: Capacity) -> dict[str, Any]:
@@ -94,6 +110,7 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
         },
         "fsdp_micro_batch": {name: passes._asdict() for name, passes in fsdp_passes(job).items()},
         "checkpoint": {"bytes": sum(m.saved for m in memory), "written": spread([m.saved for m in memory])},
+        "step": _step_as_dict(capacity),
         "fits": not capacity.shortages,
         "does_not_fit": [str(shortage) for shortage in capacity.shortages],
         "nearest_settings_that_fit": [list(setting) for setting in capacity.advice.settings] if capacity.advice else [],
@@ -103,8 +120,9 @@ def as_dict(capacity: Capacity) -> dict[str, Any]:
 
 def as_text(capacity: Capacity) -> str:
     """The report for a terminal, at most 110 columns wide."""
-    return "\n".join(
-        [*_head(capacity), "", *_memory(capacity), "", *_traffic(capacity), "", *_verdict(capacity), "", *_basis()]
+    parts = (_head, _memory, _traffic, _step, _verdict)
+    return "\n\n".join(
+        "\n".join(lines) for lines in [*(list(part(capacity)) for part in parts), list(_basis())] if lines
     )
 
 
@@ -225,6 +243,41 @@ def _fsdp(job: PlannedJob) -> Iterator[str]:
             f"{name} under FSDP: of each micro-batch a rank receives {passes.gathered / GB:.2f} GB of weights "
             f"(all-gathers) and {passes.reduced / GB:.2f} GB of gradients"
         )
+
+
+def _step_as_dict(capacity: Capacity) -> dict[str, Any] | None:
+    found = capacity.prediction
+    if found is None:
+        return None
+    return {
+        "seconds": found.step_seconds,
+        "phases": {phase.name: [phase.begin, phase.end] for phase in found.phases},
+        "critical_path": [list(part) for part in found.critical_path],
+        "tokens": found.tokens,
+        "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
+        "mfu": found.mfu,
+        "mfu_of_updates": found.update_mfu,
+    }
+
+
+def _step(capacity: Capacity) -> Iterator[str]:
+    found, lengths = capacity.prediction, capacity.lengths
+    if found is None or lengths is None:
+        return
+    yield (
+        f"a step, predicted: {found.step_seconds:.1f} s; {found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU; "
+        f"MFU {found.mfu:.1%} of the step, {found.update_mfu:.1%} of the update"
+    )
+    yield (
+        f"  {found.samples:,} samples: prompts of {lengths.prompt:,.0f} tokens, responses of {lengths.response:,.0f} "
+        f"(up to {lengths.responses[-1]:,.0f})"
+    )
+    on_path = dict(found.critical_path)
+    for phase in found.phases:
+        share = on_path.get(phase.name, 0.0) / found.step_seconds
+        beside = f"{share:>7.0%} of the step" if share else "   beside other operators"
+        yield f"  {phase.name:<16}{phase.begin:>10.2f} to{phase.end:>9.2f} s{beside}"
+    yield "  critical path: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.critical_path)
 
 
 def _verdict(capacity: Capacity) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""How megatron-core divides layers and vocabulary, without importing it."""
+"""How megatron-core divides layers and vocabulary, and sends micro-batches through the stages, without importing it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megaverl.errors import GridError
@@ -57,3 +57,67 @@ def _divide(number: int, parts: int, role: str, what: str) -> None:
     if (number % parts if parts else number) or number < 0:
         fits = ", ".join(str(size) for size in range(1, max(number, 0) + 1) if number % size == 0)
         raise GridError(f"{role}.pp: {number} {what} cannot be divided over {parts}. Sizes that fit: {fits or 'none'}.")
+
+
+def pipeline(
+    stages: Sequence[tuple[float, float]], number: int, hop: float, *, forward_only: bool = False, chunks: int = 1
+) -> tuple[float, list[tuple[str, int, float, float]]]:
+    """Play one forward, one backward (Narayanan et al. 2021, arXiv 2104.04473).
+
+    After so many micro-batches that the schedule repeats, the rest is added in proportion; virtual stages divide what
+    the pipeline waits by their number.
+
+    Args:
+        stages: (forward, backward) seconds of each over one micro-batch.
+        number: of micro-batches. hop: seconds of one between two stages.
+        chunks: virtual stages of each.
+
+    Returns:
+        (seconds, (pass, stage, begin, end)).
+    """
+    size = len(stages)
+    played = min(number, 3 * size)
+    span, lanes = _one_forward_one_backward(stages, played, hop, forward_only)
+    if number > played:
+        before, _ = _one_forward_one_backward(stages, 2 * size, hop, forward_only)
+        span += (number - played) * (span - before) / (played - 2 * size)
+    if chunks > 1 and size > 1:
+        least = max(number * (forward + (0.0 if forward_only else backward)) for forward, backward in stages)
+        shorter = least + max(0.0, span - least) / chunks + 2 * hop * number * (chunks - 1) / chunks
+        lanes = [(what, stage, begin * shorter / span, end * shorter / span) for what, stage, begin, end in lanes]
+        span = shorter
+    return span, lanes
+
+
+def _one_forward_one_backward(
+    stages: Sequence[tuple[float, float]], number: int, hop: float, forward_only: bool
+) -> tuple[float, list[tuple[str, int, float, float]]]:
+    size = len(stages)
+    orders: list[list[tuple[bool, int]]] = []
+    for stage in range(size):
+        warm = number if forward_only else min(number, size - stage - 1)
+        order = [(True, n) for n in range(warm)]
+        for n in range(number - warm):
+            order += [(True, warm + n), (False, n)]
+        order += [] if forward_only else [(False, n) for n in range(number - warm, number)]
+        orders.append(order)
+    done: dict[tuple[bool, int, int], float] = {}
+    free, place = [0.0] * size, [0] * size
+    lanes, moved = [], True
+    while moved:
+        moved = False
+        for stage in range(size):
+            while place[stage] < len(orders[stage]):
+                forward, n = orders[stage][place[stage]]
+                other = stage - 1 if forward else stage + 1
+                ready = 0.0
+                if 0 <= other < size:
+                    if (forward, n, other) not in done:
+                        break
+                    ready = done[forward, n, other] + hop
+                begin = max(free[stage], ready)
+                free[stage] = done[forward, n, stage] = begin + stages[stage][0 if forward else 1]
+                lanes.append(("forward" if forward else "backward", stage, begin, free[stage]))
+                place[stage] += 1
+                moved = True
+    return max(free), lanes

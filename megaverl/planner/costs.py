@@ -1,0 +1,292 @@
+"""Seconds of each piece of a step: matrix products, attention, memory traffic, messages. Pure arithmetic.
+
+A piece takes the longer of its operations at the rate that products of its size reach and its bytes at the memory's
+bandwidth (Williams et al. 2009, "Roofline"); a collective of n ranks moves (n - 1) / n of its bytes over the slowest
+link that it crosses, as rings do (Thakur et al. 2005), after the latency of its rounds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megaverl.distributed.grid import GridShape
+from megaverl.planner.activations import Recompute
+from megaverl.planner.buffers import ITEMSIZE
+from megaverl.planner.hardware import Hardware
+from megaverl.planner.stages import padded_vocab_size
+from megaverl.sharding.model_spec import ModelSpec
+
+FORWARD_KERNELS = 14  # of a layer: norms, products, rotation, attention, activation, residuals
+FLASH_BACKWARD = 2.5  # operations of attention's backward pass by those of its forward pass (arXiv 2307.08691, 3.1)
+OPTIMIZER_BYTES = 34  # of a parameter and step: float32 weight and moments read and written, gradient, 16-bit weight
+GEMM_ROWS = 16  # least rows of a product on tensor cores
+
+
+@dataclass(frozen=True)
+class Duration:
+    """What a rank does in some part of a step.
+
+    Attributes:
+        compute: seconds that its processor works.
+        wait: seconds in messages beyond that.
+    """
+
+    compute: float = 0.0
+    wait: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.wait
+
+    def __add__(self, other: Duration) -> Duration:
+        return Duration(self.compute + other.compute, self.wait + other.wait)
+
+    def __mul__(self, factor: float) -> Duration:
+        return Duration(self.compute * factor, self.wait * factor)
+
+
+@dataclass(frozen=True)
+class LayerPasses:
+    """A layer's, a head's or a stage's passes over one micro-batch on a rank."""
+
+    forward: Duration = Duration()
+    backward: Duration = Duration()
+
+    def __add__(self, other: LayerPasses) -> LayerPasses:
+        return LayerPasses(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, factor: float) -> LayerPasses:
+        return LayerPasses(self.forward * factor, self.backward * factor)
+
+
+@dataclass(frozen=True)
+class MicroBatchLoad:
+    """A micro-batch: its tokens, and pairs of them that attention looks at, over all ranks of tp and cp."""
+
+    tokens: float
+    pairs: float
+
+
+class Links:
+    """Messages between ranks of a grid on a machine."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        self.hardware = hardware
+
+    def _link(self, size: int, stride: int) -> tuple[float, float]:
+        """(bytes a second of each rank, seconds of latency) of a group of `size` ranks, `stride` apart."""
+        hardware = self.hardware
+        node = hardware.node_gb_s * 1e9 * hardware.link_efficiency
+        here = max(1, min(size, hardware.ranks_per_node // stride))
+        latency = hardware.node_latency_us * 1e-6 * math.ceil(math.log2(here))
+        if (size - 1) * stride < hardware.ranks_per_node:
+            return node, latency
+        # a ring crosses the network once for each of the group's ranks on a node, each of which has an adapter
+        network = here * hardware.network_gb_s * 1e9 * hardware.link_efficiency
+        rounds = math.ceil(math.log2(-(-size // here)))
+        return min(node, network), latency + hardware.network_latency_us * 1e-6 * rounds
+
+    def gather(self, nbytes: float, size: int, stride: int = 1) -> float:
+        """Of an all-gather or a reduce-scatter whose whole is so many bytes."""
+        if size == 1:
+            return 0.0
+        rate, latency = self._link(size, stride)
+        return latency + nbytes * (size - 1) / size / rate
+
+    def all_reduce(self, nbytes: float, size: int, stride: int = 1) -> float:
+        if size == 1:
+            return 0.0
+        rate, latency = self._link(size, stride)
+        return latency + 2 * nbytes * (size - 1) / size / rate
+
+    def all_to_all(self, nbytes: float, size: int, stride: int = 1) -> float:
+        """Each rank has so many bytes, of which it sends an equal part to each of the group."""
+        if size == 1:
+            return 0.0
+        hardware = self.hardware
+        here = max(1, min(size, hardware.ranks_per_node // stride))
+        node = nbytes * (here - 1) / size / (hardware.node_gb_s * 1e9 * hardware.link_efficiency)
+        away = nbytes * (size - here) / size / (hardware.network_gb_s * 1e9 * hardware.link_efficiency)
+        latency = hardware.node_latency_us if here == size else hardware.network_latency_us
+        return latency * 1e-6 + max(node, away)
+
+    def send(self, nbytes: float, stride: int) -> float:
+        """From one rank to that `stride` further on."""
+        rate, latency = self._link(2, stride)
+        return latency + nbytes / rate
+
+
+class ModelCosts:
+    """Seconds of a model's layers and heads on a kind of hardware.
+
+    Args:
+        dtype: of weights and activations, such as bfloat16.
+    """
+
+    def __init__(self, spec: ModelSpec, hardware: Hardware, dtype: str) -> None:
+        self.spec, self.hardware, self.links = spec, hardware, Links(hardware)
+        self.itemsize = ITEMSIZE[dtype]
+        self.peak = hardware.peak(dtype)
+        self.memory = hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
+        self.kernel = hardware.kernel_us * 1e-6
+
+    def product(self, rows: float, inner: float, columns: float, count: float = 1.0) -> float:
+        """`count` products of [rows, inner] with [inner, columns]."""
+        if rows <= 0 or count <= 0:
+            return 0.0
+        flops = 2 * rows * inner * columns
+        moved = self.itemsize * (rows * inner + inner * columns + rows * columns)
+        return count * max(flops / (self.peak * self.hardware.matmul_share(flops)), moved / self.memory)
+
+    def moved(self, nbytes: float) -> float:
+        """Of elementwise work on so many bytes."""
+        return nbytes / self.memory
+
+    def layer(self, batch: MicroBatchLoad, grid: GridShape, *, is_moe: bool, sequence_parallel: bool) -> LayerPasses:
+        """One decoder layer's passes over a micro-batch on a rank, without recomputation."""
+        spec, tp, size = self.spec, grid.tp, self.itemsize
+        tokens = batch.tokens / grid.cp
+        products = self._attention_products(tokens, tp)
+        attention = self._attention(batch.pairs / (grid.cp * tp))
+        beside = self.moved(size * tokens * (10 * spec.hidden_size / (tp if sequence_parallel else 1)))
+        beside += self.moved(size * tokens * 4 * spec.num_heads * spec.head_dim / tp)
+        wait = 4 * self.links.gather(size * tokens * spec.hidden_size, tp)  # two all-gathers, two reduce-scatters
+        kernels: float = FORWARD_KERNELS
+        if is_moe and spec.moe is not None:
+            expert, moved, away = self._experts(tokens, grid)
+            products += expert
+            beside += moved
+            wait += away
+            kernels += 2 * spec.moe.num_experts / grid.ep if self.hardware.cores else 8  # one product for all experts
+        else:
+            products += self._mlp(tokens, spec.ffn_hidden_size / tp)
+            beside += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
+        forward = products + attention + beside + kernels * self.kernel
+        backward = 2 * products + FLASH_BACKWARD * attention + 2 * beside + 2 * kernels * self.kernel
+        ring = self._ring(tokens, grid)
+        return LayerPasses(
+            Duration(forward, wait + max(0.0, ring - attention)),
+            Duration(backward, wait + max(0.0, 2 * ring - FLASH_BACKWARD * attention)),
+        )
+
+    def head(self, batch: MicroBatchLoad, grid: GridShape, *, value_head: bool = False) -> LayerPasses:
+        """Logits and log-probs; of a critic its values."""
+        spec, tokens = self.spec, batch.tokens / grid.cp
+        if value_head:
+            return LayerPasses(Duration(self.moved(8 * tokens * spec.hidden_size)), Duration(self.moved(16 * tokens)))
+        columns = padded_vocab_size(spec.vocab_size, grid.tp) / grid.tp
+        product = self.product(tokens, spec.hidden_size, columns)
+        logits = self.moved(3 * 4 * tokens * columns)
+        reduced = 3 * self.links.all_reduce(4 * tokens, grid.tp)  # largest, sum, the chosen one's
+        return LayerPasses(
+            Duration(product + logits + 8 * self.kernel, reduced), Duration(2 * product + logits + 8 * self.kernel)
+        )
+
+    def recomputed(
+        self, passes: LayerPasses, batch: MicroBatchLoad, grid: GridShape, recompute: Recompute
+    ) -> LayerPasses:
+        """The same where its backward pass computes some of the forward pass again."""
+        again = Duration()
+        if recompute.granularity == "full":
+            again = passes.forward
+        elif "core_attn" in recompute.modules:
+            again = Duration(self._attention(batch.pairs / (grid.cp * grid.tp)))
+        if {"mlp", "moe"} & set(recompute.modules):
+            again = again + passes.forward * 0.6
+        return LayerPasses(passes.forward, passes.backward + again)
+
+    def flops(self, tokens: float, pairs: float) -> float:
+        """Operations of a forward pass over all ranks, as model FLOP utilisation counts them: no recomputation."""
+        spec = self.spec
+        each = self._attention_flops() + 0.0
+        dense, moe = spec.num_layers, 0
+        if spec.moe is not None:
+            dense, moe = spec.moe.num_dense_layers, spec.num_layers - spec.moe.num_dense_layers
+            width = spec.moe.experts_per_token * spec.moe.ffn_hidden_size + spec.moe.shared_ffn_hidden_size
+            each_moe = 6 * spec.hidden_size * width
+        else:
+            each_moe = 0
+        layers = spec.num_layers * each + dense * 6 * spec.hidden_size * spec.ffn_hidden_size + moe * each_moe
+        head = 2 * spec.hidden_size * spec.vocab_size
+        return tokens * (layers + head) + pairs * spec.num_layers * 4 * spec.num_heads * spec.head_dim
+
+    def _attention_shapes(self, tp: int) -> list[tuple[float, float]]:
+        """(inner, columns) of attention's products on a rank."""
+        spec = self.spec
+        if spec.mla is not None:
+            mla, heads = spec.mla, spec.num_heads / tp
+            query = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+            found = [(float(spec.hidden_size), float(mla.kv_lora_rank + mla.qk_rope_head_dim))]
+            found += [(mla.kv_lora_rank, heads * (mla.qk_nope_head_dim + mla.v_head_dim))]
+            found += [(heads * mla.v_head_dim, float(spec.hidden_size))]
+            if mla.q_lora_rank:
+                return [*found, (spec.hidden_size, float(mla.q_lora_rank)), (mla.q_lora_rank, heads * query)]
+            return [*found, (spec.hidden_size, heads * query)]
+        q, kv = spec.num_heads * spec.head_dim / tp, max(spec.num_kv_heads / tp, 1) * spec.head_dim
+        return [(spec.hidden_size, q + 2 * kv), (q, spec.hidden_size)]
+
+    def _attention_products(self, tokens: float, tp: int) -> float:
+        return sum(self.product(tokens, inner, columns) for inner, columns in self._attention_shapes(tp))
+
+    def _attention_flops(self) -> float:
+        return sum(2 * inner * columns for inner, columns in self._attention_shapes(1))
+
+    def _attention(self, pairs: float) -> float:
+        flops = 4 * pairs * self.spec.num_heads * self.spec.head_dim
+        return flops / (self.peak * self.hardware.attention_efficiency)
+
+    def _mlp(self, tokens: float, width: float) -> float:
+        hidden = self.spec.hidden_size
+        return self.product(tokens, hidden, 2 * width) + self.product(tokens, width, hidden)
+
+    def _experts(self, tokens: float, grid: GridShape) -> tuple[float, float, float]:
+        """(products, elementwise, messages) of a layer's experts, perfectly even."""
+        spec, moe, size = self.spec, self.spec.moe, self.itemsize
+        assert moe is not None
+        etp = grid.expert_tp
+        own = tokens / grid.tp  # of the tokens of the attention grid's ranks
+        arriving = own * moe.experts_per_token * etp
+        local = moe.num_experts / grid.ep
+        busy = min(local, arriving)
+        rows, width = arriving / busy if busy else 0.0, moe.ffn_hidden_size / etp
+        products = self.product(rows, spec.hidden_size, 2 * width, busy) + self.product(
+            rows, width, spec.hidden_size, busy
+        )
+        products += self.product(own, spec.hidden_size, moe.num_experts)
+        if moe.shared_ffn_hidden_size:
+            products += self._mlp(tokens, moe.shared_ffn_hidden_size / grid.tp)
+        moved = self.moved(size * arriving * (4 * spec.hidden_size + 5 * width))
+        sent = size * own * moe.experts_per_token * spec.hidden_size
+        wait = 2 * self.links.all_to_all(sent, grid.ep, etp)
+        wait += 2 * self.links.gather(size * arriving * spec.hidden_size, etp)
+        return products, moved, wait
+
+    def _ring(self, tokens: float, grid: GridShape) -> float:
+        """Keys and values of the other context-parallel ranks."""
+        if grid.cp == 1:
+            return 0.0
+        width = 2 * max(self.spec.num_kv_heads / grid.tp, 1) * self.spec.head_dim
+        return self.links.gather(self.itemsize * tokens * grid.cp * width, grid.cp, grid.tp)
+
+
+def layers_of(spec: ModelSpec) -> dict[bool, int]:
+    """Whether it has experts -> layers of the kind."""
+    dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
+    return {False: dense, True: spec.num_layers - dense}
+
+
+def attention_parameters(spec: ModelSpec) -> float:
+    """Of one layer, over all ranks."""
+    hidden = spec.hidden_size
+    if spec.mla is None:
+        return hidden * spec.head_dim * (2 * spec.num_heads + 2 * spec.num_kv_heads)
+    mla, heads = spec.mla, spec.num_heads
+    query = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+    queries = hidden * mla.q_lora_rank + mla.q_lora_rank * query if mla.q_lora_rank else hidden * query
+    latent = hidden * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    return (
+        queries
+        + latent
+        + heads * (mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim) + mla.v_head_dim * hidden)
+    )

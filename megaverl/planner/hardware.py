@@ -1,0 +1,247 @@
+"""What a machine can do, in numbers that a prediction reads: of data sheets, or of `megaverl plan --calibrate`.
+
+A description is a YAML or JSON file with the fields of `Hardware`, whose names end in their units; or the name of one
+that comes with megaverl (`machines/`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaverl.errors import ConfigError
+from megaverl.planner.job import GB, Machine
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A kind of node, and what joins nodes. Rates are per rank (a GPU, or a process on CPU cores) and one direction.
+
+    Attributes:
+        sources: where each number is from.
+        ranks_per_node: neighbouring ranks that share a node.
+        memory_gb: of a rank.
+        tflops: dtype -> peak of matrix products, 1e12 floating-point operations a second, without sparsity.
+        matmul_efficiency: (floating-point operations of one product, share of the peak that is reached), ascending;
+            between two of them straight over the logarithm.
+        attention_efficiency: share of the peak that attention's kernel reaches.
+        memory_gb_s, memory_efficiency: bandwidth of memory, and the share of it that is reached.
+        node_gb_s, node_latency_us: to ranks of the same node, and the time of a message before its first byte.
+        network_gb_s, network_latency_us: to ranks of other nodes.
+        link_efficiency: share of a link that collectives reach.
+        host_gb_s: to host memory, for what is offloaded.
+        kernel_us: what each kernel of a layer costs beside its work.
+        cores: processor cores that all ranks of a node share; None: each rank has a processor of its own.
+        decode_step_ms: of an engine's own work at every token, for the whole batch.
+        decode_sequence_us: the same, for each sequence of the batch.
+        sample_ms: of a step's own work for each sample that a rank has: rewards, packing, advantages, records.
+        step_ms: of a step's own work, whatever it is of, on each rank: `operator_ms` of each operator apart.
+        operator_ms: of each operator on each rank.
+        micro_batch_ms: of each forward or backward pass beside its kernels.
+        update_ms: of each optimizer step beside its memory traffic: the ranks' agreements.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    ranks_per_node: int
+    memory_gb: float
+    tflops: Mapping[str, float] = dataclasses.field(hash=False)
+    matmul_efficiency: tuple[tuple[float, float], ...]
+    attention_efficiency: float
+    memory_gb_s: float
+    node_gb_s: float
+    node_latency_us: float
+    network_gb_s: float
+    network_latency_us: float
+    host_gb_s: float
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.75
+    kernel_us: float = 4.0
+    cores: int | None = None
+    decode_step_ms: float = 0.0
+    decode_sequence_us: float = 0.0
+    sample_ms: float = 0.0
+    step_ms: float = 0.0
+    operator_ms: float = 0.0
+    micro_batch_ms: float = 0.0
+    update_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if problems := list(_problems(self)):
+            raise ConfigError(f"{self.name}: " + "; ".join(problems))
+
+    @classmethod
+    def read(cls, name: str | Path) -> Hardware:
+        """Of a file, or of a name such as h100.
+
+        Raises:
+            ConfigError: there is none; it is not YAML or JSON; keys are unknown or missing, or values out of range.
+        """
+        path = Path(name)
+        if path.suffix not in (".yaml", ".yml", ".json"):
+            if name not in known():
+                raise ConfigError(
+                    f"hardware: there is no {name}. Known: {', '.join(known())}; or give a file of yours."
+                )
+            path = FOLDER / f"{name}.yaml"
+        if not path.is_file():
+            raise ConfigError(f"hardware: {path} does not exist. Known names: {', '.join(known())}.")
+        try:
+            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"hardware: {path} is neither YAML nor JSON ({error}).") from error
+        return cls.of(fields, str(path))
+
+    @classmethod
+    def of(cls, fields: Any, source: str) -> Hardware:
+        """Of a file's contents.
+
+        Raises:
+            ConfigError: all that is wrong with it.
+        """
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{source}: expected keys and values, found {type(fields).__name__}.")
+        own = {field.name: field for field in dataclasses.fields(cls)}
+        wrong = [f"unknown key {key} (keys: {', '.join(own)})" for key in fields if key not in own]
+        needed = [name for name, field in own.items() if field.default is dataclasses.MISSING]
+        wrong += [f"{name} is missing" for name in needed if name not in fields]
+        if not wrong:
+            wrong = list(_wrong_types(fields))
+        if wrong:
+            raise ConfigError(f"{source}: " + "; ".join(wrong) + ".")
+        curve = tuple((float(flops), float(share)) for flops, share in fields["matmul_efficiency"])
+        return cls(**fields | {"sources": tuple(fields["sources"]), "matmul_efficiency": curve})
+
+    def write(self, path: str | Path) -> Path:
+        """As JSON, which `read` reads."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+        return path
+
+    def machine(self, **given: Any) -> Machine:
+        """The same for the planner of memory and bytes.
+
+        Args:
+            given: what a person has set otherwise.
+        """
+        own = {
+            "gpus_per_node": self.ranks_per_node,
+            "memory": self.memory_gb * GB,
+            "nvlink": self.node_gb_s * GB,
+            "network": self.network_gb_s * GB,
+            "hbm": self.memory_gb_s * GB,
+        }
+        return Machine(**own | given)
+
+    def peak(self, dtype: str) -> float:
+        """Floating-point operations a second.
+
+        Raises:
+            ConfigError: of this dtype nothing is known.
+        """
+        if dtype not in self.tflops:
+            raise ConfigError(f"{self.name}: tflops has no {dtype}; it has {', '.join(self.tflops)}.")
+        return self.tflops[dtype] * 1e12
+
+    def matmul_share(self, flops: float) -> float:
+        """Of the peak, what one product of so many operations reaches."""
+        sizes, shares = self._curve
+        if flops <= 0 or not sizes:
+            return shares[0] if shares else 1.0
+        at = math.log(flops)
+        place = bisect_left(sizes, at)
+        if place == 0:
+            return shares[0] * math.exp(at - sizes[0])  # below the smallest one measured, its time stays
+        if place == len(sizes):
+            return shares[-1]
+        low, high = sizes[place - 1], sizes[place]
+        return shares[place - 1] + (shares[place] - shares[place - 1]) * (at - low) / (high - low)
+
+    @cached_property
+    def _curve(self) -> tuple[list[float], list[float]]:
+        return [math.log(size) for size, _ in self.matmul_efficiency], [share for _, share in self.matmul_efficiency]
+
+
+def known() -> list[str]:
+    """Names of the descriptions that come with megaverl."""
+    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+
+
+# Field -> (least, most) that can be meant, in the unit of its name.
+RANGES: dict[str, tuple[float, float]] = {
+    "ranks_per_node": (1, 1024),
+    "memory_gb": (0.1, 10_000),
+    "attention_efficiency": (0.001, 1),
+    "memory_gb_s": (0.1, 100_000),
+    "memory_efficiency": (0.01, 1),
+    "node_gb_s": (0.01, 10_000),
+    "node_latency_us": (0, 1e6),
+    "network_gb_s": (0.001, 10_000),
+    "network_latency_us": (0, 1e6),
+    "host_gb_s": (0.01, 10_000),
+    "link_efficiency": (0.01, 1),
+    "kernel_us": (0, 1e5),
+    "decode_step_ms": (0, 1e4),
+    "decode_sequence_us": (0, 1e6),
+    "sample_ms": (0, 1e4),
+    "step_ms": (0, 1e6),
+    "operator_ms": (0, 1e5),
+    "micro_batch_ms": (0, 1e5),
+    "update_ms": (0, 1e6),
+}
+TFLOPS = (1e-4, 1e5)
+
+
+def _wrong_types(fields: Mapping[str, Any]) -> Iterator[str]:
+    for key in (*RANGES, "cores"):
+        value = fields.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            yield f"{key}: expected a number, found {value!r}"
+    if not isinstance(fields["tflops"], dict) or not all(_is_number(v) for v in fields["tflops"].values()):
+        yield f"tflops: expected dtype: number, found {fields['tflops']!r}"
+    if not isinstance(fields["sources"], list) or not all(isinstance(each, str) for each in fields["sources"]):
+        yield "sources: expected a list of texts"
+    curve = fields["matmul_efficiency"]
+    pairs = isinstance(curve, list | tuple) and all(isinstance(p, Sequence) and len(p) == 2 for p in curve)
+    if not pairs or not all(_is_number(number) for pair in curve for number in pair):
+        yield "matmul_efficiency: expected pairs [operations of a product, share of the peak]"
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)  # YAML reads 1e9 as a text
+    except (TypeError, ValueError):
+        return False
+    return not isinstance(value, bool)
+
+
+def _problems(hardware: Hardware) -> Iterator[str]:
+    """Values that cannot be meant in their units."""
+    for name, (least, most) in RANGES.items():
+        value = getattr(hardware, name)
+        if not least <= value <= most:
+            yield f"{name}: found {value:g}, expected {least:g} to {most:g} (is it in the unit of its name?)"
+    for dtype, value in hardware.tflops.items():
+        if not TFLOPS[0] <= value <= TFLOPS[1]:
+            yield f"tflops.{dtype}: found {value:g}, expected {TFLOPS[0]:g} to {TFLOPS[1]:g}, in 1e12 a second"
+    if hardware.cores is not None and hardware.cores < 1:
+        yield f"cores: found {hardware.cores}, expected 1 or more"
+    if not hardware.sources:
+        yield "sources: say where the numbers are from"
+    sizes = [size for size, _ in hardware.matmul_efficiency]
+    if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+        yield "matmul_efficiency: the first numbers of the pairs ascend from above 0"
+    elif not all(0 < share <= 1 for _, share in hardware.matmul_efficiency):
+        yield "matmul_efficiency: shares lie between 0 and 1"

@@ -1,0 +1,380 @@
+"""The operators of a job's step with their seconds: how much each rank has to do of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil
+
+from megaverl.planner.activations import Recompute
+from megaverl.planner.costs import (
+    OPTIMIZER_BYTES,
+    Duration,
+    LayerPasses,
+    MicroBatchLoad,
+    ModelCosts,
+    attention_parameters,
+    layers_of,
+)
+from megaverl.planner.generation import LengthDistribution, rollout_duration
+from megaverl.planner.hardware import Hardware
+from megaverl.planner.job import PlannedJob, Role
+from megaverl.planner.stages import padded_vocab_size, pipeline
+from megaverl.planner.traffic import ReshardTraffic
+from megaverl.sharding.model_spec import ModelSpec
+
+Lane = tuple[str, int, float, float]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operator of a step.
+
+    Attributes:
+        needs: operators of the same step whose results it takes.
+        worlds: names of the worlds that it runs on.
+        seconds: with a processor for each rank.
+        work: seconds of processors, over all ranks.
+    """
+
+    name: str
+    role: str
+    ranks: tuple[int, ...] = field(repr=False)
+    worlds: frozenset[str]
+    needs: tuple[str, ...]
+    seconds: float
+    work: float = 0.0
+    lanes: tuple[Lane, ...] = field(default=(), repr=False)
+
+    @property
+    def cores(self) -> float:
+        """Processors that it keeps at work, on the mean."""
+        return self.work / self.seconds if self.seconds else 0.0
+
+
+class StepLoad:
+    """What a step of a job has to do.
+
+    Attributes:
+        samples: of a step, over all ranks.
+    """
+
+    def __init__(
+        self, job: PlannedJob, hardware: Hardware, lengths: LengthDistribution, traffic: ReshardTraffic | None
+    ) -> None:
+        self.job, self.hardware, self.lengths, self.traffic = job, hardware, lengths, traffic
+        self.samples = job.config.samples_per_step
+        dtype = job.config.model.dtype
+        self.dtype = ("float32" if hardware.cores else "bfloat16") if dtype == "auto" else dtype
+
+    @property
+    def peak(self) -> float:
+        """Floating-point operations a second of a rank."""
+        return self.hardware.peak(self.dtype)
+
+    @cached_property
+    def actor(self) -> ModelCosts:
+        return self.model(self.job.spec)
+
+    def model(self, spec: ModelSpec) -> ModelCosts:
+        return ModelCosts(spec, self.hardware, self.dtype)
+
+    def passes_over(self) -> int:
+        """How often an update goes over a sample."""
+        return self.job.config.algorithm.num_epochs
+
+    def model_flops(self) -> dict[str, float]:
+        """Operator -> operations that the model needs for it, over all ranks."""
+        found = {}
+        tokens, pairs = self.samples * self.lengths.tokens, self.samples * self.lengths.pairs
+        for name, role, kind in scored(self.job):
+            times = 3 * self.passes_over() if kind == "update" else 1
+            found[name] = times * self.model(role.spec).flops(tokens, pairs)
+        return found | {"rollout": self.actor.flops(tokens, pairs)}
+
+
+def scored(job: PlannedJob) -> Iterator[tuple[str, Role, str]]:
+    """(operator, its role, "score" or "update") of those that run a model over a step's samples."""
+    config, roles = job.config, {role.name: role for role in job.roles}
+    algorithm = config.algorithm
+    if algorithm.num_epochs * algorithm.num_mini_batches > 1 or algorithm.kl.place == "reward":
+        yield "old_log_probs", job.actor, "score"
+    if config.uses_ref_log_probs:
+        yield "ref_log_probs", roles.get("reference", job.actor), "score"
+    if "critic" in roles:
+        yield "values", roles["critic"], "score"
+        yield "critic_update", roles["critic"], "update"
+    yield "actor_update", job.actor, "update"
+
+
+def operations(load: StepLoad) -> list[Operation]:
+    """In the order in which ranks that have several run them."""
+    job, hardware = load.job, load.hardware
+    models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
+    generated = rollout_duration(job, load.actor, load.lengths)
+    ranks = job.rollout.ranks
+    own = load.samples / len(ranks) * hardware.sample_ms * 1e-3
+    work = (generated.compute + own) * len(ranks)
+    found = [_operation(load, "rollout", "rollout", ranks, (), generated.seconds + own, work)]
+    reward_ranks = job.placement.ranks["reward"]
+    own = ceil(load.samples / len(reward_ranks)) * hardware.sample_ms * 1e-3
+    found.append(_operation(load, "reward", "reward", reward_ranks, ("rollout",), own, own * len(reward_ranks)))
+    needs = ["reward"]
+    for name, role, kind in scored(job):
+        if kind == "score":
+            found.append(_operation(load, name, role.name, role.ranks, ("rollout",), *models[name]))
+            needs.append(name)
+    alone = hardware.step_ms * 1e-3
+    found.append(
+        _operation(load, "advantages", "actor", job.actor.ranks, tuple(needs), alone, alone * len(job.actor.ranks))
+    )
+    for name, role, kind in scored(job):
+        if kind == "update":
+            found.append(_operation(load, name, role.name, role.ranks, ("advantages",), *models[name]))
+    ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
+    moving = reshard_seconds(load)
+    shares = len(ranks) if hardware.cores else 0  # copies are a processor's work where there is no other engine
+    found.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), moving, moving * shares))
+    return found
+
+
+def _operation(
+    load: StepLoad,
+    name: str,
+    role: str,
+    ranks: tuple[int, ...],
+    needs: tuple[str, ...],
+    seconds: float,
+    work: float,
+    lanes: tuple[Lane, ...] = (),
+) -> Operation:
+    """With what every operator costs besides; on shared cores it takes as long as these need for the work."""
+    job, hardware = load.job, load.hardware
+    beside = hardware.operator_ms * 1e-3
+    seconds, work = seconds + beside, work + beside * len(ranks)
+    if hardware.cores is not None:
+        nodes = len({rank // hardware.ranks_per_node for rank in ranks})
+        longer = max(seconds, work / (hardware.cores * nodes))
+        lanes = tuple((what, rank, a * longer / seconds, b * longer / seconds) for what, rank, a, b in lanes)
+        seconds = longer
+    names = [world.name for world in job.placement.worlds if set(world.ranks) & set(ranks)]
+    return Operation(name, role, ranks, frozenset(names), needs, seconds, work, lanes)
+
+
+def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, tuple[Lane, ...]]:
+    """(seconds, seconds of processors, lanes) of scoring a step's samples or of updating on them."""
+    update = kind == "update"
+    algorithm = load.job.config.algorithm
+    parts = algorithm.num_mini_batches if update else 1
+    batch, number = micro_batches(load, role, parts)
+    stages = stage_passes(load, role, batch)
+    hop = _hop(load, role, batch)
+    passes = [(stage.forward.seconds, stage.backward.seconds) for stage in stages]
+    span, lanes = pipeline(passes, number, hop, forward_only=not update, chunks=role.grid.vpp or 1)
+    busy = [number * (s.forward.compute + (s.backward.compute if update else 0.0)) for s in stages]
+    per_stage = len(role.ranks) // role.grid.pp
+    beside = load.hardware.micro_batch_ms * 1e-3 * number * (2 if update else 1)
+    work = (sum(busy) + beside * role.grid.pp) * per_stage
+    span += beside
+    offload = _offloaded(load, role) if update else 0.0
+    if not update:
+        return span + offload, work, _ranked(role, lanes)
+    closing = _closing(load, role, stages)
+    times = parts * load.passes_over()
+    first = _ranked(role, lanes)
+    for stage in range(role.grid.pp):
+        first += (("optimizer", role.ranks[role.grid.rank(pp=stage)], span, span + closing.seconds),)
+    all_lanes = tuple(
+        (what, rank, begin + turn * (span + closing.seconds), stop + turn * (span + closing.seconds))
+        for turn in range(times)
+        for what, rank, begin, stop in first
+    )
+    work += closing.compute * len(role.ranks)
+    return times * (span + closing.seconds) + offload, times * work, all_lanes
+
+
+def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoad, int]:
+    """(one micro-batch, how many of them) of a data-parallel rank, for one of `parts` of a step's samples."""
+    config, lengths = load.job.config, load.lengths
+    samples = load.samples / (parts * role.grid.dp * role.islands)
+    together = min(config.algorithm.group_size, samples) if role.config.pack_samples else 1.0
+    shares_prompts = role.config.pack_samples and (role.grid.cp == 1 or load.hardware.cores is not None)
+    once = together if shares_prompts else 1.0
+    tokens = samples * (lengths.response + lengths.prompt / once)
+    pairs = samples * (lengths.pairs - lengths.prompt**2 / 2 * (1 - 1 / once))
+    if not role.config.pack_samples:  # rows are filled up to the longest
+        longest = lengths.prompt + lengths.responses[-1]
+        tokens, pairs = samples * longest, samples * longest**2 / 2
+    least = role.trained.gradient_accumulation if role.trained is not None and parts > 1 else 1
+    number = max(1, least, ceil(tokens / role.config.micro_batch_tokens))
+    if load.hardware.cores is not None:  # a mask over all pairs of the row
+        pairs = number * (tokens / number) ** 2
+    return MicroBatchLoad(tokens / number, pairs / number), number
+
+
+def stage_passes(load: StepLoad, role: Role, batch: MicroBatchLoad) -> list[LayerPasses]:
+    """Of every pipeline stage over one micro-batch."""
+    costs, grid = load.model(role.spec), role.grid
+    fields = role.recompute
+    parallel = bool(fields.get("sequence_parallel", role.spec.moe is not None)) and grid.tp > 1
+    recompute = Recompute.read(fields)
+    each = {}
+    for is_moe in layers_of(role.spec):
+        passes = costs.layer(batch, grid, is_moe=is_moe, sequence_parallel=parallel)
+        each[is_moe] = costs.recomputed(passes, batch, grid, recompute)
+    head = costs.head(batch, grid, value_head=role.value_head)
+    embedding = costs.moved(3 * costs.itemsize * batch.tokens / grid.cp * role.spec.hidden_size)
+    stages = []
+    for stage in range(grid.pp):
+        dense, moe = role.layers(stage)
+        total = each[False] * dense + each[True] * moe
+        if stage == 0:
+            total = total + LayerPasses(Duration(embedding), Duration(embedding))
+        if stage == grid.pp - 1:
+            total = total + head
+        stages.append(_gathered(load, role, total) if role.shards is not None else total)
+    return stages
+
+
+def _gathered(load: StepLoad, role: Role, passes: LayerPasses) -> LayerPasses:
+    """Under FSDP weights come before each pass, beside the layer before; gradients leave after the backward pass."""
+    assert role.shards is not None
+    costs = load.model(role.spec)
+    nbytes = costs.itemsize * sum(parameters_of_stage(role, 0))
+    moved = costs.links.gather(nbytes, role.shards.size)
+    forward, backward = passes.forward, passes.backward
+    return LayerPasses(
+        Duration(forward.compute, max(forward.wait, moved - forward.compute)),
+        Duration(backward.compute, max(backward.wait, 2 * moved - backward.compute)),
+    )
+
+
+def _hop(load: StepLoad, role: Role, batch: MicroBatchLoad) -> float:
+    """A micro-batch from a pipeline stage to the next."""
+    grid, costs = role.grid, load.actor
+    if grid.pp == 1:
+        return 0.0
+    parallel = bool(role.recompute.get("sequence_parallel", False)) and grid.tp > 1
+    nbytes = costs.itemsize * batch.tokens / grid.cp * role.spec.hidden_size / (grid.tp if parallel else 1)
+    return costs.links.send(nbytes, grid.world_size // grid.pp)
+
+
+def _ranked(role: Role, lanes: Sequence[tuple[str, int, float, float]]) -> tuple[Lane, ...]:
+    """Of each stage's first rank; passes that follow one another without a pause are one."""
+    found: list[Lane] = []
+    open_lanes: dict[int, int] = {}
+    for what, stage, begin, end in lanes:
+        at = open_lanes.get(stage)
+        if at is not None and found[at][0] == what and begin - found[at][3] < 1e-9:
+            found[at] = (what, found[at][1], found[at][2], end)
+            continue
+        open_lanes[stage] = len(found)
+        found.append((what, role.ranks[role.grid.rank(pp=stage)], begin, end))
+    return tuple(found)
+
+
+def parameters_of_stage(role: Role, stage: int) -> tuple[float, float]:
+    """(parameters outside experts, of experts) of a rank of a pipeline stage."""
+    spec, grid = role.spec, role.grid
+    dense, moe = role.layers(stage)
+    attention = attention_parameters(spec) / grid.tp
+    plain = (dense + moe) * (attention + 2 * spec.hidden_size)
+    plain += dense * 3 * spec.hidden_size * spec.ffn_hidden_size / grid.tp
+    expert = 0.0
+    if spec.moe is not None:
+        plain += moe * spec.hidden_size * (spec.moe.num_experts + 3 * spec.moe.shared_ffn_hidden_size / grid.tp)
+        held = spec.moe.num_experts / (grid.ep * grid.expert_tp)
+        expert = moe * held * 3 * spec.hidden_size * spec.moe.ffn_hidden_size
+    embedding = padded_vocab_size(spec.vocab_size, grid.tp) * spec.hidden_size / grid.tp
+    ends = [stage == 0, stage == grid.pp - 1 and not role.value_head]
+    if all(ends) and spec.tie_embeddings:
+        ends[1] = False
+    return plain + sum(ends) * embedding, expert
+
+
+def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Duration:
+    """What follows the last backward pass: gradients summed, the optimizer's step, weights gathered; the slowest
+    stage's."""
+    costs, grid = load.model(role.spec), role.grid
+    trained, optimizer = role.trained, getattr(role.config, "optimizer", {})
+    assert trained is not None
+    gradient = 4 if trained.ddp.get("grad_reduce_in_fp32") or load.dtype == "float32" else costs.itemsize
+    overlaps = bool(trained.ddp.get("overlap_grad_reduce"))
+    gathers_early = bool(trained.ddp.get("overlap_param_gather"))
+    distributed = bool(optimizer.get("use_distributed_optimizer", True))
+    slowest = Duration()
+    for stage in range(grid.pp):
+        plain, expert = parameters_of_stage(role, stage)
+        if trained.lora is not None:
+            plain, expert = plain * 0.01, expert * 0.01
+        replicas, stride = grid.dp * grid.cp, grid.tp
+        groups = ((plain, replicas, stride), (expert, grid.expert_dp, grid.expert_tp * grid.ep))
+        if role.shards is not None:
+            groups = ((0.0, 1, 1), (0.0, 1, 1))
+        reduced = sum(costs.links.gather(gradient * n, size, step) for n, size, step in groups)
+        gathered = sum(costs.links.gather(costs.itemsize * n, size, step) for n, size, step in groups)
+        if overlaps:  # with the last micro-batch's backward pass; the first layers' bucket has nothing to hide behind
+            reduced = max(reduced / 8, reduced - stages[stage].backward.seconds)
+        if gathers_early:
+            gathered = max(gathered / 8, gathered - stages[stage].forward.seconds)
+        shards = role.shards.size if role.shards is not None else 1
+        own = plain / (replicas if distributed and shards == 1 else shards) + expert / (
+            grid.expert_dp if distributed and shards == 1 else shards
+        )
+        step = costs.moved(OPTIMIZER_BYTES * own)
+        if optimizer.get("optimizer_cpu_offload"):
+            step = OPTIMIZER_BYTES * own / (load.hardware.host_gb_s * 1e9)
+        step += load.hardware.update_ms * 1e-3
+        each = Duration(step, reduced + gathered)
+        slowest = max(slowest, each, key=lambda piece: piece.seconds)
+    return slowest
+
+
+def _offloaded(load: StepLoad, role: Role) -> float:
+    """Seconds of what an update brings from host memory and puts back."""
+    if role.trained is None:
+        return 0.0
+    offload, host = role.trained.offload, load.hardware.host_gb_s * 1e9
+    worst = 0.0
+    for stage in range(role.grid.pp):
+        plain, expert = parameters_of_stage(role, stage)
+        nbytes = load.actor.itemsize * (plain + expert) * 2 * offload.parameters
+        shards = 12 * (plain / (role.grid.dp * role.grid.cp) + expert / role.grid.expert_dp)
+        nbytes += 2 * shards * offload.optimizer
+        worst = max(worst, nbytes / host)
+    return worst
+
+
+def reshard_seconds(load: StepLoad) -> float:
+    """By the ranks' own plans, or an estimate of their bytes: what an engine's rank lacks, from the nearest holders."""
+    job, hardware = load.job, load.hardware
+    machine = hardware.machine()
+    if load.traffic is not None:
+        return load.traffic.seconds(machine)[0] / hardware.link_efficiency
+    grid, tp = job.actor.grid, job.rollout.tp
+    itemsize = load.actor.itemsize
+    stages = [sum(parameters_of_stage(job.actor, stage)) for stage in range(grid.pp)]
+    # over all ranks of a replica, then what one engine's rank needs of it
+    whole = sum(
+        plain * grid.tp + expert * grid.expert_tp * grid.ep
+        for plain, expert in (parameters_of_stage(job.actor, stage) for stage in range(grid.pp))
+    )
+    needed = itemsize * whole / tp
+    if not job.placement.colocated("actor", "rollout"):
+        copies = -(-len(job.rollout.ranks) // max(1, len(job.actor.ranks)))
+        return (
+            needed
+            * max(1, copies)
+            / (hardware.network_gb_s if job.world > hardware.ranks_per_node else hardware.node_gb_s)
+            / 1e9
+            / hardware.link_efficiency
+        )
+    held = (
+        itemsize * max(stages) * min(1.0, grid.tp / tp) if grid.ep == 1 else itemsize * whole / tp / grid.pp / grid.ep
+    )
+    missing = max(0.0, needed - held)
+    here = min(1.0, hardware.ranks_per_node * itemsize * max(stages) / max(needed * tp, 1.0)) if grid.pp > 1 else 1.0
+    links = max(missing * here / (hardware.node_gb_s * 1e9), missing * (1 - here) / (hardware.network_gb_s * 1e9))
+    copied = 0.0 if job.aliases else 2 * min(held, needed) / (hardware.memory_gb_s * 1e9)
+    return max(links / hardware.link_efficiency, copied / hardware.memory_efficiency)

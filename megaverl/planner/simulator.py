@@ -1,0 +1,202 @@
+"""One step of a job played as events: when each operator runs on which ranks, and what the step waits for.
+
+Operators (`operators`) run one after the other where they share ranks, side by side where each has its own, and ahead
+of training as far as `rollout.max_staleness` lets them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megaverl.planner.generation import LengthDistribution
+from megaverl.planner.hardware import Hardware
+from megaverl.planner.job import PlannedJob
+from megaverl.planner.operators import Operation, StepLoad, operations
+from megaverl.planner.traffic import ReshardTraffic
+
+EPSILON = 1e-12
+
+
+@dataclass(frozen=True)
+class PredictedPhase:
+    """An operator of the step on its ranks.
+
+    Attributes:
+        begin, end: seconds since the step before has ended; below 0 for what ran ahead of it.
+        ranks: of the world.
+        lanes: (what, first rank, begin, end) of its parts, such as the passes of a pipeline's stages.
+    """
+
+    name: str
+    role: str
+    ranks: tuple[int, ...] = field(repr=False)
+    begin: float = 0.0
+    end: float = 0.0
+    lanes: tuple[tuple[str, int, float, float], ...] = field(default=(), repr=False)
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.begin
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step in its steady state.
+
+    Attributes:
+        step_seconds: from the end of one to the end of the next.
+        phases: in the order of their begin.
+        critical_path: (operator, seconds) that one after the other make up the step.
+        tokens_per_second_per_gpu: of prompts and responses that the step trained on, over all ranks of the job.
+        mfu: model operations of the whole step (generation, scoring, update; none for recomputation) by the peak of all
+            ranks over the step. update_mfu: of updates alone, while they run, on their ranks.
+        samples: of the step. tokens: of it.
+    """
+
+    step_seconds: float
+    phases: tuple[PredictedPhase, ...]
+    critical_path: tuple[tuple[str, float], ...]
+    tokens_per_second_per_gpu: float
+    mfu: float
+    update_mfu: float
+    samples: int
+    tokens: float
+
+    def seconds_of(self, name: str) -> float:
+        """Of an operator; 0 where the step has none."""
+        return sum(phase.seconds for phase in self.phases if phase.name == name)
+
+
+def default_lengths(job: PlannedJob, prompt: float | None = None, response: float | None = None) -> LengthDistribution:
+    """What is not known of a run: prompts of half their limit, responses of 40 % of theirs on the mean.
+
+    Args:
+        prompt, response: mean tokens, where they are known.
+    """
+    config = job.config
+    longest = float(config.rollout.sampling["max_tokens"])
+    return LengthDistribution.lognormal(prompt or config.data.max_prompt_tokens / 2, response or 0.4 * longest, longest)
+
+
+def simulate(
+    job: PlannedJob,
+    hardware: Hardware,
+    *,
+    lengths: LengthDistribution | None = None,
+    traffic: ReshardTraffic | None = None,
+) -> Prediction:
+    """Predict a step. Milliseconds of arithmetic, no processes, no torch.
+
+    Args:
+        lengths: of prompts and responses; `default_lengths` where it is not given.
+        traffic: of a reshard as the ranks' own plans have it (`make_traffic`, seconds for 1,024 ranks); an estimate of
+            the same bytes where it is not given.
+
+    Raises:
+        ConfigError: the hardware says nothing of the job's dtype.
+    """
+    lengths = lengths or default_lengths(job)
+    load = StepLoad(job, hardware, lengths, traffic)
+    played = operations(load)
+    ahead = job.config.rollout.max_staleness if job.config.rollout.async_rollout else 0
+    steps = 1 if not ahead and job.placement.is_colocated else 2 * ahead + 3
+    timed = _play(played, steps, ahead, hardware, job)
+    return _predict(load, played, timed, steps - 1 - ahead)
+
+
+# One operator of one step: (begin, end, what it waited for last)
+Timed = dict[tuple[int, str], tuple[float, float, tuple[int, str] | None]]
+
+
+def _play(ops: Sequence[Operation], steps: int, ahead: int, hardware: Hardware, job: PlannedJob) -> Timed:
+    """Start every operator as soon as its inputs are there and its ranks are free; where ranks share cores, those at
+    work at once share their rate."""
+    waits = {(step, op.name): _before(ops, step, op, ahead, steps) for step in range(steps) for op in ops}
+    by_name = {op.name: op for op in ops}
+    timed: Timed = {}
+    begun: dict[tuple[int, str], tuple[float, tuple[int, str] | None]] = {}
+    left: dict[tuple[int, str], float] = {}
+    now = 0.0
+    while len(timed) < len(waits):
+        for key, before in waits.items():
+            if key not in begun and all(each in timed for each in before):
+                last = max(before, key=lambda each: timed[each][1], default=None)
+                begun[key] = (now, last)
+                left[key] = by_name[key[1]].seconds
+        rates = _rates([(key, by_name[key[1]]) for key in left], hardware, job)
+        passed = min((left[key] / rates[key] for key in left), default=0.0)
+        now += passed
+        for key in list(left):
+            left[key] -= passed * rates[key]
+            if left[key] <= EPSILON:
+                del left[key]
+                begin, last = begun[key]
+                timed[key] = (begin, now, last)
+    return timed
+
+
+def _before(ops: Sequence[Operation], step: int, op: Operation, ahead: int, steps: int) -> list[tuple[int, str]]:
+    """What must have ended before an operator of a step begins."""
+    found = [(step, name) for name in op.needs]
+    place = ops.index(op)
+    for number, other in enumerate(ops):
+        if not op.worlds & other.worlds or other is op:
+            continue
+        if number < place:
+            found.append((step, other.name))
+        elif step and not (ahead and op.name == "rollout" and other.name == "reshard"):
+            found.append((step - 1, other.name))
+    if step:
+        found.append((step - 1, op.name))
+    if ahead and op.name == "rollout":
+        found.append((step - 1 - ahead, "reshard"))
+    if ahead and op.name == "reshard" and step + ahead < steps:  # engines take weights between generations
+        found.append((step + ahead, "rollout"))
+    return [each for each in dict.fromkeys(found) if each[0] >= 0]
+
+
+def _rates(
+    active: list[tuple[tuple[int, str], Operation]], hardware: Hardware, job: PlannedJob
+) -> dict[tuple[int, str], float]:
+    if hardware.cores is None:
+        return dict.fromkeys((key for key, _ in active), 1.0)
+    nodes = -(-job.world // hardware.ranks_per_node)
+    wanted = sum(op.cores for _, op in active)
+    return dict.fromkeys((key for key, _ in active), min(1.0, hardware.cores * nodes / wanted) if wanted else 1.0)
+
+
+def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) -> Prediction:
+    job = load.job
+    ends = [max(timed[step, op.name][1] for op in ops) for step in range(last + 1)]
+    origin = ends[last - 1] if last else 0.0
+    seconds = max(ends[last] - origin, EPSILON)
+    phases = []
+    for op in ops:
+        begin, end, _ = timed[last, op.name]
+        stretch = (end - begin) / op.seconds if op.seconds else 1.0
+        start = begin - origin
+        lanes = tuple((what, rank, start + stretch * a, start + stretch * b) for what, rank, a, b in op.lanes)
+        phases.append(PredictedPhase(op.name, op.role, op.ranks, start, end - origin, lanes))
+    path: list[tuple[str, float]] = []
+    key: tuple[int, str] | None = max(((last, op.name) for op in ops), key=lambda each: timed[each][1])
+    while key is not None and timed[key][1] > origin + EPSILON:
+        begin, end, before = timed[key]
+        path.append((key[1], end - max(begin, origin)))
+        key = before
+    tokens = load.samples * load.lengths.tokens
+    flops = load.model_flops()
+    peak = load.peak
+    updating = sum(phase.seconds * len(phase.ranks) for phase in phases if phase.name.endswith("_update"))
+    return Prediction(
+        step_seconds=seconds,
+        phases=tuple(sorted(phases, key=lambda phase: phase.begin)),
+        critical_path=tuple((name, taken) for name, taken in reversed(path) if taken > EPSILON),
+        tokens_per_second_per_gpu=tokens / seconds / job.world,
+        mfu=sum(flops.values()) / (seconds * job.world * peak),
+        update_mfu=sum(each for name, each in flops.items() if name.endswith("_update")) / (updating * peak)
+        if updating
+        else 0.0,
+        samples=load.samples,
+        tokens=tokens,
+    )

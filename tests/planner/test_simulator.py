@@ -1,0 +1,233 @@
+"""The predicted step: laws that hold whatever the rates are, and closed forms of parts that have one."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megaverl.errors import ConfigError
+from megaverl.planner.costs import ModelCosts
+from megaverl.planner.generation import LengthDistribution, engine_costs
+from megaverl.planner.hardware import RANGES, Hardware, known
+from megaverl.planner.job import PlannedJob
+from megaverl.planner.operators import StepLoad, parameters_of_stage
+from megaverl.planner.simulator import Prediction, default_lengths, simulate
+from megaverl.planner.stages import pipeline
+from megaverl.sharding.model_spec import ModelSpec
+from tests.planner.jobs import make, recipe
+
+H100 = Hardware.read("h100")
+CPU = replace(H100, name="cores", cores=2, tflops={"float32": 0.1, "bfloat16": 0.1}, sources=("a test",))
+RATES = ("memory_gb_s", "node_gb_s", "network_gb_s", "host_gb_s", "attention_efficiency")
+COSTS = ("kernel_us", "node_latency_us", "network_latency_us", "decode_step_ms", "sample_ms", "step_ms", "operator_ms")
+SPEC = ModelSpec.from_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192,
+    }
+)
+GRIDS = ("", "actor.tp=2", "actor.pp=2", "actor.cp=2", "actor={tp: 2, pp: 4}", "actor={pp: 2, vpp: 2}")
+SPLIT = ("placement={rollout: 8-15, actor: rest}",)
+ASYNC = (*SPLIT, "rollout.async_rollout=true")
+
+
+def job(*more: str, world: int = 16) -> PlannedJob:
+    return make(
+        SPEC,
+        world,
+        "algorithm={name: grpo, group_size: 8, num_mini_batches: 2}",
+        "data={train: absent.jsonl, prompts_per_step: 64, max_prompt_tokens: 256}",
+        *[each for each in more if each],
+    )
+
+
+@pytest.mark.parametrize("more", [*((grid,) for grid in GRIDS), SPLIT, ASYNC])
+def test_a_faster_machine_is_never_slower(more: tuple[str, ...]) -> None:
+    planned = job(*more)
+    before = simulate(planned, H100).step_seconds
+    for name in RATES:
+        faster = min(1.5 * getattr(H100, name), RANGES[name][1])
+        assert simulate(planned, replace(H100, **{name: faster})).step_seconds <= before * (1 + 1e-9), name
+    for name in COSTS:
+        assert simulate(planned, replace(H100, **{name: getattr(H100, name) / 2})).step_seconds <= before, name
+    twice = replace(H100, tflops={dtype: 2 * rate for dtype, rate in H100.tflops.items()})
+    assert simulate(planned, twice).step_seconds < before
+
+
+@given(stages=st.integers(1, 8), number=st.integers(1, 40), forward=st.floats(0.1, 3), backward=st.floats(0.1, 6))
+@settings(deadline=None)
+def test_equal_stages_wait_as_long_as_the_paper_says(stages: int, number: int, forward: float, backward: float) -> None:
+    """(p - 1) / (m + p - 1) of the time, Narayanan et al. 2021, section 2.2."""
+    seconds, _ = pipeline([(forward, backward)] * stages, number, 0.0)
+    assert 1 - number * (forward + backward) / seconds == pytest.approx((stages - 1) / (number + stages - 1), abs=1e-9)
+    scored, _ = pipeline([(forward, backward)] * stages, number, 0.0, forward_only=True)
+    assert scored == pytest.approx((number + stages - 1) * forward)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 2), st.floats(0.1, 4)), min_size=1, max_size=5),
+    st.integers(1, 30),
+    st.floats(0, 0.5),
+)
+@settings(deadline=None)
+def test_a_pipeline_lies_between_its_busiest_stage_and_all_in_a_row(
+    stages: list[tuple[float, float]], number: int, hop: float
+) -> None:
+    seconds, lanes = pipeline(stages, number, hop)
+    assert seconds >= number * max(forward + backward for forward, backward in stages) - 1e-9
+    assert seconds <= number * (sum(map(sum, stages)) + 2 * hop * (len(stages) - 1)) + 1e-9
+    by_stage = defaultdict(list)
+    for _, stage, begin, end in lanes:
+        by_stage[stage].append((begin, end))
+    for spans in by_stage.values():
+        assert all(end <= begin + 1e-12 for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+
+
+def test_decoding_equal_lengths_is_so_many_equal_steps() -> None:
+    planned, lengths = job(), LengthDistribution.fixed(100, 64)
+    engine = engine_costs(planned, ModelCosts(SPEC, H100, "bfloat16"), lengths)
+    assert engine.decode(32, lengths).seconds == pytest.approx(64 * engine.step(32, 132).seconds)
+    # two full batches, one after the other, as all end at once: what is predicted counts the places as they fall free
+    engine.most = 32
+    assert engine.decode(64, lengths).seconds >= 1.5 * engine.decode(32, lengths).seconds
+    # by hand: weights once and the cache of 32 sequences, at the memory's bandwidth, and what a step costs besides
+    parameters = 16 * (2048 * 64 * (2 * 32 + 2 * 8) + 3 * 2048 * 8192) + 128256 * 2048
+    read = 2 * parameters + 32 * 132 * 16 * 2 * 8 * 64 * 2
+    beside = 2e-3 + 32 * 4e-6 + 16 * 6 * 3e-6
+    assert engine.step(32, 132).seconds == pytest.approx(read / (3350e9 * 0.8) + beside)
+
+
+def test_longer_responses_take_longer_and_a_long_tail_more_than_equal_ones() -> None:
+    planned = job()
+    took = [simulate(planned, H100, lengths=LengthDistribution.fixed(100, n)).step_seconds for n in (50, 100, 200)]
+    assert took == sorted(took) and took[2] > 1.5 * took[0]
+    spread = LengthDistribution.lognormal(100, 100, 256)
+    assert spread.response == pytest.approx(100) and spread.responses[-1] <= 256
+    assert simulate(planned, H100, lengths=spread).seconds_of("rollout") > simulate(
+        planned, H100, lengths=LengthDistribution.fixed(100, 100)
+    ).seconds_of("rollout")
+
+
+@pytest.mark.parametrize("hardware", [H100, CPU], ids=["gpus", "shared cores"])
+@pytest.mark.parametrize("more", [*((grid,) for grid in GRIDS), SPLIT, ASYNC, ("algorithm.name=ppo",)])
+def test_no_rank_does_two_things_at_once_and_the_path_makes_up_the_step(
+    more: tuple[str, ...], hardware: Hardware
+) -> None:
+    found = simulate(job(*more), hardware)
+    by_rank = defaultdict(list)
+    for phase in found.phases:
+        for rank in phase.ranks:
+            by_rank[rank].append((phase.begin, phase.end))
+        assert all(phase.begin - 1e-9 <= begin <= end <= phase.end + 1e-9 for _, _, begin, end in phase.lanes)
+    for spans in by_rank.values():
+        ordered = sorted(spans)
+        assert all(end <= begin + 1e-9 for (_, end), (begin, _) in zip(ordered, ordered[1:], strict=False))
+    assert sum(seconds for _, seconds in found.critical_path) == pytest.approx(found.step_seconds)
+    assert 0 < found.mfu < 1 and 0 < found.update_mfu < 1
+
+
+def test_what_runs_ahead_hides_behind_training() -> None:
+    waits, ahead = (simulate(job(*more), H100) for more in (SPLIT, ASYNC))
+    generating = ahead.seconds_of("rollout")
+    training = sum(phase.seconds for phase in ahead.phases if phase.name not in ("rollout", "reshard"))
+    assert waits.step_seconds == pytest.approx(generating + training + waits.seconds_of("reshard"), rel=0.1)
+    assert ahead.step_seconds == pytest.approx(max(generating, training) + ahead.seconds_of("reshard"), rel=0.1)
+
+
+def test_ranks_that_share_cores_take_turns() -> None:
+    """The same work on twice as many ranks of the same two cores is no faster."""
+    lengths = LengthDistribution.fixed(64, 64)
+    two, four = (simulate(job(world=world), CPU, lengths=lengths) for world in (2, 4))
+    assert four.seconds_of("actor_update") >= 0.95 * two.seconds_of("actor_update")
+    alone = replace(CPU, cores=None)
+    assert simulate(job(world=4), alone, lengths=lengths).step_seconds < 0.7 * four.step_seconds
+
+
+@pytest.mark.parametrize("name", ["llama3_70b/grpo_8_nodes", "qwen3_235b_a22b/grpo_64_nodes"])
+def test_operations_and_parameters_are_those_of_the_model(name: str) -> None:
+    planned = recipe(name, 64 if "70b" in name else 512)
+    role, grid = planned.actor, planned.actor.grid
+    whole = 0.0
+    for stage in range(grid.pp):
+        plain, expert = parameters_of_stage(role, stage)
+        whole += plain * grid.tp + expert * grid.expert_tp * grid.ep
+        held = role.layout_of(grid.rank(pp=stage))
+        numel = sum(piece.box.numel for piece in held.pieces)
+        assert plain + expert == pytest.approx(numel, rel=0.03)
+    active = {"llama3_70b/grpo_8_nodes": 70e9, "qwen3_235b_a22b/grpo_64_nodes": 22e9}[name]
+    flops = ModelCosts(planned.spec, H100, "bfloat16").flops(1.0, 0.0)
+    assert flops == pytest.approx(2 * active, rel=0.05)
+    load = StepLoad(planned, H100, LengthDistribution.fixed(100, 100), None)
+    assert load.model_flops()["actor_update"] == pytest.approx(3 * load.model_flops()["old_log_probs"])
+
+
+def test_an_estimate_of_the_reshard_is_near_the_ranks_own_plans() -> None:
+    from megaverl.planner.traffic import make_traffic
+
+    for more in ((), ("actor.tp=2",), ("actor.pp=2",)):
+        planned = job(*more)
+        exact = simulate(planned, H100, traffic=make_traffic(planned)).seconds_of("reshard")
+        assert simulate(planned, H100).seconds_of("reshard") == pytest.approx(exact, rel=0.5, abs=0.02), more
+
+
+@pytest.mark.parametrize("name", known())
+def test_every_description_reads_and_says_where_its_numbers_are_from(name: str, tmp_path: Path) -> None:
+    hardware = Hardware.read(name)
+    assert hardware.name == name and all(len(source) > 20 for source in hardware.sources)
+    assert Hardware.read(hardware.write(tmp_path / "own.json")) == hardware
+    shares = [hardware.matmul_share(10.0**power) for power in range(6, 15)]
+    assert shares == sorted(shares) and shares[0] > 0 and shares[-1] < 1
+    assert {"h100", "h200", "b200", "a100"} <= set(known())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"memory_gbs": 3350}, "unknown key memory_gbs"),
+        ({"node_gb_s": "fast"}, "node_gb_s: expected a number, found 'fast'"),
+        ({"node_gb_s": 450e9}, "node_gb_s: found 4.5e+11, expected 0.01 to 10000"),
+        ({"tflops": {"bfloat16": 989e12}}, "tflops.bfloat16: found 9.89e+14"),
+        ({"sources": []}, "sources: say where"),
+        ({"matmul_efficiency": [[1e9, 0.5], [1e8, 0.2]]}, "ascend"),
+        ({"matmul_efficiency": [[1e9, 50]]}, "shares lie between 0 and 1"),
+        ({"cores": 0}, "cores: found 0"),
+        ({"name": None}, "name is missing"),
+    ],
+)
+def test_a_description_that_cannot_be_meant_is_refused_in_words(change: dict, said: str, tmp_path: Path) -> None:
+    fields = asdict(H100) | change
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps({key: value for key, value in fields.items() if key != "name" or value}))
+    with pytest.raises(ConfigError) as error:
+        Hardware.read(path)
+    assert said in str(error.value)
+
+
+def test_a_description_that_is_not_there_says_which_are() -> None:
+    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, b200, h100, h200"):
+        Hardware.read("h1000")
+    with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
+        Hardware.read("absent.json")
+    with pytest.raises(ConfigError, match="tflops has no float32"):
+        simulate(job("model.dtype=float32"), replace(H100, tflops={"bfloat16": 989}))
+
+
+def test_a_step_of_70b_is_predicted_in_milliseconds_of_arithmetic() -> None:
+    """And lies where such steps lie: tens of seconds to minutes, a fifth to two thirds of the peak in updates."""
+    planned = recipe("llama3_70b/grpo_8_nodes", 64)
+    found: Prediction = simulate(planned, H100, lengths=default_lengths(planned))
+    assert 60 < found.step_seconds < 900 and 0.2 < found.update_mfu < 0.66
+    assert found.tokens == pytest.approx(found.samples * default_lengths(planned).tokens)
