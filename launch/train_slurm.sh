@@ -35,8 +35,9 @@ source "$root/launch/container.sh"
 
 # SLURM_NODEID is known inside a task only, hence the inner shell.
 # A rank that is lost ends all others within a minute, and each says why, so nothing is killed before that.
+# Since SLURM 22.05 srun does not take --cpus-per-task from sbatch: bound, all ranks of a node would share one core.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=0 --wait=120 "${container[@]}" bash -c 'NODE_RANK="$SLURM_NODEID" exec "$0" "$@"' \
+srun --cpu-bind=none --kill-on-bad-exit=0 --wait=120 "${container[@]}" bash -c 'NODE_RANK="$SLURM_NODEID" exec "$0" "$@"' \
     "$root/launch/train_multi_node.sh" "$@" &
 step=$!
 # SLURM signals this script alone (B:); srun takes SIGUSR1 to all tasks of its step.

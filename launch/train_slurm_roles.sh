@@ -49,9 +49,10 @@ for group in "${!roles[@]}"; do
     role="${roles[group]}"
     processes="${NPROC:-}"
     [[ "$role" == coordinator ]] && processes="${NPROC_OF_COORDINATOR:-1}"
+    # Not bound to cores, for the reason in train_slurm.sh.
     # shellcheck disable=SC2016 # a node knows its number within its group
-    FIRST="$first" ROLE="$role" NPROC="$processes" srun --het-group="$group" --kill-on-bad-exit=0 --wait=120 \
-        "${container[@]}" bash -c 'NODE_RANK=$((FIRST + SLURM_NODEID)) exec "$0" "$@"' "$root/launch/train_multi_node.sh" "$@" &
+    FIRST="$first" ROLE="$role" NPROC="$processes" srun --het-group="$group" --cpu-bind=none --kill-on-bad-exit=0 \
+        --wait=120 "${container[@]}" bash -c 'NODE_RANK=$((FIRST + SLURM_NODEID)) exec "$0" "$@"' "$root/launch/train_multi_node.sh" "$@" &
     steps+=("$!")
     for other in "${groups[@]}"; do ((other != group)) || first=$((first + 1)); done
 done

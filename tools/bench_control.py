@@ -1,19 +1,27 @@
 #!/usr/bin/env python3
-"""What agreements and heartbeats cost a rank, and the first one, by the number of ranks: real processes over gloo.
+"""What agreements, heartbeats and groups cost a rank, by the number of ranks: real processes over gloo.
 
-    python tools/bench_control.py                     # 8, 64 and 256 ranks, which need 5 GB of memory
-    python tools/bench_control.py --ranks 8,64 --json control.json
+The tables of docs/scale.md:
+
+    python tools/bench_control.py                          # up to 1,024 processes: 6 GB of memory, some minutes
+    python tools/bench_control.py --ranks 8,64,256         # a minute
+    python tools/bench_control.py --only sockets           # seconds
 
 Both sides in the same processes. "mesh": a gloo group as torch makes it, and what an update did before there was
 `distributed/host_tree.py`: every rank's 20 sums to every rank, in two gathers, of lengths and of bytes. "tree": what it
 does since. Messages and bytes are those that the process writes (/proc/self/io). Hundreds of processes share a few
 cores here, so there are processor times and no others.
+
+"sockets": what a rank has open for the groups that a run makes (`distributed/worlds.py`), after agreements in all of
+them; the store's connections are not counted. A group over NCCL is there as one that carries nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -29,15 +37,20 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it would warn of every client whose name it does not find
 
+import numpy as np  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401 (the backend "fake")
 from torch.distributed import distributed_c10d  # noqa: E402
 
-from megaverl.distributed.collectives import reduce_json  # noqa: E402
+from megaverl.distributed import worlds  # noqa: E402
+from megaverl.distributed.collectives import barrier, reduce_json  # noqa: E402
 from megaverl.distributed.host_tree import connects_lazily  # noqa: E402
 from megaverl.distributed.liveness import Liveness, Timeouts  # noqa: E402
+from megaverl.distributed.placement import Node, ResolvedPlacement, World  # noqa: E402
 from megaverl.distributed.store import keep_store  # noqa: E402
 from megaverl.processes import raise_open_files  # noqa: E402
 
@@ -45,21 +58,29 @@ PATIENCE = timedelta(minutes=10)
 SUMS = {f"actor/metric_{number}": [512.0, 0.1 + number, 1 / 3] for number in range(20)}
 ROUNDS, REST = 10, 5.0  # agreements that are measured; seconds at rest
 SIDES = ("mesh", "tree")
+MESH_AT_MOST = 256  # ranks: of 1,024, all would hold a million sockets
 COLUMNS = {"sockets": "sockets", "messages": "messages", "bytes": "bytes", "processor_ms": "processor ms"}
+
+OF_SOCKETS, OF_MANY = (4, 8, 16), 1024  # ranks that are counted, and those that follow from them
 
 Ranks = Sequence[dict[str, dict[str, float]]]
 
 
 def main() -> int:
     described = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    described.add_argument("--ranks", default="8,64,256", help="numbers of ranks, with commas")
+    described.add_argument("--ranks", default="8,64,256,1024", help="numbers of ranks, with commas")
+    described.add_argument("--only", choices=("control", "sockets"))
     described.add_argument("--json", metavar="FILE")
     given = described.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     raise_open_files()
-    found = {size: measure(size) for size in map(int, given.ranks.split(","))}
-    print("\n".join([*of_agreements(found), "", *at_rest_all(found)]))
+    found: dict[int, Ranks] = {}
+    if given.only != "sockets":
+        found = {size: measure(size, do_rank) for size in map(int, given.ranks.split(","))}
+        print("\n".join([*of_agreements(found), "", *at_rest_all(found), ""]), flush=True)
+    if given.only != "control":
+        print("\n".join(of_sockets({size: measure(size, do_groups) for size in OF_SOCKETS})))
     if given.json:
         Path(given.json).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0
@@ -67,40 +88,65 @@ def main() -> int:
 
 def of_agreements(found: dict[int, Ranks]) -> list[str]:
     """A table: an agreement, of a rank (the median of all) and of the first."""
-    lines = ["| ranks | | " + " | ".join(f"{name}: a rank, the first" for name in COLUMNS.values()) + " | all, ms |"]
+    lines = ["| ranks | | " + " | ".join(f"{name}: a rank, the first" for name in COLUMNS.values()) + " | of all, ms |"]
     lines.append("| --- " * (len(COLUMNS) + 3) + "|")
     for size, ranks in found.items():
-        for side in SIDES:
-            cells = [f"{statistics.median(each[side][key] for each in ranks):.4g}" for key in COLUMNS]
-            firsts = [f"{ranks[0][side][key]:.4g}" for key in COLUMNS]
+        for side in sides_of(size):
+            cells = [short(statistics.median(each[side][key] for each in ranks)) for key in COLUMNS]
+            firsts = [short(ranks[0][side][key]) for key in COLUMNS]
             both = " | ".join(f"{cell}, {first}" for cell, first in zip(cells, firsts, strict=True))
             total = sum(each[side]["processor_ms"] for each in ranks)
-            lines.append(f"| {size} | {side} | {both} | {total:.4g} |")
+            lines.append(f"| {size:,} | {side} | {both} | {short(total)} |")
     return lines
+
+
+def short(number: float) -> str:
+    """To two digits, or to the whole one."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.2g}"
+
+
+def sides_of(size: int) -> Sequence[str]:
+    return SIDES if size <= MESH_AT_MOST else SIDES[1:]
 
 
 def at_rest_all(found: dict[int, Ranks]) -> list[str]:
     """A table: a second of ranks that do nothing but live."""
-    lines = ["| ranks | store requests: a rank, the first, the keeper | processor ms: a rank, the first |"]
+    lines = [
+        "| ranks | store requests a second: a rank, the first, the keeper | processor ms a second: a rank, the first |"
+    ]
     lines.append("| --- | --- | --- |")
     for size, ranks in found.items():
         requests = [each["rest"]["requests"] for each in ranks]
         seconds = [each["rest"]["processor_ms"] for each in ranks]
         lines.append(
-            f"| {size} | {statistics.median(requests):.3g}, {requests[0]:.3g}, {sum(requests):.4g} | "
-            f"{statistics.median(seconds):.3g}, {seconds[0]:.3g} |"
+            f"| {size:,} | {statistics.median(requests):.2g}, {requests[0]:.2g}, {short(sum(requests))} | "
+            f"{statistics.median(seconds):.2g}, {short(seconds[0])} |"
         )
     return lines
 
 
-def measure(size: int) -> Ranks:
+def of_sockets(found: dict[int, Ranks]) -> list[str]:
+    """A table: of the rank that has the most; those of many follow from a N + b log2 N + c through the counts."""
+    lines = ["| sockets of a rank | " + " | ".join(f"{size} ranks" for size in found) + f" | {OF_MANY:,}, by these |"]
+    lines.append("| --- " + "| ---: " * (len(found) + 1) + "|")
+    growth = np.array([[size, math.log2(size), 1.0] for size in found])
+    for kind in KINDS:
+        counts = [int(max(each[kind]["sockets"] for each in ranks)) for ranks in found.values()]
+        many = np.linalg.solve(growth, counts) @ [OF_MANY, math.log2(OF_MANY), 1.0]
+        lines.append(f"| {kind} | {' | '.join(map(str, counts))} | {many:,.0f} |")
+    return lines
+
+
+def measure(size: int, function: Callable[..., None]) -> Ranks:
     """What each of so many ranks has measured; they are copies of this process, which has imported everything."""
+    gc.collect()
+    gc.freeze()  # what nobody looks through stays one memory of all copies
     keeper = keep_store("127.0.0.1", 0, PATIENCE)
     copies = multiprocessing.get_context("fork")
     pipes, processes = [], []
     for rank in range(size):
         here, there = copies.Pipe(duplex=False)
-        processes.append(copies.Process(target=do_rank, args=(rank, size, keeper.port, there), daemon=True))
+        processes.append(copies.Process(target=function, args=(rank, size, keeper.port, there), daemon=True))
         processes[-1].start()
         there.close()
         pipes.append(here)
@@ -113,12 +159,77 @@ def measure(size: int) -> Ranks:
 def do_rank(rank: int, size: int, port: int, result: Connection) -> None:
     """A rank of the measurement."""
     store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
-    found = {side: do_side(side, dist.PrefixStore(side, store), rank, size) for side in SIDES}
+    found = {side: do_side(side, dist.PrefixStore(side, store), rank, size) for side in sides_of(size)}
     found["rest"] = at_rest(store, rank, size)
     result.send_bytes(json.dumps(found).encode())
     store.add("done", 1)
     while store.add("done", 0) < size:  # others look for the first rank's beat
         time.sleep(0.5)
+
+
+# What a job looks like: whether roles have ranks of their own, whether devices speak by NCCL.
+KINDS = {
+    "one world over gloo": (False, False),
+    "roles on ranks of their own, over gloo": (True, False),
+    "one world over NCCL: hosts alone": (False, True),
+    "roles on ranks of their own, over NCCL: hosts alone": (True, True),
+}
+
+
+def do_groups(rank: int, size: int, port: int, result: Connection) -> None:
+    """A rank of jobs of each kind, one after another."""
+    store = dist.TCPStore("127.0.0.1", port, None, False, PATIENCE, wait_for_workers=False)
+    found = {}
+    for kind, (apart, nccl) in KINDS.items():
+        before = num_sockets()
+        placement = placement_of(size, apart=apart)
+        groups = groups_over_nccl if nccl else groups_over_gloo
+        every = groups(placement, dist.PrefixStore(kind, store), rank)
+        for group in every:
+            barrier(group)
+        found[kind] = {"sockets": num_sockets() - before}
+        store.add(kind, 1)
+        while store.add(kind, 0) < size:  # nobody leaves before all have counted
+            time.sleep(0.05)
+        del every, group
+        dist.destroy_process_group()
+        gc.collect()
+    result.send_bytes(json.dumps(found).encode())
+
+
+def placement_of(size: int, *, apart: bool) -> ResolvedPlacement:
+    """Actor and rollout on the same ranks, or on half of them each."""
+    half = size // 2
+    ranks = {"actor": tuple(range(half if apart else size)), "rollout": tuple(range(half if apart else 0, size))}
+    ranks["coordinator"] = (0,)
+    actor, rollout = World("actor", ranks["actor"], ("actor", "coordinator")), World("rollout", ranks["rollout"], ())
+    worlds_of = (actor, rollout) if apart else (actor,)
+    return ResolvedPlacement(size, ranks, worlds_of, (ranks["actor"],), (Node("node", size),), (0,) * size)
+
+
+def groups_over_gloo(placement: ResolvedPlacement, store: dist.Store, rank: int) -> list[dist.ProcessGroup]:
+    """The job's, this rank's world, and where roles are apart that of the weights."""
+    fabric = worlds.join(placement, store, rank, PATIENCE)
+    weights = [] if placement.is_colocated else [worlds.join_some(fabric, "weights", range(placement.size))]
+    return [fabric.control, fabric.group, worlds.default_group(), *weights]
+
+
+def groups_over_nccl(placement: ResolvedPlacement, store: dist.Store, rank: int) -> list[dist.ProcessGroup]:
+    """The same, as `join` makes them where the backend is NCCL. Where one world holds everything, samples and reports
+    take a socket more for each pair of ranks that speak."""
+    world = placement.world_of(rank)
+    own, size = world.ranks.index(rank), placement.size
+    of_world = dist.PrefixStore(f"world/{world.name}", store)
+    dist.init_process_group("fake", store=of_world, rank=own, world_size=world.size, timeout=PATIENCE)
+    if placement.is_colocated:
+        worlds._hosts_of_all(PATIENCE)
+        return [worlds.default_group()]
+    control = worlds._joined("gloo", "control", store, (rank, size, own), PATIENCE)
+    name: Any = "weights"
+    weights, _ = distributed_c10d._new_process_group_helper(
+        size, rank, [], "fake", dist.PrefixStore("weights", store), group_name=name, timeout=PATIENCE
+    )
+    return [control, worlds.default_group(), weights]
 
 
 def do_side(side: str, store: dist.Store, rank: int, size: int) -> dict[str, float]:

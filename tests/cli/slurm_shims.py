@@ -26,7 +26,11 @@ fi
 # A task on each node of the group; SIGUSR1 goes to all of them, and the highest of their codes is its own.
 SRUN = r"""#!/usr/bin/env bash
 while [[ "$1" == --* ]]; do
-    case "$1" in --het-group=*) group="${1#*=}" ;; --container-*) echo "$1" >>"$SHIMS/container.log" ;; esac
+    case "$1" in
+        --het-group=*) group="${1#*=}" ;;
+        --container-*) echo "$1" >>"$SHIMS/container.log" ;;
+        --cpu-*) echo "$1" >>"$SHIMS/cores.log" ;;
+    esac
     shift
 done
 list="SLURM_JOB_NODELIST_HET_GROUP_$group"

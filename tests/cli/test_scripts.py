@@ -131,6 +131,8 @@ def test_groups_of_nodes_under_slurm(tmp_path):
             f"-m megaverl.cli.main train --role {role} --config run.yaml trainer.steps=3"
         )
     assert not (tmp_path / "scontrol.log").exists(), "nothing is to be done again"
+    assert (tmp_path / "cores.log").read_text().split() == ["--cpu-bind=none"] * 4, "else one core for all of a node"
+    assert "srun --cpu-bind=none" in (LAUNCH / "train_slurm.sh").read_text()
 
 
 def test_a_job_under_slurm_leaves_and_is_queued_again(tmp_path):

@@ -38,9 +38,13 @@ from megaverl.trainer.executor import Colocated
 from megaverl.trainer.job import Stages, alone
 from megaverl.trainer.records import sample_records
 from megaverl.weights.transfer import check_tensors
-from megaverl.workers.megatron_trainable import optimizer_tensors
+from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.fsdp_trainable import FSDPTrainable, local
+from megaverl.workers.megatron_trainable import MegatronTrainable, optimizer_tensors
+from megaverl.workers.model import TrainingModel
 from megaverl.workers.offload import storages_of
 from megaverl.workers.policy import Actor
+from megaverl.workers.trainable import TrainableModel
 from tests.cuda.device_mode import DeviceMode
 from tests.cuda.fake_device import HostReads
 from tests.cuda.others import OTHERS, response
@@ -110,6 +114,8 @@ class RecipeRank:
         given += [f"data.prompts_per_step={NUM_PROMPTS}", f"algorithm.group_size={GROUP_SIZE}"]
         given += ["reshard.check_every=-1", *overrides]  # the device holds no numbers that could be compared
         self.config: Config = load_config(path, given, check_paths=False, world_size=world)
+        if self.config.actor.engine == "fsdp":  # drawn, weights would be whole on the host
+            self.config = load_config(path, [*given, "model.init=weights"], check_paths=False, world_size=world)
         self.rank, self._taken = rank, taken
         self.builder = RecipeBuilder(self.config)
 
@@ -123,7 +129,7 @@ class RecipeRank:
         check_tensors(model.layout_of(self.rank), model.parameters, "the model", ReshardError, exact=True)
         return {
             "parameters": sum(parameter.numel() for parameter in model.parameters.values()),
-            "layers": sorted({type(module).__name__ for module in model.chunks[0].modules()}),
+            "layers": sorted({type(module).__name__ for chunk in _modules(model) for module in chunk.modules()}),
             "packs": model.pack is not None,
             "devices": sorted({str(parameter.device) for parameter in model.parameters.values()}),
         }
@@ -145,8 +151,8 @@ class RecipeRank:
         trainable = self.actor.trainable
         parts = {
             "weights": self.actor.model.held,
-            "gradients": [buffer.grad_data for buffer in trainable._buffers],
-            "optimizer": list(optimizer_tensors(trainable.optimizer)),
+            "gradients": trainable._gradient_buffers,
+            "optimizer": _optimizer_state(trainable),
         }
         found = {name: sum(s.nbytes() for s in storages_of(tensors)) for name, tensors in parts.items()}
         place = trainable._optimizer_state._place if trainable._optimizer_state is not None else None
@@ -192,7 +198,7 @@ class RecipeRank:
                 "aliased": self._aliased(engine.named_parameters()),
             },
             "on_device": self._on_device(),
-            "trained": sum(buffer.grad_data.numel() for buffer in self.actor.trainable._buffers),
+            "trained": _num_trained(self.actor.trainable),
         }
 
     def reshard(self) -> dict[str, int]:
@@ -216,7 +222,7 @@ class RecipeRank:
         files, and into the copies that are taken before an update."""
         with self.actor.trainable.present():
             staged = Stager().stage(sharded_state({"actor": self.actor.trainable}), committer=Committer())
-            held = sum(buffer.grad_data.numel() for buffer in self.actor.trainable._buffers)
+            held = _num_trained(self.actor.trainable)
             few = _smallest(staged)
             with tempfile.TemporaryDirectory() as folder:
                 written, _ = few.write(Path(folder))
@@ -225,8 +231,33 @@ class RecipeRank:
         return {"bytes": staged.num_bytes, "trained": held, "tensors": len(tensors), "files": len(written)}
 
 
+def _modules(model: TrainingModel) -> Sequence[torch.nn.Module]:
+    return [model.module] if isinstance(model, FSDPModel) else model.chunks[:1]  # type: ignore[attr-defined]
+
+
+def _optimizer_state(trainable: TrainableModel) -> list[torch.Tensor]:
+    if isinstance(trainable, FSDPTrainable):
+        return trainable._state
+    assert isinstance(trainable, MegatronTrainable)
+    return list(optimizer_tensors(trainable.optimizer))
+
+
+def _num_trained(trainable: TrainableModel) -> int:
+    """Elements of this rank's weights that are trained."""
+    if isinstance(trainable, FSDPTrainable):
+        return sum(local(parameter).numel() for parameter in trainable.parameters)
+    return sum(buffer.numel() for buffer in trainable._gradient_buffers)
+
+
 class RecipeBuilder(Builder):
-    """As a run has it, but for the engine."""
+    """As a run has it, but for the engine, and for files of weights, whose place on the device is filled."""
+
+    def files(self, path: str | None = None) -> Any:
+        return SimpleNamespace(folder=Path(self.config.model.path), arriving=lambda: None)
+
+    def model(self, *args: Any, **options: Any) -> TrainingModel:
+        FSDPModel.load = lambda model, *files: None  # type: ignore[method-assign]
+        return super().model(*args, **options)
 
     def _engine(self, *, weights_come: bool, on_load: OnLoad | None) -> Any:
         engine = RecipeEngine(self.config, self, dist.get_rank())

@@ -18,6 +18,7 @@ from tests.cuda import fake_device
 ROOT = Path(__file__).parents[2]
 BUILD, STEP, RESHARD = ["build"], ["start", "step"], ["build", "reshard"]
 OFFLOAD = ["actor.offload={optimizer: true, gradients: true, parameters: true}"]
+NO_IPC = ["reshard.ipc=never"]  # what others say of where their memory is cannot be made up
 
 
 class Case(NamedTuple):
@@ -33,22 +34,35 @@ class Case(NamedTuple):
 
 GRPO_8, GRPO_128 = "llama3_70b/grpo_8_nodes", "llama3_70b/grpo_128_nodes"
 FP8_ROLLOUT = "llama3_70b/grpo_8_nodes_fp8_rollout"
-PPO, EXPERTS = "llama3_70b/ppo_16_nodes", "qwen3_235b_a22b/grpo_64_nodes"
+PPO, FSDP = "llama3_70b/ppo_16_nodes", "qwen2_5_7b/grpo_fsdp_1_node"
+EXPERTS, CONTEXT_PARALLEL = "qwen3_235b_a22b/grpo_64_nodes", "qwen3_235b_a22b/grpo_64_nodes_32k"
 CASES = [
     Case(GRPO_8, 64, 0, [*STEP, "save"]),
     Case(GRPO_8, 64, 31, BUILD),
     Case(GRPO_8, 64, 56, ["start", "later_step"]),  # of the last stage the rank that tells the loss
     Case(GRPO_8, 64, 63, BUILD),
     Case(PPO, 128, 0, BUILD),
+    Case(PPO, 128, 63, BUILD),
     Case(FP8_ROLLOUT, 64, 31, RESHARD),
     Case(PPO, 128, 127, STEP),
     Case(GRPO_128, 1024, 0, BUILD),
     Case(GRPO_128, 1024, 511, [*STEP, "save"], OFFLOAD),
     Case(GRPO_128, 1024, 1023, BUILD),
     Case(EXPERTS, 512, 0, BUILD),
-    Case(EXPERTS, 512, 255, STEP),
+    Case(EXPERTS, 512, 255, BUILD),
     Case(EXPERTS, 512, 511, BUILD),
+    Case(CONTEXT_PARALLEL, 512, 0, BUILD),
+    Case(CONTEXT_PARALLEL, 512, 255, STEP),
+    Case(CONTEXT_PARALLEL, 512, 511, BUILD),
+    Case(FSDP, 8, 0, [*STEP, "save"], NO_IPC),
+    Case(FSDP, 8, 3, BUILD),
+    Case(FSDP, 8, 7, BUILD),
 ]
+# Recipes for such machines whose ranks are not all here, or none.
+LEFT_OUT = {
+    FP8_ROLLOUT: "its actor is that of grpo_8_nodes; its reshard alone is another",
+    "qwen2_5_vl/grpo_geometry": "its images need a processor, and a tower that attends without our kernels",
+}
 
 DISPATCHER = "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize"
 # Where the host waits for the device, and how often at most in an operator of a step, or another stage (of one
@@ -62,6 +76,7 @@ ALLOWED = {
     "megaverl/workers/policy.py:over_ranks: copy to the host": 1,
     "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
     "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": 1,
+    "megaverl/workers/fsdp_trainable.py:_gradient_norm: item": 1,
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
     f"{DISPATCHER}: event.synchronize": 12 * 2,
     "megaverl/platform/device.py:synchronize: torch.cuda.synchronize": 1,  # of a save
@@ -99,13 +114,29 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     return {str(case): json.loads(path.read_text()) for case, path in zip(CASES, found, strict=True)}
 
 
+def test_every_recipe_for_gpus_is_here_with_its_first_middle_and_last_rank() -> None:
+    """Those that come with their model's config.json: the others' models are small ones, for a CPU too."""
+    recipes = {
+        str(path.relative_to(ROOT / "configs").with_suffix(""))
+        for path in (ROOT / "configs").glob("*/*.yaml")
+        if path.stem != "base" and (path.parent / "config.json").exists()
+    }
+    for recipe in recipes - LEFT_OUT.keys():
+        of_recipe = [case for case in CASES if case.recipe == recipe]
+        assert of_recipe, f"{recipe}: give it cases, or a reason in LEFT_OUT"
+        [world] = {case.world for case in of_recipe}
+        assert {0, world // 2 - 1, world - 1} <= {case.rank for case in of_recipe}, recipe
+    assert {case.recipe for case in CASES} | LEFT_OUT.keys() == recipes
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rank_of_a_recipe_runs_with_tensors_of_the_device_alone(case: Case, ranks: dict[str, dict[str, Any]]) -> None:
     found = ranks[str(case)]
     assert "error" not in found, found["error"]
     built = (found.get("build") or found["start"])["says"]
     assert built["devices"] == [f"cuda:{case.rank % 8}"]
-    assert "TELayerNormColumnParallelLinear" in built["layers"] and built["packs"]
+    layer = "FSDPQwen2DecoderLayer" if case.recipe == FSDP else "TELayerNormColumnParallelLinear"
+    assert layer in built["layers"] and built["packs"]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.stages != BUILD], ids=str)
@@ -131,7 +162,7 @@ def test_all_that_the_host_waits_for_in_a_step_is_few(case: Case, ranks: dict[st
         if "not waited for" not in read and not read.startswith(DISPATCHER)
     }
     print(f"\n{case}, a step: {sum(waits.values())}", {read: times for read, times in waits.items() if times})
-    limit = 10 + (case.recipe == PPO) * 4 + bool(case.overrides) * 4
+    limit = 10 + (case.recipe == PPO) * 4 + (case.overrides == OFFLOAD) * 4
     assert sum(waits.values()) <= limit
     told = stages[case.stages[1]]["says"]["metrics"]
     assert {"actor/grad_norm", "reward/mean", "reshard/bytes_received", "rollout/logprob_diff_mean"} <= {*told}
@@ -139,7 +170,7 @@ def test_all_that_the_host_waits_for_in_a_step_is_few(case: Case, ranks: dict[st
 
 def test_what_is_offloaded_leaves_the_device_and_is_not_looked_at_there(ranks: dict[str, dict[str, Any]]) -> None:
     """The last is every operation's own business (`device_mode._check_here`)."""
-    [case] = [case for case in CASES if case.overrides]
+    [case] = [case for case in CASES if case.overrides == OFFLOAD]
     found = ranks[str(case)]
     # masters in float32, of a sixteenth: data-parallel ranks share them; after a step two moments as well
     for stage, each in (("start", 4), ("step", 12)):
@@ -183,9 +214,9 @@ def test_the_reshard_receives_what_the_rank_lacks_and_no_more(ranks: dict[str, d
 def test_a_save_writes_the_ranks_share_and_gathers_nothing(ranks: dict[str, dict[str, Any]]) -> None:
     for case in [case for case in CASES if "save" in case.stages]:
         found = ranks[str(case)]["save"]
-        replicas = {GRPO_8: 2, GRPO_128: 16}[case.recipe]
         # bfloat16 weights, and a master and two moments in float32; each data-parallel rank writes its share
-        share = found["says"]["trained"] * (2 + 12) / replicas
+        # (under FSDP2 weights are the masters, and a rank has no others than its own)
+        share = found["says"]["trained"] * {GRPO_8: 14 / 2, GRPO_128: 14 / 16, FSDP: 12}[case.recipe]
         assert found["says"]["bytes"] == pytest.approx(share, rel=2e-3)
         assert not found["collectives"]
         assert found["says"]["tensors"] and found["says"]["files"], "some of it lies on the disk, read from the device"

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megaverl.data.batching import (
@@ -244,6 +244,7 @@ FEW_LENGTHS = st.one_of(*(st.lists(st.integers(least, 9), min_size=1, max_size=2
 
 @PROPERTY
 @given(FEW_LENGTHS, st.integers(2, 6), st.booleans())
+@example([0, 0, 0], 4, False)
 def test_balance_is_largest_differencing(lengths, num_ranks, equal_counts):
     expected = differencing(lengths, num_ranks, num_ranks if equal_counts else 1)
     assert balance(lengths, num_ranks, equal_counts=equal_counts) == expected

@@ -345,6 +345,30 @@ def within(
     return known & (behind >= 0) & (behind <= left_of(window, keys))
 
 
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+) -> torch.Tensor:
+    """FlashAttention's own (2.8.3, flash_attn/flash_attn_interface.py): [t, heads, d], the last query at the last
+    key."""
+    assert causal and q.dtype.itemsize == 2 and isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int)
+    seen = within(cu_seqlens_q, cu_seqlens_k, len(q), len(k), window_size, bottom_right=True)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    return attend(q, k, v, seen, softmax_scale or q.shape[-1] ** -0.5).transpose(0, 1)
+
+
+flash_attn = SimpleNamespace(__version__="2.8.3", flash_attn_varlen_func=flash_attn_varlen_func)
+
+
 def apply_rotary_pos_emb(
     t: torch.Tensor, freqs: torch.Tensor, tensor_format: str = "sbhd", interleaved: bool = False, **_: Any
 ) -> torch.Tensor:
