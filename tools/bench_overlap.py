@@ -53,7 +53,7 @@ METHODS = {
 APART = "placement={rollout: 0, reward: 1, critic: 2, reference: 3, actor: 4, coordinator: actor}"
 LIMIT = 1.1
 FIRST = 5  # steps until the pipeline is full and every kernel was used once
-MEDIAN, LONGEST = 24, 480  # tokens of a response, with --partial
+MEDIAN, LONGEST = 64, 1280  # tokens of a response, with --partial
 SIGMA = math.log(10) / 2.3263  # of the logarithms: the 99th percentile is ten times the median
 GAIN = 1.8
 
@@ -111,11 +111,14 @@ def kinds_of(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
     ]
 
 
-def make_arguments(folder: Path, arguments: argparse.Namespace, *, hidden: int | None = None) -> list[str]:
+def make_arguments(
+    folder: Path, arguments: argparse.Namespace, *, hidden: int | None = None, positions: int = 256
+) -> list[str]:
     """A tiny model, its data, and how to train it.
 
     Args:
         hidden: the model's hidden size; None: as large as the kind of run needs.
+        positions: the longest sample that it takes.
     """
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
@@ -133,7 +136,7 @@ def make_arguments(folder: Path, arguments: argparse.Namespace, *, hidden: int |
         num_hidden_layers=4 if arguments.real else 2,
         num_attention_heads=size // 32,
         num_key_value_heads=2,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_embeddings=True,
         eos_token_id=tokenizer.eos_token_id,
         vocab_size=tokenizer.vocab_size,
@@ -183,15 +186,15 @@ def worlds_of(more: list[str], arguments: argparse.Namespace) -> list[tuple[str,
 
 def compare_partial(arguments: argparse.Namespace) -> int:
     """Both kinds of run, one after the other, and the ratio."""
-    partial = f"rollout={{partial: {{chunk_tokens: 16}}, max_staleness: {arguments.staleness}}}"
+    partial = f"rollout={{partial: {{chunk_tokens: 32}}, max_staleness: {arguments.staleness}}}"
     with tempfile.TemporaryDirectory(prefix="megaverl_partial_") as name:
         folder = Path(name)
         given = [
-            *make_arguments(folder, arguments),
+            *make_arguments(folder, arguments, positions=2 * LONGEST),
             f"rollout={{engine: vllm, sampling: {{max_tokens: {LONGEST}, ignore_eos: true}}}}",
             "algorithm={name: grpo, group_size: 4, correction: {kind: token_truncate}}",
             "data.prompts_per_step=8",
-            "actor.micro_batch_tokens=2048",
+            "actor.micro_batch_tokens=4096",
             *arguments.set,
         ]
         rows = [long_tailed(name, folder, [*given, *more]) for name, more in (("waits", []), ("partial", [partial]))]

@@ -7,6 +7,7 @@
     python tools/fault_campaign.py --engine server          # instead of ranks, servers that generate for the run
     python tools/fault_campaign.py --trainer fsdp           # actor, critic and reference under FSDP2
     python tools/fault_campaign.py --partial                # the same points of a run that keeps unfinished responses
+    python tools/fault_campaign.py --in-flight              # points of one whose engine takes weights inside a step
 
 The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
 (adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
@@ -26,14 +27,25 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout needs no installation of megaverl
 
 from megaverl.config.fsdp import TRAINERS
 from tests.faults.injector import Fault, Kind
-from tests.faults.points import PARTIAL, PARTIAL_POINTS, POINTS, SHORT_WAIT, finish, hit, of_kind, resumed_from
+from tests.faults.points import (
+    IN_FLIGHT,
+    IN_FLIGHT_POINTS,
+    PARTIAL,
+    PARTIAL_POINTS,
+    POINTS,
+    SHORT_WAIT,
+    finish,
+    hit,
+    of_kind,
+    resumed_from,
+)
 from tests.faults.runs import Remains, arguments, differences, remains
 from tests.faults.server_points import SERVER_POINTS, ServerPoint, run_on_servers
 from tests.launcher import Launcher
@@ -52,23 +64,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engine", choices=("hf", "vllm", "server"), default="hf", help="rollout.engine")
     parser.add_argument("--trainer", choices=TRAINERS, default="megatron", help="actor.engine, and the other roles'")
     parser.add_argument("--partial", action="store_true", help="with rollout.partial")
-    names = [*POINTS, *PARTIAL_POINTS, *SERVER_POINTS]
+    parser.add_argument("--in-flight", action="store_true", help="with rollout.in_flight_updates, an engine of its own")
+    names = [*POINTS, *PARTIAL_POINTS, *IN_FLIGHT_POINTS, *SERVER_POINTS]
     parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(names)}")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
     given = parser.parse_args(argv)
-    points = SERVER_POINTS if given.engine == "server" else POINTS | (PARTIAL_POINTS if given.partial else {})
+    points: Mapping[str, Fault | ServerPoint]
+    points, settings = POINTS, []
+    if given.engine == "server":
+        points = SERVER_POINTS
+    elif given.partial:
+        points, settings = POINTS | PARTIAL_POINTS, PARTIAL
+    elif given.in_flight:
+        points, settings = IN_FLIGHT_POINTS, IN_FLIGHT
     chosen = [name for name in points if given.points is None or name in given.points]
     if given.engine == "server" and given.trainer != "megatron":
         parser.error("--trainer: the points of --engine server are of a Megatron actor")
-    if given.engine == "server" and given.partial:
-        parser.error("--partial: rollout.partial is refused with rollout.engine=server")
+    if (given.engine == "server") + given.partial + given.in_flight > 1:
+        parser.error("--partial, --in-flight and --engine server are runs of their own; use one of them")
     if not chosen:
         parser.error(f"--points: found {given.points!r}; there are: {'; '.join(points)}")
     folder = Path(given.keep) if given.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
     try:
         if given.engine == "server":
             return campaign_of_servers(chosen, folder)
-        return campaign(chosen, given.kind, given.engine, folder, given.trainer, PARTIAL if given.partial else ())
+        return campaign(chosen, given.kind, given.engine, folder, given.trainer, settings)
     finally:
         if not given.keep:
             shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +120,7 @@ def campaign(
         print(f"{what}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
         print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
         for number, name in enumerate(chosen):
-            fault = of_kind((POINTS | PARTIAL_POINTS)[name], kind)
+            fault = of_kind((POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS)[name], kind)
             if not _try(launch, inputs, folder / f"{number:02}", name, fault, expected, more):
                 bad.append(name)
     print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")

@@ -392,6 +392,11 @@ class RolloutConfig(Section):
     """true, or its settings: a step takes the groups that are finished first; unfinished responses are kept, with the
     log-probs that their tokens were drawn with, and go on after the update from where they are. null: a step waits for
     all of its responses."""
+    in_flight_updates: bool = False
+    """With async_rollout: the engines take the next weights in the middle of their work for a step, without waiting for
+    responses to end; those go on, their keys and values computed anew."""
+    in_flight_tokens: Positive | None = None
+    """With in_flight_updates: after so many tokens of each response. null: half of rollout.sampling.max_tokens."""
     use_dynamic_batching: bool = False
     """Choose at every generation how many sequences are worked on at once, by the memory for their keys and values:
     vLLM's free cache, or memory_budget_mb; shown as rollout/sequences_in_flight."""

@@ -93,39 +93,60 @@ def _rules(config: Config) -> Iterator[ConfigIssue]:
             )
 
 
-_PARTIAL = "rollout.partial"
+_PARTIAL, _IN_FLIGHT = "rollout.partial", "rollout.in_flight_updates"
 # What means the same where a response goes on in a request of its own.
 _GOES_ON = {*SAMPLING, "top_k", "min_p", "stop_token_ids", "ignore_eos", "repetition_penalty", "logit_bias"}
 
 
 def partial_mistakes(config: Config) -> Iterator[ConfigIssue]:
-    """What makes no sense in `rollout.partial`, and between it and the rest."""
+    """What makes no sense in responses that go on over an update, and between them and the rest."""
     rollout = config.rollout
-    if (partial := rollout.partial) is None:
-        return
-    wanted, limit = config.data.prompts_per_step, rollout.max_staleness
-    if partial.when_stale == "finish" and partial.num_groups(wanted) > (limit + 1) * wanted:
-        yield ConfigIssue(
-            f"{_PARTIAL}.over_sample",
-            f"found {partial.over_sample}; a group that begins is to be taken at most {limit} steps later "
-            f"(rollout.max_staleness), so no more than {limit + 1} groups for each of a step can be in progress. Lower "
-            "it, or raise rollout.max_staleness.",
-            involves=("rollout.max_staleness",),
-        )
+    partial, wanted, limit = rollout.partial, config.data.prompts_per_step, rollout.max_staleness
+    if not rollout.in_flight_updates and rollout.in_flight_tokens is not None:
+        yield ConfigIssue("rollout.in_flight_tokens", "is set, but in_flight_updates is false. Use true.")
+    if partial is not None:
+        yield from _cannot_go_on(config, _PARTIAL)
+        if partial.when_stale == "finish" and partial.num_groups(wanted) > (limit + 1) * wanted:
+            yield ConfigIssue(
+                f"{_PARTIAL}.over_sample",
+                f"found {partial.over_sample}; a group that begins is to be taken at most {limit} steps later "
+                f"(rollout.max_staleness), so no more than {limit + 1} groups for each of a step can be in progress. "
+                "Lower it, or raise rollout.max_staleness.",
+                involves=("rollout.max_staleness",),
+            )
+        if config.placement.is_given:
+            yield ConfigIssue(
+                _PARTIAL,
+                "is set, and so is placement: engines and actor take turns on the same ranks. Leave one of the two "
+                "out; engines of their own ranks have rollout.async_rollout and rollout.in_flight_updates.",
+                involves=("placement",),
+            )
+    if rollout.in_flight_updates:
+        yield from _cannot_go_on(config, _IN_FLIGHT)
+        if not rollout.async_rollout or not limit:
+            yield ConfigIssue(
+                _IN_FLIGHT,
+                "is set, and the engines are not ahead of training. Use async_rollout: true and a max_staleness of at "
+                "least 1.",
+                involves=("rollout.async_rollout", "rollout.max_staleness"),
+            )
+
+
+def _cannot_go_on(config: Config, switch: str) -> Iterator[ConfigIssue]:
+    """What is answered in one piece, beside the key `switch`."""
     for key, used, why in (
-        ("placement", config.placement.is_given, "engines and actor take turns on the same ranks"),
         ("environment.name", config.environment.name is not None, "an episode's turns go on by themselves"),
-        ("rollout.function", rollout.function is not None, "a function of your own returns whole responses"),
-        ("rollout.engine", rollout.engine == "server", "servers are not asked to go on with a response"),
+        ("rollout.function", config.rollout.function is not None, "a function of your own returns whole responses"),
+        ("rollout.engine", config.rollout.engine == "server", "servers are not asked to go on with a response"),
         ("algorithm.dynamic_sampling.metric", config.algorithm.dynamic_sampling.metric is not None, "its rounds end"),
         ("trainer.rollout_only", config.trainer.rollout_only, "there is no update after which responses go on"),
         ("trainer.replay_rollouts", config.trainer.replay_rollouts is not None, "stored responses are whole"),
     ):
         if used:
-            yield ConfigIssue(_PARTIAL, f"is set, and so is {key}: {why}. Leave one of the two out.", involves=(key,))
-    for name in sorted(rollout.sampling.keys() - _GOES_ON):
-        text = f"looks at a whole response, and with {_PARTIAL} one may be made in parts. Leave one of the two out."
-        yield ConfigIssue(f"rollout.sampling.{name}", text, involves=(_PARTIAL,))
+            yield ConfigIssue(switch, f"is set, and so is {key}: {why}. Leave one of the two out.", involves=(key,))
+    for name in sorted(config.rollout.sampling.keys() - _GOES_ON):
+        text = f"looks at a whole response, and with {switch} one may be made in parts. Leave one of the two out."
+        yield ConfigIssue(f"rollout.sampling.{name}", text, involves=(switch,))
 
 
 def temperature_mistakes(config: Config) -> Iterator[ConfigIssue]:

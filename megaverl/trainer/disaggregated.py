@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from megaverl.config import Config
@@ -30,6 +31,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.executor import AfterOperator, Executor, Measured, rules_of
 from megaverl.trainer.islands import Island, IslandUpdates, island_file, island_name, participants, place_of
 from megaverl.trainer.job import Job, Stages, reporter
+from megaverl.trainer.partial_rollouts import PARTIAL_FILE, InFlightUpdates
 from megaverl.trainer.records import Records, WorldMetrics
 from megaverl.trainer.roles import REWARD_MODEL, make_roles
 from megaverl.trainer.sample_routing import SELECTIVE, SampleRouting, speakers_of
@@ -161,6 +163,10 @@ class Disaggregated(Executor):
     def run(self, step: int, prompts: Prompts, given: StoredRollouts | None, after: AfterOperator) -> None:
         self.routing.step = step
         self.step.metrics = {}
+        if isinstance(groups := self.step.in_progress, InFlightUpdates):
+            updates = max(0, step - max(self._done, self.config.algorithm.critic_warmup_steps))
+            groups.trains_from = (self.roles.sync.weight_version if self.roles.sync else 0) + updates
+            groups.take_weights = partial(self._agree_inside, self.schedule.in_flight_after(step, self.lag))
         split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
         for role, client in self.clients.items():  # who updates at the same time is decided on together
             both = split and step >= self.config.algorithm.critic_warmup_steps
@@ -206,11 +212,17 @@ class Disaggregated(Executor):
 
     def _before_wait(self, step: int, edge: Edge) -> None:
         """What comes from a world that is less ahead comes after the agreements that it is at."""
-        held, doing = self.step.metrics, self.stages.step
-        self._agree_until(step - min(self.schedule.lag(rank) for rank in edge.source))
-        self.step.metrics, self.stages.step = held, doing
+        lag = min(self.schedule.lag(rank) for rank in edge.source)
+        engines = self.schedule.in_flight and set(edge.source) & set(self.placement.ranks["rollout"])
+        self._agree_inside(self.schedule.in_flight_after(step, lag) if engines else step - lag)
         if self.carrier.streams(edge):
             self.carrier.arrive(edge, self.stages, self._score_some if "reward" in edge.takers else lambda *part: None)
+
+    def _agree_inside(self, done: int) -> None:
+        """Inside a step, take part in what follows those up to a number of them."""
+        held, doing = self.step.metrics, self.stages.step
+        self._agree_until(done)
+        self.step.metrics, self.stages.step = held, doing
 
     def _score_some(self, rows: Sequence[int], part: RolloutBatch) -> None:
         with self.stages("reward"):
@@ -304,6 +316,7 @@ class Disaggregated(Executor):
         if self.fabric.rank == self.placement.ranks["rollout"][0]:
             mine |= {name: state[name] for name in ("weight_version", "generation_budget")}
             mine["ahead"] = self.waiting.facts
+            mine["partial_groups"] = state["partial_groups"]
             mine["sampler"] = self.waiting.sampler(self._done) or state["sampler"]
         if self.fabric.rank == self.placement.coordinator:
             mine["coordinator"] = self.coordinator.progress.to_dict()
@@ -312,6 +325,11 @@ class Disaggregated(Executor):
     def own_files(self) -> dict[str, bytes]:
         """What the islands of this rank must find again; and samples that wait for training."""
         islands = {island_file(role, self.fabric.rank): island.state() for role, island in self._islands.items()}
+        groups = self.step.in_progress
+        if self.waiting.is_here and groups is not None and groups.groups:
+            with TemporaryDirectory() as folder:
+                groups.writer()(Path(folder) / PARTIAL_FILE)
+                islands[PARTIAL_FILE] = (Path(folder) / PARTIAL_FILE).read_bytes()
         return islands | self.waiting.files
 
     def write_timeline(self, records: Records, run_dir: Path) -> None:

@@ -24,7 +24,7 @@ from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
 from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, reporter
-from megaverl.trainer.partial_rollouts import PARTIAL_FILE
+from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
 from megaverl.trainer.records import Records, sample_records
 from megaverl.trainer.saving import Saving, check_origin, export_model, settle_file, tokenizer_digest
 from megaverl.trainer.schedule import read_waiting
@@ -307,8 +307,8 @@ class Trainer:
         self, done: int, *, best: bool = False, wait: bool = False, cut_off: StoredRollouts | None = None
     ) -> bool:
         files: dict[str, Callable[[Path], None]] = {ROLLOUT_FILE: cut_off.write} if cut_off else {}
-        if self.step.partial is not None and self.step.partial.groups:
-            files[PARTIAL_FILE] = self.step.partial.writer()
+        if isinstance(self.step.in_progress, PartialRollouts) and self.step.in_progress.groups:
+            files[PARTIAL_FILE] = self.step.in_progress.writer()
         with self.stages("checkpoint"):
             return self.saving.save(
                 done,
@@ -335,7 +335,7 @@ class Trainer:
                 "metrics_bytes": settle_file(self.run_dir / "metrics.jsonl") if self.keeps_records else 0,
                 "cut_off": cut_off.facts() if cut_off else None,
                 "ahead": [],
-                "partial_groups": len(self.step.partial.groups) if self.step.partial is not None else 0,
+                "partial_groups": len(self.step.in_progress.groups) if self.step.in_progress is not None else 0,
             }
         )
 
@@ -391,12 +391,13 @@ class Trainer:
 
     def _take_up_partial(self, path: Path, number: int) -> None:
         """Responses that were not finished when a checkpoint was made."""
-        if self.step.partial is None:
+        if self.step.in_progress is None:
             raise CheckpointError(
-                f"{path}: {number} groups of responses are in progress in it, which rollout.partial goes on with. Set "
-                "it again (with over_sample: 1 they become fewer), or give this run a name of its own (run.name)."
+                f"{path}: {number} groups of responses are in progress in it, with which a run goes on that has "
+                "rollout.partial or rollout.in_flight_updates. Set it again (with partial.over_sample: 1 they become "
+                "fewer), or give this run a name of its own (run.name)."
             )
-        self.step.partial.read(path / PARTIAL_FILE)
+        self.step.in_progress.read(path / PARTIAL_FILE)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Partial rollouts: a step takes the groups that are finished first, and the others go on after the update.
+"""Responses that go on over an update. Partial rollouts: a step takes the groups that are finished first, and the
+others go on after the update. Updates in flight: engines that are ahead of training take new weights while they write.
 
 Source: Kimi k1.5, arXiv 2501.12599, section 2.6.2; with tokens of several versions in one response, and each weighed by
 the log-prob that it was drawn with, as in PipelineRL, arXiv 2509.19128.
@@ -94,25 +95,32 @@ class PartialGroup:
 Sampled = Callable[[Sequence[PromptRecord], Draws], Sampling]
 
 
-class PartialRollouts:
-    """The groups in progress.
+class GroupsInProgress:
+    """Responses that go on over an update of the weights.
 
     Args:
         sampled: how the responses to prompts are drawn.
     """
 
     def __init__(self, config: Config, sampled: Sampled) -> None:
-        assert config.rollout.partial is not None
-        self.config, self.settings, self._sampled = config, config.rollout.partial, sampled
-        self.wanted, self.limit = config.data.prompts_per_step, config.rollout.max_staleness
+        self.config, self._sampled = config, sampled
         self.groups: list[PartialGroup] = []
         self._ways: dict[str, SamplingOptions] = {}  # equal ones are one: an engine handles these together
-        self._version: int | None = None  # of the weights that the engine's cache was filled with
 
     @property
     def room(self) -> int:
-        """Prompts that the next step takes, so that as many groups are in progress as `over_sample` says."""
-        return max(0, self.settings.num_groups(self.wanted) - len(self.groups))
+        """Prompts that the next step takes."""
+        return self.config.data.prompts_per_step
+
+    def run(
+        self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
+    ) -> tuple[RolloutBatch, Metrics]:
+        """A step's samples, with the versions of their tokens, and what was measured; every rank gets all of them.
+
+        Args:
+            prompts: `room` of them, from which responses begin.
+        """
+        raise NotImplementedError
 
     def _draws(self, step: int, number: int) -> Draws:
         return Draws(self.config.run.seed, step, self.config.algorithm.group_size, number)
@@ -126,79 +134,15 @@ class PartialRollouts:
         for number, prompt in enumerate(prompts):
             if prompt.images:
                 raise RolloutError(
-                    "rollout.partial goes on with a response as with a longer prompt, and the prompts have images, "
-                    "whose places are counted in it. Leave one of the two out."
+                    "rollout.partial and rollout.in_flight_updates go on with a response as with a longer prompt, and "
+                    "the prompts have images, whose places are counted in it. Leave one of the two out."
                 )
             group = self._group(prompt, step, number)
             group.responses = [PartialResponse() for _ in group.sampling]
             self.groups.append(group)
 
-    def run(
-        self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
-    ) -> tuple[RolloutBatch, Metrics]:
-        """Begin with these prompts, and go on until a step's groups are finished: they leave.
-
-        Every rank takes part, and gets all samples, with the versions of their tokens; and what was measured.
-        """
-        assert isinstance(rollout, Rollout), "agents of their own write in episodes"
-        start, version, rounds, generated = time.perf_counter(), rollout.weight_version, 0, 0
-        self._begin(prompts, step)
-        if version == self._version and not self.config.rollout.sleep:
-            rollout.engine.reset_prefix_cache()  # no weights came, which would have; a run that starts here has none
-        self._version = version
-        restarted = self._restart_stale(version)
-        with rollout.awake():
-            while (taken := self._taken(version)) is None:
-                generated += self._round(rollout, version)
-                rounds += 1
-        self.groups = _without(self.groups, taken)
-        batch, ways = _batch(taken), [way for group in taken for way in group.sampling]
-        batch = batch.with_(**drawing(ways if self.config.rollout.adaptive_sampling else ways[0], len(batch)))
-        seconds = time.perf_counter() - start
-        return batch, {
-            **rollout_metrics(batch, seconds, version),
-            **age_metrics(batch, version),
-            "rollout/throughput_tokens_per_sec": generated / seconds,
-            "rollout/rounds": float(rounds),
-            "rollout/generated_tokens": float(generated),
-            "rollout/kept_groups": float(len(self.groups)),
-            "rollout/kept_tokens": float(sum(len(r.token_ids) for group in self.groups for r in group.responses)),
-            "rollout/restarted": float(restarted),
-        }
-
-    def _taken(self, version: int) -> list[PartialGroup] | None:
-        """Of the finished groups the oldest, as many as a step takes; None while there are fewer, or while others that
-        `max_staleness` lets wait no longer are not finished."""
-        finished = [group for group in self.groups if group.is_finished]
-        finished.sort(key=lambda group: (group.oldest(version), group.step, group.number))
-        if len(finished) < self.wanted:
-            return None
-        taken = finished[: self.wanted]
-        if self.settings.when_stale == "finish" and len(finished) < len(self.groups):
-            # every step takes so many: what falls due until some later step must not be more than these steps take
-            ages = [version - group.oldest(version) for group in _without(self.groups, taken)]
-            for later in range(self.limit + 1):
-                if sum(age + later >= self.limit for age in ages) > later * self.wanted:
-                    return None
-        return taken
-
-    def _restart_stale(self, version: int) -> int:
-        """Responses with a token that is too old to be trained on go back to their prompts; how many.
-
-        With `when_stale: finish` there are none, unless the limit was lowered before a resume.
-        """
-        stale = [
-            response
-            for group in self.groups
-            for response in group.responses
-            if version - min(response.versions, default=version) > self.limit
-        ]
-        for response in stale:
-            response.restart()
-        return len(stale)
-
-    def _round(self, rollout: Rollout, version: int) -> int:
-        """Every unfinished response goes on by a chunk; the number of new tokens."""
+    def _round(self, rollout: Rollout, version: int, most: int) -> int:
+        """Every unfinished response goes on by `most` tokens, if it does not end before; the number of new tokens."""
         going = [
             (place, number)
             for place, group in enumerate(self.groups)
@@ -211,7 +155,7 @@ class PartialRollouts:
             group = self.groups[place]
             way, response = group.sampling[number], group.responses[number]
             prompts.append([*group.prompt.token_ids, *response.token_ids])
-            chunk = min(self.settings.chunk_tokens, way.max_tokens - len(response.token_ids))
+            chunk = min(most, way.max_tokens - len(response.token_ids))
             sampling.append(limited.setdefault((way, chunk), way.with_max_tokens(chunk)))
             seeds.append(self._draws(group.step, group.number).seed(number, response.rounds))
         # the same engine goes on with a group: it has its keys and values
@@ -220,6 +164,17 @@ class PartialRollouts:
             group = self.groups[place]
             group.responses[number].append(part, version, group.sampling[number].max_tokens)
         return sum(len(part.token_ids) for part in parts)
+
+    def _measured(self, rollout: Rollout, batch: RolloutBatch, seconds: float, generated: int) -> Metrics:
+        found = rollout_metrics(batch, seconds, rollout.weight_version)
+        if (in_flight := rollout.engine.in_flight) is not None:
+            found["rollout/sequences_in_flight"] = float(in_flight.number)
+        return found | {"rollout/throughput_tokens_per_sec": generated / seconds}
+
+    def _finished(self, groups: Sequence[PartialGroup]) -> RolloutBatch:
+        ways = [way for group in groups for way in group.sampling]
+        batch = _batch(groups)
+        return batch.with_(**drawing(ways if self.config.rollout.adaptive_sampling else ways[0], len(batch)))
 
     # --- in a checkpoint ------------------------------------------------------------------------------------------
 
@@ -263,6 +218,111 @@ class PartialRollouts:
                 self.groups[-1].responses.append(response)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DataError(f"{path}: these are no unfinished responses: {type(error).__name__}: {error}") from error
+
+
+class PartialRollouts(GroupsInProgress):
+    """`rollout.partial`: more groups than a step takes."""
+
+    def __init__(self, config: Config, sampled: Sampled) -> None:
+        super().__init__(config, sampled)
+        assert config.rollout.partial is not None
+        self.settings = config.rollout.partial
+        self.wanted, self.limit = config.data.prompts_per_step, config.rollout.max_staleness
+        self._version: int | None = None  # of the weights that the engine's cache was filled with
+
+    @property
+    def room(self) -> int:
+        """So that as many groups are in progress as `over_sample` says."""
+        return max(0, self.settings.num_groups(self.wanted) - len(self.groups))
+
+    def run(
+        self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
+    ) -> tuple[RolloutBatch, Metrics]:
+        """Go on until a step's groups are finished: they leave."""
+        assert isinstance(rollout, Rollout), "agents of their own write in episodes"
+        start, version, rounds, generated = time.perf_counter(), rollout.weight_version, 0, 0
+        self._begin(prompts, step)
+        if version == self._version and not self.config.rollout.sleep:
+            rollout.engine.reset_prefix_cache()  # no weights came, which would have; a run that starts here has none
+        self._version = version
+        restarted = self._restart_stale(version)
+        with rollout.awake():
+            while (taken := self._taken(version)) is None:
+                generated += self._round(rollout, version, self.settings.chunk_tokens)
+                rounds += 1
+        self.groups = _without(self.groups, taken)
+        batch, seconds = self._finished(taken), time.perf_counter() - start
+        return batch, {
+            **self._measured(rollout, batch, seconds, generated),
+            **age_metrics(batch, version),
+            "rollout/rounds": float(rounds),
+            "rollout/generated_tokens": float(generated),
+            "rollout/kept_groups": float(len(self.groups)),
+            "rollout/kept_tokens": float(sum(len(r.token_ids) for group in self.groups for r in group.responses)),
+            "rollout/restarted": float(restarted),
+        }
+
+    def _taken(self, version: int) -> list[PartialGroup] | None:
+        """Of the finished groups the oldest, as many as a step takes; None while there are fewer, or while others that
+        `max_staleness` lets wait no longer are not finished."""
+        finished = [group for group in self.groups if group.is_finished]
+        finished.sort(key=lambda group: (group.oldest(version), group.step, group.number))
+        if len(finished) < self.wanted:
+            return None
+        taken = finished[: self.wanted]
+        if self.settings.when_stale == "finish" and len(finished) < len(self.groups):
+            # every step takes so many: what falls due until some later step must not be more than these steps take
+            ages = [version - group.oldest(version) for group in _without(self.groups, taken)]
+            for later in range(self.limit + 1):
+                if sum(age + later >= self.limit for age in ages) > later * self.wanted:
+                    return None
+        return taken
+
+    def _restart_stale(self, version: int) -> int:
+        """Responses with a token that is too old to be trained on go back to their prompts; how many.
+
+        With `when_stale: finish` there are none, unless the limit was lowered before a resume.
+        """
+        stale = [
+            response
+            for group in self.groups
+            for response in group.responses
+            if version - min(response.versions, default=version) > self.limit
+        ]
+        for response in stale:
+            response.restart()
+        return len(stale)
+
+
+class InFlightUpdates(GroupsInProgress):
+    """`rollout.in_flight_updates`: the engines take new weights once, after so many tokens of each response.
+
+    Attributes:
+        take_weights: waits for the next weights, where they have not come yet. A run that leaves meanwhile finds
+            `groups` in its checkpoint, and goes on from there.
+        trains_from: version of the weights that the step which is generated will be trained from.
+    """
+
+    take_weights: Callable[[], None]
+    trains_from: int
+
+    def run(
+        self, rollout: Rollout | AgentRollouts, prompts: Sequence[PromptRecord], step: int
+    ) -> tuple[RolloutBatch, Metrics]:
+        assert isinstance(rollout, Rollout), "agents of their own write in episodes"
+        start, generated, settings = time.perf_counter(), 0, self.config.rollout
+        longest = int(settings.sampling["max_tokens"])
+        if not self.groups:
+            self._begin(prompts, step)
+            generated += self._round(rollout, rollout.weight_version, settings.in_flight_tokens or -(-longest // 2))
+        paused = time.perf_counter()
+        self.take_weights()
+        start += time.perf_counter() - paused  # what the wait for weights took is no generation
+        generated += self._round(rollout, rollout.weight_version, longest)
+        batch, self.groups = self._finished(self.groups), []
+        seconds = time.perf_counter() - start
+        measured = self._measured(rollout, batch, seconds, generated)
+        return batch, measured | age_metrics(batch, self.trains_from)
 
 
 def _without(groups: Sequence[PartialGroup], others: Sequence[PartialGroup]) -> list[PartialGroup]:

@@ -32,7 +32,8 @@ OF_HELD = frozenset({*SELECTIVE, "rollout", "critic_update", "actor_update", "re
 def speakers_of(config: Config, placement: ResolvedPlacement) -> tuple[int, ...]:
     """The ranks that send samples as they are finished, one for each engine; none where a step's are made together."""
     in_rounds = config.algorithm.dynamic_sampling.metric is not None or config.trainer.replay_rollouts is not None
-    if config.environment.name is not None or config.rollout.function is not None or in_rounds:
+    whole = config.rollout.function is not None or config.rollout.in_flight_updates
+    if config.environment.name is not None or whole or in_rounds:
         return ()
     return tuple(placement.ranks["rollout"][:: config.rollout.tp])
 

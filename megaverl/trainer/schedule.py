@@ -36,6 +36,7 @@ class Schedule:
         save_interval, validate_every: after so many steps the run saves, or validates, and nobody is ahead; 0: never.
         in_rounds: samples are made in rounds of generating and scoring (dynamic sampling): engines and rewards begin a
             step together, and see no other weights until its rounds are over.
+        in_flight: engines that are ahead take the next weights while they generate a step.
     """
 
     placement: ResolvedPlacement
@@ -43,13 +44,15 @@ class Schedule:
     save_interval: int
     validate_every: int
     in_rounds: bool = False
+    in_flight: bool = False
 
     @classmethod
     def of(cls, config: Config, placement: ResolvedPlacement) -> Schedule:
         rollout = config.rollout
         limit = rollout.max_staleness if rollout.async_rollout else 0
         in_rounds = config.algorithm.dynamic_sampling.metric is not None and config.trainer.replay_rollouts is None
-        return cls(placement, limit, config.checkpoint.save_interval or 0, config.trainer.validate_every, in_rounds)
+        saves, validates = config.checkpoint.save_interval or 0, config.trainer.validate_every
+        return cls(placement, limit, saves, validates, in_rounds, rollout.in_flight_updates)
 
     def lag(self, rank: int) -> int:
         """How many steps a rank's world may be ahead of training."""
@@ -70,6 +73,13 @@ class Schedule:
     def begins_after(self, step: int, lag: int) -> int:
         """How many steps are behind all when a world of this lag begins its part of `step`."""
         return max(step - lag, self._last_barrier(step, lag))
+
+    def in_flight_after(self, step: int, lag: int) -> int:
+        """How many steps are behind all when engines of this lag have taken the weights that come inside `step`.
+
+        Every other world begins its part of the step after these, or waits for them before it waits for samples.
+        """
+        return min(step, step - lag + 1)
 
     def _last_barrier(self, step: int, lag: int) -> int:
         """The last number of steps before `step` that nobody may run ahead of."""

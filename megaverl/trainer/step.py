@@ -24,7 +24,7 @@ from megaverl.plugins import load_object
 from megaverl.rollout.engine import Sampling, SamplingOptions, drawing, of_some, sampling_of
 from megaverl.trainer.dynamic_sampling import refill
 from megaverl.trainer.mix import Mix
-from megaverl.trainer.partial_rollouts import PartialRollouts
+from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts
 from megaverl.trainer.roles import Roles
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.workers.advantage_computer import AdvantageComputer
@@ -58,7 +58,7 @@ class RLStep:
         span: opened around operators, with their names.
         is_given: every rank of the job has a step's samples before its flow runs: a program gives them.
         readers: who reads which samples, where each rank gets those that it works on; None: every rank gets all.
-        partial: the groups in progress (`rollout.partial`).
+        in_progress: groups that go on over an update (`rollout.partial`, `rollout.in_flight_updates`).
     """
 
     config: Config
@@ -74,19 +74,21 @@ class RLStep:
     is_given: bool = False
     readers: Readers | None = None
     credit: AdvantageComputer = field(init=False)
-    partial: PartialRollouts | None = field(init=False, default=None)
+    in_progress: GroupsInProgress | None = field(init=False, default=None)
     _has_compared: bool = False
     _early_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.credit = AdvantageComputer(self.config.algorithm)
         if self.config.rollout.partial is not None:
-            self.partial = PartialRollouts(self.config, self._sampling)
+            self.in_progress = PartialRollouts(self.config, self._sampling)
+        elif self.config.rollout.in_flight_updates:
+            self.in_progress = InFlightUpdates(self.config, self._sampling)
 
     @property
     def num_prompts(self) -> int:
         """Prompts that the next step takes."""
-        return self.config.data.prompts_per_step if self.partial is None else self.partial.room
+        return self.config.data.prompts_per_step if self.in_progress is None else self.in_progress.room
 
     def flow(self, places: Places | None = None) -> DataFlow:
         """Compiled for `run(prompts=..., step=...)`, where the roles are.
@@ -196,9 +198,10 @@ class RLStep:
             stored = self.waiting.pop(step)
             self.metrics |= stored.metrics
             return stored.batch
-        if self.partial is not None:
-            self.newest_version = self.roles.engines.weight_version
-            batch, metrics = self.partial.run(self.roles.engines, prompts, step)
+        if self.in_progress is not None:
+            if isinstance(self.in_progress, PartialRollouts):
+                self.newest_version = self.roles.engines.weight_version
+            batch, metrics = self.in_progress.run(self.roles.engines, prompts, step)
             self.metrics |= metrics
             return batch if self.readers is None else self.readers.of_whole(batch)
         config, engines, start = self.config, self.roles.engines, time.perf_counter()

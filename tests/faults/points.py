@@ -59,6 +59,20 @@ PARTIAL = [
     "rollout.sampling={max_tokens: 16, stop_token_ids: [5, 6, 7, 8]}",
 ]
 PARTIAL_POINTS: dict[str, Fault] = {"an unfinished response kept": _kill(0, "rollout", 3, delay=0.05)}
+# A run whose engine takes new weights in the middle of a step, inside the second and the fourth.
+IN_FLIGHT = [
+    "placement={rollout: 0, actor: 1}",
+    "actor.tp=1",
+    "critic.pp=1",
+    "rollout={async_rollout: true, in_flight_updates: true, use_dynamic_batching: false}",
+    "checkpoint.save_interval=2",
+]
+IN_FLIGHT_POINTS: dict[str, Fault] = {
+    "a weight switch in flight, engine": _kill(0, "reshard", None),
+    "a weight switch in flight, actor": _kill(1, "reshard", None),
+    "half a step waits for weights": _kill(1, "actor_update", 3),
+    "the other half": _kill(0, "rollout", 4, delay=0.1),
+}
 
 
 @dataclass(frozen=True)

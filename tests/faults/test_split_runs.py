@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from megaverl.checkpoint.manifest import newest_first
 from megaverl.processes import ending_with_parent
 from megaverl.trainer.islands import island_file
+from megaverl.trainer.partial_rollouts import PARTIAL_FILE
 from megaverl.trainer.schedule import file_of
 from tests.faults.injector import Fault
 from tests.faults.networks import networks, why_not
@@ -256,6 +257,28 @@ def test_asked_to_leave(launch: Launcher, inputs: Path, ahead: Path, tmp_path: P
     assert [path.name for path in sorted(saved.glob("ahead_*"))] == [file_of(1), file_of(2)]
     assert run(launch, inputs, tmp_path, 5, FIVE, *ASYNC).codes == [0] * 5
     assert differences(remains(tmp_path / "run"), remains(ahead / "run")) == ["kept"]
+
+
+def test_weights_in_flight(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+    """Engines take new weights in the middle of a step; a run that leaves just then goes on to the same bits."""
+    three = "placement={rollout: 0, actor: 1, critic: 2}"
+    more = [three, *ASYNC, "rollout={max_staleness: 1, in_flight_updates: true}"]
+    untouched, left = tmp_path / "untouched", tmp_path / "left"
+    ended = run(launch, inputs, untouched, 3, *more)
+    assert ended.codes == [0] * 3, ended.text
+    found = [record for record in metrics(untouched / "run") if "rollout/token_staleness_mean" in record]
+    assert [record["rollout/staleness"] for record in found] == [0.0, 1.0, 1.0, 0.0, 1.0]
+    # six tokens at most, of which the first three are of older weights
+    for record in found:
+        older = record["rollout/older_token_share"]
+        assert older == record["rollout/token_staleness_mean"] and older in (0.0, pytest.approx(0.6, abs=0.15))
+        assert (older > 0) == (record["rollout/staleness"] > 0)
+    ended = run(launch, inputs, left, 3, *more, fault=Fault("term", 1, "actor_update", 1))
+    assert ended.codes == [75] * 3 and "saved after 1 of 5 steps" in ended.text, ended.text
+    [saved] = (left / "run" / "checkpoints").glob("step_*")
+    assert (saved / PARTIAL_FILE).exists() and not list(saved.glob("ahead_*"))
+    assert run(launch, inputs, left, 3, *more).codes == [0] * 3
+    assert differences(remains(left / "run"), remains(untouched / "run")) == ["kept"]
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ class Counting(Rollout):
     def __init__(self, lengths: dict[tuple[int, int], int]) -> None:
         self.lengths, self.version, self.seeds = lengths, 1, list[int]()
         self.engine: Any = self
-        self.resets = 0
+        self.resets, self.in_flight = 0, None
 
     @property
     def weight_version(self) -> int:

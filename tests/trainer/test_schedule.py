@@ -34,3 +34,13 @@ def test_nobody_is_ahead_of_a_save_or_a_validation() -> None:
     schedule = Schedule(PLACEMENT, 3, save_interval=4, validate_every=6)
     assert [schedule.begins_after(step, 3) for step in range(13)] == [0, 0, 0, 0, 4, 4, 6, 6, 8, 8, 8, 8, 12]
     assert [Schedule(PLACEMENT, 3, 0, 0).begins_after(step, 3) for step in range(7)] == [0, 0, 0, 0, 1, 2, 3]
+
+
+def test_weights_that_come_while_a_step_is_generated_wait_for_nobody() -> None:
+    """Every other world has agreed to them when it begins the step, or does before it waits for samples."""
+    schedule = Schedule(PLACEMENT, 3, save_interval=4, validate_every=0, in_flight=True)
+    for step in range(13):
+        taken = schedule.in_flight_after(step, schedule.lag(0))
+        begun = [schedule.begins_after(step, schedule.lag(rank)) for rank in range(5)]
+        assert max(taken, begun[0]) <= step and all(taken <= other for other in begun[1:])
+        assert taken <= begun[0] or taken % 4, "nobody saves inside a step"
