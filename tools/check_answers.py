@@ -10,14 +10,18 @@ has a table here. `same`: the engine answers token for token as one that has loa
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # torchrun has the folder of a script there
 
 from tools import check_layouts
 
@@ -39,7 +43,8 @@ MORE: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
     "GPTJForCausalLM": GPT2 | {"rotary_dim": 16},
-    "BloomForCausalLM": {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True},
+    "BloomForCausalLM": {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True, "initializer_range": 0.3},
+    "OPTForCausalLM": {"word_embed_proj_dim": 128, "init_std": 0.3, "tie_word_embeddings": False},
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 32},
     "Gemma3ForCausalLM": {"query_pre_attn_scalar": 32, "initializer_range": 0.3},
 }
@@ -151,6 +156,10 @@ def write(architecture: str, folder: str) -> None:
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.2 * torch.randn_like(parameter)
+    if config.get_text_config().tie_word_embeddings:  # else the likeliest token is the one that was read last
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding):
+                module.weight.data *= 0.1
     model.save_pretrained(folder)
 
 

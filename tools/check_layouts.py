@@ -6,7 +6,7 @@ For each architecture that vLLM and transformers both know, a tiny configuration
 is traced without data (`megaverl/rollout/vllm_tracing.py`), then vLLM's model is built and loads numbered elements.
 `exact`: every element is where the layout says, and nothing else is; `computed`: so is all but the parameters that
 are named, which vLLM computes from tensors that a reshard hands to its `load_weights`, and they are right then;
-`refused`: why. --big traces 70B and 235B instead, with their time and memory. The table stands in
+`refused`: why. --big traces 8B, 70B and 235B instead, with their time and memory. The table stands in
 docs/extend/architecture.md.
 """
 
@@ -111,6 +111,11 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 BIG: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen3ForCausalLM": (
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32}
+        | {"num_key_value_heads": 8, "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 8192},
+        2,
+    ),
     "LlamaForCausalLM": (
         {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
         | {"num_key_value_heads": 8, "vocab_size": 128256, "head_dim": 128, "max_position_embeddings": 8192},

@@ -14,6 +14,8 @@ from megaverl.sharding.module_weights import ModuleWeights, weights_of_module
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+TRUST = "If you trust the Python files that come with the model, set model.trust_remote_code=true."
+
 __all__ = ["ModuleWeights", "module_without_data", "weights_of_module"]
 
 
@@ -31,5 +33,8 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
         with torch.device("meta"):
             model: PreTrainedModel = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, OSError, ImportError, RuntimeError, NotImplementedError) as error:
-        raise ModelError(f"{folder}: transformers does not build a causal language model of it: {error}") from error
+        trust = "" if trust_remote_code or "trust_remote_code" not in str(error) else f" {TRUST}"
+        raise ModelError(
+            f"{folder}: transformers does not build a causal language model of it: {error}{trust}"
+        ) from error
     return model

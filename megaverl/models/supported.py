@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megaverl.errors import MegaverlError, ModelError
-from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,8 @@ def support_of(folder: str | Path, *, trust_remote_code: bool = False) -> list[S
 def _by_table(what: str, folder: str | Path) -> Support:
     spec = ModelSpec.outline(folder)
     if spec.architecture not in ARCHITECTURES:
-        return Support(what, False, f"has no table of {spec.architecture}")
+        why = f": {NO_TABLE[spec.architecture]}" if spec.architecture in NO_TABLE else ""
+        return Support(what, False, f"has no table of {spec.architecture}{why}")
     try:
         ModelSpec.from_folder(folder)
     except ModelError as error:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 from megaverl.config.fsdp import FsdpConfig
@@ -32,7 +33,11 @@ def described(spec: ModelSpec, value_head: bool = False) -> list[Weight]:
     from megaverl.models.hf_shards import sharded_weights
     from megaverl.models.hf_weights import module_without_data
 
-    return sharded_weights(module_without_data(spec.source), spec, 1, value_head=int(value_head)).weights
+    source = Path(spec.source)
+    if spec.trusts_code and source.name == "config.json":
+        source = source.parent  # transformers looks for a model's own code in a folder
+    model = module_without_data(source, trust_remote_code=spec.trusts_code)
+    return sharded_weights(model, spec, 1, value_head=int(value_head)).weights
 
 
 class Shards(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -174,12 +174,18 @@ def find_spec(config: Config, model_config: str | None = None, *, beside: str | 
     """
     read = ModelSpec.outline if config.actor.engine == "fsdp" else ModelSpec.from_folder
     if model_config is not None:
-        return _read_spec("--model-config", Path(model_config), config.actor.engine)
-    if (Path(config.model.path) / "config.json").is_file():
-        return read(config.model.path)
-    if config.model.config is not None:
-        return _read_spec("model.config", Path(beside or "").parent / config.model.config, config.actor.engine)
-    raise ConfigError(
+        spec = _read_spec("--model-config", Path(model_config), config.actor.engine)
+    elif (Path(config.model.path) / "config.json").is_file():
+        spec = read(config.model.path)
+    elif config.model.config is not None:
+        spec = _read_spec("model.config", Path(beside or "").parent / config.model.config, config.actor.engine)
+    else:
+        raise _no_model(config)
+    return spec if spec.is_tabled else replace(spec, trusts_code=config.model.trust_remote_code)
+
+
+def _no_model(config: Config) -> ConfigError:
+    return ConfigError(
         f"model.path: {config.model.path} is not here. Give the model's config.json: --model-config FILE, or "
         "model.config in the recipe (configs/llama3_70b/config.json is one)."
     )
@@ -266,7 +272,7 @@ def _spec_of(path: str | None, spec: ModelSpec, engine: str) -> ModelSpec:
     except ModelError:
         if engine != "fsdp":
             raise
-        return ModelSpec.outline(folder)
+        return replace(ModelSpec.outline(folder), trusts_code=spec.trusts_code)
 
 
 def _role(
@@ -315,7 +321,8 @@ def _engine_layouts(
         return vllm_layouts(weights, spec, tp, expert_parallel=expert_parallel, quantization=quantization)
     from megaverl.rollout.vllm_layouts import planned_layouts  # imports vLLM: for a model without rules alone
 
-    return planned_layouts(spec.source, tp, shapes_of(weights), enable_expert_parallel=expert_parallel)
+    options = {"enable_expert_parallel": expert_parallel, "trust_remote_code": spec.trusts_code}
+    return planned_layouts(spec.source, tp, shapes_of(weights), **options)
 
 
 GB = 1e9

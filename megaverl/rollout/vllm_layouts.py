@@ -186,7 +186,8 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
     and no weights are read.
 
     Args:
-        options: EngineArgs that decide where weights go, such as `enable_expert_parallel`.
+        options: EngineArgs that decide where weights go, such as `enable_expert_parallel`; with `trust_remote_code`
+            Python files beside the config.json may be run.
 
     Raises:
         RolloutError: vLLM is not installed, or does not build such a model here.
@@ -196,6 +197,8 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
 
         with tempfile.TemporaryDirectory() as folder:
             shutil.copyfile(described, Path(folder) / "config.json")
+            for code in Path(described).parent.glob("*.py") if options.get("trust_remote_code") else ():
+                shutil.copy(code, folder)
             config = engine_config(folder, tp, **options)
     except ImportError as error:
         raise RolloutError(

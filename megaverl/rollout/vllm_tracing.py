@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megaverl.platform import platform
+from megaverl.rollout.process_state import keep_transformers_classes
 from megaverl.rollout.vllm_weights import loaded_tensors
 from megaverl.sharding.tracing import TracedLayout, Tracer, joined, traced_layout
 
@@ -77,6 +78,7 @@ def inspect_here(architecture: str) -> None:
     """
     from vllm import ModelRegistry
 
+    keep_transformers_classes()
     if known := ModelRegistry.models.get(architecture):
         ModelRegistry.register_model(architecture, known.load_model_cls())
 

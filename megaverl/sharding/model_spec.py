@@ -21,6 +21,16 @@ ARCHITECTURES = (
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
 )
+# Why others that are asked for are not among them (megatron-core 0.16).
+NO_TABLE = {
+    "GptOssForCausalLM": "its files hold a layer's experts in one transposed tensor, gate and up columns in turn, "
+    "which no table describes; megatron-core has the layers",
+    "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet needs flash-linear-attention and Transformer Engine, both "
+    "for GPUs alone, and reads no packed rows",
+    "Llama4ForCausalLM": "megatron-core has no attention within chunks, nor its queries' growing temperature",
+    "Gemma3ForCausalLM": "megatron-core's GPTModel has one rotary base where it needs two, and no norms behind "
+    "attention and MLP",
+}
 AGAIN = "Copy the file again from its source."
 
 WHOLE_NUMBERS = (
@@ -165,6 +175,7 @@ class ModelSpec:
         is_tabled: whether all of this was read as Megatron's tables need it. False: an `outline`, whose numbers are
             as good as the config.json tells them.
         source: the config.json of an outline.
+        trusts_code: Python files beside that may be run, as `model.trust_remote_code` says.
     """
 
     architecture: str
@@ -191,6 +202,7 @@ class ModelSpec:
     sliding_window: int | None = None
     is_tabled: bool = True
     source: str = ""
+    trusts_code: bool = False
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelSpec:
@@ -233,8 +245,10 @@ class ModelSpec:
             raise ModelError(f"{source}: expected a JSON object, found {type(config).__name__}. {AGAIN}")
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in ARCHITECTURES:
+            why = f" by Megatron: {NO_TABLE[architecture]}" if architecture in NO_TABLE else ""
             raise ModelError(
-                f"{source}: architecture {architecture!r} is not supported. Supported: {', '.join(ARCHITECTURES)}. "
+                f"{source}: architecture {architecture!r} is not supported{why}. Supported: "
+                f"{', '.join(ARCHITECTURES)}. "
                 "Under actor.engine=fsdp any architecture trains that transformers builds."
             )
         problems = [*_wrong_numbers(architecture, config)] or [*_computed_otherwise(architecture, config)]

@@ -11,13 +11,15 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
 from megaverl.models.lora.adapter_set import Merge, add_product
-from megaverl.models.lora.low_rank import LowRank, factor_weights, low_ranks, with_factors
+from megaverl.models.lora.low_rank import LowRank, factor_weights, held_span, low_ranks, with_factors
+from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
-from megaverl.sharding.layout import Layout, whole_layout
+from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
+from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.reshard import Resharder
 from tests.sharding.specs import make_spec
 
@@ -69,6 +71,31 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
         for name, expected in cut(engine(rank), merged).items():
             torch.testing.assert_close(landed[name], expected, atol=1e-5, rtol=1e-5, msg=f"rank {rank} {name}")
         assert merge.written == {piece.local for piece in engine(rank).pieces if piece.tensor in adapters}
+
+
+def test_merged_into_parts_that_an_engine_holds_twice_or_apart() -> None:
+    """vLLM may compute from a weight that it also copies: that goes whole beside its parts."""
+    weight = Weight("model.layers.0.in_proj.weight", (6, 4), Split.REPLICATED, 0, "", None)
+    [adapter] = low_ranks([weight], "all-linear", RANK, "actor.lora").values()
+    shape, beside = weight.shape, "load_weights: in_proj"
+    pieces = (
+        Piece(weight.name, cut_box(shape, 0, 4, 6), "fused", cut_box((3, 4), 0, 0, 2)),
+        Piece(weight.name, cut_box(shape, 0, 1, 2), "fused", cut_box((3, 4), 0, 2, 3)),
+        Piece(weight.name, whole(shape), beside, whole(shape)),
+    )
+    engine = Layout(pieces, {"fused": (3, 4), beside: shape}, {weight.name: shape})
+    full = {w.name: torch.randn(w.shape) for w in (weight, *factor_weights({weight.name: adapter}))}
+    for layout in (engine, Layout(pieces[:2], {"fused": (3, 4)}, {weight.name: shape})):
+        landed = cut(layout, full)
+        merge = Merge(layout, {weight.name: adapter}, SCALING, torch.float32, torch.device("cpu"))
+        factors = with_factors(lambda rank, layout=layout: layout, {weight.name: adapter})(0)
+        merge.factors.update({n: t for n, t in cut(factors, full).items() if n in (adapter.a, adapter.b)})
+        merge.apply(lambda local, box, landed=landed: landed[local][box.slices])
+        merged = full | {weight.name: full[weight.name] + SCALING * full[adapter.b] @ full[adapter.a]}
+        for name, expected in cut(layout, merged).items():
+            torch.testing.assert_close(landed[name], expected)
+    with pytest.raises(ModelError, match="parts of it that are not neighbours"):
+        held_span(pieces[:2])
 
 
 def test_sixteen_bits_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:

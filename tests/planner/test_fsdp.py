@@ -9,8 +9,9 @@ import pytest
 
 from megaverl.config import load_config
 from megaverl.config.fsdp import FsdpConfig
+from megaverl.errors import ModelError
 from megaverl.models.architectures import weights_of
-from megaverl.planner.fsdp import gathered_bytes, passes_of, shards_of
+from megaverl.planner.fsdp import described, gathered_bytes, passes_of, shards_of
 from megaverl.planner.job import PlannedJob, find_spec, make_job
 from megaverl.planner.memory import MemoryModel
 from megaverl.planner.report import as_dict, as_text, parameters, survey
@@ -23,6 +24,15 @@ H, FFN, VOCAB, KV = 3584, 18944, 152064, 4 * 128
 BLOCK = 2 * H * H + 2 * H * KV + (H + 2 * KV) + 3 * H * FFN + 2 * H
 TOTAL = 28 * BLOCK + 2 * VOCAB * H + H
 FSDP = "actor.engine=fsdp"
+CODE = """
+from transformers import Olmo2Config, Olmo2ForCausalLM
+
+class MineConfig(Olmo2Config):
+    model_type = "mine"
+
+class MineForCausalLM(Olmo2ForCausalLM):
+    config_class = MineConfig
+"""
 
 
 def job(*overrides: str, world: int = 8) -> PlannedJob:
@@ -109,3 +119,23 @@ def test_the_recipe_fits() -> None:
     assert not capacity.shortages
     assert "actor under FSDP: of each micro-batch a rank receives" in as_text(capacity)
     assert set(as_dict(capacity)["fsdp_micro_batch"]) == {"actor"}
+
+
+def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
+    """Planned by its own code, with consent; without, the refusal says which key gives it."""
+    config = {"architectures": ["MineForCausalLM"], "model_type": "mine", "vocab_size": 130, "hidden_size": 64}
+    config |= {"intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"max_position_embeddings": 64, "pad_token_id": 0}
+    config["auto_map"] = {
+        "AutoConfig": "modeling_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "modeling_mine.py").write_text(CODE)
+    settings = [f"model.path={tmp_path}", FSDP, "algorithm={name: grpo, group_size: 4}", "reward=exact_match"]
+    settings.append("data.train=[rows.jsonl]")
+    spec = find_spec(load_config(None, settings, check_paths=False))
+    with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
+        described(spec)
+    trusted = find_spec(load_config(None, [*settings, "model.trust_remote_code=true"], check_paths=False))
+    assert {"model.layers.1.mlp.up_proj.weight", "lm_head.weight"} <= {weight.name for weight in described(trusted)}

@@ -45,6 +45,12 @@ def test_architectures_without_rules(launch: Launcher) -> None:
     assert found[-1] == ["MambaForCausalLM", "computed", "backbone.layers.N.mixer.A"]
 
 
+def test_transformers_classes_stay_as_they_are(launch: Launcher) -> None:
+    """vLLM has no GPT-NeoX of its own and makes transformers' compile: the trainer's is of the same class."""
+    [found] = launch.world(1, f"{RANKS}:built_from_transformers", architecture="GPTNeoXForCausalLM")
+    assert found == {"class": True, "made before": True, "made after": True, "engine's compiles": True}
+
+
 def test_engines_filled_from_sharded_modules_answer_as_fresh_ones(launch: Launcher) -> None:
     """Of architectures that no table describes, from parameters cut by rows: transposed, fused, routed."""
     architectures = ["GPT2LMHeadModel", "Phi3ForCausalLM", "Qwen2MoeForCausalLM"]

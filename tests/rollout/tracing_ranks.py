@@ -54,6 +54,30 @@ def answers(architectures: list[str]) -> list[list[str]]:
     return [[*check_answers.compare(architecture, 2)] for architecture in architectures]
 
 
+def built_from_transformers(architecture: str) -> dict[str, bool]:
+    """Whether transformers' class is what it was, and can be called and made, once vLLM has built a model of it."""
+    import transformers
+
+    model_class = getattr(transformers, architecture)
+    with tempfile.TemporaryDirectory() as folder:
+        check_layouts.write_folder(architecture, Path(folder), check_layouts.BASE)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        before = model_class(config).eval()
+        inner = type(before.base_model)
+        was = inner.__init__, inner.__call__, inner.__bases__
+        tokens = torch.tensor([[3, 5, 7]])
+        wanted = before(tokens).logits
+        built = vllm_tracing.build(engine_config(folder, 1, dtype="float32", max_model_len=64), 0)
+    after = model_class(config).eval()
+    after.load_state_dict(before.state_dict())
+    return {
+        "class": (inner.__init__, inner.__call__, inner.__bases__) == was,
+        "made before": torch.equal(before(tokens).logits, wanted),
+        "made after": torch.equal(after(tokens).logits, wanted),
+        "engine's compiles": isinstance(built.model, inner) and hasattr(built.model, "do_not_compile"),
+    }
+
+
 def layers_are_repeated(architecture: str) -> dict[str, Any]:
     """What is traced with and without repeating one layer of each kind."""
     with tempfile.TemporaryDirectory() as folder:

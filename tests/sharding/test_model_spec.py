@@ -101,6 +101,10 @@ def test_the_installed_transformers_is_read_back() -> None:
     ("changes", "said"),
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM"),
+        (
+            {"architectures": ["GptOssForCausalLM"]},
+            "'GptOssForCausalLM' is not supported by Megatron: its files hold a layer's experts in one tr",
+        ),
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
         ({"hidden_size": "48"}, "hidden_size is '48'; expected a whole number above 0"),

@@ -126,12 +126,16 @@ def held_span(pieces: Sequence[Piece]) -> Box:
     Raises:
         ModelError: they do not lie side by side.
     """
-    start = tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True)))
-    stop = tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True)))
-    span = Box(start, stop)
+    span = _around(pieces)
     if span.numel != sum(piece.box.numel for piece in pieces):
         raise ModelError(f"{pieces[0].tensor}: a rank holds parts of it that are not neighbours: no adapter fits.")
     return span
+
+
+def _around(pieces: Sequence[Piece]) -> Box:
+    """The smallest box that has all of these pieces' in it."""
+    start = tuple(map(min, zip(*(piece.box.start for piece in pieces), strict=True)))
+    return Box(start, tuple(map(max, zip(*(piece.box.stop for piece in pieces), strict=True))))
 
 
 def adapter_names(low_rank: LowRank, local: str) -> tuple[str, str]:
@@ -150,6 +154,9 @@ Naming = Callable[[LowRank, str], tuple[str, str]]
 def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: Naming) -> Layout:
     """Where the factors lie that a rank needs which holds `layout` of the weights.
 
+    Parts that an engine holds need not be neighbours, and may be held twice: where vLLM computes from a weight that it
+    also copies.
+
     Args:
         local_names: (adapter, the weight's local tensor) -> names of the local tensors of A and B.
     """
@@ -160,7 +167,7 @@ def factor_layout(layout: Layout, adapters: Mapping[str, LowRank], local_names: 
         adapter = adapters.get(name)
         if adapter is None:
             continue
-        span = held_span(held)
+        span = _around(held)
         boxes = (
             Box((0, span.start[1]), (adapter.rank, span.stop[1])),
             Box((span.start[0], 0), (span.stop[0], adapter.rank)),
