@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -274,6 +275,9 @@ def per_call(function: Callable[[], Any]) -> dict[str, float]:
     }
 
 
+_ONE = threading.Lock()  # torch asks for the name of a connection's other end, which takes seconds on many threads
+
+
 @dataclass
 class Traffic:
     """What a rank has sent and received."""
@@ -297,7 +301,8 @@ class CountedStore(dist.Store):
         self._store, self._traffic = store, traffic
 
     def clone(self) -> CountedStore:
-        return CountedStore(self._store.clone(), self._traffic)
+        with _ONE:
+            return CountedStore(self._store.clone(), self._traffic)
 
     def has_extended_api(self) -> bool:
         return True

@@ -14,6 +14,8 @@ to plan a save (each rank's plan to the one that commits, and back).
 Faults: `lost`: killed, on the coordinator's machine, which sees the process gone. `silent`: stopped, as where a node or
 a link is gone. `slow`: at work while the others wait. `flapping`: stopped three times, each for half of the time after
 which it would count as lost; nobody is to be named. `first`: rank 0 is killed, and with it the store that it keeps.
+
+A heartbeat comes each second; of more than 256 ranks, which share this machine's cores, each N / 256 seconds.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -40,6 +43,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "FATAL"}  # a lost store is seen by all
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -77,6 +81,8 @@ PHASES = {
     "save": "a checkpoint's agreements and commit",
     "rest": "a second of liveness",
 }
+PACE = 100  # ranks that begin a step each second, so that two cores have time for the heartbeats
+PLANNER = threading.Lock()  # it is made for one thread
 FAULTS = ("lost", "silent", "slow", "flapping", "first")
 
 
@@ -131,9 +137,10 @@ class Rank:
             self.before, self.at_rest = replace(self.traffic), None
             try:
                 getattr(self, phase)()
-                self.done.put("")
-            except Exception as error:  # whoever waits for it tells
-                self.done.put(f"rank {self.rank}, {phase}: {type(error).__name__}: {error}")
+            except BaseException:  # the others would wait for it
+                traceback.print_exc()
+                os._exit(1)
+            self.done.put(phase)
 
     @property
     def cost(self) -> Traffic:
@@ -153,12 +160,13 @@ class Rank:
         self.fabric = Fabric(placement, rank, world, self.group, self.group, self.store, PATIENCE)
         self.role = next((role for role in ("actor", "critic") if role in placement.roles_of(rank)), "")
         participants = (Participant("actor", 0), Participant("critic", half))
+        barrier(self.group)  # the coordinator's threads wait for reports, and no other connection opens meanwhile
         self.coordinator = Coordinator(self.fabric, participants, Rules())
-        barrier(self.group)
         self.decision()
 
     def plan(self) -> None:
-        plan = plans(self.setup.size)[self.rank]
+        with PLANNER:
+            plan = plans(self.setup.size)[self.rank]
         check_plan(plan)
         both = {"source": plan.source_layout, "destination": plan.dest_layout}
         held = {name: torch.empty(each.local_shapes["w"], device="meta") for name, each in both.items()}
@@ -211,7 +219,7 @@ class Rank:
         try:
             for number in range(10**9):
                 self.liveness.status("values", number)
-                time.sleep(self.sleeps + self.setup.size / 1000)
+                time.sleep(self.sleeps + self.setup.size / PACE)
                 if reduce_json(self.stops, any, self.group):
                     break
                 self.liveness.status("update", number)
@@ -238,7 +246,7 @@ def host(ranks: list[int], setup: Setup, parent: int, pipe: Connection) -> None:
             if phase == "steps":
                 pipe.send(watch(members, pipe))
             else:
-                pipe.send("".join([member.done.get() for member in members]))
+                pipe.send([member.done.get() for member in members])
     os._exit(0)
 
 
@@ -271,6 +279,7 @@ class Cluster:
 
     def __init__(self, size: int, folder: Path, timeouts: Timeouts, rest: float) -> None:
         self._processes: dict[int, tuple[Any, Connection]] = {}  # by their first rank; the store's: -1
+        plans(size)  # once for all, who are copies of this process
         port = self._start(-1, keep).recv()
         self.setup = Setup(size, port, folder, timeouts, rest)
         alone = [0, self.setup.hit, size - 1]
@@ -296,8 +305,7 @@ class Cluster:
 
     def cost(self, phase: str) -> list[Traffic]:
         """Of every rank."""
-        if wrong := "".join(self._hear(phase)):
-            raise SystemExit(wrong)
+        self._hear(phase)
         return [cost for found in self._hear("count") for cost in found.values()]
 
     def _hear(self, asked: str) -> list[Any]:
@@ -309,7 +317,7 @@ class Cluster:
         how many ranks named."""
         timeouts, hit = self.setup.timeouts, 0 if fault == "first" else self.setup.hit
         self._tell("steps")
-        time.sleep(2.0 + 5 * self.setup.size / 1000)
+        time.sleep(2.0 + 2 * self.setup.size / PACE)
         begun = time.time()
         if fault == "slow":
             self._tell(4 * timeouts.stalled_after + 30.0, [hit])
@@ -351,13 +359,16 @@ def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) 
     """{"costs": phase -> messages and bytes, each of a rank on average and of the one with most, "faults": fault ->
     what `suffer` says}."""
     found: dict[str, Any] = {"costs": {}, "faults": {}}
+    timeouts = replace(timeouts, interval=max(1.0, size / 256))
     for fault in faults or [""]:
         with tempfile.TemporaryDirectory(prefix="megaverl_cluster_") as folder:
             cluster = Cluster(size, Path(folder) / "checkpoints", timeouts, rest)
             try:
                 for phase in PHASES:
+                    begun = time.monotonic()
                     ranks = [(each.messages, each.bytes) for each in cluster.cost(phase)]
                     found["costs"][phase] = [[sum(each) / size, max(each)] for each in zip(*ranks, strict=True)]
+                    print(f"{size} ranks, {phase}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
                 if fault:
                     found["faults"][fault] = cluster.suffer(fault)
                     print(f"{size} ranks, {fault}: {found['faults'][fault]}", file=sys.stderr, flush=True)
@@ -415,7 +426,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     described.add_argument("--stalled-after", type=float, default=15.0, help="seconds; a run's: run.timeout_minutes")
     described.add_argument("--rest", type=float, default=5.0, help="seconds in which liveness is counted")
     given = described.parse_args(arguments)
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     raise_open_files()
     timeouts = Timeouts(stalled_after=given.stalled_after, lost_after=given.lost_after, grace=2.0)
     faults = [fault for fault in given.faults.split(",") if fault]
