@@ -10,7 +10,8 @@ Every run is a real one of `megaverl train` on a tiny model: with simulated cost
 done, sleeps until its time is over. Of the last steps the median is shown, with the longest stage: the work that one
 world does in a step. An asynchronous run has reached its aim where a step takes at most 1.1 times as long.
 
---partial: the same GRPO run with and without `rollout.partial`, on one rank with vLLM. How long each response gets is
+--partial: one GRPO run with and one without `rollout.partial`, beside each other on a rank each, with vLLM. A model of
+many small layers, whose decoding steps cost much the same for few sequences and many. How long each response gets is
 drawn from a log-normal distribution whose 99th percentile is ten times its median. Tokens that are trained on are
 counted per second of whole steps, once their lengths are those of the distribution; the aim is 1.8 times as many.
 """
@@ -21,12 +22,14 @@ import argparse
 import functools
 import json
 import math
+import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +56,7 @@ METHODS = {
 APART = "placement={rollout: 0, reward: 1, critic: 2, reference: 3, actor: 4, coordinator: actor}"
 LIMIT = 1.1
 FIRST = 5  # steps until the pipeline is full and every kernel was used once
-MEDIAN, LONGEST = 64, 1280  # tokens of a response, with --partial
+MEDIAN, LONGEST = 48, 960  # tokens of a response, with --partial
 SIGMA = math.log(10) / 2.3263  # of the logarithms: the 99th percentile is ten times the median
 GAIN = 1.8
 
@@ -112,12 +115,17 @@ def kinds_of(arguments: argparse.Namespace) -> list[tuple[str, list[str]]]:
 
 
 def make_arguments(
-    folder: Path, arguments: argparse.Namespace, *, hidden: int | None = None, positions: int = 256
+    folder: Path,
+    arguments: argparse.Namespace,
+    *,
+    hidden: int | None = None,
+    positions: int = 256,
+    layers: int | None = None,
 ) -> list[str]:
     """A tiny model, its data, and how to train it.
 
     Args:
-        hidden: the model's hidden size; None: as large as the kind of run needs.
+        hidden, layers: the model's hidden size and depth; None: as large as the kind of run needs.
         positions: the longest sample that it takes.
     """
     from megaverl.data.tasks import make_task
@@ -133,7 +141,7 @@ def make_arguments(
         "Qwen3ForCausalLM",
         hidden_size=size,
         intermediate_size=2 * size,
-        num_hidden_layers=4 if arguments.real else 2,
+        num_hidden_layers=layers or (4 if arguments.real else 2),
         num_attention_heads=size // 32,
         num_key_value_heads=2,
         max_position_embeddings=positions,
@@ -190,14 +198,17 @@ def compare_partial(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="megaverl_partial_") as name:
         folder = Path(name)
         given = [
-            *make_arguments(folder, arguments, positions=2 * LONGEST),
+            *make_arguments(folder, arguments, positions=2 * LONGEST, layers=8),
             f"rollout={{engine: vllm, sampling: {{max_tokens: {LONGEST}, ignore_eos: true}}}}",
             "algorithm={name: grpo, group_size: 4, correction: {kind: token_truncate}}",
             "data.prompts_per_step=8",
             "actor.micro_batch_tokens=4096",
             *arguments.set,
         ]
-        rows = [long_tailed(name, folder, [*given, *more]) for name, more in (("waits", []), ("partial", [partial]))]
+        kinds = {"waits": given, "partial": [*given, partial]}
+        # beside each other, so that whatever else the machine does slows both
+        with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
+            rows = list(pool.map(long_tailed, kinds, [folder] * len(kinds), kinds.values()))
     columns = ("tokens/s", "generation, s", "step, s", "mean length", "age, mean", "age, max")
     print(f"{'':<10}" + "".join(f"{column:>15}" for column in columns))
     for row in rows:
