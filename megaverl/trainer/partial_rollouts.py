@@ -326,7 +326,8 @@ class InFlightUpdates(GroupsInProgress):
 
 
 def _without(groups: Sequence[PartialGroup], others: Sequence[PartialGroup]) -> list[PartialGroup]:
-    return [group for group in groups if not any(group is other for other in others)]
+    gone = set(map(id, others))
+    return [group for group in groups if id(group) not in gone]
 
 
 def _record(prompt: PromptRecord) -> dict[str, object]:
