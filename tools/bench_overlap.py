@@ -10,7 +10,7 @@ Every run is a real one of `megaverl train` on a tiny model: with simulated cost
 done, sleeps until its time is over. Of the last steps the median is shown, with the longest stage: the work that one
 world does in a step. An asynchronous run has reached its aim where a step takes at most 1.1 times as long.
 
---partial: one GRPO run with and one without `rollout.partial`, beside each other on a rank each, with vLLM. A model of
+--partial: the same GRPO run with and without `rollout.partial`, one after the other on one rank with vLLM. A model of
 many small layers, whose decoding steps cost much the same for few sequences and many. How long each response gets is
 drawn from a log-normal distribution whose 99th percentile is ten times its median. Tokens that are trained on are
 counted per second of whole steps, once their lengths are those of the distribution; the aim is 1.8 times as many.
@@ -22,14 +22,12 @@ import argparse
 import functools
 import json
 import math
-import multiprocessing
 import random
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +203,7 @@ def compare_partial(arguments: argparse.Namespace) -> int:
             "actor.micro_batch_tokens=4096",
             *arguments.set,
         ]
-        kinds = {"waits": given, "partial": [*given, partial]}
-        # beside each other, so that whatever else the machine does slows both
-        with ProcessPoolExecutor(len(kinds), multiprocessing.get_context("spawn")) as pool:
-            rows = list(pool.map(long_tailed, kinds, [folder] * len(kinds), kinds.values()))
+        rows = [long_tailed(name, folder, [*given, *more]) for name, more in (("waits", []), ("partial", [partial]))]
     columns = ("tokens/s", "generation, s", "step, s", "mean length", "age, mean", "age, max")
     print(f"{'':<10}" + "".join(f"{column:>15}" for column in columns))
     for row in rows:
