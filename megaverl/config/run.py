@@ -120,8 +120,9 @@ class ImagesConfig(Section):
     """Most pixels of an image as it is stored; a larger one is refused before it is decoded."""
     max_bytes: Positive = 67_108_864
     """Most bytes of an image as it is stored."""
-    allow_urls: bool = False
-    """Fetch images that are named by http(s) URLs. false: they are refused."""
+    allow_urls: bool | list[Text] = False
+    """Fetch images that are named by http(s) URLs: true, from every host with a public address; a list of hosts, from
+    these alone, whatever their addresses. The same holds of where a redirect leads. false: they are refused."""
     processor: Passthrough = {}
     """Options of the model's image processor, such as min_pixels and max_pixels, between which images are resized."""
 

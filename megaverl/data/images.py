@@ -10,10 +10,12 @@ import json
 import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megaverl.config.run import ImagesConfig
+from megaverl.data.downloads import fetch
 from megaverl.distributed.shared_items import SharedItem
 from megaverl.errors import DataError
 
@@ -29,7 +31,7 @@ COLUMN = "images"  # of a batch: each sample's, a list of `SharedItem`
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # those that are decoded without a program of their own
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 IN_TEXT = "<image>"  # where an image of the row's column goes
-SECONDS = 30.0  # for a download
+SECONDS = 30.0  # for a download, with all its redirects
 TURNED = 5  # from this EXIF orientation on, width and height are exchanged
 ORIENTATION = 0x0112
 Values = Sequence[Any]
@@ -218,8 +220,8 @@ class Images:
         if scheme.startswith(("http://", "https://")):
             if not self.config.allow_urls:
                 raise DataError(
-                    f"{what} is {value!r:.80}: nothing is fetched unless data.images.allow_urls is true. Download it, "
-                    "and name the file."
+                    f"{what} is {value!r:.80}: nothing is fetched unless data.images.allow_urls is true or names its "
+                    "host. Download it, and name the file."
                 )
             return self._download(value, what)
         path = Path(value.removeprefix("file://"))
@@ -235,13 +237,15 @@ class Images:
         raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Mend the path.")
 
     def _download(self, url: str, what: str) -> bytes:
-        import urllib.request
+        """What lies at a URL, within the limits.
 
+        Raises:
+            DataError: it cannot be had, is no image, is too large, is not whole, or lies where nothing is fetched from.
+        """
         try:
-            with urllib.request.urlopen(url, timeout=SECONDS) as answer:
-                return bytes(answer.read(self.config.max_bytes + 1))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{what}: {url!r:.120} cannot be fetched ({error}).") from error
+            return fetch(url, self.config.max_bytes, self.config.allow_urls, SECONDS)
+        except (OSError, ValueError, HTTPException) as error:
+            raise DataError(f"{what}: {url!r:.120} cannot be fetched ({error or type(error).__name__}).") from error
 
 
 MARK = "\N{OBJECT REPLACEMENT CHARACTER}\0"  # an image in the text of a message, until it is written

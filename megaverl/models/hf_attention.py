@@ -106,6 +106,9 @@ def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> 
     """Found by a forward pass of `model`, which is on the meta device and was made with `NAME`.
 
     A packed row needs layers that mix tokens in attention alone, and there as `attend` does it.
+
+    Raises:
+        AttributeError: its code asks for what this version of transformers does not have.
     """
     calls: list[_Call] = []
     _current.calls = calls
@@ -115,6 +118,8 @@ def row_reading(model: PreTrainedModel, num_blocks: int, dtype: torch.dtype) -> 
         tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
         with torch.no_grad():
             model(input_ids=tokens, position_ids=torch.zeros_like(tokens), use_cache=False)
+    except AttributeError:  # with data it would not run either
+        raise
     except Exception as error:  # of a model's own code, which may do anything
         return RowReading(f"its forward pass does not run without data ({type(error).__name__}: {error})", None)
     finally:

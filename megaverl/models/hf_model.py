@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from megaverl.errors import ConfigError, ModelError
 from megaverl.models.hf_attention import NAME, RowReading, register, row_reading
 from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT
-from megaverl.models.hf_weights import weights_of_module
+from megaverl.models.hf_weights import not_built, weights_of_module
 from megaverl.models.vision import VisionInputs, VisionReader, auto_class_of, tower_of, without_image
 from megaverl.platform import platform
 
@@ -131,8 +131,8 @@ def read_config(folder: str | Path, *, trust_remote_code: bool = False) -> Pretr
 
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError) as error:
-        raise ModelError(f"{folder}: transformers does not know this model: {error}") from error
+    except Exception as error:  # a model's own code may raise anything
+        raise not_built(folder, error) from error
     return config
 
 
@@ -164,7 +164,10 @@ def build_module(
         model = _from_config(folder, config, NAME, torch.float32, trust_remote_code)
     reading = RowReading(f"attention is {attention}", attention)
     if attention == "auto":
-        reading = row_reading(model, len(blocks_of(model)), dtype)
+        try:
+            reading = row_reading(model, len(blocks_of(model)), dtype)
+        except AttributeError as error:
+            raise not_built(folder, error) from error
     if seed is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -204,8 +207,8 @@ def _from_config(
         model: PreTrainedModel = auto_class_of(config).from_config(
             config, attn_implementation=kinds, dtype=dtype, trust_remote_code=trust_remote_code
         )
-    except (ValueError, KeyError, ImportError, RuntimeError, NotImplementedError) as error:
-        raise ModelError(f"{folder}: transformers does not build a causal language model of it: {error}") from error
+    except Exception as error:  # a model's own code may raise anything
+        raise not_built(folder, error) from error
     return model
 
 

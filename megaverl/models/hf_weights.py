@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 TRUST = "If you trust the Python files that come with the model, set model.trust_remote_code=true."
 
-__all__ = ["ModuleWeights", "module_without_data", "weights_of_module"]
+__all__ = ["ModuleWeights", "module_without_data", "not_built", "weights_of_module"]
 
 
 def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -32,9 +33,19 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
         config = AutoConfig.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: PreTrainedModel = auto_class_of(config).from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError, RuntimeError, NotImplementedError) as error:
-        trust = "" if trust_remote_code or "trust_remote_code" not in str(error) else f" {TRUST}"
-        raise ModelError(
-            f"{folder}: transformers does not build a causal language model of it: {error}{trust}"
-        ) from error
+    except Exception as error:  # a model's own code may raise anything
+        raise not_built(folder, error) from error
     return model
+
+
+def not_built(folder: str | Path, error: Exception) -> ModelError:
+    """What to say where transformers, or code that a folder brings along, does not build a model."""
+    said = f"{folder}: transformers does not build a causal language model of it: {error}"
+    if "trust_remote_code=True" in str(error):
+        said += f" {TRUST}"
+    if isinstance(error, AttributeError | TypeError | NameError | AssertionError):
+        said += (
+            f" ({type(error).__name__}). Where its code comes with its folder, it was written for another version of "
+            f"transformers than {version('transformers')}."
+        )
+    return ModelError(said)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -192,6 +193,7 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
     Raises:
         RolloutError: vLLM is not installed, or does not build such a model here.
     """
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # as in a run; read when vLLM is imported
     try:
         from megaverl.rollout.vllm_tracing import engine_config
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import numpy
@@ -139,6 +142,89 @@ def test_what_cannot_be_an_image_is_refused_by_row(
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: image 1 .*|rows\.jsonl, line 2: image 1:") as raised:
         read({"prompt": "hello"}, {"prompt": "hello", "images": ["a.png"]}, **more)
     assert said in str(raised.value)
+
+
+class Served(BaseHTTPRequestHandler):
+    """What lies at a path: headers and body; `waits` sends a part, and the rest when the test is over."""
+
+    answers: ClassVar[dict[str, tuple[int, dict[str, str], bytes]]] = {}
+    asked: ClassVar[list[str]] = []
+    over: ClassVar[threading.Event] = threading.Event()
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        status, headers, body = self.answers[self.path]
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+        if self.path == "/waits":
+            self.over.wait(60)
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_images_by_urls(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only with consent, only from there, whole, in time, and no more than is allowed."""
+    whole, kind = encoded(picture(60, 60)), {"Content-Type": "image/png"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        port = server.server_port
+        Served.answers = {
+            "/good": (200, kind, whole),
+            "/told": (200, kind | {"Content-Length": str(len(whole))}, whole),
+            "/moved": (302, {"Location": "/good"}, b""),
+            "/elsewhere": (302, {"Location": f"http://localhost:{port}/good"}, b""),
+            "/file": (302, {"Location": "file:///etc/passwd"}, b""),
+            "/ftp": (302, {"Location": "ftp://127.0.0.1/a.png"}, b""),
+            "/page": (200, {"Content-Type": "text/html; charset=utf-8"}, b"<html>"),
+            "/large": (200, kind, whole + bytes(20_000)),
+            "/huge": (200, kind | {"Content-Length": "1000000000"}, b""),
+            "/cut": (200, kind | {"Content-Length": str(len(whole))}, whole[:100]),
+            "/waits": (200, kind | {"Content-Length": str(len(whole))}, whole[:100]),
+            "/gone": (404, {}, b""),
+        }
+        tokenizer = load_tokenizer(folder)
+
+        def read(path: str, allow: bool | list[str], host: str = "127.0.0.1") -> Any:
+            reader = Images.of(ImagesConfig(allow_urls=allow, max_bytes=20_000), folder, tokenizer)
+            assert reader is not None
+            return reader.read(f"http://{host}:{port}{path}", "image 1", "here")
+
+        refused: list[tuple[str, bool | list[str], str, str]] = [
+            ("/good", False, "127.0.0.1", "unless data.images.allow_urls is true or names its host"),
+            ("/good", True, "127.0.0.1", "127.0.0.1 has the private address 127.0.0.1: name the host"),
+            ("/good", True, "%31%32%37.0.0.1", "has the private address 127.0.0.1"),
+            ("/good", True, "localhost", "has the private address"),
+            ("/good", ["a.org"], "127.0.0.1", "127.0.0.1 is not among the hosts of data.images.allow_urls"),
+        ]
+        for path, allow, host, said in refused:
+            with pytest.raises(DataError, match=re.escape(said)):
+                read(path, allow, host)
+        assert Served.asked == [], "nothing is asked for before it is allowed"
+        here = ["127.0.0.1"]
+        assert len({read(path, here).key for path in ("/good", "/told", "/moved")}) == 1
+        for path, said in {
+            "/elsewhere": "localhost is not among the hosts",
+            "/file": "file:///etc/passwd' is not allowed",
+            "/ftp": "it leads to 'ftp://127.0.0.1/a.png', and only http and https are followed",
+            "/page": "it is text/html, and no image",
+            "/large": "larger than data.images.max_bytes=20000",
+            "/huge": "larger than data.images.max_bytes=20000",
+            "/cut": f"it has {len(whole)} bytes, and 100 came",
+            "/gone": "404",
+        }.items():
+            with pytest.raises(DataError, match=re.escape(said)):
+                read(path, here)
+        monkeypatch.setattr("megaverl.data.images.SECONDS", 0.3)
+        with pytest.raises(DataError, match=r"it was not here within 0\.3 s"):
+            read("/waits", here)
+        Served.over.set()
+        server.shutdown()
+    assert Served.asked.count("/good") == 2, "once by itself, once as moved"
 
 
 def test_a_bomb_is_refused_before_it_is_decoded(read: Read, tmp_path: Path) -> None:

@@ -1,0 +1,135 @@
+"""An image by its URL: from allowed hosts alone, of a bounded size, whole, and in a bounded time."""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import socket
+import threading
+import urllib.request
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+PLAIN = ("application/octet-stream", "binary/octet-stream")  # what stores say of a file whose kind they do not know
+
+
+def fetch(url: str, max_bytes: int, allowed: bool | Sequence[str], seconds: float) -> bytes:
+    """What lies at an http(s) URL.
+
+    Args:
+        max_bytes: most of it.
+        allowed: True: hosts with public addresses; or names of hosts, whatever their addresses. Redirects too. Where
+            the environment names a proxy, the proxy looks up addresses, and decides about them.
+        seconds: until all of it must be here, counted from the start, through redirects.
+
+    Raises:
+        ValueError: a host or scheme from which nothing is fetched; no image; too large; not whole.
+        OSError, http.client.HTTPException: the connection failed.
+    """
+    connections = _Connections(allowed)
+    timer = threading.Timer(seconds, connections.end)
+    timer.daemon = True
+    timer.start()
+    try:
+        request = urllib.request.Request(url, headers={"Accept": "image/*"})
+        connections.check(request)
+        with urllib.request.build_opener(*connections.handlers).open(request, timeout=seconds) as answer:
+            kind = answer.headers.get_content_type() if "Content-Type" in answer.headers else PLAIN[0]
+            if not kind.startswith("image/") and kind not in PLAIN:
+                raise ValueError(f"it is {kind}, and no image")
+            length = int(answer.headers.get("Content-Length") or 0)
+            data = bytes(answer.read(max_bytes + 1)) if length <= max_bytes else b""
+        if max(length, len(data)) > max_bytes:
+            raise ValueError(f"it is larger than data.images.max_bytes={max_bytes}")
+        if len(data) < length:
+            raise ValueError(f"it has {length} bytes, and {len(data)} came")
+        if connections.ended:  # and what came looks whole, as no length was told
+            raise ValueError
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if connections.ended:
+            raise ValueError(f"it was not here within {seconds:g} s") from error
+        raise
+    finally:
+        timer.cancel()
+        connections.close()
+    return data
+
+
+class _Connections:
+    """Opens connections to allowed hosts, and ends them all at the deadline."""
+
+    def __init__(self, allowed: bool | Sequence[str]) -> None:
+        self.hosts = None if isinstance(allowed, bool) else {host.lower() for host in allowed}
+        self.ended = False
+        self._open: list[socket.socket] = []
+        outer = self
+
+        class Plain(urllib.request.HTTPHandler):
+            def http_open(self, request: urllib.request.Request) -> Any:
+                return self.do_open(outer.of(http.client.HTTPConnection, request), request)
+
+        class Secure(urllib.request.HTTPSHandler):
+            def https_open(self, request: urllib.request.Request) -> Any:
+                return self.do_open(outer.of(http.client.HTTPSConnection, request), request)
+
+        class Redirect(urllib.request.HTTPRedirectHandler):
+            def redirect_request(self, *args: Any) -> Any:
+                made = super().redirect_request(*args)
+                if made is not None:
+                    outer.check(made)
+                return made
+
+        self.handlers = [Plain(), Secure(), Redirect()]
+
+    def check(self, request: urllib.request.Request) -> None:
+        """Raises ValueError: nothing is fetched from there."""
+        parts = urlsplit(request.full_url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"it leads to {request.full_url!r:.80}, and only http and https are followed")
+        if self.hosts is not None and parts.hostname not in self.hosts:
+            raise ValueError(f"{parts.hostname} is not among the hosts of data.images.allow_urls")
+
+    def of(self, kind: Any, request: urllib.request.Request) -> Any:
+        """Makes connections for a request; an address is looked at when it is known, before anything is sent to it."""
+        parts = urlsplit(request.full_url)
+        proxied = request.has_proxy() or getattr(request, "_tunnel_host", None) is not None
+
+        def connect(address: tuple[str, int], *args: Any) -> socket.socket:
+            found = [each[4][0] for each in socket.getaddrinfo(*address, type=socket.SOCK_STREAM)]
+            for each in found if self.hosts is None and not proxied else ():
+                if not ipaddress.ip_address(str(each).partition("%")[0]).is_global:
+                    raise ValueError(
+                        f"{parts.hostname} has the private address {each}: name the host in data.images.allow_urls"
+                    )
+            for number, each in enumerate(found, 1):
+                try:
+                    opened = socket.create_connection((str(each), address[1]), *args)
+                except OSError:
+                    if number == len(found):
+                        raise
+                else:
+                    self._open.append(opened.dup())  # TLS takes the socket itself away
+                    return opened
+            raise OSError(f"{address[0]} has no address")
+
+        def make(host: str, **options: Any) -> Any:
+            connection = kind(host, **options)
+            connection._create_connection = connect
+            return connection
+
+        return make
+
+    def end(self) -> None:
+        """Whoever waits for one of them hears of it."""
+        self.ended = True
+        for each in self._open:
+            try:
+                each.shutdown(socket.SHUT_RDWR)
+            except OSError:  # it has ended by itself
+                continue
+
+    def close(self) -> None:
+        """Give back what `end` needs."""
+        for each in self._open:
+            each.close()
