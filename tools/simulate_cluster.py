@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The control plane of a run of up to 1,024 ranks, without models: what it costs a rank, who is named when one is lost.
 
-    python tools/simulate_cluster.py                    # 64, 256 and 1,024 ranks: 4 GB, a quarter of an hour
+    python tools/simulate_cluster.py                    # 64, 256 and 1,024 ranks: wants a machine to itself
     python tools/simulate_cluster.py --ranks 8 --faults lost --lost-after 3 --stalled-after 3
 
 Ranks are threads of a few processes; the first, the coordinator and the one that is hit have a process each. What they
@@ -368,7 +368,8 @@ def simulate(size: int, faults: Sequence[str], timeouts: Timeouts, rest: float) 
                     begun = time.monotonic()
                     ranks = [(each.messages, each.bytes) for each in cluster.cost(phase)]
                     found["costs"][phase] = [[sum(each) / size, max(each)] for each in zip(*ranks, strict=True)]
-                    print(f"{size} ranks, {phase}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+                    said = f"{time.monotonic() - begun:.1f} s, {found['costs'][phase]}"
+                    print(f"{size} ranks, {phase}: {said}", file=sys.stderr, flush=True)
                 if fault:
                     found["faults"][fault] = cluster.suffer(fault)
                     print(f"{size} ranks, {fault}: {found['faults'][fault]}", file=sys.stderr, flush=True)
@@ -390,13 +391,22 @@ def table_of_costs(found: dict[int, Any]) -> list[str]:
             for kind in (0, 1):
                 values = [found[size]["costs"][phase][kind][number] for size in sizes]
                 growth = values[-1] / values[0] if values[0] else 1.0
-                grows_with = math.log2 if growth < math.sqrt(log * many / few) else float
-                slope = (values[-1] - values[0]) / (grows_with(many) - grows_with(few)) if many > few else 0.0
-                large = values[-1] + slope * (grows_with(LARGE) - grows_with(many))
+                large = extrapolated(sizes, values)
                 shown = [f"{value:,.3f}" if value < 10 else f"{value:,.0f}" for value in (*values, growth, large)]
                 columns.append(shown)
             lines.append(f"| {who} | {' | '.join('; '.join(pair) for pair in zip(*columns, strict=True))} |")
     return lines
+
+
+def extrapolated(sizes: Sequence[int], values: Sequence[float]) -> float:
+    """At `LARGE` ranks: along log N or N, whichever meets the middle value more closely."""
+    few, many, middle = sizes[0], sizes[-1], len(sizes) // 2
+
+    def along(f: Callable[[float], float], size: int) -> float:
+        return values[0] + (values[-1] - values[0]) * (f(size) - f(few)) / ((f(many) - f(few)) or 1.0)
+
+    closest = min((math.log2, float), key=lambda f: abs(along(f, sizes[middle]) - values[middle]))
+    return along(closest, LARGE)
 
 
 def table_of_faults(found: dict[int, Any], timeouts: Timeouts) -> list[str]:
