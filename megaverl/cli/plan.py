@@ -21,7 +21,8 @@ PLAN_EXAMPLES = """\
 examples:
   megaverl plan --config configs/llama3_70b/grpo_128_nodes.yaml --nodes 128
   megaverl plan --config FILE --nodes 16 actor.tp=8 actor.pp=4 --picture plan.png
-  megaverl plan --config FILE --nodes 16 --hardware h100 --response-tokens 1500   what a step takes, too"""
+  megaverl plan --config FILE --nodes 16 --hardware h100 --response-tokens 1500   what a step takes, too
+  megaverl plan --calibrate here.json                     measure this machine, for --hardware here.json"""
 PICTURES = (".svg", ".png")
 # Dataclass fields that are given in GB or GB/s: flag, help
 MACHINE = {
@@ -46,6 +47,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-config", metavar="FILE", help="a config.json, where model.path is not here")
     parser.add_argument("--nodes", type=int, metavar="N", help="without it run.nproc, or the fewest ranks that do")
     parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(known())}, or a file: predict a step's time")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine for --hardware FILE: two minutes")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean; by default half the limit")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; by default 40 %% of the limit")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default 8, or the hardware's")
@@ -57,7 +59,23 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     add_json(parser, "the same for machines: bytes and seconds")
 
 
+def _calibrate(path: Path) -> int:
+    if path.suffix != ".json":
+        raise UsageError(f"--calibrate: found {path}; expected a file that ends in .json")
+    from megaverl.planner.calibrate import calibrate
+
+    try:
+        calibrate(path.stem, tell=lambda line: print(f"measuring {line}", file=sys.stderr, flush=True)).write(path)
+    except MegaverlError as error:
+        print(error, file=sys.stderr)
+        return FAILED
+    print(f"{path} describes this machine: megaverl plan --hardware {path}")
+    return 0
+
+
 def _plan(arguments: argparse.Namespace) -> int:
+    if arguments.calibrate is not None:
+        return _calibrate(Path(arguments.calibrate))
     for name in ("nodes", "gpus_per_node", "prompt_tokens", "response_tokens", *MACHINE):
         value = getattr(arguments, name)
         if value is not None and not (value > 0 or (name == "reserve" and value == 0)):

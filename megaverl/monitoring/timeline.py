@@ -38,7 +38,7 @@ class Timeline:
         # One wall-clock reading ties the monotonic clock to those of other ranks.
         self._wall_ns = time.time_ns()
         self._clock_ns = time.perf_counter_ns()
-        self._events: deque[tuple[str, int, int, int, int | None]] = deque(maxlen=max_events)
+        self._events: deque[tuple[str, int, int, int, int | None, int | None]] = deque(maxlen=max_events)
         self._totals: defaultdict[str, int] = defaultdict(int)
         self._work: defaultdict[str, int] = defaultdict(int)
         self._covered_ns = 0  # by outermost spans of the thread that runs the step
@@ -90,15 +90,18 @@ class Timeline:
         return {name: nanoseconds / 1e9 for name, nanoseconds in work.items()}
 
     def trace_events(self) -> list[dict[str, Any]]:
-        """The spans in Chrome's trace-event format; the process id is the rank."""
+        """The spans in Chrome's trace-event format; the process id is the rank.
+
+        `processor_us` of a span is what its process used of processors meanwhile, in all of its threads."""
         offset = self._wall_ns - self._clock_ns
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
         ]
-        for name, begin, duration, thread, step in self._events:
+        for name, begin, duration, thread, step, work in self._events:
             event = {"ph": "X", "pid": self.rank, "tid": thread, "name": name}
             event |= {"ts": (begin + offset) / 1e3, "dur": duration / 1e3}
-            facts = {"step": step, "role": self.roles.get(name)}
+            worked = None if work is None else work / 1e3
+            facts = {"step": step, "role": self.roles.get(name), "processor_us": worked}
             if known := {key: value for key, value in facts.items() if value is not None}:
                 event["args"] = known
             events.append(event)
@@ -114,7 +117,7 @@ class Timeline:
     def _close(self, name: str, begin: int, duration: int, work: int) -> None:
         depth = self._depth.value = self._depth.value - 1
         thread = threading.get_ident()
-        self._events.append((name, begin, duration, thread, self._step))
+        self._events.append((name, begin, duration, thread, self._step, work))
         self._totals[name] += duration
         self._work[name] += work
         if depth == 0 and thread == self._step_thread:
@@ -154,7 +157,8 @@ class _Step:
         timeline = self._timeline
         timeline._is_open = False
         timeline._step_ns = time.perf_counter_ns() - timeline._step_begin
-        timeline._events.append(("step", timeline._step_begin, timeline._step_ns, timeline._step_thread, self._number))
+        begin, duration = timeline._step_begin, timeline._step_ns
+        timeline._events.append(("step", begin, duration, timeline._step_thread, self._number, None))
 
 
 def merge_traces(paths: Iterable[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:

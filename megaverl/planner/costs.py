@@ -130,6 +130,8 @@ class ModelCosts:
         self.peak = hardware.peak(dtype)
         self.memory = hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
         self.kernel = hardware.kernel_us * 1e-6
+        backward = hardware.backward_kernel_us
+        self.backward_kernel = self.kernel if backward is None else backward * 1e-6
 
     def product(self, rows: float, inner: float, columns: float, count: float = 1.0) -> float:
         """`count` products of [rows, inner] with [inner, columns]."""
@@ -163,7 +165,7 @@ class ModelCosts:
             products += self._mlp(tokens, spec.ffn_hidden_size / tp)
             beside += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
         forward = products + attention + beside + kernels * self.kernel
-        backward = 2 * products + FLASH_BACKWARD * attention + 2 * beside + 2 * kernels * self.kernel
+        backward = 2 * products + FLASH_BACKWARD * attention + 2 * beside + 2 * kernels * self.backward_kernel
         ring = self._ring(tokens, grid)
         return LayerPasses(
             Duration(forward, wait + max(0.0, ring - attention)),

@@ -138,7 +138,8 @@ class EngineCosts:
         share = hardware.matmul_share(flops / (4 * spec.num_layers)) if hardware.cores else hardware.matmul_share(1e15)
         compute = max(read / model.memory, flops / (model.peak * share))
         kernels = FORWARD_KERNELS if hardware.cores else DECODE_KERNELS
-        compute += spec.num_layers * kernels * model.kernel
+        kernel = hardware.kernel_us if hardware.decode_kernel_us is None else hardware.decode_kernel_us
+        compute += spec.num_layers * kernels * kernel * 1e-6
         compute += hardware.decode_step_ms * 1e-3 + batch * hardware.decode_sequence_us * 1e-6
         message = model.itemsize * batch * spec.hidden_size
         return Duration(compute, 2 * spec.num_layers * model.links.all_reduce(message, self.tp))

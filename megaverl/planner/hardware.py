@@ -41,7 +41,8 @@ class Hardware:
         network_gb_s, network_latency_us: to ranks of other nodes.
         link_efficiency: share of a link that collectives reach.
         host_gb_s: to host memory, for what is offloaded.
-        kernel_us: what each kernel of a layer costs beside its work.
+        kernel_us: what each kernel of a layer costs beside its work. decode_kernel_us: the same in an engine that
+            decodes. backward_kernel_us: in a backward pass, which has twice as many. None: kernel_us.
         cores: processor cores that all ranks of a node share; None: each rank has a processor of its own.
         decode_step_ms: of an engine's own work at every token, for the whole batch.
         decode_sequence_us: the same, for each sequence of the batch.
@@ -68,6 +69,8 @@ class Hardware:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.75
     kernel_us: float = 4.0
+    decode_kernel_us: float | None = None
+    backward_kernel_us: float | None = None
     cores: int | None = None
     decode_step_ms: float = 0.0
     decode_sequence_us: float = 0.0
@@ -193,6 +196,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "host_gb_s": (0.01, 10_000),
     "link_efficiency": (0.01, 1),
     "kernel_us": (0, 1e5),
+    "decode_kernel_us": (0, 1e5),
+    "backward_kernel_us": (0, 1e5),
     "decode_step_ms": (0, 1e4),
     "decode_sequence_us": (0, 1e6),
     "sample_ms": (0, 1e4),
@@ -231,7 +236,7 @@ def _problems(hardware: Hardware) -> Iterator[str]:
     """Values that cannot be meant in their units."""
     for name, (least, most) in RANGES.items():
         value = getattr(hardware, name)
-        if not least <= value <= most:
+        if value is not None and not least <= value <= most:
             yield f"{name}: found {value:g}, expected {least:g} to {most:g} (is it in the unit of its name?)"
     for dtype, value in hardware.tflops.items():
         if not TFLOPS[0] <= value <= TFLOPS[1]:

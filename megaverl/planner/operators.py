@@ -115,7 +115,7 @@ def operations(load: StepLoad) -> list[Operation]:
     generated = rollout_duration(job, load.actor, load.lengths)
     ranks = job.rollout.ranks
     own = load.samples / len(ranks) * hardware.sample_ms * 1e-3
-    work = (generated.compute + own) * len(ranks)
+    work = ((generated.compute if hardware.cores is None else generated.seconds) + own) * len(ranks)
     found = [_operation(load, "rollout", "rollout", ranks, (), generated.seconds + own, work)]
     reward_ranks = job.placement.ranks["reward"]
     own = ceil(load.samples / len(reward_ranks)) * hardware.sample_ms * 1e-3
@@ -172,7 +172,9 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
     hop = _hop(load, role, batch)
     passes = [(stage.forward.seconds, stage.backward.seconds) for stage in stages]
     span, lanes = pipeline(passes, number, hop, forward_only=not update, chunks=role.grid.vpp or 1)
-    busy = [number * (s.forward.compute + (s.backward.compute if update else 0.0)) for s in stages]
+    # on processors that ranks share, messages are their work too
+    both = load.hardware.cores is not None
+    busy = [number * sum(p.seconds if both else p.compute for p in _pieces(s, update)) for s in stages]
     per_stage = len(role.ranks) // role.grid.pp
     beside = load.hardware.micro_batch_ms * 1e-3 * number * (2 if update else 1)
     work = (sum(busy) + beside * role.grid.pp) * per_stage
@@ -190,8 +192,12 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
         for turn in range(times)
         for what, rank, begin, stop in first
     )
-    work += closing.compute * len(role.ranks)
+    work += (closing.seconds if both else closing.compute) * len(role.ranks)
     return times * (span + closing.seconds) + offload, times * work, all_lanes
+
+
+def _pieces(stage: LayerPasses, update: bool) -> tuple[Duration, ...]:
+    return (stage.forward, stage.backward) if update else (stage.forward,)
 
 
 def micro_batches(load: StepLoad, role: Role, parts: int) -> tuple[MicroBatchLoad, int]:

@@ -28,6 +28,8 @@ COLOURS = {
     "activations": "#009E73",
     "buckets": "#CC79A7",
 }
+STEP_COLOURS = ("#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#E69F00", "#009E73", "#F0E442", "#999999")
+MOST_LANES = 24
 GREYS = (0.85, 0.35)  # of the reserve's parts, from first to last
 
 
@@ -37,14 +39,19 @@ def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
     from matplotlib.figure import Figure
 
     job = capacity.job
-    figure = Figure(figsize=(15, 10.5), layout="constrained")
+    predicted = capacity.prediction is not None
+    figure = Figure(figsize=(15, 14 if predicted else 10.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
         f"{job.config.run.name}: {job.world:,} ranks on {nodes_text(job)}, actor {job.actor.grid}, "
         f"vLLM tp{job.rollout.tp} x {job.rollout.num_engines}",
         fontsize=14,
     )
-    panels = figure.subplots(2, 2, width_ratios=(1, 1.15), height_ratios=(1.25, 1))
+    heights = (1.25, 1, 0.8) if predicted else (1.25, 1)
+    grid = figure.add_gridspec(len(heights), 2, width_ratios=(1, 1.15), height_ratios=heights)
+    panels = [[figure.add_subplot(grid[row, column]) for column in range(2)] for row in range(2)]
+    if predicted:
+        _step(figure.add_subplot(grid[2, :]), capacity)
     _placement(panels[0][0], capacity)
     _who_to_whom(figure, panels[0][1], capacity)
     _fill(panels[1][0], capacity)
@@ -55,6 +62,34 @@ def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
     figure.savefig(part, format=path.suffix.removeprefix("."), dpi=110)
     os.replace(part, path)
     return path
+
+
+def _step(axes: Axes, capacity: Capacity) -> None:
+    """The predicted step as the report of a run draws one: a row for each role, and for each of its pipeline's stages,
+    bars of what runs when."""
+    found = capacity.prediction
+    assert found is not None
+    rows: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
+    for phase in found.phases:
+        lanes = phase.lanes or ((phase.name, phase.ranks[0], phase.begin, phase.end),)
+        for what, rank, begin, end in lanes:
+            rows.setdefault((phase.role, rank), []).append((what, begin, end))
+    names = list(dict.fromkeys(what for bars in rows.values() for what, _, _ in bars))
+    for number, bars in enumerate(list(rows.values())[:MOST_LANES]):
+        for what, begin, end in bars:
+            colour = STEP_COLOURS[names.index(what) % len(STEP_COLOURS)]
+            axes.barh(number, end - begin, left=begin, height=0.75, color=colour, linewidth=0)
+    several = len({rank for _, rank in rows}) > 1
+    labels = [f"{role} · {rank}" if several else role for role, rank in list(rows)[:MOST_LANES]]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_title(
+        f"a step, predicted: {found.step_seconds:.1f} s, {found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU "
+        f"{found.mfu:.1%} (a row for each role and the first rank of each of its stages)"
+    )
+    handles = [axes.barh(0, 0, color=STEP_COLOURS[n % len(STEP_COLOURS)]) for n in range(len(names))]
+    axes.legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
 
 
 def _placement(axes: Axes, capacity: Capacity) -> None:

@@ -52,6 +52,7 @@ class Prediction:
         mfu: model operations of the whole step (generation, scoring, update; none for recomputation) by the peak of all
             ranks over the step. update_mfu: of updates alone, while they run, on their ranks.
         samples: of the step. tokens: of it.
+        processor_seconds: of all ranks together, at work and, where ranks share cores, in messages; without waits.
     """
 
     step_seconds: float
@@ -62,6 +63,7 @@ class Prediction:
     update_mfu: float
     samples: int
     tokens: float
+    processor_seconds: float
 
     def seconds_of(self, name: str) -> float:
         """Of an operator; 0 where the step has none."""
@@ -199,4 +201,5 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
         else 0.0,
         samples=load.samples,
         tokens=tokens,
+        processor_seconds=sum(op.work for op in ops),
     )

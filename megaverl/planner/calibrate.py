@@ -1,0 +1,358 @@
+"""This machine's rates: products, attention, memory and messages, measured by all of its ranks at once, and what a step
+costs besides, from a few steps of tiny models through the real trainer. `megaverl plan --calibrate FILE`.
+
+What is measured here is what the steps of small models are made of; on GPUs it needs no model larger than these either,
+as the rates of large products are measured by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megaverl.errors import MegaverlError
+from megaverl.planner.costs import FORWARD_KERNELS
+from megaverl.planner.generation import LengthDistribution
+from megaverl.planner.hardware import RANGES, Hardware
+from megaverl.planner.job import Machine, PlannedJob, find_spec, make_job
+from megaverl.planner.operators import StepLoad, micro_batches, operations
+from megaverl.processes import ending_with_parent
+
+ROUNDS = 5
+WARM_UP = 2  # steps
+RESPONSE = 32  # tokens
+PROMPT = 12  # about as many have the task's prompts
+PROBE: dict[str, Any] = {
+    "hidden_size": 192,
+    "intermediate_size": 576,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+PROBE_LAYERS = (2, 6)
+PROBE_KEYS = (
+    "data={max_prompt_tokens: 16, prompts_per_step: 8}",
+    "algorithm={name: grpo, group_size: 4, num_mini_batches: 2, kl: {in: loss, kind: k3, coef: 0.001}}",
+    "actor.micro_batch_tokens=256",
+    "reference.micro_batch_tokens=256",
+    "reward=exact_match",
+)
+OPERATORS = (
+    "rollout",
+    "reward",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "critic_update",
+    "actor_update",
+    "reshard",
+)
+SETTLED = (
+    "checkpoint={save_interval: 0, export_hf: false}",
+    "trainer.validate_every=0",
+    "trainer.validate_at_start=false",
+)
+
+
+def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = lambda line: None) -> Hardware:
+    """Measure for about two minutes, with nothing else at work.
+
+    Args:
+        engine: `rollout.engine` of the steps.
+        tell: called with a line on what is measured next.
+
+    Raises:
+        MegaverlError: a measurement failed; with its last words.
+    """
+    from megaverl.monitoring.doctor.trials import scratch
+
+    tell("products, attention, memory and messages")
+    measured = measure_rates(ranks := max(2, min(8, available_cores())))
+    hardware = describe(name, measured, ranks)
+    with scratch() as folder:
+        probes = []
+        for layers in PROBE_LAYERS:
+            tell(f"steps of a model of {layers} layers on one rank")
+            probes.append(Probe.run(Path(folder), layers, 1, engine))
+        tell("the same on two ranks, tensor-parallel")
+        probes.append(Probe.run(Path(folder), PROBE_LAYERS[-1], 2, engine, "actor.tp=2", "reference.tp=2"))
+        return fit(hardware, probes)
+
+
+def available_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Steps of a tiny model, and the job that they were.
+
+    Attributes:
+        measured: operator -> median over the steps.
+    """
+
+    job: PlannedJob
+    measured: dict[str, Measured]
+
+    @classmethod
+    def run(cls, folder: Path, layers: int, ranks: int, engine: str, *more: str) -> Probe:
+        from megaverl.config import load_config
+
+        inputs = make_inputs(folder / f"model_{layers}", PROBE | {"num_hidden_layers": layers})
+        keys = [*PROBE_KEYS, *sampling(engine, RESPONSE), *inputs, *more]
+        found = real_steps(folder / f"run_{layers}_{ranks}", keys, ranks, 7)
+        config = load_config(None, keys, check_paths=False, world_size=ranks)
+        return cls(make_job(config, find_spec(config), ranks, Machine(gpus_per_node=ranks)), found)
+
+    def beyond(self, name: str, hardware: Hardware) -> float:
+        """Seconds of an operator on a rank that its prediction lacks; negative where that is too much."""
+        found = operations(StepLoad(self.job, hardware, LengthDistribution.fixed(PROMPT, RESPONSE), None))
+        (operator,) = (each for each in found if each.name == name)
+        measured = self.measured[name]
+        return (measured.work if hardware.cores is not None else measured.seconds * len(operator.ranks)) / len(
+            operator.ranks
+        ) - operator.work / len(operator.ranks)
+
+    def micro_batches(self, hardware: Hardware) -> int:
+        """Of a pass over a step's samples."""
+        load = StepLoad(self.job, hardware, LengthDistribution.fixed(PROMPT, RESPONSE), None)
+        return micro_batches(load, self.job.actor, 1)[1]
+
+
+def sampling(engine: str, tokens: int) -> list[str]:
+    """Keys for responses that are all so long."""
+    return [f"rollout={{engine: {engine}, sampling: {{max_tokens: {tokens}, ignore_eos: true}}}}"]
+
+
+def make_inputs(folder: Path, model: dict[str, Any]) -> list[str]:
+    """A tiny model with its tokenizer, and prompts; the keys that name them."""
+    from megaverl.data.tasks import make_task
+    from megaverl.data.tokenizers import load_tokenizer
+    from megaverl.models.tiny import make_tiny_folder
+
+    if not (folder / "model").is_dir():
+        task = make_task("reverse", num_digits=3, num_train=256, num_held_out=16)
+        task.save(folder)
+        tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
+        special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
+        make_tiny_folder(folder / "model", "Qwen3ForCausalLM", **model | special)
+        tokenizer.save(folder / "model")
+    return [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An operator, or "step": the median over the steps of a run.
+
+    Attributes:
+        seconds: of the slowest rank. work: seconds of processors, over all ranks; without waits.
+    """
+
+    seconds: float
+    work: float
+
+
+def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> dict[str, Measured]:
+    """Run the trainer; operator -> what it took, and "step", from the trace of all ranks without the first steps.
+
+    Raises:
+        MegaverlError: the run failed.
+    """
+    own = [f"run={{name: run, dir: {folder}, nproc: {ranks}, log_with: jsonl}}", f"trainer.steps={steps}"]
+    command = [sys.executable, "-m", "megaverl", "train", *keys, *own, *SETTLED]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(ending_with_parent(command), env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MegaverlError(f"calibrate: {' '.join(command)} failed.\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    events = json.loads((folder / "run" / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
+    seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    work: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    for event in events:
+        facts = event.get("args", {})
+        if event["ph"] == "X" and facts.get("step") is not None and facts["step"] >= WARM_UP:
+            seconds[event["name"]][facts["step"]].append(event["dur"] / 1e6)
+            work[event["name"]][facts["step"]] += facts.get("processor_us", 0.0) / 1e6
+    operators = [name for name in seconds if name in OPERATORS]
+    for number in list(seconds["step"]):
+        work["step"][number] = sum(work[name][number] for name in operators)
+    return {
+        name: Measured(
+            statistics.median(max(each) for each in seconds[name].values()), statistics.median(work[name].values())
+        )
+        for name in (*operators, "step")
+    }
+
+
+def measure_rates(ranks: int) -> dict[str, Any]:
+    """What `main` finds in so many processes at once."""
+    from megaverl.monitoring.doctor.trials import Trial
+
+    environment = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    trial = Trial("rates", "megaverl.planner.calibrate", ranks, "its last words say why", environment)
+    finding = trial.finish(time.monotonic() + 90)
+    try:
+        found: dict[str, Any] = json.loads(finding.found)
+    except json.JSONDecodeError as error:
+        raise MegaverlError(f"calibrate: rates were not measured: {finding.found}") from error
+    return found
+
+
+def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
+    """A description by measured rates alone."""
+    import psutil
+
+    peak = max(flops / seconds for flops, seconds in measured["products"])
+    shares = sorted((flops, min(1.0, flops / seconds / peak)) for flops, seconds in measured["products"])
+    link = measured["all_reduce_gb_s"]
+    on_gpu = measured["device"] == "cuda"
+    dtypes = {dtype: peak * ratio / 1e12 for dtype, ratio in measured["dtypes"].items()}
+    return Hardware(
+        name=name,
+        sources=(f"measured on this machine by {ranks} ranks at once, {time.strftime('%Y-%m-%d')}",),
+        ranks_per_node=ranks if on_gpu else 1024,
+        memory_gb=psutil.virtual_memory().total / 1e9 / ranks if not on_gpu else measured["memory_gb"],
+        tflops=dtypes,
+        matmul_efficiency=tuple(shares),
+        attention_efficiency=min(1.0, measured["attention"] / peak),
+        memory_gb_s=measured["memory_gb_s"],
+        memory_efficiency=1.0,
+        node_gb_s=link,
+        node_latency_us=measured["all_reduce_us"],
+        network_gb_s=link,
+        network_latency_us=measured["all_reduce_us"],
+        link_efficiency=1.0,
+        host_gb_s=measured["memory_gb_s"],
+        kernel_us=0.0,
+        cores=None if on_gpu else available_cores(),
+    )
+
+
+def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
+    """What measured steps take beyond the rates, as overheads: of a kernel by the difference between a few layers and
+    more, of a micro-batch, an update, a token by what is left; of a message by the tensor-parallel steps."""
+    few, many, cut = probes
+    layers = many.job.spec.num_layers - few.job.spec.num_layers
+    batches, updates = few.micro_batches(hardware), few.job.config.algorithm.num_mini_batches
+
+    def mean(name: str) -> float:
+        return statistics.mean(probe.beyond(name, hardware) for probe in (few, many))
+
+    def slope(name: str, times: float) -> float:
+        return (many.beyond(name, hardware) - few.beyond(name, hardware)) / (layers * times) * 1e6
+
+    hardware = _with(hardware, kernel_us=slope("ref_log_probs", FORWARD_KERNELS * batches))
+    hardware = _with(hardware, decode_kernel_us=hardware.kernel_us + slope("rollout", FORWARD_KERNELS * RESPONSE))
+    passes = 2 * FORWARD_KERNELS * batches  # of a backward pass
+    hardware = _with(hardware, backward_kernel_us=hardware.kernel_us + slope("actor_update", passes))
+    hardware = _with(hardware, sample_ms=mean("reward") / few.job.config.samples_per_step * 1e3)
+    hardware = _with(hardware, step_ms=mean("advantages") * 1e3)
+    hardware = _with(hardware, decode_step_ms=mean("rollout") / RESPONSE * 1e3)
+    hardware = _with(hardware, micro_batch_ms=mean("ref_log_probs") / batches * 1e3)
+    hardware = _with(hardware, update_ms=mean("actor_update") / updates * 1e3)
+    messages = cut.job.spec.num_layers * 4 * cut.micro_batches(hardware)
+    more = cut.beyond("ref_log_probs", hardware) / messages * 1e6
+    return _with(hardware, node_latency_us=hardware.node_latency_us + more)
+
+
+def _with(hardware: Hardware, **fields: float) -> Hardware:
+    """With these, where they can be meant."""
+    return replace(hardware, **{n: min(RANGES[n][1], max(RANGES[n][0], value)) for n, value in fields.items()})  # type: ignore[arg-type]
+
+
+def main() -> None:
+    """One of the ranks that measure at once."""
+    import torch
+
+    from megaverl.monitoring.doctor.trials import answer, join
+
+    torch.set_num_threads(1)
+    rank, _, device = join(torch.cuda.device_count())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found: dict[str, Any] = {"device": device.type, "products": _products(device, dtype)}
+    best = max(flops / seconds for flops, seconds in found["products"])
+    found["dtypes"] = {str(dtype).removeprefix("torch."): 1.0}
+    for other in (torch.float32, torch.bfloat16):
+        name = str(other).removeprefix("torch.")
+        if name not in found["dtypes"]:
+            found["dtypes"][name] = max(f / s for f, s in _products(device, other, large=True)) / best
+    size = 64 * 2**20 if device.type == "cuda" else 8 * 2**20
+    whole = torch.ones(size, device=device)
+    found["memory_gb_s"] = 2 * whole.nbytes / _seconds(lambda: whole.add_(1.0), device) / 1e9
+    queries = torch.randn(1, 4, 256, 64, device=device, dtype=dtype)
+    mask = torch.ones(256, 256, device=device, dtype=torch.bool).tril()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    taken = _seconds(lambda: attend(queries, queries, queries, attn_mask=mask), device)
+    found["attention"] = 4 * 256 * 256 * 4 * 64 / taken
+    small, large = torch.ones(1024, device=device), torch.ones(2**21, device=device)
+    reduce = torch.distributed.all_reduce
+    found["all_reduce_us"] = _seconds(lambda: reduce(small), device) * 1e6
+    world = torch.distributed.get_world_size()
+    moved = 2 * large.nbytes * (world - 1) / world
+    found["all_reduce_gb_s"] = moved / _seconds(lambda: reduce(large), device) / 1e9
+    if device.type == "cuda":
+        found["memory_gb"] = torch.cuda.get_device_properties(device).total_memory / 1e9
+    if rank == 0:
+        answer(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
+def _products(device: Any, dtype: Any, *, large: bool = False) -> list[tuple[float, float]]:
+    """(operations, seconds) of products of rows with a layer's weights; the fastest shape of each size."""
+    import torch
+
+    best: dict[float, float] = {}
+    widths = (4096, 8192) if device.type == "cuda" else (64, 192, 384, 768)
+    for rows in (4096, 16384) if device.type == "cuda" and large else (16, 64, 256, 1024):
+        for inner in widths:
+            if large and rows < 256:
+                continue
+            left = torch.randn(rows, inner, device=device, dtype=dtype)
+            right = torch.randn(inner, 3 * inner, device=device, dtype=dtype)
+            flops = 2.0 * rows * inner * 3 * inner
+            if flops > 2e9 and device.type == "cpu":
+                continue
+            taken = _seconds(lambda a=left, b=right: a @ b, device)  # type: ignore[misc]
+            best[flops] = min(best.get(flops, taken), taken)
+    return sorted(best.items())
+
+
+def _seconds(work: Callable[[], object], device: Any) -> float:
+    """Median of some rounds of enough turns, with all ranks at it at once."""
+    import torch
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    clock = time.perf_counter if device.type == "cuda" else time.process_time  # others may be at work
+    work()
+    wait()
+    begin = clock()
+    work()
+    wait()
+    turns = max(1, min(200, int(0.02 / max(clock() - begin, 1e-6))))
+    torch.distributed.barrier()
+    rounds = []
+    count = torch.tensor([turns])
+    torch.distributed.broadcast(count, 0) if device.type == "cpu" else None
+    for _ in range(ROUNDS):
+        begin = clock()
+        for _ in range(int(count)):
+            work()
+        wait()
+        rounds.append((clock() - begin) / int(count))
+    return statistics.median(rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+#!/usr/bin/env python3
+"""A step as predicted beside a step as measured, over layouts of two tiny models on this machine; or beside what others
+have published of named models and clusters.
+
+    megaverl plan --calibrate here.json
+    python tools/bench_simulator.py --hardware here.json --measured measured.json
+    python tools/bench_simulator.py --published
+
+Every layout runs some steps through the real trainer (Megatron-core, gloo), whose median is compared; measured.json
+keeps what is measured, so that a second call predicts alone. Six minutes, of a machine with nothing else at work: or
+look at processor seconds alone, which are those of all ranks, without waits, and which other work disturbs least.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megaverl.config import load_config  # noqa: E402
+from megaverl.planner.calibrate import PROMPT, make_inputs, real_steps, sampling  # noqa: E402
+from megaverl.planner.generation import LengthDistribution  # noqa: E402
+from megaverl.planner.hardware import Hardware  # noqa: E402
+from megaverl.planner.job import find_spec, make_job  # noqa: E402
+from megaverl.planner.simulator import Prediction, simulate  # noqa: E402
+from megaverl.sharding.model_spec import ModelSpec  # noqa: E402
+
+STEPS, RESPONSE = 7, 40
+MODELS: dict[str, dict[str, Any]] = {
+    "small": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},
+    "large": {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8},
+}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+KEYS = (
+    "data={max_prompt_tokens: 16, prompts_per_step: 8}",
+    "algorithm={name: grpo, group_size: 4, num_mini_batches: 2, kl: {in: loss, kind: k3, coef: 0.001}}",
+    "actor.micro_batch_tokens=256",
+    "reference.micro_batch_tokens=256",
+    "reward=exact_match",
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model on so many ranks."""
+
+    model: str
+    ranks: int
+    grid: str = ""
+    placement: str = ""
+
+    @property
+    def name(self) -> str:
+        return " ".join(part for part in (self.model, f"{self.ranks} ranks", self.grid, self.placement) if part)
+
+    @property
+    def keys(self) -> list[str]:
+        sizes = [f"{part[:2]}={part[2:]}" for part in self.grid.split() if not part.startswith("dp")]
+        roles = ["actor"] if self.placement else ["actor", "reference"]
+        found = [f"{role}.{size}" for role in roles for size in sizes]
+        if self.placement:
+            found.append("placement={actor: 0, rollout: 1}")
+        return found + (["rollout.async_rollout=true"] if self.placement == "asynchronous" else [])
+
+
+LAYOUTS = (
+    Layout("small", 1),
+    Layout("small", 2, "tp2"),
+    Layout("small", 2, "pp2"),
+    Layout("small", 2, "dp2"),
+    Layout("small", 2, "cp2"),
+    Layout("small", 4, "tp2 pp2"),
+    Layout("small", 2, "", "split"),
+    Layout("large", 1),
+    Layout("large", 2, "tp2"),
+    Layout("large", 2, "pp2"),
+    Layout("large", 2, "dp2"),
+    Layout("large", 2, "cp2"),
+    Layout("large", 4, "dp4"),
+    Layout("large", 2, "", "split"),
+    Layout("large", 2, "", "asynchronous"),
+)
+
+
+def keys_of(layout: Layout, inputs: Path) -> list[str]:
+    made = make_inputs(inputs / layout.model, MODELS[layout.model] | HEADS)
+    return [*KEYS, *sampling("hf", RESPONSE), *made, *layout.keys]
+
+
+def predict(layout: Layout, inputs: Path, hardware: Hardware) -> Prediction:
+    config = load_config(None, keys_of(layout, inputs), check_paths=False, world_size=layout.ranks)
+    job = make_job(config, find_spec(config), layout.ranks, hardware.machine())
+    return simulate(job, hardware, lengths=LengthDistribution.fixed(PROMPT, RESPONSE))
+
+
+def measure(layouts: Iterable[Layout], inputs: Path, kept: Path | None) -> dict[str, dict[str, dict[str, float]]]:
+    """Layout -> operator -> median seconds; what `kept` has is not measured again."""
+    found = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.is_file() else {}
+    for layout in layouts:
+        if layout.name in found:
+            continue
+        with tempfile.TemporaryDirectory() as runs:
+            times = real_steps(Path(runs), keys_of(layout, inputs), layout.ranks, STEPS)
+        found[layout.name] = {name: asdict(each) for name, each in times.items()}
+        print(f"{layout.name}: {found[layout.name]['step']}", file=sys.stderr, flush=True)
+        if kept is not None:
+            kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+PUBLISHED = ROOT / "tools" / "published_steps.yaml"
+
+
+def against_published() -> None:
+    """Print the table of what others have published, from `published_steps.yaml`."""
+    entries = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
+    rows = [
+        (entry["name"], published(entry, entries["models"]).step_seconds, entry["seconds"])
+        for entry in entries["steps"]
+    ]
+    print("\n".join(table({"seconds of a step": rows})))
+    print("\n".join(f"{name}: {source}" for name, source in entries["sources"].items()))
+
+
+def published(entry: dict[str, Any], models: dict[str, Any]) -> Prediction:
+    """A step of someone else's, in megaverl's words, on the hardware of the entry."""
+    hardware, lengths = Hardware.read(entry["hardware"]), entry["lengths"]
+    config = load_config(
+        None,
+        ["model={path: absent, dtype: bfloat16}", "data.train=absent.jsonl", "reward=exact_match", *entry["keys"]],
+        check_paths=False,
+        world_size=entry["gpus"],
+    )
+    spec = ModelSpec.from_config(models[entry["model"]])
+    job = make_job(config, spec, entry["gpus"], hardware.machine())
+    spread = LengthDistribution.lognormal(lengths["prompt"], lengths["response"], lengths["longest"])
+    return simulate(job, hardware, lengths=spread)
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's; no two values are expected to be equal."""
+    places = [[sorted(values).index(value) for value in values] for values in (one, other)]
+    return statistics.correlation(*places)
+
+
+Row = tuple[str, float, float]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """How near (what, predicted, measured) are."""
+    errors = [abs(predicted / measured - 1) for _, predicted, measured in rows]
+    both = [row[1] for row in rows], [row[2] for row in rows]
+    return (
+        f"error: median {statistics.median(errors):.0%}, worst {max(errors):.0%}; rank correlation "
+        f"{rank_correlation(*both):.2f}, of {len(rows)}"
+    )
+
+
+def table(columns: dict[str, Sequence[Row]]) -> list[str]:
+    """Lines: what, then predicted, measured and error of each column."""
+    lines = ["| | " + " | ".join(f"{name}: predicted | measured | error" for name in columns) + " |"]
+    lines.append("| --- |" + " ---: | ---: | ---: |" * len(columns))
+    for rows in zip(*columns.values(), strict=True):
+        cells = [
+            f"{predicted:.3g} | {measured:.3g} | {predicted / measured - 1:+.0%}" for _, predicted, measured in rows
+        ]
+        lines.append(f"| {rows[0][0]} | " + " | ".join(cells) + " |")
+    return [*lines, "", *(f"{name}: {summary(rows)}" for name, rows in columns.items())]
+
+
+def against_measured(hardware: Hardware, kept: Path | None, phases: bool) -> None:
+    """Print the table of this machine's layouts."""
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = Path(folder)
+        measured = measure(LAYOUTS, inputs, kept)
+        steps, work = [], []
+        for layout in LAYOUTS:
+            found, real = predict(layout, inputs, hardware), measured[layout.name]
+            steps.append((layout.name, found.step_seconds, real["step"]["seconds"]))
+            work.append((layout.name, found.processor_seconds, real["step"]["work"]))
+            for phase in found.phases if phases else ():
+                one = real.get(phase.name, {"seconds": 0.0, "work": 0.0})
+                print(
+                    f"  {layout.name:24}{phase.name:16}{phase.seconds:8.3f} {one['seconds']:8.3f} s {one['work']:8.3f}"
+                )
+    print("\n".join(table({"seconds of a step": steps, "processor seconds": work})))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", help="what megaverl plan --calibrate has written")
+    parser.add_argument("--measured", type=Path, help="a file that keeps what is measured")
+    parser.add_argument("--phases", action="store_true", help="each operator's seconds, too")
+    parser.add_argument("--published", action="store_true", help="beside what others have published")
+    arguments = parser.parse_args()
+    if arguments.published:
+        against_published()
+    elif arguments.hardware is None:
+        parser.error("--hardware FILE is needed: megaverl plan --calibrate FILE")
+    else:
+        against_measured(Hardware.read(arguments.hardware), arguments.measured, arguments.phases)
+
+
+if __name__ == "__main__":
+    main()
