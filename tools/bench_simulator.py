@@ -125,11 +125,14 @@ PUBLISHED = ROOT / "tools" / "published_steps.yaml"
 def against_published() -> None:
     """Print the table of what others have published, from `published_steps.yaml`."""
     entries = yaml.safe_load(PUBLISHED.read_text(encoding="utf-8"))
-    rows = [
-        (entry["name"], published(entry, entries["models"]).step_seconds, entry["seconds"])
-        for entry in entries["steps"]
-    ]
-    print("\n".join(table({"seconds of a step": rows})))
+    models = entries["models"]
+    steps = [(each["name"], published(each, models).step_seconds, each["seconds"]) for each in entries["steps"]]
+    print("\n".join(table({"seconds of a step": steps})), end="\n\n")
+    rates = []
+    for each in entries["updates"]:
+        peak = Hardware.read(each["hardware"]).tflops["bfloat16"]
+        rates.append((each["name"], published(each, models).update_mfu * peak, each["tflops"]))
+    print("\n".join(table({"TFLOP/s of a GPU in updates": rates})), end="\n\n")
     print("\n".join(f"{name}: {source}" for name, source in entries["sources"].items()))
 
 

@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megaverl.cli.main import main
 from megaverl.errors import ConfigError
+from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, Measured, Probe, fit
 from megaverl.planner.costs import ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob
-from megaverl.planner.operators import StepLoad, parameters_of_stage
+from megaverl.planner.operators import StepLoad, operations, parameters_of_stage
+from megaverl.planner.picture import draw
+from megaverl.planner.report import as_dict, as_text, survey
 from megaverl.planner.simulator import Prediction, default_lengths, simulate
 from megaverl.planner.stages import pipeline
 from megaverl.sharding.model_spec import ModelSpec
-from tests.planner.jobs import make, recipe
+from tests.planner.jobs import CONFIGS, make, recipe
 
 H100 = Hardware.read("h100")
 CPU = replace(H100, name="cores", cores=2, tflops={"float32": 0.1, "bfloat16": 0.1}, sources=("a test",))
@@ -217,12 +221,62 @@ def test_a_description_that_cannot_be_meant_is_refused_in_words(change: dict, sa
 
 
 def test_a_description_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, b200, h100, h200"):
+    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, b200, h100, h20, h200"):
         Hardware.read("h1000")
     with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
         Hardware.read("absent.json")
     with pytest.raises(ConfigError, match="tflops has no float32"):
         simulate(job("model.dtype=float32"), replace(H100, tflops={"bfloat16": 989}))
+
+
+def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
+    """Steps that are made up from known overheads: another job is then predicted as with these."""
+    true = replace(
+        CPU,
+        kernel_us=40,
+        backward_kernel_us=30,
+        decode_kernel_us=60,
+        node_latency_us=200,
+        decode_step_ms=1.5,
+        sample_ms=0.1,
+        step_ms=4,
+        operator_ms=0,
+        micro_batch_ms=2,
+        update_ms=5,
+        decode_sequence_us=0,
+    )
+    free = dict.fromkeys(("kernel_us", "decode_step_ms", "sample_ms", "step_ms", "micro_batch_ms", "update_ms"), 0.0)
+    bare = replace(true, **free, backward_kernel_us=None, decode_kernel_us=None, node_latency_us=50)
+
+    def probe(layers: int, *more: str, world: int = 1) -> Probe:
+        spec = replace(SPEC, num_layers=layers, hidden_size=192, ffn_hidden_size=576, num_heads=4, num_kv_heads=4)
+        planned = make(spec, world, *PROBE_KEYS, f"rollout={{engine: hf, sampling: {{max_tokens: {RESPONSE}}}}}", *more)
+        load = StepLoad(planned, true, LengthDistribution.fixed(PROMPT, RESPONSE), None)
+        return Probe(planned, {op.name: Measured(op.seconds, op.work) for op in operations(load)})
+
+    cut = probe(6, "actor.tp=2", "reference.tp=2", world=2)
+    found = fit(bare, [probe(2), probe(6), cut])
+    for planned in (job("actor.tp=2", world=2), job(world=2), job("actor.pp=2", world=4)):
+        lengths = LengthDistribution.fixed(PROMPT, RESPONSE)
+        want = simulate(planned, true, lengths=lengths).step_seconds
+        assert simulate(planned, found, lengths=lengths).step_seconds == pytest.approx(want, rel=0.05)
+
+
+def test_a_prediction_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    planned = job("actor.pp=2", *SPLIT)
+    capacity = survey(planned, H100)
+    assert capacity.prediction is not None
+    text, found = as_text(capacity), as_dict(capacity)["step"]
+    assert f"a step, predicted: {found['seconds']:.1f} s" in text and "critical path: rollout" in text
+    assert found["phases"].keys() == {phase.name for phase in capacity.prediction.phases}
+    assert draw(capacity, tmp_path / "plan.svg").read_text().count("<path") > 100
+    assert as_dict(survey(planned))["step"] is None
+    recipe_path = CONFIGS / "llama3_70b" / "grpo_8_nodes.yaml"
+    command = ["plan", "--config", str(recipe_path), "--nodes", "8"]
+    assert main([*command, "--hardware", "h1000"]) == 2 and "there is no h1000" in capsys.readouterr().err
+    assert main([*command, "--hardware", "h200", "--response-tokens", "900"]) == 0
+    said = capsys.readouterr().out
+    assert "141 GB each" in said and "responses of 900 (up to" in said
 
 
 def test_a_step_of_70b_is_predicted_in_milliseconds_of_arithmetic() -> None:
