@@ -8,6 +8,7 @@ as the rates of large products are measured by themselves.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -238,28 +239,36 @@ def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
 
 
 def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
-    """What measured steps take beyond the rates, as overheads: of a kernel by the difference between a few layers and
-    more, of a micro-batch, an update, a token by what is left; of a message by the tensor-parallel steps."""
+    """What measured steps take beyond the rates: elementwise work by passes over samples, kernels by the difference
+    between a few layers and more when tokens are decoded, what is left as overheads of a token, an update and a step,
+    and a message by the tensor-parallel steps."""
     few, many, cut = probes
     layers = many.job.spec.num_layers - few.job.spec.num_layers
-    batches, updates = few.micro_batches(hardware), few.job.config.algorithm.num_mini_batches
+    updates = few.job.config.algorithm.num_mini_batches
 
-    def mean(name: str) -> float:
-        return statistics.mean(probe.beyond(name, hardware) for probe in (few, many))
+    def mean(name: str, found: Hardware) -> float:
+        return statistics.mean(probe.beyond(name, found) for probe in (few, many))
 
-    def slope(name: str, times: float) -> float:
-        return (many.beyond(name, hardware) - few.beyond(name, hardware)) / (layers * times) * 1e6
+    def settled(field: str, name: str, sign: int) -> Hardware:
+        """With the value at which an operator takes what it was measured to; sign: whether more of it is slower."""
+        low, high = (math.log(limit) for limit in RANGES[field])
+        for _ in range(40):
+            middle = (low + high) / 2
+            too_slow = mean(name, replace(hardware, **{field: math.exp(middle)})) < 0  # type: ignore[arg-type]
+            low, high = (low, middle) if too_slow == (sign > 0) else (middle, high)
+        return replace(hardware, **{field: math.exp(high)})  # type: ignore[arg-type]
 
-    hardware = _with(hardware, kernel_us=slope("ref_log_probs", FORWARD_KERNELS * batches))
-    hardware = _with(hardware, decode_kernel_us=hardware.kernel_us + slope("rollout", FORWARD_KERNELS * RESPONSE))
-    passes = 2 * FORWARD_KERNELS * batches  # of a backward pass
-    hardware = _with(hardware, backward_kernel_us=hardware.kernel_us + slope("actor_update", passes))
-    hardware = _with(hardware, sample_ms=mean("reward") / few.job.config.samples_per_step * 1e3)
-    hardware = _with(hardware, step_ms=mean("advantages") * 1e3)
-    hardware = _with(hardware, decode_step_ms=mean("rollout") / RESPONSE * 1e3)
-    hardware = _with(hardware, micro_batch_ms=mean("ref_log_probs") / batches * 1e3)
-    hardware = _with(hardware, update_ms=mean("actor_update") / updates * 1e3)
-    messages = cut.job.spec.num_layers * 4 * cut.micro_batches(hardware)
+    for _ in range(ROUNDS):  # each of the two is fitted with the other as it is
+        hardware = settled("elementwise_efficiency", "ref_log_probs", -1)
+        slope = many.beyond("rollout", hardware) - few.beyond("rollout", hardware)
+        more = slope / (layers * FORWARD_KERNELS * RESPONSE) * 1e6
+        hardware = _with(hardware, kernel_us=hardware.kernel_us + more)
+    hardware = _with(hardware, sample_ms=mean("reward", hardware) / few.job.config.samples_per_step * 1e3)
+    hardware = _with(hardware, step_ms=mean("advantages", hardware) * 1e3)
+    hardware = _with(hardware, decode_step_ms=mean("rollout", hardware) / RESPONSE * 1e3)
+    hardware = settled("backward_factor", "actor_update", 1)
+    hardware = _with(hardware, update_ms=mean("actor_update", hardware) / updates * 1e3)
+    messages = cut.job.spec.num_layers * 2 * cut.micro_batches(hardware)
     more = cut.beyond("ref_log_probs", hardware) / messages * 1e6
     return _with(hardware, node_latency_us=hardware.node_latency_us + more)
 

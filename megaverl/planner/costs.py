@@ -129,9 +129,8 @@ class ModelCosts:
         self.itemsize = ITEMSIZE[dtype]
         self.peak = hardware.peak(dtype)
         self.memory = hardware.memory_gb_s * 1e9 * hardware.memory_efficiency
+        self.slower = hardware.memory_efficiency / (hardware.elementwise_efficiency or hardware.memory_efficiency)
         self.kernel = hardware.kernel_us * 1e-6
-        backward = hardware.backward_kernel_us
-        self.backward_kernel = self.kernel if backward is None else backward * 1e-6
 
     def product(self, rows: float, inner: float, columns: float, count: float = 1.0) -> float:
         """`count` products of [rows, inner] with [inner, columns]."""
@@ -143,7 +142,13 @@ class ModelCosts:
 
     def moved(self, nbytes: float) -> float:
         """Of elementwise work on so many bytes."""
-        return nbytes / self.memory
+        return nbytes / self.memory * self.slower
+
+    def elementwise(self, tokens: float, tp: int, *, sequence_parallel: bool = False) -> float:
+        """Of a layer's norms, residuals and rotations; not of its MLP."""
+        spec = self.spec
+        width = 10 * spec.hidden_size / (tp if sequence_parallel else 1) + 4 * spec.num_heads * spec.head_dim / tp
+        return self.moved(self.itemsize * tokens * width)
 
     def layer(self, batch: MicroBatchLoad, grid: GridShape, *, is_moe: bool, sequence_parallel: bool) -> LayerPasses:
         """One decoder layer's passes over a micro-batch on a rank, without recomputation."""
@@ -151,9 +156,10 @@ class ModelCosts:
         tokens = batch.tokens / grid.cp
         products = self._attention_products(tokens, tp)
         attention = self._attention(batch.pairs / (grid.cp * tp))
-        beside = self.moved(size * tokens * (10 * spec.hidden_size / (tp if sequence_parallel else 1)))
-        beside += self.moved(size * tokens * 4 * spec.num_heads * spec.head_dim / tp)
-        wait = 4 * self.links.gather(size * tokens * spec.hidden_size, tp)  # two all-gathers, two reduce-scatters
+        beside = self.elementwise(tokens, tp, sequence_parallel=sequence_parallel)
+        hidden = size * tokens * spec.hidden_size
+        # two all-gathers and two reduce-scatters, or as many bytes in two all-reduces
+        wait = 4 * self.links.gather(hidden, tp) if sequence_parallel else 2 * self.links.all_reduce(hidden, tp)
         kernels: float = FORWARD_KERNELS
         if is_moe and spec.moe is not None:
             expert, moved, away = self._experts(tokens, grid)
@@ -165,7 +171,9 @@ class ModelCosts:
             products += self._mlp(tokens, spec.ffn_hidden_size / tp)
             beside += self.moved(size * tokens * 5 * spec.ffn_hidden_size / tp)
         forward = products + attention + beside + kernels * self.kernel
-        backward = 2 * products + FLASH_BACKWARD * attention + 2 * beside + 2 * kernels * self.backward_kernel
+        backward = (
+            2 * products + FLASH_BACKWARD * attention + self.hardware.backward_factor * (beside + kernels * self.kernel)
+        )
         ring = self._ring(tokens, grid)
         return LayerPasses(
             Duration(forward, wait + max(0.0, ring - attention)),

@@ -138,11 +138,18 @@ class EngineCosts:
         share = hardware.matmul_share(flops / (4 * spec.num_layers)) if hardware.cores else hardware.matmul_share(1e15)
         compute = max(read / model.memory, flops / (model.peak * share))
         kernels = FORWARD_KERNELS if hardware.cores else DECODE_KERNELS
-        kernel = hardware.kernel_us if hardware.decode_kernel_us is None else hardware.decode_kernel_us
-        compute += spec.num_layers * kernels * kernel * 1e-6
+        compute += spec.num_layers * kernels * model.kernel
+        compute += spec.num_layers * (model.elementwise(batch, self.tp) + self._activation(batch))
         compute += hardware.decode_step_ms * 1e-3 + batch * hardware.decode_sequence_us * 1e-6
         message = model.itemsize * batch * spec.hidden_size
         return Duration(compute, 2 * spec.num_layers * model.links.all_reduce(message, self.tp))
+
+    def _activation(self, batch: float) -> float:
+        """Of a layer's MLP, elementwise."""
+        spec, width = self.model.spec, self.model.spec.ffn_hidden_size
+        if spec.moe is not None:
+            width = spec.moe.experts_per_token * spec.moe.ffn_hidden_size
+        return self.model.moved(self.model.itemsize * batch * 5 * width / self.tp)
 
     @cached_property
     def _token_flops(self) -> float:

@@ -37,12 +37,13 @@ class Hardware:
             between two of them straight over the logarithm.
         attention_efficiency: share of the peak that attention's kernel reaches.
         memory_gb_s, memory_efficiency: bandwidth of memory, and the share of it that is reached.
+        elementwise_efficiency: the same of norms, activations and the like; None: memory_efficiency.
         node_gb_s, node_latency_us: to ranks of the same node, and the time of a message before its first byte.
         network_gb_s, network_latency_us: to ranks of other nodes.
         link_efficiency: share of a link that collectives reach.
         host_gb_s: to host memory, for what is offloaded.
-        kernel_us: what each kernel of a layer costs beside its work. decode_kernel_us: the same in an engine that
-            decodes. backward_kernel_us: in a backward pass, which has twice as many. None: kernel_us.
+        kernel_us: what each kernel of a layer costs beside its work. backward_factor: elementwise work and kernels
+            of a backward pass by those of a forward pass.
         cores: processor cores that all ranks of a node share; None: each rank has a processor of its own.
         decode_step_ms: of an engine's own work at every token, for the whole batch.
         decode_sequence_us: the same, for each sequence of the batch.
@@ -69,8 +70,8 @@ class Hardware:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.75
     kernel_us: float = 4.0
-    decode_kernel_us: float | None = None
-    backward_kernel_us: float | None = None
+    elementwise_efficiency: float | None = None
+    backward_factor: float = 2.0
     cores: int | None = None
     decode_step_ms: float = 0.0
     decode_sequence_us: float = 0.0
@@ -189,6 +190,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "attention_efficiency": (0.001, 1),
     "memory_gb_s": (0.1, 100_000),
     "memory_efficiency": (0.01, 1),
+    "elementwise_efficiency": (0.0001, 1),
     "node_gb_s": (0.01, 10_000),
     "node_latency_us": (0, 1e6),
     "network_gb_s": (0.001, 10_000),
@@ -196,8 +198,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "host_gb_s": (0.01, 10_000),
     "link_efficiency": (0.01, 1),
     "kernel_us": (0, 1e5),
-    "decode_kernel_us": (0, 1e5),
-    "backward_kernel_us": (0, 1e5),
+    "backward_factor": (0.1, 5),
     "decode_step_ms": (0, 1e4),
     "decode_sequence_us": (0, 1e6),
     "sample_ms": (0, 1e4),

@@ -328,7 +328,7 @@ def _closing(load: StepLoad, role: Role, stages: Sequence[LayerPasses]) -> Durat
         own = plain / (replicas if distributed and shards == 1 else shards) + expert / (
             grid.expert_dp if distributed and shards == 1 else shards
         )
-        step = costs.moved(OPTIMIZER_BYTES * own)
+        step = OPTIMIZER_BYTES * own / costs.memory
         if optimizer.get("optimizer_cpu_offload"):
             step = OPTIMIZER_BYTES * own / (load.hardware.host_gb_s * 1e9)
         step += load.hardware.update_ms * 1e-3

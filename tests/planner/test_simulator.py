@@ -231,22 +231,12 @@ def test_a_description_that_is_not_there_says_which_are() -> None:
 
 def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
     """Steps that are made up from known overheads: another job is then predicted as with these."""
-    true = replace(
-        CPU,
-        kernel_us=40,
-        backward_kernel_us=30,
-        decode_kernel_us=60,
-        node_latency_us=200,
-        decode_step_ms=1.5,
-        sample_ms=0.1,
-        step_ms=4,
-        operator_ms=0,
-        micro_batch_ms=2,
-        update_ms=5,
-        decode_sequence_us=0,
+    overheads = {"kernel_us": 40, "decode_step_ms": 1.5, "sample_ms": 0.1, "step_ms": 4}
+    free = {"operator_ms": 0, "micro_batch_ms": 0, "update_ms": 0, "decode_sequence_us": 0, "memory_efficiency": 1.0}
+    true = replace(CPU, **free, **overheads, elementwise_efficiency=0.05, backward_factor=1.4, node_latency_us=200)
+    bare = replace(
+        true, **dict.fromkeys(overheads, 0.0), elementwise_efficiency=None, backward_factor=2.0, node_latency_us=50
     )
-    free = dict.fromkeys(("kernel_us", "decode_step_ms", "sample_ms", "step_ms", "micro_batch_ms", "update_ms"), 0.0)
-    bare = replace(true, **free, backward_kernel_us=None, decode_kernel_us=None, node_latency_us=50)
 
     def probe(layers: int, *more: str, world: int = 1) -> Probe:
         spec = replace(SPEC, num_layers=layers, hidden_size=192, ffn_hidden_size=576, num_heads=4, num_kv_heads=4)
