@@ -103,7 +103,7 @@ class Probe:
     """
 
     job: PlannedJob
-    measured: dict[str, Measured]
+    measured: dict[str, MeasuredOperator]
 
     @classmethod
     def run(cls, folder: Path, layers: int, ranks: int, engine: str, *more: str) -> Probe:
@@ -152,7 +152,7 @@ def make_inputs(folder: Path, model: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredOperator:
     """An operator, or "step": the median over the steps of a run.
 
     Attributes:
@@ -163,7 +163,7 @@ class Measured:
     work: float
 
 
-def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> dict[str, Measured]:
+def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> dict[str, MeasuredOperator]:
     """Run the trainer; operator -> what it took, and "step", from the trace of all ranks without the first steps.
 
     Raises:
@@ -187,7 +187,7 @@ def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> dic
     for number in list(seconds["step"]):
         work["step"][number] = sum(work[name][number] for name in operators)
     return {
-        name: Measured(
+        name: MeasuredOperator(
             statistics.median(max(each) for each in seconds[name].values()), statistics.median(work[name].values())
         )
         for name in (*operators, "step")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megaverl.cli.main import main
 from megaverl.errors import ConfigError
-from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, Measured, Probe, fit
+from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, MeasuredOperator, Probe, fit
 from megaverl.planner.costs import ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
@@ -243,7 +243,7 @@ def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
         spec = replace(SPEC, num_layers=layers, hidden_size=192, ffn_hidden_size=576, num_heads=4, num_kv_heads=4)
         planned = make(spec, world, *PROBE_KEYS, f"rollout={{engine: hf, sampling: {{max_tokens: {RESPONSE}}}}}", *more)
         load = StepLoad(planned, true, LengthDistribution.fixed(PROMPT, RESPONSE), None)
-        return Probe(planned, {op.name: Measured(op.seconds, op.work) for op in operations(load)})
+        return Probe(planned, {op.name: MeasuredOperator(op.seconds, op.work) for op in operations(load)})
 
     cut = probe(6, "actor.tp=2", "reference.tp=2", world=2)
     found = fit(bare, [probe(2), probe(6), cut])
