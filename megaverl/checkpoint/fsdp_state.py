@@ -103,7 +103,7 @@ def _whole_shards(
     model: FSDPModel, prefix: str, tensors: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[ShardedTensor, int]]:
     """All that this rank has, and how many ranks have the same."""
-    layout, rank, world = state_layout(model), model.grid.rank, model.grid.shape.world_size
+    layout, rank, world, tp = state_layout(model), model.grid.rank, model.grid.shape.world_size, model.grid.shape.tp
     buffers = {name for name, _ in model.module.model.named_buffers()}
     seen = viewed(layout, tensors)
     for piece in layout.pieces:
@@ -111,7 +111,10 @@ def _whole_shards(
         if stored not in tensors:
             continue
         data = view(seen[piece.local], piece.local_box).view(piece.box.shape)
-        shards = 1 if stored in buffers else model.num_shards
+        # how many neighbours have all of it, and how many of them each part
+        parts, same = model.num_shards * tp, 1 if model.is_cut_over_tp(stored) else tp
+        if stored in buffers:
+            parts = same = 1
         yield (
             ShardedTensor(
                 key=prefix + piece.tensor,
@@ -121,7 +124,7 @@ def _whole_shards(
                 global_shape=layout.global_shapes[piece.tensor],
                 global_offset=piece.box.start,
                 axis_fragmentations=None,
-                replica_id=(0, rank // shards),
+                replica_id=(0, rank // parts * same + rank % same),
             ),
-            world // shards,
+            world // parts * same,
         )

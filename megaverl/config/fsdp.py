@@ -114,7 +114,6 @@ def _dtype(key: str, value: Any) -> str:
 
 
 _SIZES = {
-    "tp": "tensor-parallel",
     "pp": "pipeline-parallel",
     "cp": "context-parallel",
     "ep": "expert-parallel",
@@ -157,7 +156,16 @@ def engine_mistakes(role: str, section: GridConfig, num_ranks: int | None = None
             yield _unread(f"{role}.optimizer.{name}", "is set", reads, role)
     if (kind := optimizer.get("optimizer", "adam")) != "adam":
         yield _unread(f"{role}.optimizer.optimizer", f"found {found(kind)}", "steps with torch's AdamW: use adam", role)
-    yield from _shard_size(role, section.fsdp, num_ranks)
+    if section.tp > 1:
+        taken = {"lora": getattr(section, "lora", None) is not None, "fsdp.compile": section.fsdp.compile}
+        for name in (name for name, is_set in taken.items() if is_set):
+            message = f"is set, and engine: fsdp has it with {role}.tp=1 alone. Leave one of both out."
+            yield ConfigIssue(f"{role}.{name}", message, involves=(f"{role}.tp",))
+        if num_ranks and num_ranks % section.tp:
+            message = f"found {section.tp}, which does not divide the {num_ranks} ranks. Sizes that fit: "
+            yield ConfigIssue(f"{role}.tp", f"{message}{listed(divisors(num_ranks))}.", involves=("run.nproc",))
+            return
+    yield from _shard_size(role, section.fsdp, num_ranks and num_ranks // section.tp)
 
 
 def _unread(key: str, what: str, why: str, role: str) -> ConfigIssue:
@@ -173,5 +181,5 @@ def _shard_size(role: str, fsdp: FsdpConfig, num_ranks: int | None) -> Iterator[
         message = f"is set, and sharding_strategy is {fsdp.sharding_strategy}. Leave it out, or use hybrid_shard."
         yield ConfigIssue(key, message, involves=(f"{role}.fsdp.sharding_strategy",))
     elif num_ranks and num_ranks % size:
-        message = f"found {size}, which does not divide the {num_ranks} ranks. Sizes that fit: "
+        message = f"found {size}, which does not divide the {num_ranks} data-parallel ranks. Sizes that fit: "
         yield ConfigIssue(key, f"{message}{listed(divisors(num_ranks))}.", involves=("run.nproc",))

@@ -1,21 +1,25 @@
-"""Where a Hugging Face model's weights lie when FSDP2 has cut its module over ranks."""
+"""Where a Hugging Face model's weights lie when FSDP2, and tensor parallelism before it, have cut its module."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
+from megaverl.errors import ConfigError, ModelError
 from megaverl.models.architectures import LAYERS, weights_of
-from megaverl.sharding.boxes import Box, whole
+from megaverl.models.vision import VisionReader
+from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, whole_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.module_weights import weights_of_module
 from megaverl.sharding.weight import Split, Weight
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedModel
 
 VALUE_HEAD = "score"
@@ -37,12 +41,19 @@ class ShardedWeights:
 
 
 def sharded_weights(
-    model: PreTrainedModel, spec: ModelSpec, num_shards: int, *, value_head: int = 0, beside_logits: bool = False
+    model: PreTrainedModel,
+    spec: ModelSpec,
+    num_shards: int,
+    *,
+    value_head: int = 0,
+    beside_logits: bool = False,
+    cuts: TensorCuts | None = None,
 ) -> ShardedWeights:
     """Of a module that is still whole, with or without data; with a value head in the place of its output layer, or
     beside it.
 
-    Rank r holds shard r modulo `num_shards` of every parameter, and saved buffers whole.
+    Rank r holds shard r modulo `num_shards` of every parameter, and saved buffers whole. Under `cuts` it holds that of
+    what tensor-parallel rank r modulo their size has, and ranks with the same shard are so many neighbours.
 
     Raises:
         ModelError: as `weights_of_module`.
@@ -54,18 +65,23 @@ def sharded_weights(
     if value_head:
         shape = (int(value_head), model.config.get_text_config().hidden_size)
         full = join_layouts(full, whole_layout([(VALUE_WEIGHT, shape)]))
-    cut = {name for name, _ in model.named_parameters(remove_duplicate=False)} | {VALUE_WEIGHT}
+    sharded = {name for name, _ in model.named_parameters(remove_duplicate=False)} | {VALUE_WEIGHT}
+    parts = cuts or TensorCuts()
 
     @cache
-    def of_shard(index: int) -> Layout:
+    def of_shard(index: int, tp_rank: int) -> Layout:
         boxes = {
-            name: shard_box(shape, index, num_shards) if name in cut else whole(shape)
+            name: shard_box(parts.box(name, shape, tp_rank), index, num_shards) if name in sharded else whole(shape)
             for name, shape in full.local_shapes.items()
         }
         return full.shard({name: box for name, box in boxes.items() if box.numel})
 
     weights = _weights(full.global_shapes, spec, value_head=int(value_head), beside_logits=beside_logits)
-    return ShardedWeights(weights, lambda rank: of_shard(rank % num_shards), described.renamed)
+
+    def layout_of(rank: int) -> Layout:
+        return of_shard(rank // parts.size % num_shards, rank % parts.size)
+
+    return ShardedWeights(weights, layout_of, described.renamed)
 
 
 def _of_output_layer_alone(model: PreTrainedModel) -> set[str]:
@@ -76,15 +92,15 @@ def _of_output_layer_alone(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in own}
 
 
-def shard_box(shape: Sequence[int], index: int, count: int) -> Box:
-    """What the shard `index` of `count` holds: rows of even chunks, the last of which may be shorter or empty.
+def shard_box(box: Box, index: int, count: int) -> Box:
+    """What the shard `index` of `count` holds of a box: rows of even chunks, the last of which may be shorter or empty.
 
     Rule (torch 2.13, `_fsdp_param.py` and `_fsdp_common.py`): that of `torch.chunk` along the first axis.
     """
-    chunk = -(-shape[0] // count)
-    low, high = min(index * chunk, shape[0]), min((index + 1) * chunk, shape[0])
-    full = whole(tuple(shape))
-    return Box((low, *full.start[1:]), (high, *full.stop[1:]))
+    rows = box.shape[0]
+    chunk = -(-rows // count)
+    low, high = (box.start[0] + min(place * chunk, rows) for place in (index, index + 1))
+    return Box((low, *box.start[1:]), (high, *box.stop[1:]))
 
 
 def _weights(
@@ -93,8 +109,9 @@ def _weights(
     """The global arrays of a module; of an architecture with a table as that describes them."""
     known: dict[str, Weight] = {}
     if spec.architecture in LAYERS:
-        described = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
-        known = {weight.name: weight for weight in described}
+        with suppress(ModelError):  # a variant that the table has not, as with biases that Megatron's model lacks
+            described = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
+            known = {weight.name: weight for weight in described}
     return [
         known[name] if name in known and known[name].shape == tuple(shape) else _described(name, tuple(shape))
         for name, shape in shapes.items()
@@ -104,3 +121,80 @@ def _weights(
 def _described(name: str, shape: tuple[int, ...]) -> Weight:
     found = LAYER_NUMBER.search(f".{name}")
     return Weight(name, shape, Split.REPLICATED, int(found.group(1)) if found else "first", "", None)
+
+
+# transformers' styles of linear layers (5.19, `distributed/tensor_parallel.py`) -> the axis of a weight that is cut.
+AXES = {"colwise": 0, "rowwise": 1}
+# Norms of each head: whole on every rank, which has the gradient of its own heads.
+PARTIAL = "replicated_with_grad_allreduce"
+HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@dataclass(frozen=True)
+class TensorCuts:
+    """What tensor-parallel ranks hold of a module's parameters; those that are named nowhere are whole on each.
+
+    Embeddings and output layer are: transformers would cut them, tied ones into two parameters, and gather all logits.
+
+    Attributes:
+        size: ranks.
+        plan: transformers' own, as far as it is followed.
+        axes: parameter -> the axis that is cut, in even parts.
+        partial: parameters whose gradients are to be added up over the ranks.
+    """
+
+    size: int = 1
+    plan: Mapping[str, str] = field(default_factory=dict)
+    axes: Mapping[str, int] = field(default_factory=dict)
+    partial: frozenset[str] = frozenset()
+
+    def box(self, name: str, shape: tuple[int, ...], rank: int) -> Box:
+        """What one of the ranks holds of a parameter."""
+        if (axis := self.axes.get(name)) is None:
+            return whole(shape)
+        part = shape[axis] // self.size
+        return cut(shape, axis, rank * part, (rank + 1) * part)
+
+
+def tensor_cuts(model: PreTrainedModel, size: int, role: str) -> TensorCuts:
+    """By transformers' plan for the model, with or without data.
+
+    Raises:
+        ConfigError: there is none, it is of other layers than linear ones, or `size` does not divide them.
+    """
+    if size == 1:
+        return TensorCuts()
+    name, key = type(model).__name__, f"{role}.tp={size}"
+    inner = {part: style for part, style in (getattr(model, "tp_plan", None) or {}).items() if ".*." in part}
+    other = sorted({style for style in inner.values() if style not in (*AXES, PARTIAL)})
+    if not inner or other or VisionReader.of(model.config) is not None:
+        why = f"has parts that are not tried here ({', '.join(other)})" if other else "is of no use here"
+        raise ConfigError(f"{key}: transformers' tensor-parallel plan for {name} {why}. Set {role}.tp=1.")
+    config = model.config.get_text_config()
+    for heads in HEADS:
+        if (count := getattr(config, heads, None)) and count % size:
+            raise ConfigError(f"{key}: it does not divide the model's {count} {heads}. Choose one that does.")
+    axes, partial = {}, set()
+    for parameter, tensor in model.named_parameters():
+        layer, _, kind = re.sub(r"\.\d+\.", ".*.", parameter).rpartition(".")
+        style = inner.get(layer)
+        if style == PARTIAL:
+            partial.add(parameter)
+        elif style == "colwise" or (style == "rowwise" and kind == "weight"):
+            axis = AXES[style] if tensor.ndim > 1 else 0
+            if tensor.shape[axis] % size:
+                raise ConfigError(
+                    f"{key}: it does not divide axis {axis} of {parameter}, which has {tensor.shape[axis]}. Choose one "
+                    "that does."
+                )
+            axes[parameter] = axis
+    plan = {part: style for part, style in inner.items() if style in AXES}
+    return TensorCuts(size, plan, axes, frozenset(partial))
+
+
+def cut_over_tensor_ranks(model: PreTrainedModel, cuts: TensorCuts, mesh: DeviceMesh) -> None:
+    """Cut a module that is whole, in place; every rank keeps its own part of what it has."""
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    if cuts.size > 1:
+        apply_tensor_parallelism(model, mesh, dict(cuts.plan))

@@ -40,6 +40,31 @@ def described(spec: ModelSpec, value_head: bool = False) -> list[Weight]:
     return sharded_weights(model, spec, 1, value_head=int(value_head)).weights
 
 
+@lru_cache(maxsize=16)
+def of_tensor_rank(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
+    """The weights with the shapes that one of `tp` tensor-parallel ranks has of them.
+
+    Raises:
+        ModelError: transformers builds no such model.
+        ConfigError: nor has it a plan for so many ranks.
+    """
+    weights = described(spec, value_head)
+    if tp == 1:
+        return weights
+    layout = _tensor_layouts(spec, value_head, tp, 1)(0)
+    shapes = {piece.tensor: piece.box.shape for piece in layout.pieces}
+    return [weight._replace(shape=shapes[weight.name]) for weight in weights]
+
+
+def _tensor_layouts(spec: ModelSpec, value_head: bool, tp: int, count: int) -> Callable[[int], Layout]:
+    from megaverl.models.hf_shards import sharded_weights, tensor_cuts
+    from megaverl.models.hf_weights import module_without_data
+
+    model = module_without_data(spec.source)
+    cuts = tensor_cuts(model, tp, "actor")
+    return sharded_weights(model, spec, count, value_head=int(value_head), cuts=cuts).layout_of
+
+
 class Shards(NamedTuple):
     """Over how many ranks weights are cut, and how many ranks hold the same part."""
 
@@ -55,14 +80,17 @@ class Passes(NamedTuple):
 
 
 def shards_of(fsdp: FsdpConfig, world: int, gpus_per_node: int) -> Shards:
-    """Of a role on so many ranks."""
+    """Of a role on so many data-parallel ranks, so many of which a node has."""
     sizes = {"no_shard": 1, "hybrid_shard": fsdp.shard_size or min(gpus_per_node, world)}
     count = sizes.get(fsdp.sharding_strategy, world)
     return Shards(count, world // count)
 
 
-def fsdp_layouts(weights: Sequence[Weight], count: int) -> Callable[[int], Layout]:
+def fsdp_layouts(spec: ModelSpec, value_head: bool, count: int, tp: int = 1) -> Callable[[int], Layout]:
     """Rank of the role -> what it holds, where shard groups are neighbours."""
+    if tp > 1:
+        return _tensor_layouts(spec, value_head, tp, count)
+    weights = described(spec, value_head)
 
     @cache
     def shard(index: int) -> Layout:

@@ -294,8 +294,8 @@ def _role(
     sizes = {size: getattr(config, size) for size in ("tp", "cp", "ep", "pp", "vpp", "etp")}
     grid = GridShape.fit(len(ranks) // islands, **sizes, role=name)
     if config.engine == "fsdp":
-        shards = shards_of(config.fsdp, grid.world_size, machine.gpus_per_node)
-        held = fsdp_layouts(described(spec, value_head), shards.size)
+        shards = shards_of(config.fsdp, grid.dp, max(machine.gpus_per_node // grid.tp, 1))
+        held = fsdp_layouts(spec, value_head, shards.size, grid.tp)
         return Role(name, ranks, grid, spec, config, (spec.num_layers,), held, value_head, islands, shards)
     split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))
     layouts = _model_layouts(spec, grid, split, value_head)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -27,7 +27,7 @@ from megaverl.planner.buffers import (
     parameters_of,
     trained_bytes,
 )
-from megaverl.planner.fsdp import described, gathered_bytes, shard_bytes
+from megaverl.planner.fsdp import gathered_bytes, of_tensor_rank, shard_bytes
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.reserve import engine_workspace, graph_bytes, reserve_parts
 from megaverl.planner.stages import padded_vocab_size
@@ -307,11 +307,13 @@ class MemoryModel:
     def _gathered(self, role: Role, train: bool) -> float:
         fsdp = role.config.fsdp
         itemsize = ITEMSIZE[fsdp.param_dtype] if fsdp.param_dtype else self.job.itemsize
-        weights = described(role.spec, role.value_head)
+        weights = of_tensor_rank(role.spec, role.value_head, role.grid.tp)
         return gathered_bytes(weights, fsdp, itemsize, train=train, micro_batches=self._micro_batches(role))
 
     @staticmethod
     def _head_bytes(role: Role, shape: LayerShape, vocab: int, tokens: int, train: bool) -> float:
+        if role.shards is not None:  # every tensor-parallel rank makes all logits
+            shape = replace(shape, tp=1)
         if not role.config.chunked_logits:
             return head_bytes(shape, vocab, tokens, train=train)
         trains_weight = role.trained is not None and role.trained.lora is None

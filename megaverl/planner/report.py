@@ -12,7 +12,7 @@ from typing import Any
 from megaverl.distributed.placement import ranks_text
 from megaverl.planner.advice import Advice, Shortage, advise, shortages
 from megaverl.planner.buffers import ITEMSIZE
-from megaverl.planner.fsdp import Passes, described, passes_of
+from megaverl.planner.fsdp import Passes, described, of_tensor_rank, passes_of
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, PlannedJob
@@ -151,7 +151,7 @@ def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
     for role in job.roles:
         if role.shards is not None and role.trained is not None:
             dtype = role.config.fsdp.param_dtype
-            weights = described(role.spec, role.value_head)
+            weights = of_tensor_rank(role.spec, role.value_head, role.grid.tp)
             itemsize = ITEMSIZE[dtype] if dtype else job.itemsize
             found[role.name] = passes_of(weights, role.config.fsdp, itemsize, role.shards)
     return found

@@ -296,10 +296,10 @@ class Builder:
         """The weights of an actor on so many other ranks, so many of them on its first rank's node."""
         actor = self.config.actor
         if actor.engine == "fsdp":
-            num_shards = count_shards(actor.fsdp, num_ranks, per_node, "actor")
+            num_shards = count_shards(actor.fsdp, num_ranks // actor.tp, per_node // actor.tp, "actor")
             trust = self.config.model.trust_remote_code
             return ActorWeights.fsdp_elsewhere(
-                self.folder, self.spec, num_shards, self.dtype, actor.lora, trust_remote_code=trust
+                self.folder, self.spec, num_shards, actor.tp, self.dtype, actor.lora, trust_remote_code=trust
             )
         shape = GridShape.fit(num_ranks, **grid_sizes(actor), role="actor")
         held = ActorWeights.elsewhere(self.spec, shape, self.dtype, actor.megatron, actor.lora)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,7 +32,13 @@ from megaverl.models.hf_model import (
     sharded,
     vision_blocks_of,
 )
-from megaverl.models.hf_shards import VALUE_WEIGHT, ShardedWeights, sharded_weights
+from megaverl.models.hf_shards import (
+    VALUE_WEIGHT,
+    ShardedWeights,
+    cut_over_tensor_ranks,
+    sharded_weights,
+    tensor_cuts,
+)
 from megaverl.models.lora.hf_adapters import HFAdapters
 from megaverl.models.lora.low_rank import ADAPTER, follow
 from megaverl.models.packing import MicroBatch
@@ -87,8 +94,7 @@ class FSDPModel(TrainingModel):
         trust_remote_code: bool = False,
         freeze: Sequence[str] = (),
     ) -> None:
-        if grid.shape.world_size != grid.shape.dp:
-            raise ConfigError(f"{role}: engine: fsdp has data-parallel ranks alone. Leave out tp, pp, cp and ep.")
+        _check_ranks(grid, fsdp, lora, role)
         with together(grid.world):
             self.spec = spec = ModelSpec.outline(folder)
         self.grid, self.role, self.value_head = grid, role, int(value_head)
@@ -97,7 +103,7 @@ class FSDPModel(TrainingModel):
         self.trained = trained
         # nodes may have different numbers of ranks, and all must cut alike
         per_node = broadcast_json(int(os.environ.get("LOCAL_WORLD_SIZE", grid.shape.world_size)), 0, grid.world)
-        self.num_shards = num_shards = count_shards(fsdp, grid.shape.world_size, per_node, role)
+        self.num_shards = num_shards = count_shards(fsdp, grid.shape.dp, per_node // grid.shape.tp, role)
         kept = torch.float32 if trained and lora is None else self.dtype
         with together(grid.world):
             model, reading = build_module(
@@ -109,8 +115,9 @@ class FSDPModel(TrainingModel):
                 trust_remote_code=trust_remote_code,
             )
             freeze_weights(model, freeze, role)
+            self._cuts = tensor_cuts(model, grid.shape.tp, role)
             everything = sharded_weights(
-                model, spec, num_shards, value_head=self.value_head, beside_logits=beside_logits
+                model, spec, num_shards, value_head=self.value_head, beside_logits=beside_logits, cuts=self._cuts
             )
         if pack_samples and reading.padded_because and not grid.rank:
             logger.warning("%s.pack_samples: rows are padded: %s", role, reading.padded_because)
@@ -127,9 +134,12 @@ class FSDPModel(TrainingModel):
         self.module = PolicyModule(model, self.value_head, gives_hidden, of_head, balances)
         self.vision = VisionReader.of(model.config)
         _prepare_blocks(model, activation_checkpointing if trained else "none", fsdp.compile)
+        mesh, tensor_mesh = shard_meshes(groups, grid, num_shards)
+        if tensor_mesh is not None:
+            cut_over_tensor_ranks(model, self._cuts, tensor_mesh)
         self._root = shard_module(
             self.module,
-            shard_mesh(groups, grid, num_shards),
+            mesh,
             param_dtype=self.dtype if trained and self.dtype != torch.float32 else None,
             reduce_dtype=getattr(torch, fsdp.reduce_dtype or "float32"),
             reshard_after_forward=fsdp.sharding_strategy in ("full_shard", "hybrid_shard"),
@@ -155,6 +165,9 @@ class FSDPModel(TrainingModel):
 
     def _describe(self, everything: ShardedWeights) -> None:
         """Names, shapes and places of all weights; an engine has those without a value head beside logits."""
+        named = dict(self.module.model.named_parameters())
+        self._cut_over_tp = {id(named[name]) for name in self._cuts.axes}
+        self._partial = [named[name] for name in sorted(self._cuts.partial) if named[name].requires_grad]
         found = local_tensors(self.module)
         self.held_parameters = {name: held for name, held in found.items() if f".{ADAPTER}." not in name}
         if isinstance(self.adapters, HFAdapters):
@@ -166,10 +179,20 @@ class FSDPModel(TrainingModel):
             self.layout_of = follow(self.held_layout_of, lambda layout: layout.without([VALUE_WEIGHT]))
             self.parameters = {name: held for name, held in self.held_parameters.items() if name != VALUE_WEIGHT}
 
+    def speaks_for(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank does, of those that hold the same part of a parameter."""
+        tp = self.grid.shape.tp
+        is_cut = id(parameter) in self._cut_over_tp
+        return self.grid.rank < self.num_shards * tp and (is_cut or self.grid.coords.tp == 0)
+
+    def is_cut_over_tp(self, local: str) -> bool:
+        """Whether tensor-parallel ranks hold different parts of a tensor."""
+        return local in self._cuts.axes
+
     @property
-    def holds_own_shards(self) -> bool:
-        """Whether this rank speaks for its shards, which replicas hold too."""
-        return self.grid.rank < self.num_shards
+    def vocab_group(self) -> dist.ProcessGroup:
+        """Every rank has whole logits."""
+        return self.grid.cp_group
 
     @property
     def held(self) -> list[torch.Tensor]:
@@ -217,6 +240,12 @@ class FSDPModel(TrainingModel):
                     value = value + 0.0 * self._beside.take().sum()  # every parameter gets a gradient
                 value.backward()
             reports.append(sums)
+        for parameter in self._partial:
+            if parameter.grad is not None:
+                mine = parameter.grad.to_local()
+                whole = mine.to(platform.device)
+                dist.all_reduce(whole, group=self.grid.tp_group)
+                mine.copy_(whole)
         return reports
 
     def _forward(self, batch: MicroBatch, *, router_loss: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -249,11 +278,24 @@ class _Beside:
         return values
 
 
+def _check_ranks(grid: Grid, fsdp: FsdpConfig, lora: LoraConfig | None, role: str) -> None:
+    """
+    Raises:
+        ConfigError: what there is not.
+    """
+    if grid.shape.world_size != grid.shape.tp * grid.shape.dp:
+        raise ConfigError(f"{role}: engine: fsdp has data- and tensor-parallel ranks. Leave out pp, cp and ep.")
+    if grid.shape.tp > 1 and (lora is not None or fsdp.compile):
+        unread = "fsdp.compile" if fsdp.compile else "lora"
+        raise ConfigError(f"{role}.{unread}: engine: fsdp has it with {role}.tp=1 alone. Leave one of both out.")
+
+
 def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> int:
     """Over how many neighbouring ranks a role's parameters are cut; others hold replicas.
 
     Args:
-        per_node: how many of its `num_ranks` ranks the role has on its first rank's node.
+        num_ranks: data-parallel ones.
+        per_node: how many of these the role has on its first rank's node.
 
     Raises:
         ConfigError: `shard_size` does not divide the ranks.
@@ -262,7 +304,7 @@ def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> 
         return 1
     if fsdp.sharding_strategy != "hybrid_shard":
         return num_ranks
-    size = fsdp.shard_size or min(per_node, num_ranks)
+    size = fsdp.shard_size or min(max(per_node, 1), num_ranks)
     if num_ranks % size:
         raise ConfigError(
             f"{role}.fsdp.shard_size={size} does not divide the {num_ranks} ranks of the role. Give one that does."
@@ -270,15 +312,26 @@ def count_shards(fsdp: FsdpConfig, num_ranks: int, per_node: int, role: str) -> 
     return size
 
 
-def shard_mesh(groups: ProcessGroupManager, grid: Grid, num_shards: int) -> DeviceMesh:
-    """Replicas and shards; every rank of the world takes part."""
-    kind, world = platform.device.type, grid.shape.world_size
+def shard_meshes(groups: ProcessGroupManager, grid: Grid, num_shards: int) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """(replicas and shards, tensor-parallel ranks if there are several); every rank of the world takes part."""
+    kind, world, tp = platform.device.type, grid.shape.world_size, grid.shape.tp
     if num_shards == world:
-        return DeviceMesh.from_group(grid.world, kind, mesh_dim_names=("shard",))
-    ranks = torch.arange(world).view(-1, num_shards)
-    replicas, shards = (groups.group(rows.tolist() for rows in each) for each in (ranks.T, ranks))
+        return DeviceMesh.from_group(grid.world, kind, mesh_dim_names=("shard",)), None
+    ranks = torch.arange(world).view(-1, num_shards, tp)
+    of_replicas, of_shards = ranks.permute(1, 2, 0).flatten(0, 1), ranks.transpose(1, 2).flatten(0, 1)
+    replicas, shards = (groups.group(rows.tolist() for rows in each) for each in (of_replicas, of_shards))
     assert replicas is not None and shards is not None
-    return DeviceMesh.from_group([replicas, shards], kind, mesh=ranks, mesh_dim_names=("replicate", "shard"))
+    if tp == 1:
+        both = DeviceMesh.from_group(
+            [replicas, shards], kind, mesh=ranks.squeeze(2), mesh_dim_names=("replicate", "shard")
+        )
+        return both, None
+    if len(ranks) == 1:
+        both = DeviceMesh.from_group([shards, grid.tp_group], kind, mesh=ranks[0], mesh_dim_names=("shard", "tp"))
+        return both["shard"], both["tp"]
+    names = ("replicate", "shard", "tp")
+    every = DeviceMesh.from_group([replicas, shards, grid.tp_group], kind, mesh=ranks, mesh_dim_names=names)
+    return every["replicate", "shard"], every["tp"]
 
 
 def _prepare_blocks(model: Any, checkpointing: str, compiles: bool) -> None:

@@ -86,8 +86,8 @@ class FSDPTrainable(TrainableModel):
     def _gradient_norm(self) -> float | None:
         """Of all shards, each once: squares are added up in float64, in the order of parameters and ranks."""
         mine = 0.0
-        found = list(self.gradients.values())
-        if found and self.model.holds_own_shards:
+        found = [local(p.grad) for p in self.parameters if p.grad is not None and self.model.speaks_for(p)]
+        if found:
             mine = float(torch.stack(torch._foreach_norm(found)).double().square().sum())
         return math.sqrt(reduce_json(mine, sum, self.model.grid.world))
 

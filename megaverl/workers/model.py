@@ -269,9 +269,14 @@ class TrainingModel(ABC):
             "index": row * output.shape[1] + position,
             "weight": None if self._head is None else self._head.weight,
             "vocab_size": self.vocab_size,
-            "group": self.grid.tp_group,
+            "group": self.vocab_group,
             **batch.drawing(sample, temperature),
         }
+
+    @property
+    def vocab_group(self) -> dist.ProcessGroup:
+        """The ranks over which logits are cut."""
+        return self.grid.tp_group
 
     @property
     def head_weight(self) -> torch.Tensor:

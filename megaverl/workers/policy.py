@@ -397,6 +397,6 @@ class Teacher:
             self._divergence,
             vocab_size=student.spec.vocab_size,
             temperature=self.temperature,
-            group=student.grid.tp_group,
+            group=student.vocab_group,
         )
         return student.joined(found, micro)

@@ -19,7 +19,7 @@ from megaverl.distributed.grid import GridShape
 from megaverl.errors import ReshardError
 from megaverl.models.architectures import weights_of
 from megaverl.models.build import layouts_of
-from megaverl.models.hf_shards import sharded_weights
+from megaverl.models.hf_shards import sharded_weights, tensor_cuts
 from megaverl.models.hf_weights import module_without_data
 from megaverl.models.lora.adapter_set import Merge
 from megaverl.models.lora.hf_adapters import layer_factors
@@ -106,6 +106,7 @@ class ActorWeights:
         folder: Path,
         spec: ModelSpec,
         num_shards: int,
+        tp: int,
         dtype: torch.dtype,
         lora: LoraConfig | None,
         *,
@@ -113,7 +114,7 @@ class ActorWeights:
     ) -> tuple[ActorWeights, list[Weight]]:
         """The same of an `FSDPModel`, and its weights."""
         model = module_without_data(folder, trust_remote_code=trust_remote_code)
-        weights = sharded_weights(model, spec, num_shards)
+        weights = sharded_weights(model, spec, num_shards, cuts=tensor_cuts(model, tp, "actor"))
         held = cls(weights.layout_of, {}, dtype)
         if lora is not None:
             chosen = layer_factors(model, weights, lora, "actor")

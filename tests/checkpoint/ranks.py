@@ -48,12 +48,12 @@ TOKENS = torch.randint(0, 100, (8, 12), generator=torch.Generator().manual_seed(
 def build(folder: str, grids: dict[str, dict[str, Any]], *, seed: int = 0, **options: Any) -> Roles:
     """An actor, and a critic if `grids` names one; each starts from random weights of `seed`.
 
-    A grid of {"fsdp": {...}} is a role under FSDP2, so configured.
+    A grid of {"fsdp": {...}} is a role under FSDP2, so configured; with "tp" on tensor-parallel ranks too.
     """
     roles: Roles = {}
     for role, sizes in grids.items():
         if "fsdp" in sizes:
-            roles[role] = build_fsdp(folder, role, sizes["fsdp"], seed=seed, **options)
+            roles[role] = build_fsdp(folder, role, sizes["fsdp"], tp=sizes.get("tp", 1), seed=seed, **options)
             continue
         options_of_grid: dict[str, Any] = {"role": role, **sizes}
         shape = GridShape.fit(dist.get_world_size(), **options_of_grid)
@@ -75,10 +75,10 @@ def build(folder: str, grids: dict[str, dict[str, Any]], *, seed: int = 0, **opt
     return roles
 
 
-def build_fsdp(folder: str, role: str, fsdp: dict[str, Any], *, seed: int, **options: Any) -> FSDPTrainable:
+def build_fsdp(folder: str, role: str, fsdp: dict[str, Any], *, tp: int, seed: int, **options: Any) -> FSDPTrainable:
     model = FSDPModel(
         folder,
-        manager().grid(GridShape.fit(dist.get_world_size(), role=role)),
+        manager().grid(GridShape.fit(dist.get_world_size(), tp=tp, role=role)),
         manager(),
         fsdp=FsdpConfig(**fsdp),
         dtype=getattr(torch, options.get("dtype", "float32")),

@@ -14,6 +14,7 @@ from tests.launcher import Launcher
 RANKS = "tests.checkpoint.ranks:"
 FULL: dict[str, Any] = {"fsdp": {}}
 HYBRID: dict[str, Any] = {"fsdp": {"sharding_strategy": "hybrid_shard", "shard_size": 2}}
+TENSOR: dict[str, Any] = {"fsdp": {}, "tp": 2}
 WHOLE: dict[str, Any] = {"fsdp": {"sharding_strategy": "no_shard"}}
 
 
@@ -22,16 +23,23 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_folder(tmp_path_factory.mktemp("tied"), "Qwen2ForCausalLM", tie_embeddings=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"in_background": True}, {"updates_before": 0}])
+@pytest.mark.parametrize("options", [{}, {"in_background": True}, {"updates_before": 0}, {"actor": TENSOR}])
 def test_resumes_exactly(launch: Launcher, tied: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    grids = {"actor": FULL, "critic": WHOLE}
-    check_exact(launch.world(2, RANKS + "interrupted_run", folder=tied, root=tmp_path, grids=grids, **options))
+    actor, more = options.get("actor", FULL), {name: value for name, value in options.items() if name != "actor"}
+    grids = {"actor": actor, "critic": WHOLE}
+    check_exact(launch.world(2, RANKS + "interrupted_run", folder=tied, root=tmp_path, grids=grids, **more))
 
 
 def test_replicas_resume_exactly_and_other_ranks_go_on(launch: Launcher, tied: Path, tmp_path: Path) -> None:
     saved = {"actor": HYBRID, "critic": FULL}
     expected = launch.world(4, RANKS + "save_run", folder=tied, root=tmp_path, grids=saved, steps=[2])[0]
-    for world, grids in ((4, saved), (2, {"actor": FULL, "critic": WHOLE}), (1, {"actor": FULL, "critic": FULL})):
+    tensor = {"actor": TENSOR, "critic": HYBRID}
+    for world, grids in (
+        (4, saved),
+        (4, tensor),
+        (2, {"actor": FULL, "critic": WHOLE}),
+        (1, {"actor": FULL, "critic": FULL}),
+    ):
         for found in launch.world(world, RANKS + "resume_run", folder=tied, root=tmp_path, grids=grids):
             assert found["losses"] == (expected if grids is saved else pytest.approx(expected, abs=1e-5))
 

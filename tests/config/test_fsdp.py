@@ -37,7 +37,9 @@ def test_roles_follow_the_actor_but_for_what_another_engine_reads(load):
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        ([FSDP, "actor.tp=2"], "actor.tp", "found 2, and actor.engine is fsdp, which has no tensor-parallel groups"),
+        ([FSDP, "actor.tp=2", "run.nproc=3"], "actor.tp", "does not divide the 3 ranks. Sizes that fit: 1, 3."),
+        ([FSDP, "actor={tp: 2, lora: {rank: 2}}"], "actor.lora", "with actor.tp=1 alone"),
+        ([FSDP, "actor={tp: 2, fsdp: {compile: true}}"], "actor.fsdp.compile", "with actor.tp=1 alone"),
         ([FSDP, "actor.pp=2"], "actor.pp", "no pipeline-parallel groups"),
         ([FSDP, "actor={ep: 2}"], "actor.ep", "no expert-parallel groups"),
         ([FSDP, "actor={etp: 2}"], "actor.etp", "no expert-tensor-parallel groups"),
@@ -50,7 +52,7 @@ def test_roles_follow_the_actor_but_for_what_another_engine_reads(load):
         (
             [FSDP, "actor.fsdp={sharding_strategy: hybrid_shard, shard_size: 3}", "run.nproc=4"],
             "actor.fsdp.shard_size",
-            "found 3, which does not divide the 4 ranks. Sizes that fit: 1, 2, 4.",
+            "found 3, which does not divide the 4 data-parallel ranks. Sizes that fit: 1, 2, 4.",
         ),
         ([FSDP, "actor.fsdp.sharding_strategy=zero3"], "actor.fsdp.sharding_strategy", "allowed: full_shard"),
         ([FSDP, "model.dtype=float16"], "model.dtype", "losses are not scaled"),
@@ -68,8 +70,8 @@ def test_what_an_engine_does_not_read(mistakes, overrides, key, said):
 def test_all_at_once(mistakes):
     section = "{engine: fsdp, tp: 2, pp: 2, ddp: {bucket_size: 1}, megatron: {fp8: e4m3}}"
     found = mistakes(f"actor={section}", "critic.tp=4", "critic.optimizer.loss_scale=2.0")
-    fields = {"actor.tp", "actor.pp", "actor.ddp.bucket_size", "actor.megatron.fp8"}
-    assert fields | {"critic.tp", "critic.optimizer.loss_scale"} <= set(found)
+    fields = {"actor.pp", "actor.ddp.bucket_size", "actor.megatron.fp8"}
+    assert fields | {"critic.optimizer.loss_scale"} <= set(found)
 
 
 def test_any_architecture_under_fsdp_alone(load, mistakes, tmp_path: Path):

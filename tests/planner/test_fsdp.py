@@ -114,6 +114,24 @@ def test_a_model_without_a_table(tmp_path: Path) -> None:
     assert rank.parts["rollout"]["weights"] == 2 * (total + both + 24 * 64) // 2
 
 
+def test_tensor_parallel_ranks(tmp_path: Path) -> None:
+    """Two by two shards: layers are cut twice, embeddings and norms once; the engines still get each element once."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 1000, "max_position_embeddings": 2048}
+    described = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "tie_word_embeddings": True, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    settings = ["data.train=absent.jsonl", "reward=exact_match", FSDP, "actor.tp=2", "model.dtype=bfloat16"]
+    config = load_config(None, [f"model.path={tmp_path}", *settings], check_paths=False, world_size=4)
+    planned = make_job(config, find_spec(config), 4)
+    cut = 2 * (2 * 64 * 64 + 64 + 2 * (32 * 64 + 32) + 3 * 64 * 128)
+    whole = 1000 * 64 + (2 * 2 + 1) * 64
+    assert parameters(planned) == cut + whole
+    for rank in MemoryModel(planned).ranks():
+        assert rank.parts["actor"]["weights"] == 4 * (whole / 2 + cut / 4)
+    for moved in make_traffic(planned).ranks:
+        assert sum(moved.received.values()) == 2 * (cut + whole)
+
+
 def test_the_recipe_fits() -> None:
     capacity = survey(recipe("qwen2_5_7b/grpo_fsdp_1_node", 8))
     assert not capacity.shortages

@@ -93,7 +93,7 @@ def actor_of(folder: str, shape: dict[str, Any], lora: LoraConfig | None) -> Tra
     if "fsdp" in shape:
         return FSDPModel(
             folder,
-            manager().grid(GridShape.fit(dist.get_world_size())),
+            manager().grid(GridShape.fit(dist.get_world_size(), tp=shape.get("tp", 1))),
             manager(),
             fsdp=FsdpConfig(sharding_strategy=shape["fsdp"]),
             dtype=torch.float32,

@@ -194,6 +194,33 @@ def test_an_update_under_fsdp_is_that_of_transformers_and_autograd(
         assert_right(updated(launch, folder, tmp_path / name, {"dp": ranks}, **given), expected, before, name)
 
 
+# (architecture, its config, options, loss, how ranks are cut, what else), on two tensor- by two data-parallel ranks
+TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any], dict[str, Any], Loss, dict[str, Any], dict[str, Any]]] = {
+    "biases, tied": ("Qwen2ForCausalLM", {}, PPO, ppo, {}, {"chunked_logits": True}),
+    "norms of heads": ("Gemma3ForCausalLM", GEMMA3 | {"num_key_value_heads": 2}, GRPO, grpo, {}, CUTS["full"][2]),
+    "replicas": (
+        "LlamaForCausalLM",
+        {"mlp_bias": True},
+        PPO,
+        ppo,
+        {"sharding_strategy": "no_shard"},
+        {"activation_checkpointing": "selective", "micro_batch_tokens": 30},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TENSOR_PARALLEL)
+def test_an_update_under_fsdp_with_tensor_parallel_ranks(launch: Launcher, tmp_path: Path, case: str) -> None:
+    architecture, more, options, loss, fsdp, changes = TENSOR_PARALLEL[case]
+    tied = architecture != "LlamaForCausalLM"
+    folder = make_tiny_folder(tmp_path / "model", architecture, tie_embeddings=tied, **more)
+    expected = by_transformers(folder, loss, same_prompts=3)
+    before = load_file(folder / "model.safetensors")
+    given = {"same_prompts": 3, **options, **changes, "fsdp": fsdp}
+    found = updated(launch, folder, tmp_path / "found", {"tp": 2, "dp": 2}, **given)
+    assert_right(found, expected, before, case)
+
+
 def test_both_engines_and_transformers_alone_agree(launch: Launcher, tmp_path: Path) -> None:
     """Log-probs, loss and gradient norm to 1e-5 in float32, on one, two and four ranks; Gemma3 has no Megatron."""
     kinds: list[tuple[str, bool, dict[str, Any]]] = [

@@ -126,7 +126,8 @@ def test_dense(launch: Launcher, architecture: str, tp: int, tmp_path: Path) -> 
 
 
 def test_under_fsdp(launch: Launcher, tmp_path: Path) -> None:
-    grids = [{"fsdp": "full_shard"}, {"fsdp": "no_shard"}, {"fsdp": "full_shard"}]
+    tensor: dict[str, Any] = {"fsdp": "full_shard", "tp": 2}
+    grids = [{"fsdp": "full_shard"}, {"fsdp": "no_shard"}, tensor, {"fsdp": "full_shard"}]
     check(launch, tmp_path, "Qwen2ForCausalLM", grids, 2, with_adapter=True)
 
 

@@ -70,7 +70,7 @@ class LayerFactors(NamedTuple):
         local_shapes: dict[str, tuple[int, ...]] = {}
         global_shapes: dict[str, tuple[int, ...]] = {}
         for local, (factor, low_rank) in self.factors.items():
-            box = shard_box(low_rank.shapes[factor], shard, num_shards)
+            box = shard_box(whole(low_rank.shapes[factor]), shard, num_shards)
             if box.numel:
                 pieces.append(Piece(factor, box, local, whole(box.shape)))
                 local_shapes[local], global_shapes[factor] = box.shape, low_rank.shapes[factor]
