@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.models.architectures import weights_of
@@ -16,6 +16,9 @@ from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, even_layout
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import Weight
+
+if TYPE_CHECKING:
+    from megaverl.models.hf_shards import ShardedWeights
 
 MASTER = 4  # bytes of what is trained: float32, and so are gradients and both moments of Adam
 
@@ -29,15 +32,7 @@ def described(spec: ModelSpec, value_head: bool = False) -> list[Weight]:
     """
     if spec.is_tabled:
         return weights_of(spec, value_head=value_head)
-    # a plan imports neither torch nor transformers else
-    from megaverl.models.hf_shards import sharded_weights
-    from megaverl.models.hf_weights import module_without_data
-
-    source = Path(spec.source)
-    if spec.trusts_code and source.name == "config.json":
-        source = source.parent  # transformers looks for a model's own code in a folder
-    model = module_without_data(source, trust_remote_code=spec.trusts_code)
-    return sharded_weights(model, spec, 1, value_head=int(value_head)).weights
+    return _of_module(spec, value_head, tp=1, count=1).weights
 
 
 @lru_cache(maxsize=16)
@@ -51,18 +46,21 @@ def of_tensor_rank(spec: ModelSpec, value_head: bool, tp: int) -> list[Weight]:
     weights = described(spec, value_head)
     if tp == 1:
         return weights
-    layout = _tensor_layouts(spec, value_head, tp, 1)(0)
+    layout = _of_module(spec, value_head, tp=tp, count=1).layout_of(0)
     shapes = {piece.tensor: piece.box.shape for piece in layout.pieces}
     return [weight._replace(shape=shapes[weight.name]) for weight in weights]
 
 
-def _tensor_layouts(spec: ModelSpec, value_head: bool, tp: int, count: int) -> Callable[[int], Layout]:
+def _of_module(spec: ModelSpec, value_head: bool, *, tp: int, count: int) -> ShardedWeights:
+    """Of the module that transformers builds: a plan imports neither torch nor transformers else."""
     from megaverl.models.hf_shards import sharded_weights, tensor_cuts
     from megaverl.models.hf_weights import module_without_data
 
-    model = module_without_data(spec.source)
-    cuts = tensor_cuts(model, tp, "actor")
-    return sharded_weights(model, spec, count, value_head=int(value_head), cuts=cuts).layout_of
+    source = Path(spec.source)
+    if spec.trusts_code and source.name == "config.json":
+        source = source.parent  # transformers looks for a model's own code in a folder
+    model = module_without_data(source, trust_remote_code=spec.trusts_code)
+    return sharded_weights(model, spec, count, value_head=int(value_head), cuts=tensor_cuts(model, tp, "actor"))
 
 
 class Shards(NamedTuple):
@@ -89,7 +87,7 @@ def shards_of(fsdp: FsdpConfig, world: int, gpus_per_node: int) -> Shards:
 def fsdp_layouts(spec: ModelSpec, value_head: bool, count: int, tp: int = 1) -> Callable[[int], Layout]:
     """Rank of the role -> what it holds, where shard groups are neighbours."""
     if tp > 1:
-        return _tensor_layouts(spec, value_head, tp, count)
+        return _of_module(spec, value_head, tp=tp, count=count).layout_of
     weights = described(spec, value_head)
 
     @cache

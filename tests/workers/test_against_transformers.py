@@ -198,14 +198,6 @@ def test_an_update_under_fsdp_is_that_of_transformers_and_autograd(
 TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any], dict[str, Any], Loss, dict[str, Any], dict[str, Any]]] = {
     "biases, tied": ("Qwen2ForCausalLM", {}, PPO, ppo, {}, {"chunked_logits": True}),
     "norms of heads": ("Gemma3ForCausalLM", GEMMA3 | {"num_key_value_heads": 2}, GRPO, grpo, {}, CUTS["full"][2]),
-    "replicas": (
-        "LlamaForCausalLM",
-        {"mlp_bias": True},
-        PPO,
-        ppo,
-        {"sharding_strategy": "no_shard"},
-        {"activation_checkpointing": "selective", "micro_batch_tokens": 30},
-    ),
 }
 
 
