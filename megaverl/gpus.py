@@ -27,6 +27,15 @@ def _count_listed() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
 
 
+def gpu_name() -> str | None:
+    """Of the first GPU that nvidia-smi lists; None: there is none."""
+    if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    listing = subprocess.run(query, capture_output=True, text=True, check=False)
+    return (listing.stdout.splitlines() or [""])[0].strip() or None if listing.returncode == 0 else None
+
+
 def cpu_torch_beside_gpus() -> str | None:
     """What is wrong where GPUs are visible and the torch of this environment is built without CUDA; else None.
 

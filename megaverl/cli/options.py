@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megaverl.config import Config, load_config
-from megaverl.config.loader import Command
+from megaverl.config.loader import Choose, Command
 from megaverl.errors import ConfigError
 
 
@@ -62,8 +62,17 @@ def add_json(parser: argparse.ArgumentParser, help: str = "the same for machines
     parser.add_argument("--json", action="store_true", help=help)
 
 
-def read_config(arguments: argparse.Namespace, command: Command = "train", *, check_paths: bool = False) -> Config:
+def read_config(
+    arguments: argparse.Namespace,
+    command: Command = "train",
+    *,
+    check_paths: bool = False,
+    choose: Choose | None = None,
+) -> Config:
     """The checked configuration that the options above describe.
+
+    Args:
+        choose: decides on keys that are `auto`.
 
     Raises:
         ConfigError: lists every mistake.
@@ -74,4 +83,4 @@ def read_config(arguments: argparse.Namespace, command: Command = "train", *, ch
     for option, key in (("nproc", "run.nproc"), ("resume", "checkpoint.resume")):
         if getattr(arguments, option, None) is not None:
             overrides.append(f"{key}={getattr(arguments, option)}")
-    return load_config(arguments.config, overrides, command=command, check_paths=check_paths)
+    return load_config(arguments.config, overrides, command=command, check_paths=check_paths, choose=choose)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from megaverl.cli.options import Subcommand, UsageError, add_config, add_json, add_nproc, read_config
-from megaverl.config import smallest_world
+from megaverl.config import load_config, smallest_world
+from megaverl.config.loader import layered
 from megaverl.errors import FAILED, MISTAKE, ConfigError, MegaverlError, ModelError
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, find_spec, make_job
@@ -22,7 +25,8 @@ examples:
   megaverl plan --config configs/llama3_70b/grpo_128_nodes.yaml --nodes 128
   megaverl plan --config FILE --nodes 16 actor.tp=8 actor.pp=4 --picture plan.png
   megaverl plan --config FILE --nodes 16 --hardware h100 --response-tokens 1500   what a step takes, too
-  megaverl plan --calibrate here.json                     measure this machine, for --hardware here.json"""
+  megaverl plan --calibrate here.json                     measure this machine, for --hardware here.json
+  megaverl plan --config FILE --auto --nodes 16 --write chosen.yaml     choose grids, micro-batches and engines"""
 PICTURES = (".svg", ".png")
 # Dataclass fields that are given in GB or GB/s: flag, help
 MACHINE = {
@@ -55,6 +59,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         default = getattr(Machine, name)
         text = meaning if default is None else f"{meaning} ({default / GB:g}, or the hardware's)"
         parser.add_argument(f"--{name}", type=float, metavar="GB", help=text)
+    parser.add_argument("--auto", action="store_true", help="choose the layout: the five best by predicted time")
+    parser.add_argument("--staleness", type=int, default=0, metavar="N", help="--auto: engines apart, N steps ahead")
+    parser.add_argument("--write", metavar="FILE", help="--auto: a recipe with the best, laid over --config's")
     parser.add_argument("--picture", metavar="FILE", help="placement and traffic, as .svg or .png")
     add_json(parser, "the same for machines: bytes and seconds")
 
@@ -82,12 +89,16 @@ def _plan(arguments: argparse.Namespace) -> int:
             raise UsageError(f"--{name.replace('_', '-')}: found {value:g}; expected a number above 0")
     if arguments.picture is not None and Path(arguments.picture).suffix not in PICTURES:
         raise UsageError(f"--picture: found {arguments.picture}; expected a file that ends in {' or '.join(PICTURES)}")
+    if arguments.write is not None and not (arguments.auto and arguments.config):
+        raise UsageError("--write: goes with --auto and --config FILE, over which the choice is laid")
     from megaverl.planner.report import as_dict, as_text, survey
     from megaverl.planner.simulator import default_lengths
 
     given = {name: getattr(arguments, name) * GB for name in MACHINE if getattr(arguments, name) is not None}
     given |= {"gpus_per_node": arguments.gpus_per_node} if arguments.gpus_per_node else {}
     try:
+        if arguments.auto:
+            return _auto(arguments, given)
         hardware = Hardware.read(arguments.hardware) if arguments.hardware else None
         machine = hardware.machine(**given) if hardware else Machine(**given)
         config = read_config(arguments)  # the grids are judged below, against the world and the model together
@@ -105,6 +116,30 @@ def _plan(arguments: argparse.Namespace) -> int:
     print(json.dumps(as_dict(capacity), indent=2) if arguments.json else as_text(capacity))
     if arguments.picture is not None:
         print(f"picture written to {arguments.picture}", file=sys.stderr)
+    return 0
+
+
+def _auto(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+    """`plan --auto`: the five best layouts, and the best as a recipe."""
+    from megaverl.planner.search import LayoutSearch, as_text, chosen_recipe
+    from megaverl.planner.simulator import likely_lengths
+
+    hardware = Hardware.read(arguments.hardware or "h100")
+    machine = hardware.machine(**given)
+    make = layered(arguments.config, arguments.overrides)
+    config = make({})
+    spec = find_spec(config, arguments.model_config, beside=arguments.config)
+    world = (arguments.nodes or 1) * machine.gpus_per_node
+    lengths = likely_lengths(config, arguments.prompt_tokens, arguments.response_tokens)
+    began = time.monotonic()
+    search = LayoutSearch(make, spec, world, hardware, machine=machine, lengths=lengths, staleness=arguments.staleness)
+    found = search.best()
+    print(as_text(found, time.monotonic() - began, hardware))
+    if arguments.write is not None:
+        text = chosen_recipe(found, arguments.config, arguments.write, arguments.overrides, hardware, world)
+        Path(arguments.write).write_text(text, encoding="utf-8")
+        load_config(arguments.write, [], check_paths=False, world_size=world)  # as a run will read it
+        print(f"recipe written to {arguments.write}", file=sys.stderr)
     return 0
 
 

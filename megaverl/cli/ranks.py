@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from megaverl.cli.options import Subcommand, add_config, add_dry_run, add_nproc, add_resume, read_config
 from megaverl.config import Config
-from megaverl.config.loader import Command
+from megaverl.config.grids import REINFORCING
+from megaverl.config.loader import Command, Make
 from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, ConfigError, MegaverlError
 from megaverl.gpus import cpu_torch_beside_gpus
 
@@ -59,7 +60,8 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
     rank = int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
     try:
         options = (apply(arguments) if apply else None) or {}
-        config = read_config(arguments, command, check_paths=not arguments.no_file_checks)
+        choose = _choose if command in REINFORCING else None
+        config = read_config(arguments, command, check_paths=not arguments.no_file_checks, choose=choose)
         unused_gpus = cpu_torch_beside_gpus()
         if unused_gpus and not arguments.dry_run and command != "quickstart":  # whose model is tiny
             raise ConfigError(unused_gpus)
@@ -84,6 +86,12 @@ def run_command(command: Command, arguments: argparse.Namespace, apply: Apply | 
     except MegaverlError as error:
         print(error, file=sys.stderr)
         return exit_code(error)
+
+
+def _choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:
+    from megaverl.planner.search import choose  # the planner is only for those who ask
+
+    return choose(make, keys, world)
 
 
 def run_rank(config: Config, command: str, options: dict[str, Any], rank: int) -> int:

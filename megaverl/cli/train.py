@@ -6,11 +6,13 @@ import argparse
 import json
 import os
 import sys
+from typing import Any
 
 from megaverl.cli.options import UsageError
 from megaverl.cli.ranks import rank_command
 from megaverl.config import load_config
 from megaverl.config.grids import CLAIMS
+from megaverl.config.loader import Make
 from megaverl.config.yaml_source import recipe
 from megaverl.distributed.placement import parse_claims
 from megaverl.errors import SAVED_AND_LEFT
@@ -61,12 +63,19 @@ def _train(arguments: argparse.Namespace) -> None:
         arguments.overrides.append(f"run.track_metrics={json.dumps(arguments.track_metrics.split(','))}")
 
 
+def not_yet(make: Make, keys: tuple[str, ...], world: int) -> tuple[dict[str, Any], str]:
+    """Keys that are `auto` stay at their defaults: the model that they are chosen for is not made yet."""
+    return {}, ""
+
+
 def _quickstart(arguments: argparse.Namespace) -> None:
     arguments.config = arguments.config or str(recipe("quickstart"))
     if arguments.dry_run:
         arguments.no_file_checks = True  # the files are made by the run
     elif "RANK" not in os.environ:  # the process that starts the ranks makes what they read
-        config = load_config(arguments.config, arguments.overrides, command="quickstart", check_paths=False)
+        config = load_config(
+            arguments.config, arguments.overrides, command="quickstart", check_paths=False, choose=not_yet
+        )
         from megaverl.trainer.quickstart import prepare
 
         prepare(config)

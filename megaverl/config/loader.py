@@ -44,6 +44,20 @@ from megaverl.errors import ConfigError
 Command = Literal["train", "sft", "dpo", "reward", "generate", "eval", "quickstart"]
 
 
+# Keys that may be `auto`: chosen for the ranks of the run, before it is checked.
+AUTO_KEYS = (
+    *(f"actor.{size}" for size in ("tp", "pp", "vpp", "cp", "ep", "etp")),
+    "actor.micro_batch_tokens",
+    "actor.activation_checkpointing",
+    "rollout.tp",
+)
+AUTO = "auto"
+# A configuration with settings (key -> value) laid over what was written, as if they had been written too.
+Make = Callable[[Mapping[str, Any]], Config]
+# (that, the keys that are `auto`, ranks) -> (key -> value, what was chosen and why)
+Choose = Callable[[Make, tuple[str, ...], int], tuple[dict[str, Any], str]]
+
+
 def load_any(path: str, overrides: list[str]) -> Config:
     """A configuration of whichever command that trains it is one; files need not be here.
 
@@ -67,6 +81,7 @@ def load_config(
     command: Command = "train",
     check_paths: bool = True,
     world_size: int | None = None,
+    choose: Choose | None = None,
 ) -> Config:
     """Read, merge, resolve and check the configuration of one run, before anything is built.
 
@@ -76,12 +91,14 @@ def load_config(
         command: what the configuration must be complete for.
         check_paths: False leaves out every check that needs the model folder or the data files to be there,
             as for a recipe that is looked at on another machine.
+        choose: what decides on keys that are `auto`; None: they are refused.
         world_size: ranks that the grids must fill. None: torchrun's WORLD_SIZE, or `run.nproc`, or unknown (`--role`).
 
     Raises:
         InvalidConfig: (a ConfigError) lists every mistake: its key, place, what was found and is allowed.
     """
     source, choice = _read(path, overrides or [], command)
+    chosen, reason = _choose(source, choose, world_size)
     config, mistakes = validate(source)
     foreign, warnings = passthrough_mistakes(source.values, source.place)
     mistakes = _first_of_each_key([*source.mistakes, *mistakes, *foreign])
@@ -91,8 +108,57 @@ def load_config(
         raise InvalidConfig(mistakes, source.name)
     if command in REINFORCING:
         warnings += algorithm_warnings(config)
-    config.note(warnings, [choice] if choice else [])
+    config.note(warnings, [line for line in (choice, reason) if line], chosen)
     return config
+
+
+def layered(path: str | Path | None, overrides: list[str] | None = None) -> Make:
+    """The configuration as a function of settings that are still laid over it; keys that are `auto` are left out."""
+    source, _ = _read(path, overrides or [], "train")
+    _take_auto(source)
+    return _make_of(source)
+
+
+def _make_of(source: YamlSource) -> Make:
+    def make(settings: Mapping[str, Any]) -> Config:
+        values = copy.deepcopy(source.values)
+        for key, value in settings.items():
+            put(values, key.split("."), copy.deepcopy(value))
+        return Config.model_validate(values)
+
+    return make
+
+
+def _take_auto(source: YamlSource) -> tuple[str, ...]:
+    keys = tuple(key for key in AUTO_KEYS if value_at(source.values, key.split(".")) == AUTO)
+    for key in keys:
+        take(source.values, key.split("."))
+    return keys
+
+
+def _choose(source: YamlSource, choose: Choose | None, world_size: int | None) -> tuple[dict[str, Any], str]:
+    """(key -> value for what is `auto`, why), put into the source; mistakes are noted, not raised."""
+    keys = _take_auto(source)
+    if not keys:
+        return {}, ""
+    config, mistakes = validate(source)
+    world_size = world_size or _world_size(config)
+    if mistakes or source.mistakes:
+        return {}, ""  # these are told, and the rest is judged without
+    if choose is None:
+        source.add(keys[0], "is auto, which `megaverl train` and `megaverl plan --auto` decide on. Give a value here.")
+    elif world_size is None:
+        source.add(keys[0], "is auto, and the number of ranks is not known. Give it: --nproc N, or run.nproc.")
+    else:
+        try:
+            settings, reason = choose(_make_of(source), keys, world_size)
+        except ConfigError as error:
+            source.add(keys[0], f"is auto. {error}")
+            return {}, ""
+        for key, value in settings.items():
+            put(source.values, key.split("."), value)
+        return settings, reason
+    return {}, ""
 
 
 def _read(
@@ -217,7 +283,8 @@ def _message(detail: ErrorDetails, path: Key) -> str:
         own = "[A-Za-z_]" in str(context.get("pattern"))
         return f"{shown}; expected {'module:function or file.py:function' if own else _NAME_LETTERS}."
     if kind in _EXPECTED:
-        return f"{shown}; expected {_EXPECTED[kind]}."
+        hint = f" auto is for {', '.join(AUTO_KEYS)}." if detail["input"] == AUTO else ""
+        return f"{shown}; expected {_EXPECTED[kind]}.{hint}"
     bounds = [f"{word} {context[name]}" for name, word in BOUNDS.items() if name in context]
     return f"{shown}; expected {' and '.join(bounds)}." if bounds else f"{shown}: {detail['msg']}."
 

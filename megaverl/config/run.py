@@ -37,6 +37,9 @@ class RunConfig(Section):
     nproc: Positive | None = None
     """Processes that the command starts on this machine when torchrun did not. null: one per GPU; without a GPU, as
     many as the grids need."""
+    hardware: Text | None = None
+    """What keys that are `auto` are chosen for: h100 or another name that `megaverl plan --hardware` knows, or a file
+    of one's own. null: the GPU that this machine shows, or two processor cores."""
     timeout_minutes: PositiveFloat = 10.0
     """How long a rank waits for the others before it stops."""
     log_with: Annotated[list[Backend], AS_LIST] = ["jsonl", "tensorboard"]

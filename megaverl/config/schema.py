@@ -89,6 +89,7 @@ class Config(Section):
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _choices: tuple[str, ...] = PrivateAttr(default=())
+    _chosen: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="before")
     @classmethod
@@ -116,8 +117,13 @@ class Config(Section):
         """Settings that nobody gave and that are not their defaults, with the reason."""
         return self._choices
 
-    def note(self, warnings: list[str], choices: list[str]) -> None:
-        self._warnings, self._choices = tuple(warnings), tuple(choices)
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """Key -> value, for those that were `auto`."""
+        return self._chosen
+
+    def note(self, warnings: list[str], choices: list[str], chosen: dict[str, Any] | None = None) -> None:
+        self._warnings, self._choices, self._chosen = tuple(warnings), tuple(choices), chosen or {}
 
     @property
     def uses_critic(self) -> bool:
@@ -205,6 +211,11 @@ class Config(Section):
     def run_dir(self) -> Path:
         """Where everything that this run leaves behind goes."""
         return Path(self.run.dir) / self.run.name
+
+    @property
+    def chosen_file(self) -> Path:
+        """What was chosen for keys that are `auto`, and for how many ranks."""
+        return self.run_dir / "chosen.json"
 
     @property
     def max_tokens(self) -> int:

@@ -64,17 +64,21 @@ class Advice:
     def __str__(self) -> str:
         if not self.settings:
             return f"none of {self.tried} settings nearby fits: use more nodes, or a smaller model."
-        words = [f"{k} {v}" if k.startswith("--") else f"{k}={_yaml(v)}" for k, v in self.settings]
+        words = [f"{k} {v}" if k.startswith("--") else f"{k}={yaml_text(v)}" for k, v in self.settings]
         return f"{' '.join(words)}  (then {self.peak / GB:.1f} GB on the fullest rank)"
 
 
-def shortages(job: PlannedJob, memory: list[RankMemory]) -> list[Shortage]:
-    """Every phase in which a rank needs more than its GPU has, and a cache that holds no sequence."""
-    found = []
+def shortages(job: PlannedJob, memory: list[RankMemory], room: float = 1.0) -> list[Shortage]:
+    """Every phase in which a rank needs more than its GPU has, and a cache that holds no sequence.
+
+    Args:
+        room: share of the memory that may be used.
+    """
+    found, available = [], room * job.machine.memory
     for phase in phases_of(memory):
         worst = max(memory, key=lambda rank: rank.phases.get(phase, 0.0))
-        if worst.phases[phase] > job.machine.memory:
-            found.append(Shortage(phase, worst.rank, worst.phases[phase], job.machine.memory))
+        if worst.phases[phase] > available:
+            found.append(Shortage(phase, worst.rank, worst.phases[phase], available))
     engine = memory[0].engine
     if engine.concurrency < 1:
         found.append(Shortage("KV cache", 0, engine.longest * engine.bytes_per_token, max(0.0, engine.cache)))
@@ -175,9 +179,12 @@ def _set(mapping: dict[str, Any], path: list[str], value: Any) -> None:
         mapping[path[-1]] = value
 
 
-def _yaml(value: Any) -> str:
+def yaml_text(value: Any) -> str:
+    """A value of a `key=value`."""
     if isinstance(value, dict):
-        return "'{" + ", ".join(f"{k}: {_yaml(v)}" for k, v in value.items()) + "}'"
+        return "'{" + ", ".join(f"{k}: {yaml_text(v)}" for k, v in value.items()) + "}'"
+    if value is None:
+        return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

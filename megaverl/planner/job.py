@@ -202,8 +202,13 @@ def _read_spec(key: str, path: Path, engine: str) -> ModelSpec:
     return read(config, source=str(path))
 
 
-def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | None = None) -> PlannedJob:
+def make_job(
+    config: Config, spec: ModelSpec, world: int, machine: Machine | None = None, *, deal_later: bool = False
+) -> PlannedJob:
     """Lay the configuration's roles over `world` ranks.
+
+    Args:
+        deal_later: weights are dealt to ranks when the first one is asked for: for a search, which drops most jobs.
 
     Raises:
         InvalidConfig: grids that the model or the world does not divide; all of them.
@@ -223,7 +228,12 @@ def make_job(config: Config, spec: ModelSpec, world: int, machine: Machine | Non
     roles += _reward_models(config, spec, placement, machine)
     may_have_experts = spec.moe is not None or not spec.is_tabled
     expert_parallel = may_have_experts and bool(config.rollout.vllm.get("enable_expert_parallel", False))
-    layouts = _engine_layouts(spec, config.rollout.tp, expert_parallel, config.rollout.vllm.get("quantization"))
+    dealt = (spec, config.rollout.tp, expert_parallel, config.rollout.vllm.get("quantization"))
+    layouts = _Dealt(_engine_layouts, dealt)
+    if not deal_later:
+        for role in roles:
+            role.layout_of(0)
+        layouts(0)
     rollout = RolloutRole(placement.ranks["rollout"], config.rollout.tp, expert_parallel, layouts)
     return PlannedJob(config, spec, machine, world, tuple(roles), rollout, placement)
 
@@ -234,7 +244,12 @@ def _placement(config: Config, world: int, machine: Machine) -> ResolvedPlacemen
     nodes = [Node(name, size) for name, size in zip(_node_names(config, len(sizes)), sizes, strict=True)]
     if is_placed(config):
         return resolve_placement(config.placement, role_grids(config, used_roles(config, "train")), world, nodes)
-    return resolve({}, world, dict.fromkeys([*used_roles(config, "train"), "rollout", "reward"]), nodes)
+    return _everywhere(world, (*used_roles(config, "train"), "rollout", "reward"), tuple(nodes))
+
+
+@lru_cache(maxsize=8)
+def _everywhere(world: int, roles: tuple[str, ...], nodes: tuple[Node, ...]) -> ResolvedPlacement:
+    return resolve({}, world, dict.fromkeys(roles), list(nodes))
 
 
 def _node_names(config: Config, count: int) -> list[str]:
@@ -298,8 +313,22 @@ def _role(
         held = fsdp_layouts(spec, value_head, shards.size, grid.tp)
         return Role(name, ranks, grid, spec, config, (spec.num_layers,), held, value_head, islands, shards)
     split = tuple(layer_split(spec.num_layers, grid.pp, grid.vpp, config.megatron, name))
-    layouts = _model_layouts(spec, grid, split, value_head)
+    layouts = _Dealt(_model_layouts, (spec, grid, split, value_head))
     return Role(name, ranks, grid, spec, config, split, layouts, value_head, islands)
+
+
+class _Dealt:
+    """What every rank holds, found out when the first one is asked for."""
+
+    def __init__(self, deal: Callable[..., Callable[[int], Layout]], of: tuple[Any, ...]) -> None:
+        self._deal, self._of = deal, of
+
+    @cached_property
+    def _layouts(self) -> Callable[[int], Layout]:
+        return self._deal(*self._of)
+
+    def __call__(self, rank: int) -> Layout:
+        return self._layouts(rank)
 
 
 # Kept, since a search for settings that fit asks for the same ones again and again.

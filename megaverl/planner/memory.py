@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from megaverl.planner.activations import (
@@ -76,8 +76,11 @@ class MemoryModel:
         self._trained = cache(self._make_trained)
         self._activations = cache(self._make_activations)
         self._plans = cache(lambda: reshard_plans(job))
-        config = job.config
-        self._engine = engine_bytes(
+
+    @cached_property
+    def _engine(self) -> EngineBytes:
+        job, config = self.job, self.job.config
+        return engine_bytes(
             job.spec,
             job.rollout.layout_of(0),
             job.rollout.tp,
@@ -89,6 +92,10 @@ class MemoryModel:
             longest=config.max_tokens,
             graphs=graph_bytes(config.rollout.vllm) if job.machine.reserve is None else 0.0,
         )
+
+    def activations(self, role: Role, stage: int) -> tuple[float, float]:
+        """Bytes of activations (while training, while scoring) on a pipeline stage."""
+        return self._activations(role.name, stage)
 
     def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
         """Of these ranks; of all where none are given."""
@@ -105,7 +112,7 @@ class MemoryModel:
             place = role.place(rank)
             if place is None:
                 continue
-            train, score = self._activations(role.name, role.grid.coords(place).pp)
+            train, score = self.activations(role, role.grid.coords(place).pp)
             copies = self._copies(role, place)
             held["frozen" if role.trained is None else "training"] += sum(copies.values())
             if role.trained is not None:

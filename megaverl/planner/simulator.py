@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megaverl.config import Config
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob
@@ -71,12 +72,16 @@ class Prediction:
 
 
 def default_lengths(job: PlannedJob, prompt: float | None = None, response: float | None = None) -> LengthDistribution:
+    """`likely_lengths` of a job's configuration."""
+    return likely_lengths(job.config, prompt, response)
+
+
+def likely_lengths(config: Config, prompt: float | None = None, response: float | None = None) -> LengthDistribution:
     """What is not known of a run: prompts of half their limit, responses of 40 % of theirs on the mean.
 
     Args:
         prompt, response: mean tokens, where they are known.
     """
-    config = job.config
     longest = float(config.rollout.sampling["max_tokens"])
     return LengthDistribution.lognormal(prompt or config.data.max_prompt_tokens / 2, response or 0.4 * longest, longest)
 

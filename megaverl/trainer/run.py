@@ -77,6 +77,9 @@ def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / f"{command}.yaml").write_text(config.to_yaml(), encoding="utf-8")
+        if config.chosen:  # a resume on as many ranks reads it again
+            said = {"ranks": int(os.environ.get("WORLD_SIZE", "1")), "settings": config.chosen}
+            config.chosen_file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
         write_versions(run_dir)
     except OSError as error:
         raise ConfigError(f"run.dir: {run_dir} cannot be written ({error}). Name another folder.") from error

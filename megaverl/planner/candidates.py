@@ -1,0 +1,195 @@
+"""Settings that a search looks at: what the rules of the model, of the ranks and of a run let through."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from megaverl.config import Config
+from megaverl.config.errors import divisors
+from megaverl.config.grids import is_placed
+from megaverl.config.passthrough import recompute_fields
+from megaverl.distributed.grid import Sizes, grid_problem
+from megaverl.sharding.fit import misfits
+from megaverl.sharding.model_spec import ModelSpec
+
+OFFLOAD, SHARE, ROLLOUT = "actor.offload", "rollout.vllm.gpu_memory_utilization", "placement.rollout"
+UNEVEN = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+LEVELS = ("none", "selective", "full")
+SHARES = range(90, 15, -5)  # of a GPU's memory for the engine, percent
+SPLITS = (0.25, 0.5, 0.75)  # of the ranks, for engines on ranks of their own
+LONGEST_ROW = 65536  # tokens of a micro-batch that is proposed
+SHORTEST_CUT = 4096  # tokens of a sample's part on a context-parallel rank
+Settings = dict[str, Any]
+Key = tuple[tuple[str, str], ...]
+
+
+class Candidates:
+    """Grids, micro-batches, recomputation, engines and placements for a recipe, as settings laid over it.
+
+    Args:
+        keys: those that are chosen; all others stay as the recipe has them.
+        node: ranks of a node.
+        away: ranks of the recipe's own placement that the actor does not have.
+        staleness: steps that engines on ranks of their own may be ahead; 0 proposes no such engines.
+        counts_memory: whether memory is counted: where it is not, nothing is computed again or offloaded for it.
+        further: whether offload and the engine's share of the memory are chosen too.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        spec: ModelSpec,
+        world: int,
+        node: int,
+        keys: Collection[str],
+        *,
+        away: int,
+        staleness: int,
+        counts_memory: bool,
+        further: bool,
+    ) -> None:
+        self.config, self.spec, self.world, self.node, self.keys = config, spec, world, node, set(keys)
+        self.away, self.staleness, self.counts_memory, self.further = away, staleness, counts_memory, further
+
+    def groups(self) -> list[tuple[list[Settings], list[Settings]]]:
+        """(a training layout from its fastest settings to those that need least memory, its engines), ordered."""
+        found = []
+        for placed in self._placements():
+            ranks, engines = self.world - self._engine_ranks(placed), list(self._engines(placed))
+            for grid in self._grids(ranks):
+                for tokens in self._row_tokens():
+                    found.append(([placed | rung for rung in self._rungs(grid | tokens)], engines))
+        return sorted(found, key=lambda group: key_of(group[0][0]))
+
+    def apart(self, name: str, ranks: int) -> Iterator[Settings]:
+        """Without experts of their own ranks: those stay as the actor has them."""
+        for tp in divisors(self.node):
+            for pp in divisors(ranks):
+                uneven = uneven_split(self.spec.num_layers, pp, None) if pp <= self.spec.num_layers else None
+                if misfits(self.spec, tp=tp) or grid_problem(Sizes(tp=tp, pp=pp), ranks, ""):
+                    continue
+                if uneven is not None:
+                    grid: Settings = {f"{name}.tp": tp, f"{name}.pp": pp, f"{name}.vpp": None, f"{name}.cp": 1}
+                    yield grid | self._dealt(name, uneven)
+
+    def _placements(self) -> Iterator[Settings]:
+        yield {}
+        if self.staleness and not is_placed(self.config):
+            for share in SPLITS:
+                ranks = int(self.world * share) // self.node * self.node
+                if ranks:
+                    yield {
+                        ROLLOUT: {"num_ranks": ranks},
+                        "rollout.async_rollout": True,
+                        "rollout.max_staleness": self.staleness,
+                    }
+
+    def _engine_ranks(self, placed: Settings) -> int:
+        """Ranks that the actor does not have."""
+        return int(placed[ROLLOUT]["num_ranks"]) if ROLLOUT in placed else self.away
+
+    def _sizes(self, key: str, sizes: Sequence[Any]) -> Sequence[Any]:
+        """What is looked at for a key: what the recipe has, where it is not to be chosen."""
+        section, name = key.split(".")
+        return sizes if key in self.keys else [getattr(getattr(self.config, section), name)]
+
+    def _grids(self, ranks: int) -> Iterator[Settings]:
+        """Grids that the rules of the model and of the ranks let through."""
+        spec, config, node = self.spec, self.config, self.node
+        moe, samples = spec.moe, config.samples_per_step // config.algorithm.num_mini_batches
+        cuts = [cp for cp in (1, 2, 4, 8) if cp == 1 or config.max_tokens >= cp * SHORTEST_CUT]
+        experts = divisors(moe.num_experts) if moe else [1]
+        for tp in self._sizes("actor.tp", divisors(node)):
+            for ep in self._sizes("actor.ep", experts):
+                for etp in self._sizes("actor.etp", [1, tp] if moe and tp > 1 else [None]):
+                    if misfits(spec, tp=tp, etp=etp or tp, ep=ep):
+                        continue
+                    for pp in self._sizes("actor.pp", [pp for pp in divisors(ranks) if pp <= spec.num_layers]):
+                        for cp in self._sizes("actor.cp", cuts):
+                            if grid_problem(Sizes(tp=tp, cp=cp, pp=pp, ep=ep, etp=etp), ranks, ""):
+                                continue
+                            if ranks // (tp * cp * pp) > samples and "actor.pp" in self.keys:
+                                continue  # replicas without a sample
+                            yield from self._staged({"tp": tp, "pp": pp, "cp": cp, "ep": ep, "etp": etp})
+
+    def _staged(self, sizes: dict[str, int | None]) -> Iterator[Settings]:
+        """A grid with its virtual stages, and its layers dealt unevenly where they do not divide."""
+        pp = sizes["pp"] or 1
+        for vpp in self._sizes("actor.vpp", [None, 2, 4] if pp > 2 else [None]):
+            every = {f"actor.{name}": size for name, size in (sizes | {"vpp": vpp}).items()}
+            grid = {key: size for key, size in every.items() if key in self.keys}
+            if not self.keys & {"actor.pp", "actor.vpp"}:
+                yield grid
+                continue
+            uneven = uneven_split(self.spec.num_layers, pp, vpp)
+            if uneven is not None:
+                yield grid | self._dealt("actor", uneven)
+
+    def _dealt(self, role: str, uneven: Mapping[str, int]) -> Settings:
+        """How a role's layers are dealt; null takes away what the recipe, or the actor's choice, says otherwise."""
+        said = getattr(self.config, role).megatron
+        # a model whose layers some grid does not divide: the actor's fields would be a role's own without its own
+        inherited = role != "actor" and self.spec.num_layers % 8 != 0
+        names = [name for name in UNEVEN if name in uneven or said.get(name) is not None or inherited]
+        return {f"{role}.megatron.{name}": uneven.get(name) for name in names}
+
+    def _row_tokens(self) -> Iterator[Settings]:
+        name = "actor.micro_batch_tokens"
+        if name not in self.keys:
+            yield {}
+            return
+        most = self.config.max_tokens
+        for tokens in (most, 2 * most, 4 * most):
+            if tokens <= max(most, LONGEST_ROW):
+                yield {name: tokens}
+
+    def _rungs(self, grid: Settings) -> Iterator[Settings]:
+        """The same with more and more computed again, then offloaded."""
+        levels: tuple[str | None, ...] = (None,)
+        if "actor.activation_checkpointing" in self.keys:
+            levels = LEVELS if self.counts_memory else LEVELS[:1]
+        rung = grid
+        for level in levels:
+            rung = grid if level is None else grid | self._recomputed(level)
+            yield rung
+        if self.further and self.counts_memory and not self.config.actor.offload.optimizer:
+            yield rung | {OFFLOAD: {"optimizer": True, "gradients": True}}
+
+    def _recomputed(self, level: str) -> Settings:
+        """In the fields of `actor.megatron` where the recipe has these, since they go before the role's own key."""
+        given = self.config.actor.megatron
+        if not any(given.get(name) is not None for name in RECOMPUTE):
+            return {"actor.activation_checkpointing": level}
+        moe = self.spec.moe
+        dense = moe is None or bool(moe.num_dense_layers)
+        fields = recompute_fields(level, dense=dense, experts=moe is not None, fused_attention=True)
+        return {f"actor.megatron.{name}": fields.get(name) for name in RECOMPUTE if name in fields or name in given}
+
+    def _engines(self, placed: Settings) -> Iterator[Settings]:
+        ranks = self._engine_ranks(placed) or self.world
+        sizes = [tp for tp in (1, 2, 4, 8, 16) if ranks % tp == 0]
+        if self.config.rollout.engine != "vllm":
+            sizes = [1]
+        for tp in self._sizes("rollout.tp", sizes):
+            engine: Settings = {"rollout.tp": tp} if "rollout.tp" in self.keys else {}
+            if self.further and self.counts_memory:
+                engine[SHARE] = SHARES[0] / 100
+            yield engine
+
+
+def key_of(settings: Mapping[str, Any]) -> Key:
+    """Orders settings that take as long as each other, whatever order they were looked at in."""
+    return tuple(sorted((key, repr(value)) for key, value in settings.items()))
+
+
+def uneven_split(num_layers: int, pp: int, vpp: int | None) -> dict[str, int] | None:
+    """Fields for layers that the stages do not divide: fewer on the first and the last; None where that fails too."""
+    if num_layers % (pp * (vpp or 1)) == 0:
+        return {}
+    if vpp is not None or pp < 3:
+        return None
+    between = -(-num_layers // pp)
+    ends, odd = divmod(num_layers - (pp - 2) * between, 2)
+    return dict.fromkeys(UNEVEN, ends) if not odd and 0 < ends <= between else None

@@ -1,0 +1,417 @@
+"""Layouts chosen by the machine: grids, micro-batches, recomputation and engines that fit, by predicted time.
+
+A candidate is what a recipe becomes with some keys set. Bytes that a candidate needs at least drop most; the rest is
+looked at in the order of its predicted seconds, and counted rank by rank until enough fit. Within a grid, a setting
+that is slower and takes less memory is looked at only where the one before it does not fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaverl.config import Config
+from megaverl.config.checks import cross_mistakes
+from megaverl.config.grids import is_placed
+from megaverl.config.loader import AUTO_KEYS, Make
+from megaverl.config.yaml_source import put
+from megaverl.errors import ConfigError
+from megaverl.gpus import gpu_name
+from megaverl.planner.advice import shortages, yaml_text
+from megaverl.planner.buffers import BufferOptions
+from megaverl.planner.candidates import SHARE, SHARES, Candidates, Key, Settings, key_of
+from megaverl.planner.generation import LengthDistribution
+from megaverl.planner.hardware import Hardware, known
+from megaverl.planner.job import GB, Machine, PlannedJob, Role, find_spec, make_job
+from megaverl.planner.memory import MemoryModel
+from megaverl.planner.operators import parameters_of_stage
+from megaverl.planner.simulator import Prediction, likely_lengths, simulate
+from megaverl.sharding.model_spec import ModelSpec
+
+ROOM = 0.97  # of a GPU's memory: fragments between blocks are not counted
+GAIN = 0.01  # of the step, for which a role gets a grid of its own
+MOST_COUNTED = 400  # candidates whose memory is counted rank by rank
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout that fits.
+
+    Attributes:
+        settings: key -> value, laid over the recipe.
+        peak: bytes of the fullest rank; None where nobody counts them (processors, engines other than vLLM).
+    """
+
+    settings: Settings
+    job: PlannedJob = field(repr=False)
+    prediction: Prediction = field(repr=False)
+    peak: float | None = None
+
+    @property
+    def grid(self) -> str:
+        """The actor's, the engines', and those of roles with one of their own."""
+        job = self.job
+        others = [f"{role.name} {role.grid}" for role in job.roles[1:] if role.grid != job.actor.grid]
+        away = "" if job.placement.is_colocated else f" on {len(job.rollout.ranks)} ranks of their own"
+        return ", ".join([str(job.actor.grid), *others, f"engines tp{job.rollout.tp}{away}"])
+
+    def worse_than(self, best: Choice) -> str:
+        """Where the time goes that this layout takes more of, by operators of the step."""
+        names = dict.fromkeys(phase.name for phase in (*self.prediction.phases, *best.prediction.phases))
+        more = {name: self.prediction.seconds_of(name) - best.prediction.seconds_of(name) for name in names}
+        found = sorted(more.items(), key=lambda each: (-each[1], each[0]))
+        least = 0.002 * best.prediction.step_seconds
+        slower = [f"{name} +{seconds:.3g} s" for name, seconds in found if seconds > least][:2]
+        faster = [f"{name} {seconds:.3g} s" for name, seconds in reversed(found) if seconds < -least][:1]
+        return "; ".join([", ".join(slower) or "no phase by much", *faster])
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found.
+
+    Attributes:
+        choices: the best first, each of another grid.
+        looked_at: candidates whose step was predicted. counted: of them, those whose memory was counted rank by rank.
+    """
+
+    choices: tuple[Choice, ...]
+    looked_at: int
+    counted: int
+
+
+@dataclass
+class _Candidate:
+    """A training layout with an engine.
+
+    Attributes:
+        rungs: its settings, from the fastest to those that need least memory.
+    """
+
+    rungs: Sequence[Settings]
+    engine: Settings
+    rung: int = 0
+
+    @property
+    def settings(self) -> Settings:
+        return self.rungs[self.rung] | self.engine
+
+
+# (seconds of a step, ties by settings, ...); without a prediction the seconds are an estimate
+_Entry = tuple[float, Key, _Candidate, PlannedJob, Prediction | None]
+
+
+class LayoutSearch:
+    """All layouts of a recipe on a world of ranks.
+
+    Args:
+        make: the recipe with settings laid over it, as its file would be read.
+        keys: those of `AUTO_KEYS` that are chosen; all others stay as the recipe has them.
+        staleness: steps that engines on ranks of their own may be ahead; 0 proposes no such engines.
+        further: whether offload and the engine's share of the memory are chosen too, where grids do not fit without.
+    """
+
+    def __init__(
+        self,
+        make: Make,
+        spec: ModelSpec,
+        world: int,
+        hardware: Hardware,
+        *,
+        keys: Collection[str] = AUTO_KEYS,
+        lengths: LengthDistribution | None = None,
+        machine: Machine | None = None,
+        staleness: int = 0,
+        further: bool = True,
+    ) -> None:
+        self.make, self.spec, self.world, self.hardware = make, spec, world, hardware
+        self.keys, self.staleness, self.further = set(keys), staleness, further
+        self.machine = machine or hardware.machine()
+        self.config = make({})
+        self.counts_memory = hardware.cores is None and self.config.rollout.engine == "vllm"
+        self.looked_at = self.counted = 0
+        self._engine_seconds: dict[Key, float | None] = {}
+        self.lengths = lengths or likely_lengths(self.config)
+
+    def best(self, number: int = 5) -> Found:
+        """The fastest layouts that fit, each of another grid. The order of candidates does not matter.
+
+        Raises:
+            ConfigError: nothing fits.
+        """
+        waiting: list[_Entry] = []
+        for group in self._candidates():
+            self._push_group(waiting, group)
+        found: dict[str, Choice] = {}
+        while waiting and len(found) < number and self.counted < MOST_COUNTED:
+            _, _, candidate, job, prediction = heapq.heappop(waiting)
+            if prediction is None:
+                self._push(waiting, candidate)
+                continue
+            name = _grid_name(job)
+            if name in found:
+                continue
+            choice, is_hopeless = self._counted(candidate, job, prediction)
+            if choice is not None:
+                found[name] = self._apart(choice) if self.further else choice
+            elif not is_hopeless:
+                candidate.rung += 1
+                self._push(waiting, candidate)
+        if not found:
+            raise ConfigError(
+                f"auto: no layout of {self.world:,} ranks holds this run; {self.looked_at} were looked at. Use more "
+                "nodes, or run `megaverl plan` without --auto for what is missing."
+            )
+        choices = sorted(found.values(), key=lambda each: (each.prediction.step_seconds, key_of(each.settings)))
+        return Found(tuple(choices), self.looked_at, self.counted)
+
+    def _candidates(self) -> Iterator[list[_Candidate]]:
+        """Every training layout with each of its engines."""
+        placed = self._job({}) if is_placed(self.config) else None
+        candidates = Candidates(
+            self.config,
+            self.spec,
+            self.world,
+            self.machine.gpus_per_node,
+            self.keys,
+            away=self.world - len(placed.actor.ranks) if placed else 0,
+            staleness=self.staleness,
+            counts_memory=self.counts_memory,
+            further=self.further,
+        )
+        self._apart_grids = candidates.apart
+        for rungs, engines in candidates.groups():
+            yield [_Candidate(rungs, engine) for engine in engines]
+
+    def _push_group(self, waiting: list[_Entry], group: Sequence[_Candidate]) -> None:
+        """Predict a training layout with one engine. Roles that share all ranks take turns: another engine changes a
+        step by what it changed the first one that was predicted, until the step itself is predicted."""
+        first, *others = group
+        base = self._push(waiting, first)
+        if base is None:
+            return
+        _, _, _, job, prediction = base
+        assert prediction is not None
+        for other in others:
+            other.rung = first.rung
+            if not job.placement.is_colocated:
+                self._push(waiting, other)
+                continue
+            key = key_of(other.engine)
+            if key not in self._engine_seconds:
+                entry = self._push(waiting, other)
+                self._engine_seconds[key] = None if entry is None else entry[0] - base[0]
+                continue
+            if (seconds := self._engine_seconds[key]) is not None:
+                heapq.heappush(waiting, (base[0] + seconds, key_of(other.settings), other, job, None))
+
+    def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
+        """Predict the fastest of its settings that may fit; None: none may."""
+        while candidate.rung < len(candidate.rungs):
+            job = self._job(candidate.settings)
+            if job is None:
+                return None
+            if not self.counts_memory or least_bytes(job) <= ROOM * self.machine.memory:
+                self.looked_at += 1
+                prediction = simulate(job, self.hardware, lengths=self.lengths)
+                entry = (prediction.step_seconds, key_of(candidate.settings), candidate, job, prediction)
+                heapq.heappush(waiting, entry)
+                return entry
+            candidate.rung += 1
+        return None
+
+    def _apart(self, choice: Choice) -> Choice:
+        """The same with a grid of its own for the reference or the critic, where the step gains by it."""
+        for name in ("reference", "critic"):
+            role = next((role for role in choice.job.roles if role.name == name), None)
+            if role is None or name in self.config.placement.changed() or role.shards is not None:
+                continue
+            tried = []
+            for grid in self._apart_grids(name, len(role.ranks)):
+                settings = choice.settings | grid
+                job = self._job(settings)
+                if job is None:
+                    continue
+                self.looked_at += 1
+                prediction = simulate(job, self.hardware, lengths=self.lengths)
+                if prediction.step_seconds < (1 - GAIN) * choice.prediction.step_seconds:
+                    tried.append((prediction.step_seconds, key_of(settings), settings, job, prediction))
+            for _, _, settings, job, prediction in sorted(tried, key=lambda each: each[:2])[:4]:
+                other, _ = self._counted(_Candidate([settings], {}), job, prediction)
+                if other is not None:
+                    choice = other
+                    break
+        return choice
+
+    def _job(self, settings: Settings) -> PlannedJob | None:
+        """None: the run would refuse the settings, or the model or the world does."""
+        try:
+            return make_job(self.make(settings), self.spec, self.world, self.machine, deal_later=True)
+        except (ConfigError, ValueError):  # pydantic's refusal of a value is a ValueError
+            return None
+
+    def _counted(self, candidate: _Candidate, job: PlannedJob, prediction: Prediction) -> tuple[Choice | None, bool]:
+        """(the choice if it fits, whether less training memory would not help)."""
+        settings = candidate.settings
+        if cross_mistakes(job.config, "train", False, self.world):
+            return None, True
+        if not self.counts_memory:
+            return Choice(settings, job, prediction), False
+        self.counted += 1
+        try:
+            memory = MemoryModel(job).ranks(job.stage_ranks())
+        except ConfigError:  # what only shows when layers and heads are dealt out
+            return None, True
+        missing = shortages(job, memory, ROOM)
+        if missing and self.further and self._only_engine(missing):
+            over = max(each.needed - each.available for each in missing)
+            share = float(job.config.rollout.vllm.get("gpu_memory_utilization", 0.92)) - over / self.machine.memory
+            fitting = next((each for each in SHARES if each <= 100 * share), None)
+            other = self._job(settings | {SHARE: fitting / 100}) if fitting else None
+            if other is None:
+                return None, False
+            settings, job = settings | {SHARE: (fitting or 0) / 100}, other
+            memory = MemoryModel(job).ranks(job.stage_ranks())
+            missing, prediction = shortages(job, memory, ROOM), simulate(job, self.hardware, lengths=self.lengths)
+        if missing:
+            return None, False
+        return Choice(settings, job, prediction, max(rank.peak for rank in memory)), False
+
+    @staticmethod
+    def _only_engine(missing: Sequence[Any]) -> bool:
+        return all(each.what in ("generate", "engine start", "reshard") for each in missing)
+
+
+def _grid_name(job: PlannedJob) -> str:
+    """Layouts that a person would call the same: micro-batches and recomputation aside."""
+    return f"{job.actor.grid} {job.rollout.tp} {len(job.rollout.ranks)}"
+
+
+def least_bytes(job: PlannedJob) -> float:
+    """Bytes that the fullest rank needs at least in the actor's update: no padding, no reserve, no other role."""
+    role, model = job.actor, MemoryModel(job)
+    if role.shards is not None:
+        return 0.0
+    return max(_stage_bytes(job, role, stage) + model.activations(role, stage)[0] for stage in range(role.grid.pp))
+
+
+def _stage_bytes(job: PlannedJob, role: Role, stage: int) -> float:
+    trained, (plain, expert) = role.trained, parameters_of_stage(role, stage)
+    assert trained is not None
+    if trained.lora is not None or trained.offload.parameters:
+        return 0.0 if trained.offload.parameters else job.itemsize * (plain + expert)
+    replicas = role.grid.dp * role.grid.cp
+    options = BufferOptions.read(trained.ddp, getattr(role.config, "optimizer", {}), replicas)
+    gradients = 4 if options.grads_in_fp32 else job.itemsize
+    moments = options.exp_avg_itemsize * options.num_moments  # the second is no smaller than the first
+    state = 0.0 if trained.offload.optimizer else (1 - options.offload) * (options.main_itemsize + moments)
+    shares = (replicas, role.grid.expert_dp) if options.distributed else (1, 1)
+    return (plain + expert) * (job.itemsize + gradients) + state * (plain / shares[0] + expert / shares[1])
+
+
+def as_text(found: Found, seconds: float, hardware: Hardware) -> str:
+    """The choices for a terminal."""
+    lines = [
+        f"{found.looked_at:,} layouts that may fit predicted, {found.counted} counted rank by rank, in {seconds:.0f} s "
+        f"({hardware.name}); the best of each grid:"
+    ]
+    best = found.choices[0]
+    for number, choice in enumerate(found.choices, 1):
+        predicted = choice.prediction
+        memory = "" if choice.peak is None else f", {choice.peak / GB:.1f} GB"
+        lines += [
+            "",
+            f"{number}. {choice.grid}: {predicted.step_seconds:.3g} s a step, "
+            f"{predicted.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {100 * predicted.mfu:.0f} %{memory}",
+            f"   {' '.join(f'{key}={yaml_text(value)}' for key, value in shown(choice.settings).items())}",
+        ]
+        if choice is not best:
+            more = 100 * (predicted.step_seconds / best.prediction.step_seconds - 1)
+            lines.append(f"   {more:.1f} % slower: {choice.worse_than(best)}")
+    phases = sorted(best.prediction.phases, key=lambda phase: -phase.seconds)
+    lines += ["", "the best, by phase: " + ", ".join(f"{each.name} {each.seconds:.3g} s" for each in phases[:6])]
+    return "\n".join(lines)
+
+
+def shown(settings: Settings) -> Settings:
+    """Settings without those that are the default of their key."""
+    plain = {"actor.vpp": None, "actor.etp": None, "actor.cp": 1, "actor.ep": 1}
+    return {key: value for key, value in settings.items() if not (key in plain and plain[key] == value)}
+
+
+def chosen_recipe(
+    found: Found, recipe: str, path: str, overrides: Sequence[str], hardware: Hardware, world: int
+) -> str:
+    """YAML that is laid over the recipe: what the command line said, and what was chosen.
+
+    Args:
+        recipe: its file. path: where this is written, which `base` is relative to.
+    """
+    best, values = found.choices[0], dict[str, Any]()
+    for override in overrides:
+        key, _, text = override.partition("=")
+        put(values, key.split("."), yaml.safe_load(text))
+    for key, value in best.settings.items():
+        put(values, key.split("."), value)
+    seconds = best.prediction.step_seconds
+    comment = (
+        f"# Chosen by `megaverl plan --auto` for {world:,} ranks of {hardware.name}: {best.grid};\n"
+        f"# {seconds:.3g} s a step predicted. Everything else is the recipe's below.\n"
+    )
+    base = os.path.relpath(recipe, Path(path).parent)
+    return comment + yaml.safe_dump({"base": base} | values, sort_keys=False)
+
+
+def choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[Settings, str]:
+    """What keys that are `auto` are in a run on so many ranks, and why: the same on every rank, and after a resume.
+
+    Raises:
+        ConfigError: nothing fits, or the model or the machine is not known.
+    """
+    config = make({})
+    if (stored := _stored(config, keys, world)) is not None:
+        return stored, f"auto: {_said(stored)}, as {config.chosen_file} has it of the run that goes on."
+    hardware = _hardware(config, world)
+    search = LayoutSearch(make, find_spec(config), world, hardware, keys=keys, further=False)
+    found = search.best(1)
+    settings = found.choices[0].settings
+    seconds = found.choices[0].prediction.step_seconds
+    return settings, (
+        f"auto: {_said(settings)}; of {found.looked_at} layouts of {world} ranks that may fit the fastest on "
+        f"{hardware.name}, {seconds:.3g} s a step (predicted)."
+    )
+
+
+def _stored(config: Config, keys: tuple[str, ...], world: int) -> Settings | None:
+    if config.checkpoint.resume == "never" or not config.chosen_file.is_file():
+        return None
+    try:
+        said = json.loads(config.chosen_file.read_text(encoding="utf-8"))
+        settings = dict(said["settings"])
+        return settings if said["ranks"] == world and set(keys) <= set(settings) else None
+    except (ValueError, KeyError, TypeError, OSError):  # not whole, or another program's: chosen anew
+        return None
+
+
+def _hardware(config: Config, world: int) -> Hardware:
+    if config.run.hardware is not None:
+        return Hardware.read(config.run.hardware)
+    gpu = gpu_name()
+    if gpu is None:
+        return replace(Hardware.read("cpu"), ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+    words = gpu.lower().split()
+    names = [name for name in known() if name in words]
+    if not names:
+        raise ConfigError(f"run.hardware: nothing is known of {gpu}. Name one of {', '.join(known())}, or a file.")
+    return Hardware.read(names[0])
+
+
+def _said(settings: Settings) -> str:
+    return " ".join(f"{key}={yaml_text(value)}" for key, value in settings.items())
