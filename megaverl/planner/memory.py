@@ -74,7 +74,7 @@ class MemoryModel:
         self.job = job
         self._stage_parameters = cache(self._make_stage_parameters)
         self._trained = cache(self._make_trained)
-        self._activations = cache(self._make_activations)
+        self.activations = cache(self._make_activations)
         self._plans = cache(lambda: reshard_plans(job))
 
     @cached_property
@@ -93,10 +93,6 @@ class MemoryModel:
             graphs=graph_bytes(config.rollout.vllm) if job.machine.reserve is None else 0.0,
         )
 
-    def activations(self, role: Role, stage: int) -> tuple[float, float]:
-        """Bytes of activations (while training, while scoring) on a pipeline stage."""
-        return self._activations(role.name, stage)
-
     def ranks(self, ranks: Iterable[int] | None = None) -> list[RankMemory]:
         """Of these ranks; of all where none are given."""
         return [self.rank(rank) for rank in (range(self.job.world) if ranks is None else ranks)]
@@ -112,7 +108,7 @@ class MemoryModel:
             place = role.place(rank)
             if place is None:
                 continue
-            train, score = self.activations(role, role.grid.coords(place).pp)
+            train, score = self.activations(role.name, role.grid.coords(place).pp)
             copies = self._copies(role, place)
             held["frozen" if role.trained is None else "training"] += sum(copies.values())
             if role.trained is not None:

@@ -299,7 +299,7 @@ def least_bytes(job: PlannedJob) -> float:
     role, model = job.actor, MemoryModel(job)
     if role.shards is not None:
         return 0.0
-    return max(_stage_bytes(job, role, stage) + model.activations(role, stage)[0] for stage in range(role.grid.pp))
+    return max(_stage_bytes(job, role, stage) + model.activations(role.name, stage)[0] for stage in range(role.grid.pp))
 
 
 def _stage_bytes(job: PlannedJob, role: Role, stage: int) -> float:
