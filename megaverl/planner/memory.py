@@ -79,12 +79,9 @@ class MemoryModel:
 
     @cached_property
     def _engine(self) -> EngineBytes:
-        job, config = self.job, self.job.config
+        job, config, rollout = self.job, self.job.config, self.job.rollout
         return engine_bytes(
-            job.spec,
-            job.rollout.layout_of(0),
-            job.rollout.tp,
-            config.rollout.vllm,
+            *(job.spec, rollout.layout_of(0), rollout.tp, config.rollout.vllm),
             itemsize=job.itemsize,
             aliased=min(self._aliased_on(rank) for rank in job.stage_ranks() if rank in job.rollout.ranks),
             memory=job.machine.memory,
