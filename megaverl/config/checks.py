@@ -30,6 +30,7 @@ from megaverl.config.training_checks import (
     optimizer_mistakes,
     preference_mistakes,
     reward_model_mistakes,
+    router_replay_mistakes,
     shared_critic_mistakes,
     warmup_mistakes,
 )
@@ -53,6 +54,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
         mistakes += shared_critic_mistakes(config)
         mistakes += [
             *optimizer_mistakes(config),
+            *router_replay_mistakes(config, spec),
             *stored_rollout_mistakes(config),
             *temperature_mistakes(config),
             *sampling_mistakes(config),

@@ -138,6 +138,11 @@ class ActorConfig(TrainedConfig):
 
     optimizer: Annotated[Passthrough, over(ACTOR_OPTIMIZER)] = ACTOR_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
+    router_replay: Literal["off", "old_log_probs", "update"] = "off"
+    """Of a mixture of experts: tokens take the experts that the engine took, weighed by the trainer's own router (R3,
+    arXiv 2510.11370). old_log_probs: where these are computed; update: there, and in every forward and backward pass of
+    the update. The engine then says which experts it takes: a byte or two per token, layer and choice. On a CPU its
+    prefix cache is off."""
 
 
 class CriticConfig(TrainedConfig):

@@ -13,6 +13,7 @@ from megaverl.config.roles import SHARED_BY_CRITIC, ActorConfig, CriticConfig
 from megaverl.config.run import MixConfig, PreferenceConfig, SFTConfig
 from megaverl.config.schema import Config
 from megaverl.config.signatures import signature_of
+from megaverl.sharding.model_spec import ModelSpec
 
 DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 WSD_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -49,6 +50,27 @@ def scheduler_mistakes(name: str, role: ActorConfig | CriticConfig, num_updates:
     start, end = (scheduler.get(key, role.optimizer.get("weight_decay", 0.0)) for key in ("start_wd", "end_wd"))
     if start != end and scheduler.get("wd_incr_style", "constant") == "constant":
         yield ConfigIssue(f"{at}.wd_incr_style", f"found constant, but start_wd={start} and end_wd={end} differ.")
+
+
+def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[ConfigIssue]:
+    """Where nobody would say which experts were taken, or nobody would take them."""
+    key, mode = "actor.router_replay", config.actor.router_replay
+    if mode == "off":
+        return
+    for wrong, involved, why in (
+        (config.actor.engine != "megatron", "actor.engine", "routers are told by megatron-core alone"),
+        (config.rollout.engine != "vllm", "rollout.engine", "vLLM in the run's own processes alone says what it took"),
+        (config.environment.name is not None, "environment.name", "experts of turns are not put together"),
+        (config.rollout.function is not None, "rollout.function", "a function's responses come without experts"),
+    ):
+        if wrong:
+            yield ConfigIssue(key, f"found {found(mode)}, and {why}. Leave it out.", involves=(involved,))
+    if spec is not None and spec.is_tabled and spec.moe is None:
+        yield ConfigIssue(key, f"found {found(mode)}, and the model has no routed experts. Leave it out.")
+    one_update = config.algorithm.num_epochs == config.algorithm.num_mini_batches == 1
+    if mode == "old_log_probs" and one_update and config.algorithm.kl.place != "reward":
+        text = "found old_log_probs, and a step of one update computes none. Use router_replay: update."
+        yield ConfigIssue(key, text, involves=("algorithm.num_mini_batches",))
 
 
 def _is_count(value: Any) -> bool:

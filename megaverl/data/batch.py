@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, field_of, own_names
 from megaverl.data.joined import Joined, join
+from megaverl.data.routed_experts import experts_column
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class RolloutBatch:
                 times).
             generations: one per prompt, with `token_ids`, `log_probs` (one per token) and `finish_reason`.
             group_ids: index of the prompt per sample; the samples' own index if not given.
-            columns: entries per sample (text, reference, ...); `finish_reason` is added.
+            columns: entries per sample (text, reference, ...); `finish_reason` is added, and the experts that an
+                engine says it took.
             pad_id: token that fills the rows.
 
         Raises:
@@ -148,7 +150,7 @@ class RolloutBatch:
             "group_ids": torch.tensor(group_ids if group_ids is not None else range(len(prompts)), dtype=torch.int64),
         }
         reasons = [generation.finish_reason for generation in generations]
-        return cls(tensors, {**(columns or {}), "finish_reason": reasons})
+        return cls(tensors, {**(columns or {}), "finish_reason": reasons, **experts_column(generations)})
 
     def __len__(self) -> int:
         return len(self.tensors["input_ids"])

@@ -21,7 +21,10 @@ from megaverl.distributed.shared_items import put_back, taken_out
 from megaverl.errors import DataError
 
 _SHARED = "shared/"  # before the names of tensors that rows of a column share, such as images
-_DTYPES = {"int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.int64, torch.float32, torch.int16, torch.uint8, torch.bool)
+}
 
 
 def to_json(batch: RolloutBatch) -> str:

@@ -321,6 +321,8 @@ class MicroBatch:
         fields: what a loss needs, by name, each [n, r] for responses of at most r tokens.
         packing: where the samples are in a packed row; None: they have rows of their own.
         vision: of a model that takes images, what it reads besides.
+        routed_experts: [n, s, layers, k] or [1, t, layers, k] int16, as `tokens`: the experts that each is to take, -1
+            where its router chooses; None: it always does.
         taught: [response tokens, hidden], on the last stage: the teacher's hidden states before each of them.
         places: [s / cp] int64: where the tokens that this context-parallel rank has are in the rows, see `cut`; None:
             it has all.
@@ -338,6 +340,7 @@ class MicroBatch:
     fields: dict[str, torch.Tensor] = field(default_factory=dict)
     packing: Packing | None = None
     vision: VisionInputs | None = None
+    routed_experts: torch.Tensor | None = None
     taught: torch.Tensor | None = None
     places: torch.Tensor | None = None
     num_response_columns: int = -1
@@ -378,6 +381,7 @@ class MicroBatch:
         return replace(
             self,
             tokens=self.tokens[:, places],
+            routed_experts=None if self.routed_experts is None else self.routed_experts[:, places],
             places=places,
             predicting=Predicting(sample[held], row[held], here[position[held]]),
             targets=self.targets[held],

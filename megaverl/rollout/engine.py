@@ -28,11 +28,14 @@ class Generation:
         log_probs: natural log of the probability with which each token was drawn, after temperature, top-k
             and top-p.
         finish_reason: "stop" (a stop token was drawn) or "length" (max_tokens were).
+        routed_experts: [prompt + response - 1, layers, k] uint8 or int16: the experts of each token that was read,
+            where `actor.router_replay` asks for them; anything in layers that have none.
     """
 
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
+    routed_experts: Tensor | None = None
 
 
 class SamplingOptions:

@@ -30,6 +30,7 @@ def make_engine(
     on_load: OnLoad | None = None,
     images: ImagesConfig | None = None,
     tokenizer: str | None = None,
+    routed_experts: bool = False,
 ) -> Engine:
     """Make this rank's part of the engine that `config.engine` names. Every rank of the world takes part.
 
@@ -47,6 +48,7 @@ def make_engine(
             the last moment at which they may share storage with an actor's for good.
         images: of a model that takes images, `data.images`; None: of one that takes none.
         tokenizer: of the run, where that is not the model folder's.
+        routed_experts: generations say which experts their tokens took; vLLM's alone can.
 
     Raises:
         RolloutError: a world, model or machine that the engine cannot work with.
@@ -79,7 +81,7 @@ def make_engine(
         asked |= {"trust_remote_code": trust_remote_code, "num_sequences": num_sequences, "on_load": on_load}
         if images is not None:
             asked["images"] = image_arguments(images, tokenizer or str(model_folder))
-        engine = VLLMEngine(model_folder, config, **asked)
+        engine = VLLMEngine(model_folder, config, **asked, routed_experts=routed_experts)
     if config.use_dynamic_batching:
         budget = None if config.memory_budget_mb is None else config.memory_budget_mb * 2**20
         measures = budget is None and config.engine != "vllm"  # which knows what is free of its own cache

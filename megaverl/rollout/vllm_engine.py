@@ -38,6 +38,7 @@ from megaverl.rollout.process_state import (
     random_state_kept,
     release_groups,
 )
+from megaverl.rollout.vllm_experts import expert_arguments, experts_of_requests
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
 from megaverl.rollout.vllm_requests import answers, calling_when_finished, generation, prepare_images
@@ -89,6 +90,7 @@ class VLLMEngine:
         num_sequences: how many responses are asked for at once, to size a CPU's cache.
         on_load: see `megaverl.rollout.make_engine`.
         images: EngineArgs of a model that takes images (`image_arguments`).
+        routed_experts: say which experts each token took.
 
     Raises:
         RolloutError: no process group, a world that `rollout.tp` does not divide, a model that this engine or
@@ -110,6 +112,7 @@ class VLLMEngine:
         num_sequences: int | None = None,
         on_load: OnLoad | None = None,
         images: Mapping[str, Any] | None = None,
+        routed_experts: bool = False,
     ) -> None:
         self.tp_size = config.tp
         self.replica, self.tp_rank, self.num_replicas = _place(config.tp)
@@ -143,6 +146,7 @@ class VLLMEngine:
             **self._device_defaults(spec, dtype, num_sequences),
             **of_images,
             **config.vllm,
+            **(expert_arguments() if routed_experts else {}),
         }
         if not platform.is_cuda:
             vllm_cpu().check_runs_here(spec.head_dim, arguments, experts=spec.moe is not None)
@@ -167,6 +171,7 @@ class VLLMEngine:
 
         with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
+        self._experts_of = experts_of_requests(self._llm) if routed_experts else None
 
     def _prepare_vllm(self) -> None:
         os.environ.update(ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
@@ -241,9 +246,11 @@ class VLLMEngine:
         ways = of_each(sampling, len(prompts))
         if self.in_flight is not None:
             self._limit(self.in_flight, max(map(len, prompts)) + max(way.max_tokens for way in ways))
-        with random_state_kept(), _eager(), calling_when_finished(self.llm, self.on_finished):
+        with random_state_kept(), _eager(), calling_when_finished(self.llm, self.on_finished, self._experts_of):
             outputs = answers(self.llm, prompts, self._parameters(ways, seeds), images)
-        generations = [generation(output) for output in outputs]
+        generations = [generation(output, self._experts_of) for output in outputs]
+        if self._experts_of is not None:
+            self._experts_of.forget()
         check_generations(generations, len(prompts))
         return generations
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megaverl.config.run import ImagesConfig
     from megaverl.distributed.shared_items import SharedItem
     from megaverl.rollout.engine import Images
+    from megaverl.rollout.vllm_experts import ExpertsOf
 
 
 def prepare_images(architecture: str) -> dict[str, Any]:
@@ -127,7 +128,9 @@ def image_places(prompt: Sequence[int], token: int, sizes: Sequence[int]) -> Ite
 
 
 @contextmanager
-def calling_when_finished(llm: LLM, on_finished: OnFinished | None) -> Iterator[None]:
+def calling_when_finished(
+    llm: LLM, on_finished: OnFinished | None, experts_of: ExpertsOf | None = None
+) -> Iterator[None]:
     """Inside, hear of responses in the very step of vLLM's loop that finishes them."""
     if on_finished is None:
         yield
@@ -140,7 +143,7 @@ def calling_when_finished(llm: LLM, on_finished: OnFinished | None) -> Iterator[
         outputs = step()
         for output in outputs:
             if output.finished:
-                on_finished(int(output.request_id) - first, generation(output))
+                on_finished(int(output.request_id) - first, generation(output, experts_of))
         return outputs
 
     engine.step = step_and_call
@@ -150,9 +153,10 @@ def calling_when_finished(llm: LLM, on_finished: OnFinished | None) -> Iterator[
         del engine.step
 
 
-def generation(output: RequestOutput) -> Generation:
-    """One response, as every engine gives it."""
+def generation(output: RequestOutput, experts_of: ExpertsOf | None = None) -> Generation:
+    """One response, as every engine gives it; with the experts that it took where something knows them."""
     [response] = output.outputs
     # With logprobs=0 a position holds the drawn token alone, so the flat lists run along the response.
     log_probs = response.logprobs.logprobs if response.logprobs is not None else []
-    return Generation(list(response.token_ids), list(log_probs), str(response.finish_reason))
+    experts = None if experts_of is None else experts_of(output)
+    return Generation(list(response.token_ids), list(log_probs), str(response.finish_reason), experts)

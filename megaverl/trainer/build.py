@@ -183,6 +183,7 @@ class Builder:
             temperature=self.temperature,
             micro_batch_tokens=config.actor.micro_batch_tokens,
             seed=config.run.seed,
+            router_replay=config.actor.router_replay,
         )
 
     def critic(self, heads: int = 1) -> Critic:
@@ -323,6 +324,7 @@ class Builder:
             on_load=on_load,
             images=config.data.images if self.images is not None else None,
             tokenizer=config.model.tokenizer,
+            routed_experts=config.actor.router_replay != "off",
         )
 
     @property

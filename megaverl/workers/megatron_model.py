@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from megaverl.models.options import (
     uses_transformer_engine,
 )
 from megaverl.models.packing import MicroBatch, Pack
+from megaverl.models.router_replay import RouterReplay, why_not_replayed
 from megaverl.platform import platform
 from megaverl.sharding.fit import no_adapters
 from megaverl.sharding.model_spec import ModelSpec
@@ -119,6 +121,7 @@ class MegatronModel(TrainingModel):
         self.pack = self._packer() if pack_samples else None
         if self.pack and grid.shape.cp > 1 and uses_transformer_engine():
             self.sequence_multiple = 2 * grid.shape.cp
+        self._replay = None if why_not_replayed(self.config) else RouterReplay(self.chunks, self.config, grid)
         self._positions = AtPositions()
         for chunk in self.chunks:
             # latent attention has one of its own in every layer
@@ -164,7 +167,7 @@ class MegatronModel(TrainingModel):
 
         def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             batch = next(batches).to(platform.device)
-            return self._forward(model, batch), lambda output, non_loss_data=True: take(output, batch)
+            return self._forward(model, batch, is_kept=False), lambda output, non_loss_data=True: take(output, batch)
 
         for chunk in self.chunks:
             chunk.eval()
@@ -190,7 +193,7 @@ class MegatronModel(TrainingModel):
                     value = value + 0.0 * self._values_beside.take().sum()
                 return value, torch.ones((), dtype=torch.int, device=output.device), sums
 
-            return self._forward(model, batch), loss_func
+            return self._forward(model, batch, is_kept=True), loss_func
 
         return self._run(chunks, micro_batches, forward_step, forward_only=False)
 
@@ -217,29 +220,39 @@ class MegatronModel(TrainingModel):
         iterators = [iter(micro_batches) for _ in chunks]
         if self._p2p is not None:
             self._p2p.expect(micro_batches)
-        return self._schedule(
-            forward_step_func=step,
-            data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=len(micro_batches),
-            # with variable_seq_lengths the stages exchange the true shape of every micro-batch
-            seq_length=micro_batches[0].tokens.shape[1],
-            micro_batch_size=micro_batches[0].tokens.shape[0],
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-            pg_collection=self.grid.pg_collection,
-            **({"p2p_communicator": self._p2p} if self._p2p else {}),
-        )
+        with self._replay.passing() if self._replay else nullcontext():
+            return self._schedule(
+                forward_step_func=step,
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=chunks if len(chunks) > 1 else chunks[0],
+                num_microbatches=len(micro_batches),
+                # with variable_seq_lengths the stages exchange the true shape of every micro-batch
+                seq_length=micro_batches[0].tokens.shape[1],
+                micro_batch_size=micro_batches[0].tokens.shape[0],
+                forward_only=forward_only,
+                collect_non_loss_data=forward_only,
+                pg_collection=self.grid.pg_collection,
+                **({"p2p_communicator": self._p2p} if self._p2p else {}),
+            )
 
-    def _forward(self, model: Any, batch: MicroBatch) -> torch.Tensor:
+    def router_metrics(self) -> dict[str, float]:
+        return self._replay.metrics() if self._replay else {}
+
+    def _forward(self, model: Any, batch: MicroBatch, *, is_kept: bool) -> torch.Tensor:
         tokens, positions = batch.tokens, batch.places
+        if self._replay is not None:
+            width = tokens.shape[1] if batch.packing is not None or positions is not None else self._width(tokens)
+            self._replay.expect(model, batch, width, is_kept=is_kept)
         if batch.packing is not None:
             with self._positions.at(batch.packing.positions):
                 return model(tokens, batch.packing.positions.unsqueeze(0), None, packed_seq_params=batch.packing)
         if positions is not None:
             with self._positions.at(positions):
                 return model(tokens, positions.expand_as(tokens), None)
-        if tokens.shape[1] % self.token_multiple:
-            tokens = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % self.token_multiple))
+        tokens = torch.nn.functional.pad(tokens, (0, self._width(tokens) - tokens.shape[1]))
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         return model(tokens, positions, None)
+
+    def _width(self, tokens: torch.Tensor) -> int:
+        """Of padded rows, as the model reads them."""
+        return tokens.shape[1] + -tokens.shape[1] % self.token_multiple

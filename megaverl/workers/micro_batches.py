@@ -15,6 +15,8 @@ from megaverl.data.batching import mini_batches, plan_micro_batches
 from megaverl.data.held_rows import of_all
 from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
+from megaverl.data.routed_experts import COLUMN as EXPERTS
+from megaverl.data.routed_experts import padded_experts
 from megaverl.distributed.grid import GridShape
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.model import Loss, Score, TrainingModel
@@ -152,9 +154,15 @@ def micro_batches_of(
     *,
     unit: int = 1,
     part: int = 0,
+    replays: bool = False,
 ) -> list[MicroBatch]:
-    """Those of a plan that are this rank's; their samples are places in its batch."""
-    shown = {COLUMN: batch.columns[COLUMN]} if COLUMN in batch.columns else {}
+    """Those of a plan that are this rank's; their samples are places in its batch.
+
+    Args:
+        replays: routers take the experts that the engine took.
+    """
+    wanted = (COLUMN, EXPERTS) if replays else (COLUMN,)
+    shown = {name: batch.columns[name] for name in wanted if name in batch.columns}
     bare = RolloutBatch({name: batch[name] for name in READ}, shown)
     # how each sample was drawn: its log-probs are of that distribution
     fields = {**(fields or {}), **{name: batch[name].unsqueeze(1) for name in DRAWING if name in batch}}
@@ -180,6 +188,7 @@ def _micro_batch(
     packing = None
     if model.pack is None:
         tokens = batch.joined(multiple_of=model.token_multiple).token_ids
+        experts = padded_experts(batch, tokens.shape[1])
     else:
         padded = batch.joined().token_ids
         packing = model.pack(
@@ -190,6 +199,8 @@ def _micro_batch(
             multiple_of=model.token_multiple,
         )
         tokens = padded.flatten()[packing.source].unsqueeze(0)
+        experts = padded_experts(batch, padded.shape[1])
+        experts = None if experts is None else experts.flatten(0, 1)[packing.source].unsqueeze(0)
     width = int(batch.response_lengths.max())
     vision = None
     if model.vision is not None:
@@ -204,15 +215,20 @@ def _micro_batch(
         fields={name: tensor[index, :width] for name, tensor in fields.items()},
         packing=packing,
         vision=vision,
+        routed_experts=experts,
     )
     return model.own_part(micro)
 
 
 class ModelWorker:
-    """What goes over batches with a model, in micro-batches of at most `micro_batch_tokens`."""
+    """What goes over batches with a model, in micro-batches of at most `micro_batch_tokens`.
 
-    def __init__(self, model: TrainingModel, *, micro_batch_tokens: int) -> None:
-        self.model, self.micro_batch_tokens = model, micro_batch_tokens
+    Args:
+        replays: tokens take the experts that the engine took (`actor.router_replay`).
+    """
+
+    def __init__(self, model: TrainingModel, *, micro_batch_tokens: int, replays: bool = False) -> None:
+        self.model, self.micro_batch_tokens, self.replays = model, micro_batch_tokens, replays
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the model's grid reads to score a batch."""
@@ -228,7 +244,7 @@ class ModelWorker:
         """`TrainingModel.score` of a batch, the same on every rank that has a sample; `score` reads `fields` [B, R]."""
         outline = sequence_lengths(batch)
         plan = plan_for(self.model, outline, self.micro_batch_tokens)
-        micro = micro_batches_of(self.model, batch, outline, plan, fields)
+        micro = micro_batches_of(self.model, batch, outline, plan, fields, replays=self.replays)
         if batch.held is None:
             return self.model.score(micro, score, shape)
         # each sample's are on the one rank that reports it
@@ -279,6 +295,7 @@ def run_updates(
     step: int,
     select: Selection | None = None,
     prepare: Preparation | None = None,
+    replays: bool = False,
 ) -> dict[str, float]:
     """Update on every mini-batch of every epoch; every rank takes part.
 
@@ -288,6 +305,7 @@ def run_updates(
         weighting: of every token in the loss of its mini-batch.
         select: makes fields that depend on the whole mini-batch.
         prepare: adds what another model has to say of the micro-batches.
+        replays: as `micro_batches_of` has it.
 
     Returns:
         Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`.
@@ -303,7 +321,9 @@ def run_updates(
             extra = select(mini) if select else {}
             given = {**fields, **extra, "weights": weighting.weights(mask, mini.denominators)}
             part = trainable.part[0]
-            micro = micro_batches_of(trainable.model, batch, outline, planned.micro_batches, given, part=part)
+            micro = micro_batches_of(
+                trainable.model, batch, outline, planned.micro_batches, given, part=part, replays=replays
+            )
             micro = prepare(micro) if prepare else micro
             reports.append(trainable.update(micro, loss, float(mini.denominators.num_tokens)))
             sums = add_metrics(sums, reports[-1].sums)

@@ -120,6 +120,10 @@ class TrainingModel(ABC):
         """What this rank has of a micro-batch, whose rows are filled up to the `token_multiple`."""
         return micro_batch
 
+    def router_metrics(self) -> dict[str, float]:
+        """What routers of experts chose since the last call; nothing where there are none. Every rank takes part."""
+        return {}
+
     def load(self, folder: str | Path, arriving: Iterable[Path] | None = None) -> list[str]:
         """Fill this rank's parameters from a Hugging Face folder or a distributed checkpoint, its own slices only.
 

@@ -53,12 +53,19 @@ class Policy(ModelWorker):
         temperature: of the rollout; log-probs are of the distribution that was sampled from.
         micro_batch_tokens: the cap of a micro-batch.
         with_adapters: False: what the model's own weights say, though it has adapters that are trained.
+        replays: see `ModelWorker`.
     """
 
     def __init__(
-        self, model: TrainingModel, *, temperature: float, micro_batch_tokens: int, with_adapters: bool = True
+        self,
+        model: TrainingModel,
+        *,
+        temperature: float,
+        micro_batch_tokens: int,
+        with_adapters: bool = True,
+        replays: bool = False,
     ) -> None:
-        super().__init__(model, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(model, micro_batch_tokens=micro_batch_tokens, replays=replays)
         self.temperature, self._with_adapters = temperature, with_adapters
 
     def log_probs(self, batch: RolloutBatch) -> torch.Tensor:
@@ -88,6 +95,9 @@ class Policy(ModelWorker):
 class Actor(Policy):
     """The policy that is trained.
 
+    Args:
+        router_replay: `actor.router_replay`.
+
     Attributes:
         teacher: whose distributions it learns as well, if `algorithm.distillation` says so.
     """
@@ -100,8 +110,15 @@ class Actor(Policy):
         temperature: float,
         micro_batch_tokens: int,
         seed: int,
+        router_replay: str = "off",
     ) -> None:
-        super().__init__(trainable.model, temperature=temperature, micro_batch_tokens=micro_batch_tokens)
+        super().__init__(
+            trainable.model,
+            temperature=temperature,
+            micro_batch_tokens=micro_batch_tokens,
+            replays=router_replay != "off",
+        )
+        self._update_replays = router_replay == "update"
         self.trainable, self.algorithm, self.seed = trainable, algorithm, seed
         self._policy_loss = policy_losses.get(algorithm.policy_loss_name)
         selects = "selected" in self._policy_loss.inputs
@@ -139,7 +156,9 @@ class Actor(Policy):
                 step=step,
                 select=self._selection(batch),
                 prepare=self.teacher.attend if self.teacher else None,
+                replays=self._update_replays,
             )
+        metrics |= self.model.router_metrics()
         if "old_log_probs" not in batch:
             metrics |= self._difference().over_ranks(self.model.grid.world).stats().metrics()
         return metrics

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
 from megaverl.data.held_rows import HeldRows
+from megaverl.data.routed_experts import COLUMN as EXPERTS
+from megaverl.data.routed_experts import experts_column, experts_of
 from megaverl.data.row_transfer import Moving, move_ragged
 from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
 from megaverl.distributed.ragged import RaggedBatch
@@ -213,16 +215,17 @@ def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> Ragge
     }
     lengths = torch.tensor([len(generation.token_ids) for generation in generations], dtype=torch.int64)
     reasons = [generation.finish_reason for generation in generations]
-    columns: dict[str, Sequence[object]] = {"number": numbers, "finish_reason": reasons}
+    columns: dict[str, Sequence[object]] = {"number": numbers, "finish_reason": reasons, **experts_column(generations)}
     return RaggedBatch(tensors, dict.fromkeys(tensors, "R"), {"R": lengths}, columns=columns)
 
 
 def _from_rows(rows: RaggedBatch) -> list[Generation]:
     """Undo `_as_rows`, in the order of the rows."""
     tokens, log_probs, lengths = rows.tensors["tokens"], rows.tensors["log_probs"], rows.lengths["R"].tolist()
+    experts = rows.columns.get(EXPERTS) or [None] * len(lengths)
     return [
-        Generation(tokens[i, :length].tolist(), log_probs[i, :length].tolist(), reason)
-        for i, (reason, length) in enumerate(zip(rows.columns["finish_reason"], lengths, strict=True))
+        Generation(tokens[i, :length].tolist(), log_probs[i, :length].tolist(), reason, experts_of(taken))
+        for i, (reason, length, taken) in enumerate(zip(rows.columns["finish_reason"], lengths, experts, strict=True))
     ]
 
 

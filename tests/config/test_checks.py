@@ -38,6 +38,14 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (["reward={name: gsm8k, options: {method: magic}}"], "reward.0.options", "strict or flexible"),
         (["reward={name: gsm8k, options: {mthod: strict}}"], "reward.0.options", "mthod"),
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", "the loss divides logits by it"),
+        (
+            ["actor.router_replay=update", "rollout.engine=hf"],
+            "actor.router_replay",
+            "vLLM in the run's own processes alone says",
+        ),
+        (["actor={router_replay: update, engine: fsdp}"], "actor.router_replay", "told by megatron-core alone"),
+        (["actor.router_replay=update"], "actor.router_replay", "the model has no routed experts"),
+        (["actor.router_replay=old_log_probs"], "actor.router_replay", "one update computes none"),
         (["rollout.sampling_rules=[{over: 9, top_k: 5}]"], "rollout.sampling_rules", "adaptive_sampling is false"),
         (["rollout.min_sequences=2"], "rollout.min_sequences", "use_dynamic_batching is false"),
         (

@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.roles import RolloutConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.grid import GridShape
+from megaverl.distributed.worlds import default_group
+from megaverl.rollout.engine import SamplingOptions
+from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor
+from megaverl.workers.rollout import Rollout
 from tests.models.ranks import manager
 
 
@@ -57,3 +63,20 @@ def update_equal_lengths(folder: str, shape: dict[str, int], output: str, megatr
         group=model.grid.world,
     )
     return metrics
+
+
+def generate_with_experts(folder: str, prompts: list[list[int]]) -> list[tuple[list[int], list[Any]]]:
+    """Of an engine over the world: each response, and the experts that it says its tokens took, as they come round."""
+    made = VLLMEngine(
+        folder,
+        RolloutConfig(tp=dist.get_world_size()),
+        seed=0,
+        dtype=torch.float32,
+        max_model_len=64,
+        num_sequences=len(prompts),
+        routed_experts=True,
+    )
+    sampling = SamplingOptions(12, temperature=1.0, ignore_eos=True)
+    found = Rollout(made, default_group()).generate(prompts, sampling, list(range(len(prompts))), group_size=2)
+    made.close()
+    return [(each.token_ids, each.routed_experts.tolist()) for each in found if each.routed_experts is not None]

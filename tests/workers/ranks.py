@@ -11,7 +11,9 @@ from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.config.fsdp import FsdpConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.prefix_packing import sequence_lengths
+from megaverl.data.routed_experts import experts_column
 from megaverl.distributed.grid import GridShape
+from megaverl.rollout.engine import Generation
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.weights.export import save_folder
 from megaverl.workers.critic import ActorCritic, Critic
@@ -53,6 +55,24 @@ def experience(num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1) ->
     )
 
 
+def told_expert(token: int, layer: int, num_experts: int) -> list[int]:
+    """Two experts that a token takes wherever it stands."""
+    first = (7 * token + layer) % num_experts
+    return [first, (first + 1 + token % (num_experts - 1)) % num_experts]
+
+
+def told_experts(batch: RolloutBatch, spec: ModelSpec) -> dict[str, Any]:
+    """`told_expert` of every token but the last, as the column of a batch."""
+    assert spec.moe is not None and spec.moe.experts_per_token == 2
+    joined, lengths = batch.joined().token_ids.tolist(), batch.sequence_lengths.tolist()
+    layers, count = range(spec.num_layers), spec.moe.num_experts
+    told = [
+        torch.tensor([[told_expert(token, layer, count) for layer in layers] for token in row[: length - 1]])
+        for row, length in zip(joined, lengths, strict=True)
+    ]
+    return experts_column([Generation([], [], "stop", each.to(torch.uint8)) for each in told])
+
+
 def update(
     folder: str,
     shape: dict[str, int],
@@ -68,11 +88,13 @@ def update(
     same_prompts: int = 1,
     gradient_accumulation: int = 1,
     fsdp: dict[str, Any] | None = None,
+    router_replay: str = "off",
     **algorithm: Any,
 ) -> dict[str, float]:
     """Update a model of `folder` on a grid that fills the world; its weights go to `output`.
 
     Args:
+        router_replay: what an actor does with the experts of `told_experts`.
         shared: an actor that is its own critic.
         fsdp: under FSDP2, cut so; None: under Megatron-core.
     """
@@ -97,7 +119,10 @@ def update(
         metrics = role.update(with_own_tokens(role, batch), step=0)
     else:
         kind = ActorCritic if shared else Actor
-        actor = kind(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
+        given: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens, "router_replay": router_replay}
+        actor = kind(trainable, config, temperature=0.8, seed=0, **given)
+        if router_replay != "off":
+            batch = batch.with_columns(**told_experts(batch, model.spec))
         metrics = actor.update(with_own_tokens(actor, batch), step=0, kl_coef=0.1)
     save_folder(
         output,

@@ -1,0 +1,226 @@
+"""Routers of experts that take the experts they are told (arXiv 2510.11370), and what is counted of their choices.
+
+An engine and a trainer that compute a token's router logits a little differently send it to other experts, and its
+log-prob then differs by much. Replayed, the trainer takes the engine's experts and weighs them by its own logits,
+through which the gradient flows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from megaverl.distributed.groups import Grid
+from megaverl.models.packing import MicroBatch
+from megaverl.platform import platform
+
+platform.adapt_megatron()
+
+from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+OWN = -1  # in the place of an expert: the router's own choice
+TOKENS, ENTROPY, COMPARED, DIFFERENT = range(4)  # what is counted beside each expert's load
+
+TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
+
+def why_not_replayed(config: TransformerConfig) -> str | None:
+    """Why a model's routers cannot take experts that they are told; None where they can."""
+    if config.num_moe_experts is None:
+        return "the model has no routed experts"
+    if config.moe_router_fusion:
+        return "megatron.moe_router_fusion chooses experts in one kernel, which takes none. Leave it out"
+    if config.enable_cuda_graph or config.cuda_graph_impl != "none":
+        return "megatron.cuda_graph_impl: a captured graph takes the experts of the batch that it was captured with"
+    if "sinkhorn" in str(config.moe_router_load_balancing_type):
+        return "megatron.moe_router_load_balancing_type=sinkhorn chooses experts for a batch as a whole"
+    return None
+
+
+class ReplayedRouter:
+    """What one router does, in the place of megatron-core's `RouterReplay`.
+
+    Layers that are computed again for the backward pass are given what their forward pass had: on one stage the
+    backward passes of micro-batches come in the order of their forward passes.
+
+    Attributes:
+        counts: [experts + 4] float64 on the device: tokens of each expert, then `TOKENS` and so on.
+    """
+
+    def __init__(self, router: TopKRouter) -> None:
+        self._by_sigmoid = router.score_function == "sigmoid"
+        self._scores_are_logits = not (self._by_sigmoid or router.config.moe_router_pre_softmax)
+        num_experts = router.config.num_moe_experts
+        self.counts = torch.zeros(num_experts + 4, dtype=torch.float64, device=platform.device)
+        self._given: tuple[torch.Tensor | None, torch.Tensor | None] | None = None
+        self._again: deque[tuple[torch.Tensor | None, torch.Tensor | None]] = deque()
+        self._is_kept = False
+
+    def expect(self, experts: torch.Tensor | None, weights: torch.Tensor | None, *, is_kept: bool) -> None:
+        """Before a forward pass.
+
+        Args:
+            experts: [tokens, k] that are to be taken, `OWN` where the router chooses. None: it always does.
+            weights: [tokens], 1 where a token counts. None: nothing is counted.
+            is_kept: whether a backward pass follows.
+        """
+        self._given, self._is_kept = (experts, weights), is_kept
+
+    def forget(self) -> None:
+        """What is still expected, as after a pass that failed."""
+        self._given = None
+        self._again.clear()
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: TopK | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """megatron-core's hook: [tokens, experts] -> scores and numbers of the experts that are taken, [tokens, k]."""
+        assert default_compute_topk is not None
+        values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        is_forward = self._given is not None
+        if is_forward:
+            given, self._given = self._given, None
+            if self._is_kept and not torch.is_grad_enabled():
+                self._again.append(given)  # type: ignore[arg-type]
+        else:
+            given = self._again.popleft() if self._again and torch.is_grad_enabled() else (None, None)
+        assert given is not None
+        told, weights = given
+        if told is None:
+            taken = own
+        else:
+            taken = torch.where(told < 0, own, told)
+            values = scores.gather(1, taken)
+        if is_forward and weights is not None:
+            with torch.no_grad():
+                self._count(scores, own, taken, told, weights)
+        return values, taken
+
+    def _count(
+        self,
+        scores: torch.Tensor,
+        own: torch.Tensor,
+        taken: torch.Tensor,
+        told: torch.Tensor | None,
+        weights: torch.Tensor,
+    ) -> None:
+        num_experts = scores.shape[1]
+        load = self.counts.new_zeros(num_experts)
+        load.index_add_(0, taken.flatten(), weights.double().repeat_interleave(taken.shape[1]))
+        wide = scores.double()  # what a bias makes negative is never taken
+        shares = wide.softmax(dim=-1) if self._scores_are_logits else _shares(wide.clamp(min=0))
+        entropy = -torch.special.xlogy(shares, shares).sum(dim=-1)
+        compared = torch.zeros_like(entropy) if told is None else weights * (told >= 0).all(dim=1)
+        differs = (own.sort(dim=1).values != taken.sort(dim=1).values).any(dim=1)
+        few = torch.stack([each.double().sum() for each in (weights, entropy * weights, compared, compared * differs)])
+        self.counts += torch.cat([load, few])
+
+
+class RouterReplay:
+    """All routers of a model's chunks on this rank.
+
+    Args:
+        chunks: of the model. config: theirs.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], config: TransformerConfig, grid: Grid) -> None:
+        self._grid, self._is_sequence_parallel = grid, config.sequence_parallel
+        self._num_layers, self._num_experts = config.num_layers, config.num_moe_experts
+        self._routers: dict[int, ReplayedRouter] = {}  # by the layer's number, from 0
+        self._of_model: dict[int, list[int]] = {}
+        for chunk in chunks:
+            for router in _routers_of(chunk):
+                router.router_replay = self._routers[router.layer_number - 1] = ReplayedRouter(router)
+
+    def expect(self, model: torch.nn.Module, batch: MicroBatch, width: int, *, is_kept: bool) -> None:
+        """Tell the routers of a chunk what the next forward pass is of.
+
+        Args:
+            batch: its tokens are counted that predict one of a response.
+            width: of the rows that the model reads; those of the batch, or more.
+        """
+        rows = batch.tokens.shape[0]
+        weights = torch.zeros(rows, width, device=batch.tokens.device)
+        weights[batch.predicting.row, batch.predicting.position] = 1.0
+        told = batch.routed_experts
+        if told is not None and told.shape[1] < width:
+            told = torch.nn.functional.pad(told, (0, 0, 0, 0, 0, width - told.shape[1]), value=OWN)
+        own_weights = self._as_seen(weights)
+        for layer in self._layers_of(model):
+            experts = None if told is None else self._as_seen(told[:, :, layer].long())
+            self._routers[layer].expect(experts, own_weights, is_kept=is_kept)
+
+    def _layers_of(self, model: torch.nn.Module) -> list[int]:
+        """The layers of a chunk, or of what is wrapped around one."""
+        if id(model) not in self._of_model:
+            self._of_model[id(model)] = [router.layer_number - 1 for router in _routers_of(model)]
+        return self._of_model[id(model)]
+
+    def _as_seen(self, rows: torch.Tensor) -> torch.Tensor:
+        """[b, s, ...] -> [tokens, ...] in the order in which a router of this rank sees them."""
+        by_place = rows.transpose(0, 1)
+        if self._is_sequence_parallel:
+            by_place = by_place.chunk(self._grid.shape.tp)[self._grid.coords.tp]
+        return by_place.flatten(0, 1)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around the passes of all micro-batches of a batch."""
+        try:
+            yield
+        finally:
+            for router in self._routers.values():
+                router.forget()
+
+    def metrics(self) -> dict[str, float]:
+        """Of the tokens that were counted since the last call, over all ranks of the grid, which all take part.
+
+        `moe/load_max`: the busiest expert's tokens, of the mean, in the worst layer. `moe/overflow`: the share of
+        choices beyond an even load. `moe/idle_experts`: the share of experts that no token went to.
+        `moe/router_entropy`: nats, mean over tokens and layers. `moe/routes_differ`: the share of tokens and layers
+        whose own choice is another than the experts that they were told.
+        """
+        assert self._num_experts is not None
+        counts = torch.zeros(self._num_layers, self._num_experts + 4, dtype=torch.float64, device=platform.device)
+        for layer, router in self._routers.items():
+            counts[layer] = router.counts
+            router.counts.zero_()
+        dist.all_reduce(counts, group=self._grid.world)
+        return counted(counts.cpu())
+
+
+def _shares(scores: torch.Tensor) -> torch.Tensor:
+    return scores / scores.sum(dim=-1, keepdim=True)
+
+
+def _routers_of(model: torch.nn.Module) -> Iterator[TopKRouter]:
+    return (module for module in model.modules() if isinstance(module, TopKRouter))
+
+
+def counted(counts: torch.Tensor) -> dict[str, float]:
+    """[layers, experts + 4] -> `RouterReplay.metrics`; nothing where no token was counted."""
+    few = counts[:, -4:]
+    counts = counts[few[:, TOKENS] > 0]
+    if not len(counts):
+        return {}
+    load, few = counts[:, :-4], counts[:, -4:].sum(dim=0)
+    even = load.mean(dim=1, keepdim=True)
+    found = {
+        "moe/load_max": float((load / even).max()),
+        "moe/overflow": float((load - even).clamp(min=0).sum() / load.sum()),
+        "moe/idle_experts": float((load == 0).double().mean()),
+        "moe/router_entropy": float(few[ENTROPY] / few[TOKENS]),
+    }
+    if few[COMPARED] > 0:
+        found["moe/routes_differ"] = float(few[DIFFERENT] / few[COMPARED])
+    return found
