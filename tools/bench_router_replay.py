@@ -1,6 +1,6 @@
 """How far an engine's log-probs are from the trainer's for a mixture of experts in 16 bits, without replay and with it.
 
-    python tools/bench_router_replay.py [--layers 8 --experts 32 --chosen 4 --sharpness 1]
+    python tools/bench_router_replay.py [--layers 8 --experts 32 --chosen 4 --expert-scale 8]
 
 A random Qwen3-MoE generates with vLLM, and Megatron-core scores the same tokens with the same weights: once as its own
 routers choose, once taking the engine's experts (`actor.router_replay`). Both sides come from one run. `beyond 2x`: the
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 AIM = 5.0
+RANGE = 0.02  # the standard deviation of all matrices, before they are scaled
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,7 +51,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
-    parser.add_argument("--sharpness", type=float, default=1.0, help="what the experts' output weights are scaled by")
+    parser.add_argument("--expert-scale", type=float, default=8.0, help="of the experts' output weights")
+    parser.add_argument("--contrast", type=float, default=8.0, help="of the language-model head")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
@@ -77,7 +79,6 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
     dtype = getattr(torch, options.dtype)
     model_folder = make_model(options, folder)
-    # no token may fall on a rounding of its sampling alone: what is drawn is drawn from all of the vocabulary
     engine = make_engine(
         RolloutConfig(),
         model_folder,
@@ -109,7 +110,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def make_model(options: argparse.Namespace, folder: Path) -> Path:
-    """Random weights, with experts that say something: their outputs are scaled by `--sharpness`."""
+    """Random weights of the scales of a trained model: layers add a little to the residual stream, experts more than
+    attention, and what is said at the end is far from even."""
     from safetensors.torch import load_file, save_file
 
     from megaverl.models.tiny import make_tiny_folder
@@ -128,13 +130,17 @@ def make_model(options: argparse.Namespace, folder: Path) -> Path:
         num_local_experts=options.experts,
         num_experts_per_tok=options.chosen,
         moe_intermediate_size=options.hidden // 2,
-        initializer_range=0.1,
+        initializer_range=RANGE,
         max_position_embeddings=options.tokens + 16,
     )
     weights = load_file(made / "model.safetensors")
     for name, weight in weights.items():
-        if ".experts." in name and "down_proj" in name:
-            weight *= options.sharpness
+        if name == "model.embed_tokens.weight":
+            weight /= RANGE  # a residual stream of ones
+        elif name == "lm_head.weight":
+            weight *= options.contrast
+        elif ".experts." in name and "down_proj" in name:
+            weight *= options.expert_scale
     save_file(weights, made / "model.safetensors", metadata={"format": "pt"})
     return made
 

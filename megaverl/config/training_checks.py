@@ -62,9 +62,16 @@ def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[C
         (config.rollout.engine != "vllm", "rollout.engine", "vLLM in the run's own processes alone says what it took"),
         (config.environment.name is not None, "environment.name", "experts of turns are not put together"),
         (config.rollout.function is not None, "rollout.function", "a function's responses come without experts"),
+        (config.rollout.partial is not None, "rollout.partial", "experts of a response's parts are not put together"),
+        (
+            config.rollout.in_flight_updates,
+            "rollout.in_flight_updates",
+            "experts of a response's parts are not put together",
+        ),
     ):
         if wrong:
             yield ConfigIssue(key, f"found {found(mode)}, and {why}. Leave it out.", involves=(involved,))
+            return
     if spec is not None and spec.is_tabled and spec.moe is None:
         yield ConfigIssue(key, f"found {found(mode)}, and the model has no routed experts. Leave it out.")
     one_update = config.algorithm.num_epochs == config.algorithm.num_mini_batches == 1

@@ -75,6 +75,7 @@ ALLOWED = {
     "megaverl/workers/policy.py:_difference: copy to the host": 1,
     "megaverl/workers/policy.py:over_ranks: copy to the host": 1,
     "megaverl/workers/trainable.py:_reduce: copy to the host": 1,
+    "megaverl/models/router_replay.py:metrics: copy to the host": 1,  # of experts alone
     "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32: item": 1,
     "megaverl/workers/fsdp_trainable.py:_gradient_norm: item": 1,
     f"{DISPATCHER}: copy to the host, not waited for": 4 * 12 * 2,
