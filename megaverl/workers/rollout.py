@@ -215,17 +215,20 @@ def _as_rows(numbers: Sequence[int], generations: Sequence[Generation]) -> Ragge
     }
     lengths = torch.tensor([len(generation.token_ids) for generation in generations], dtype=torch.int64)
     reasons = [generation.finish_reason for generation in generations]
-    columns: dict[str, Sequence[object]] = {"number": numbers, "finish_reason": reasons, **experts_column(generations)}
+    columns: dict[str, Sequence[object]] = {"number": numbers, "finish_reason": reasons}
+    # also where there are no rows, or nothing is known: ranks send alike
+    columns[EXPERTS] = experts_column(generations).get(EXPERTS, [None] * len(generations))
     return RaggedBatch(tensors, dict.fromkeys(tensors, "R"), {"R": lengths}, columns=columns)
 
 
 def _from_rows(rows: RaggedBatch) -> list[Generation]:
     """Undo `_as_rows`, in the order of the rows."""
     tokens, log_probs, lengths = rows.tensors["tokens"], rows.tensors["log_probs"], rows.lengths["R"].tolist()
-    experts = rows.columns.get(EXPERTS) or [None] * len(lengths)
     return [
         Generation(tokens[i, :length].tolist(), log_probs[i, :length].tolist(), reason, experts_of(taken))
-        for i, (reason, length, taken) in enumerate(zip(rows.columns["finish_reason"], lengths, experts, strict=True))
+        for i, (reason, length, taken) in enumerate(
+            zip(rows.columns["finish_reason"], lengths, rows.columns[EXPERTS], strict=True)
+        )
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from megaverl.config.roles import recompute_fields
+from megaverl.config.passthrough import recompute_fields
 from megaverl.data.batch import RolloutBatch
 from megaverl.models.router_replay import ReplayedRouter, counted
 from megaverl.models.tiny import make_tiny_folder
