@@ -32,7 +32,6 @@ SHARED_BY_CRITIC = (*SHARED_BY_REFERENCE, "ddp", "activation_checkpointing", "gr
 INHERITED = {"critic": SHARED_BY_CRITIC, "reference": SHARED_BY_REFERENCE, "reward_model": SHARED_BY_CRITIC}
 # What one engine alone reads: a role with another engine than the actor's does not take it from there.
 OF_ONE_ENGINE = (*LAID_OUT_BY, "ddp")
-
 ENGINES = ("vllm", "hf", "server")
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 256}
 ACTOR_OPTIMIZER: dict[str, Any] = {"optimizer": "adam", "lr": 1e-6, "weight_decay": 0.0, "clip_grad": 1.0}
@@ -139,10 +138,8 @@ class ActorConfig(TrainedConfig):
     optimizer: Annotated[Passthrough, over(ACTOR_OPTIMIZER)] = ACTOR_OPTIMIZER
     """Fields of megatron-core's OptimizerConfig."""
     router_replay: Literal["off", "old_log_probs", "update"] = "off"
-    """Of a mixture of experts: tokens take the experts that the engine took, weighed by the trainer's own router (R3,
-    arXiv 2510.11370). old_log_probs: where these are computed; update: there, and in every forward and backward pass of
-    the update. The engine then says which experts it takes: a byte or two per token, layer and choice. On a CPU its
-    prefix cache is off."""
+    """Tokens take the experts that the engine took (R3, arXiv 2510.11370), where old log-probs are computed, or in the
+    update as well."""
 
 
 class CriticConfig(TrainedConfig):
@@ -200,7 +197,6 @@ class PlacementConfig(Section):
     """Short for rollout: its ranks."""
     actor_islands: Positive = 1
     """Worlds into which the actor's ranks are split; the coordinator joins their gradients."""
-
     check_memory: bool = True
     """Refuse a run that needs more memory than its GPUs have, as `megaverl plan` counts it."""
 
