@@ -51,7 +51,7 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-config", metavar="FILE", help="a config.json, where model.path is not here")
     parser.add_argument("--nodes", type=int, metavar="N", help="without it run.nproc, or the fewest ranks that do")
     parser.add_argument("--hardware", metavar="NAME", help=f"{', '.join(known())}, or a file: predict a step's time")
-    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine for --hardware FILE: two minutes")
+    parser.add_argument("--calibrate", metavar="FILE", help="measure this machine for --hardware FILE: some minutes")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean; by default half the limit")
     parser.add_argument("--response-tokens", type=float, metavar="N", help="mean; by default 40 %% of the limit")
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help="default 8, or the hardware's")
