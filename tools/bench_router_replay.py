@@ -1,6 +1,6 @@
 """How far an engine's log-probs are from the trainer's for a mixture of experts in 16 bits, without replay and with it.
 
-    python tools/bench_router_replay.py [--layers 8 --experts 32 --chosen 4 --expert-scale 8]
+    python tools/bench_router_replay.py [--layers 8 --experts 32 --chosen 2 --expert-scale 64]
 
 A random Qwen3-MoE generates with vLLM, and Megatron-core scores the same tokens with the same weights: once as its own
 routers choose, once taking the engine's experts (`actor.router_replay`). Both sides come from one run. `beyond 2x`: the
@@ -46,12 +46,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--chosen", type=int, default=4)
+    parser.add_argument("--chosen", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="of each response")
-    parser.add_argument("--expert-scale", type=float, default=8.0, help="of the experts' output weights")
+    parser.add_argument("--expert-scale", type=float, default=64.0, help="of the experts' output weights")
     parser.add_argument("--contrast", type=float, default=8.0, help="of the language-model head")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--seed", type=int, default=0)
@@ -110,8 +110,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def make_model(options: argparse.Namespace, folder: Path) -> Path:
-    """Random weights of the scales of a trained model: layers add a little to the residual stream, experts more than
-    attention, and what is said at the end is far from even."""
+    """Random weights: attention adds a little to the residual stream, experts much, and what is said at the end is far
+    from even."""
     from safetensors.torch import load_file, save_file
 
     from megaverl.models.tiny import make_tiny_folder
