@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ import numpy
 
 RGB = {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (40, 60, 220), "yellow": (230, 210, 30)}
 SIZE = 56
-NUM_TRAIN, NUM_HELD_OUT = 512, 128
+COUNTS = {"train": 512, "held_out": 128}
 ACCURACY, DIFFERENCE = "validation/accuracy", "rollout/logprob_diff_max"
 
 
-def make_pictures(folder: Path, seed: int) -> None:
+def make_pictures(folder: Path, seed: int, counts: Mapping[str, int] = COUNTS) -> None:
     """train.jsonl and held_out.jsonl, and the pictures that their rows name, each drawn by its own seed."""
-    for name, count in (("train", NUM_TRAIN), ("held_out", NUM_HELD_OUT)):
+    for name, count in counts.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         lines = []
         for number in range(count):

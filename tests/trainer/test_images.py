@@ -1,0 +1,76 @@
+"""A run on prompts with images and without: killed and resumed it ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megaverl.models.tiny_vision import make_tiny_vision_folder
+from tests.faults.injector import Fault
+from tests.faults.runs import differences, remains
+from tests.launcher import Launcher
+from tests.trainer.conftest import REWARD
+from tests.trainer.test_end_to_end import metrics_of
+from tools.learning_shapes import make_pictures
+
+SETTINGS = """
+run: {name: run, nproc: 2, log_with: [jsonl]}
+algorithm: {name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01, target: 0.01}}
+actor: {engine: fsdp, freeze: ["visual.*"], micro_batch_tokens: 128, optimizer: {lr: 1.0e-3}}
+critic: {engine: fsdp, optimizer: {lr: 1.0e-3}}
+rollout: {sampling: {max_tokens: 3}}
+data: {chat_template: none, max_prompt_tokens: 24, prompts_per_step: 6}
+trainer: {steps: 2}
+checkpoint: {save_interval: 1, async_save: false}
+"""
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> list[str]:
+    """PPO with a reference, a critic whose tower is trained and an actor whose tower is frozen; a third of the prompts
+    has no image, so that ranks differ in what they see."""
+    make_tiny_vision_folder(tmp_path / "model", pixels=(56 * 56, 56 * 56))
+    make_pictures(tmp_path, seed=0, counts={"train": 12})
+    rows = [json.loads(line) for line in (tmp_path / "train.jsonl").read_text().splitlines()]
+    for row in rows[::3]:
+        del row["images"]
+        row["prompt"] = "which colour is the shape"
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(SETTINGS)
+    (tmp_path / "reward.py").write_text(REWARD)
+    return [
+        "train",
+        f"--config={tmp_path / 'run.yaml'}",
+        f"model.path={tmp_path / 'model'}",
+        f"data.train={tmp_path / 'train.jsonl'}",
+        f"reward={json.dumps({'function': str(tmp_path / 'reward.py') + ':letters'})}",
+    ]
+
+
+def test_killed_and_resumed_it_ends_with_the_same_bits(launch: Launcher, arguments: list[str], tmp_path: Path) -> None:
+    runs = {name: tmp_path / name for name in ("whole", "killed")}
+    ended = launch.command([*arguments, f"run.dir={runs['whole']}"], logs=tmp_path / "first")
+    assert ended.codes == [0, 0], ended.text
+    metrics = metrics_of(runs["whole"] / "run")
+    assert sorted(metrics) == [1, 2]
+    for found in metrics.values():
+        assert 0 < found["rollout/logprob_diff_max"] < 1e-4
+        assert found["actor/grad_norm"] > 0 and found["critic/grad_norm"] > 0
+    assert abs(metrics[1]["train/kl"]) < 1e-5 < abs(metrics[2]["train/kl"]), "the reference stays where the actor began"
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = {k: v for file in (runs["whole"] / "run" / "hf").glob("*.safetensors") for k, v in load_file(file).items()}
+    assert before.keys() == after.keys()
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert changed == {name for name in before if "visual." not in name}, "the actor's tower is frozen"
+
+    fault = Fault("kill", rank=1, stage="actor_update", step=2, mark=str(tmp_path / "happened"))
+    again = [*arguments, f"run.dir={runs['killed']}"]
+    ended = launch.command(again, logs=tmp_path / "second", environment=fault.environment())
+    assert ended.codes[1] == -9 and (tmp_path / "happened").exists(), ended.text
+    ended = launch.command(again, logs=tmp_path / "third", environment=fault.environment())
+    assert ended.codes == [0, 0] and "1 of 2 steps" in ended.text, ended.text
+    assert differences(remains(runs["killed"] / "run"), remains(runs["whole"] / "run")) == []
