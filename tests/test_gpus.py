@@ -53,7 +53,7 @@ def test_nothing_trains_on_the_processor_of_a_machine_with_a_gpu(
     monkeypatch.setattr(gpus, "_cpu_torch", lambda: "2.13.0+cpu")
     monkeypatch.delenv("RANK", raising=False)
     real = ranks.read_config
-    monkeypatch.setattr(ranks, "read_config", lambda given, name, check_paths: real(given, name, check_paths=False))
+    monkeypatch.setattr(ranks, "read_config", lambda given, name, **_: real(given, name, check_paths=False))
     assert cli.main([command, *DRY[1:]]) == 2
     assert "built without CUDA" in capsys.readouterr().err
     assert cli.main([command, "--dry-run", *DRY]) == 0, "a dry run warns"

@@ -14,6 +14,7 @@ class Generation(NamedTuple):
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str = "stop"
+    routed_experts: None = None
 
 
 @pytest.fixture

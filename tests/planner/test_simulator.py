@@ -222,7 +222,7 @@ def test_a_description_that_cannot_be_meant_is_refused_in_words(change: dict, sa
 
 
 def test_a_description_that_is_not_there_says_which_are() -> None:
-    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, b200, h100, h20, h200"):
+    with pytest.raises(ConfigError, match=r"there is no h1000\. Known: a100, b200, cpu, h100, h20, h200"):
         Hardware.read("h1000")
     with pytest.raises(ConfigError, match=r"absent\.json does not exist"):
         Hardware.read("absent.json")
