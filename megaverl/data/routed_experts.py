@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megaverl.rollout.engine import Generation
 
 COLUMN = "routed_experts"  # of a batch: each sample's, a list of one `SharedItem`
-OWN = -1  # in the place of an expert: nobody says which
+OWN = -1  # in the place of an expert: nobody says which, and the trainer's router chooses
 
 
 def experts_column(generations: Sequence[Generation]) -> dict[str, list[Any]]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megaverl.data.routed_experts import OWN
 from megaverl.distributed.groups import Grid
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
@@ -23,7 +24,6 @@ platform.adapt_megatron()
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
-OWN = -1  # in the place of an expert: the router's own choice
 TOKENS, ENTROPY, COMPARED, DIFFERENT = range(4)  # what is counted beside each expert's load
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -15,10 +15,12 @@ def load(*overrides: str) -> Config:
 
 
 def test_servers_on_the_loopback_need_no_token() -> None:
-    load(LOCAL)
-    load(LOCAL, "rollout.servers.urls=['http://[::1]:8000', 'https://localhost:1']")
-    load("rollout={engine: server}")  # they are added as it goes on
-    load(LOCAL, "rollout.servers={urls: ['http://10.0.0.5:80'], dns: 'http://pool:80', token_env: POOL_TOKEN}")
+    assert load(LOCAL).rollout.servers.urls == ["http://127.0.0.1:8000"]
+    both = load(LOCAL, "rollout.servers.urls=['http://[::1]:8000', 'https://localhost:1']").rollout.servers
+    assert len(both.urls) == 2 and both.token_env is None
+    assert load("rollout={engine: server}").rollout.servers.urls == []  # they are added as it goes on
+    beyond = load(LOCAL, "rollout.servers={urls: ['http://10.0.0.5:80'], dns: 'http://pool:80', token_env: POOL_TOKEN}")
+    assert beyond.rollout.servers.token_env == "POOL_TOKEN"
 
 
 @pytest.mark.parametrize(
