@@ -1,8 +1,9 @@
-"""How megaverl is packaged. The version stands in megaverl/version.py, the pins in requirements/."""
+"""How megaverl is packaged. The release stands in megaverl/version.py, the pins in requirements/."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -11,12 +12,29 @@ ROOT = Path(__file__).resolve().parent
 
 
 def read_version() -> str:
-    """The version, read as text so that nothing has to be imported."""
+    """The release of an unpacked archive, or of the commit that is tagged with it (v0.2.0); +dev in any other checkout.
+
+    The number is read as text, so that nothing has to be imported.
+    """
     text = (ROOT / "megaverl" / "version.py").read_text(encoding="utf-8")
-    found = re.search(r'^__version__ = "([^"]+)"$', text, flags=re.MULTILINE)
+    found = re.search(r'^RELEASE = "([^"]+)"$', text, flags=re.MULTILINE)
     if found is None:
-        raise SystemExit('megaverl/version.py must hold a line like __version__ = "0.1.0"')
-    return found.group(1)
+        raise SystemExit('megaverl/version.py must hold a line like RELEASE = "0.2.0"')
+    if not (ROOT / ".git").exists():
+        return found.group(1)
+    command = ["git", "-C", str(ROOT), "describe", "--tags", "--exact-match", "--match", f"v{found.group(1)}"]
+    try:
+        tagged = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:  # no git here
+        tagged = False
+    return found.group(1) + ("" if tagged else "+dev")
+
+
+def read_description() -> str:
+    """The README for an index of packages, where links to files lead nowhere: text stays, pictures go."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
+    text = re.sub(r"^!\[[^\]]*\]\((?!http)[^)]*\)\n", "", text, flags=re.MULTILINE)
+    return re.sub(r"\[([^\]]*)\]\((?!http)[^)]*\)", r"\1", text)
 
 
 MEGATRON_CORE = "megatron-core>=0.16,<0.20"  # 0.17 and later need Python 3.12
@@ -79,6 +97,8 @@ EXTRAS_REQUIRE = {
     "datasets": ["datasets>=4.0"],
     # The documents as a site: mkdocs serve.
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
+    # What `make release` builds and checks with; in no lock.
+    "release": ["build>=1.2", "twine>=6.1"],
     # Models from modelscope.cn: model.hub=modelscope.
     "modelscope": ["modelscope>=1.20"],
     # Reading GGUF files, and the small pretrained model that the GSM8K recipe starts from.
@@ -95,8 +115,9 @@ if __name__ == "__main__":
         name="megaverl",
         version=read_version(),
         description="Reinforcement-learning post-training of language models on Megatron-core and vLLM",
-        long_description=(ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else "",
+        long_description=read_description(),
         long_description_content_type="text/markdown",
+        keywords=["reinforcement learning", "RLHF", "GRPO", "PPO", "Megatron-core", "vLLM", "FSDP2"],
         license="Apache-2.0",
         license_files=["LICENSE"],
         python_requires=">=3.11,<3.13",
@@ -114,7 +135,10 @@ if __name__ == "__main__":
         entry_points={"console_scripts": ["megaverl = megaverl.cli.main:main"]},
         classifiers=[
             "Development Status :: 3 - Alpha",
+            "Environment :: GPU :: NVIDIA CUDA",
+            "Intended Audience :: Science/Research",
             "Operating System :: POSIX :: Linux",
+            "Programming Language :: Python :: 3 :: Only",
             "Programming Language :: Python :: 3.11",
             "Programming Language :: Python :: 3.12",
             "Topic :: Scientific/Engineering :: Artificial Intelligence",

@@ -1,3 +1,8 @@
-"""The version, in the one place that setup.py and the package read."""
+"""The version. A release is RELEASE; what runs from a checkout says that it is not one: 0.2.0+dev."""
 
-__version__ = "0.1.0"
+from __future__ import annotations
+
+import os
+
+RELEASE = "0.2.0"
+__version__ = RELEASE + ("+dev" if os.path.exists(os.path.join(os.path.dirname(__file__), "..", ".git")) else "")

@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 # name -> the module of this folder whose `COMMANDS` has it, and what `megaverl --help` says of it
 COMMANDS = {
-    "train": ("train", "reinforcement learning: PPO, GRPO and 22 more"),
+    "train": ("train", "reinforcement learning: PPO, GRPO and their kin"),
     "sft": ("train", "a warm-up by supervised fine-tuning on prompt/answer pairs"),
     "dpo": ("train", "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO"),
     "reward": ("train", "a reward model from pairs of responses"),
+    "init": ("start", "a recipe for your own model and data, and what to type next"),
+    "recipes": ("start", "the recipes that come along: what each shows, and where it runs"),
     "quickstart": ("train", "the whole job on a tiny model made on the spot; downloads nothing"),
     "generate": ("generate", "responses to prompts"),
     "eval": ("generate", "validation only: mean reward, accuracy, pass@k"),

@@ -65,7 +65,7 @@ class ImageProcessor:
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"{folder}: no image processor can be made of it ({type(error).__name__}: {error}). Copy "
-                "preprocessor_config.json from the model's source, and mend data.images.processor if you set it."
+                "preprocessor_config.json from the model's source, and correct data.images.processor if you set it."
             ) from error
         self.token_id = int(config["image_token_id"])
         ids = (config["vision_start_token_id"], self.token_id, config["vision_end_token_id"])
@@ -234,7 +234,7 @@ class Images:
                 raise DataError(f"{what}: {value!r:.200} cannot be read ({error.strerror or error}).") from error
         if len(value) >= 64 and re.fullmatch(r"[A-Za-z0-9+/\s]+={0,2}\s*", value):  # longer than names are
             return _decoded(value, what)
-        raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Mend the path.")
+        raise DataError(f"{what}: {value!r:.200} is not there (looked in {base.resolve()}). Correct the path.")
 
     def _download(self, url: str, what: str) -> bytes:
         """What lies at a URL, within the limits.
@@ -337,7 +337,7 @@ def _opened(data: bytes, what: str) -> Image:
         raise DataError(f"{what} is too large to be decoded: {error} Make it smaller.") from error
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(
-            f"{what} is no image that is read here ({', '.join(FORMATS)}); it begins with {data[:16]!r}. Mend the row."
+            f"{what} is no image that is read here ({', '.join(FORMATS)}); it begins with {data[:16]!r}. Fix the row."
         ) from error
 
 

@@ -79,7 +79,7 @@ class PreferenceColumns:
         value = value_at(row, str(self.margin))
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise DataError(
-                f"{where}: {self.margin!r} is {value!r}; a margin is a number of at least 0. Mend the row, or leave "
+                f"{where}: {self.margin!r} is {value!r}; a margin is a number of at least 0. Correct the row, or leave "
                 "preference.margin_key out."
             )
         return float(value)
@@ -89,7 +89,7 @@ class PreferenceColumns:
         if not isinstance(value, bool | int) or value not in (0, 1):
             raise DataError(
                 f"{where}: {self.label!r} is {value!r}; it says whether a single response is desirable: true or false "
-                "(or 1 or 0). Mend the row, or name the right column with preference.label_key."
+                "(or 1 or 0). Correct the row, or name the right column with preference.label_key."
             )
         return bool(value)
 

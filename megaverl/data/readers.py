@@ -94,7 +94,7 @@ class FilesReader:
                 try:
                     row = json.loads(line)
                 except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    raise DataError(f"{where}: not valid JSON ({error}). Mend or remove this line.") from error
+                    raise DataError(f"{where}: not valid JSON ({error}). Correct or remove this line.") from error
                 if not isinstance(row, dict):
                     raise DataError(f"{where}: found {type(row).__name__}; expected a JSON object of columns.")
                 return Row(row, where)

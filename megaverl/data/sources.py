@@ -239,7 +239,7 @@ class JsonlFile:
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.where(index)}: not valid JSON ({error}). Each line must hold one whole JSON object; "
-                "mend or remove this line."
+                "correct or remove this line."
             ) from error
         if not isinstance(row, dict):
             raise DataError(
@@ -349,11 +349,11 @@ def expand_paths(paths: str | Path | Sequence[str | Path]) -> list[Path]:
         elif any(mark in str(entry) for mark in "*?["):
             found = [Path(name) for name in sorted(glob.glob(str(entry), recursive=True)) if Path(name).is_file()]
             if not found:
-                raise DataError(f"{entry}: no file matches this pattern (looked in {Path.cwd()}). Mend the path.")
+                raise DataError(f"{entry}: no file matches this pattern (looked in {Path.cwd()}). Correct the path.")
         elif Path(entry).is_dir():
             raise DataError(f"{entry}: is a folder. Name its files, for example {Path(entry) / '*.jsonl'}.")
         else:
-            raise DataError(f"{entry}: not found (looked in {Path.cwd()}). Mend the path.")
+            raise DataError(f"{entry}: not found (looked in {Path.cwd()}). Correct the path.")
         for file in found:
             if file.suffix not in SUFFIXES:
                 raise DataError(

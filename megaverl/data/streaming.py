@@ -74,7 +74,7 @@ class StreamedPrompts:
                 self.num_dropped += 1
                 dropped += 1
                 if dropped > MOST_DROPPED:
-                    raise DataError(f"{row.where}: {dropped} rows in a row are dropped for their length. Mend data.")
+                    raise DataError(f"{row.where}: {dropped} rows in a row are dropped for their length. Correct data.")
                 continue
             dropped = 0
             taken.append(record)

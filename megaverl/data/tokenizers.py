@@ -97,7 +97,7 @@ class Tokenizer:
         except Exception as error:  # a template is a program: jinja2's errors, TypeError, KeyError, ...
             raise DataError(
                 f"{where}: the chat template of {self.source} refuses these messages "
-                f"({type(error).__name__}: {error}). Mend the roles or their order in the row, or the "
+                f"({type(error).__name__}: {error}). Correct the roles or their order in the row, or the "
                 "template."
             ) from error
 
@@ -213,5 +213,5 @@ def check_fits(tokenizer: Tokenizer, spec: HasVocabulary, *, model: str | Path =
     if beyond:
         raise DataError(
             f"{tokenizer.source}: generation_config.json names the end-of-sequence ids {beyond}, but the "
-            f"vocabulary of {model} is {spec.vocab_size}. Mend eos_token_id there."
+            f"vocabulary of {model} is {spec.vocab_size}. Correct eos_token_id there."
         )

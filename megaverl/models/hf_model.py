@@ -259,7 +259,7 @@ def freeze_weights(model: PreTrainedModel, patterns: Sequence[str], role: str) -
         if not found:
             raise ConfigError(
                 f"{role}.freeze: {pattern!r} fits none of the model's weights, such as {', '.join(list(names)[:3])}. "
-                "Mend the pattern, or leave it out."
+                "Correct the pattern, or leave it out."
             )
         for name in found:
             names[name].requires_grad_(False)

@@ -378,7 +378,7 @@ def choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[Settings, str
     config = make({})
     if (stored := _stored(config, keys, world)) is not None:
         return stored, f"auto: {_said(stored)}, as {config.chosen_file} has it of the run that goes on."
-    hardware = _hardware(config, world)
+    hardware = hardware_of(config, world)
     search = LayoutSearch(make, find_spec(config), world, hardware, keys=keys, further=False)
     found = search.best(1)
     settings = found.choices[0].settings
@@ -400,7 +400,12 @@ def _stored(config: Config, keys: tuple[str, ...], world: int) -> Settings | Non
         return None
 
 
-def _hardware(config: Config, world: int) -> Hardware:
+def hardware_of(config: Config, world: int) -> Hardware:
+    """`run.hardware`, or what this machine's GPU is called; processors where there is none.
+
+    Raises:
+        ConfigError: a GPU of which nothing is known.
+    """
     if config.run.hardware is not None:
         return Hardware.read(config.run.hardware)
     gpu = gpu_name()

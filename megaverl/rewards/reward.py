@@ -128,7 +128,7 @@ class Component:
 
     def _raised(self, error: Exception, where: str) -> RewardError:
         return RewardError(
-            f"reward {self.name!r} raised {type(error).__name__}: {error}, on {where}. Mend the function or "
+            f"reward {self.name!r} raised {type(error).__name__}: {error}, on {where}. Correct the function or "
             "the row; a response that cannot be scored should get a number such as 0."
         )
 

@@ -1,5 +1,5 @@
 """torchrun, but SIGTERM and SIGUSR1 go on to the ranks, the exit code is that of the ranks, they end with the agent
-whatever ends it, `--max-restarts` leaves alone what a restart cannot mend, and the job's store listens where the other
+whatever ends it, `--max-restarts` leaves alone what a restart cannot cure, and the job's store listens where the other
 nodes look for it, and nowhere else.
 
     # torchrun's arguments

@@ -84,7 +84,7 @@ def test_empty_lines_are_skipped_and_line_numbers_stay_right(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (['{"prompt": "a", "answer": "b"}', '{"prompt": "a'], ["line 2", "not valid JSON", "mend or remove"]),
+        (['{"prompt": "a", "answer": "b"}', '{"prompt": "a'], ["line 2", "not valid JSON", "correct or remove"]),
         (['{"prompt": "a", "answer": "b"}', '["a", "b"]'], ["line 2", "JSON object is expected", "a list"]),
         (['{"question": "a", "answer": "b"}'], ["line 1", "no 'prompt'", "'question', 'answer'", "data.prompt_key"]),
         (['{"prompt": null, "answer": "b"}'], ["line 1", "'prompt' is null", "data.prompt_key"]),

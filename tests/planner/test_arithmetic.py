@@ -232,8 +232,8 @@ def test_advice_is_the_nearest_setting_that_fits() -> None:
     assert "GB too much" in str(missing[0])
     advice = advise(job)
     assert advice.settings == (("rollout.vllm.gpu_memory_utilization", 0.6),)
-    mended = with_settings(job, advice.settings)
-    assert shortages(mended, MemoryModel(mended).ranks(mended.stage_ranks())) == []
+    corrected = with_settings(job, advice.settings)
+    assert shortages(corrected, MemoryModel(corrected).ranks(corrected.stage_ranks())) == []
 
 
 def test_advice_cuts_a_sample_that_is_too_long() -> None:
@@ -254,8 +254,8 @@ def test_advice_may_need_more_than_one_setting_or_find_none() -> None:
     )
     advice = advise(job)
     assert len(advice.settings) > 1 and "=" in str(advice)
-    mended = with_settings(job, advice.settings)
-    assert shortages(mended, MemoryModel(mended).ranks(mended.stage_ranks())) == []
+    corrected = with_settings(job, advice.settings)
+    assert shortages(corrected, MemoryModel(corrected).ranks(corrected.stage_ranks())) == []
     hopeless = make(spec, 2, "actor.tp=2", "rollout.tp=2", "algorithm={name: grpo, group_size: 8}")
     assert advise(hopeless).settings == () and "more nodes" in str(advise(hopeless))
 

@@ -1,4 +1,4 @@
-"""Every bad input, as its owner meets it: one message that names it and the mend, and nothing half-written."""
+"""Every bad input, as its owner meets it: one message that names it and the cure, and nothing half-written."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def late(prompt, response, reference, extra, calls=[]):
         raise ValueError("in the second step")
     return 1.0
 """
-MEND = {"raises": "Mend the function or the row", "nan": "Return a number, such as 0", "too_few": "one for each"}
+MEND = {"raises": "Correct the function or the row", "nan": "Return a number, such as 0", "too_few": "one for each"}
 FOUND = {"raises": "raised KeyError: 'level'", "nan": "returned nan", "too_few": "returned 3 numbers for a batch of 4"}
 
 

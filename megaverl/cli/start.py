@@ -1,0 +1,283 @@
+"""Commands for the first minutes: `init` writes a recipe for one's own model and data, `recipes` lists those that come
+along."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megaverl.cli.options import Subcommand, UsageError
+from megaverl.config import Config, load_config
+from megaverl.config.algorithm import PRESETS
+from megaverl.config.errors import did_you_mean
+from megaverl.config.loader import layered
+from megaverl.config.section import described_keys
+from megaverl.config.yaml_source import all_recipes, recipe, recipes_folder
+from megaverl.errors import MegaverlError
+from megaverl.gpus import count_gpus
+
+INIT = """\
+Write a recipe for your own model and data: train.yaml, every key with its meaning, and rewards.py where the reward is a
+function of yours. On a terminal it asks for what no option says; it looks at the model, the rows and this machine, and
+says the next command. Files that are there stay as they are.
+
+  megaverl init
+  megaverl init mine --model runs/quickstart/hf --data train.jsonl --reward exact_match --algorithm grpo --nproc 2
+"""
+RECIPES = """\
+The recipes that come along, each with what it shows and where it runs; or the text of one.
+
+  megaverl recipes                        all of them
+  megaverl recipes qwen                   those with this in their name
+  megaverl recipes gsm8k_smollm2/dapo     one, as it is written: lay yours over it with `base:`
+"""
+PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages")
+ANSWERS = ("answer", "solution", "ground_truth", "final_answer", "response", "output", "target", "label")
+JUDGES = {
+    "function": "a function of yours, in rewards.py",
+    "exact_match": "1 where the response is the answer, to the letter",
+    "math_verify": "1 where the last formula or number is worth as much as the answer",
+    "gsm8k": "1 where the last number is the one behind #### in the answer",
+}
+FUNCTION = '''\
+"""The reward. Tried on odd responses by: megaverl check-plugin reward {path}:score"""
+
+
+def score(prompt, response, reference, extra):
+    """How good a response is: a number.
+
+    Args:
+        reference: the row's answer. extra: its other columns.
+    """
+    return float(response.strip() == str(reference).strip())
+'''
+LENGTHS = {"data.max_prompt_tokens": 512, "rollout.sampling.max_tokens": 512}
+ON_GPUS = {"rollout.sleep": True, "rollout.vllm.gpu_memory_utilization": 0.6}
+# What is said of keys whose own description is another library's, or that hold lists.
+MEANINGS = {
+    "data.train": "Rows with a prompt and an answer; `megaverl data check` looks at them",
+    "reward": "How a response is judged; several are summed",
+    "actor.optimizer.lr": "The learning rate",
+    "rollout.sampling.max_tokens": "Longest response",
+    "rollout.vllm.gpu_memory_utilization": "vLLM's share of a GPU's memory",
+}
+
+
+def _init_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", default=".", help="where the files go; made if need be (.)")
+    parser.add_argument("--model", metavar="FOLDER", help="a Hugging Face folder, or org/name on the hub")
+    parser.add_argument("--data", metavar="FILE", help="rows of prompts: JSONL, Parquet, a folder, or org/name")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="of the prompt, where its name does not say so")
+    parser.add_argument("--answer-key", metavar="COLUMN", help="of the reference answer")
+    parser.add_argument("--reward", choices=tuple(JUDGES), help="how a response is judged")
+    parser.add_argument("--algorithm", metavar="NAME", help="grpo, ppo, ... (megaverl keys algorithm.name)")
+    parser.add_argument("--nproc", type=int, metavar="N", help="processes on this machine: one for each GPU, else 2")
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    folder = Path(arguments.folder)
+    recipe_file, rewards_file = folder / "train.yaml", folder / "rewards.py"
+    if recipe_file.exists():
+        raise UsageError(f"{recipe_file} is there, and stays as it is. Name another folder, or remove it")
+    model = _asked(arguments.model, "--model", "The model: a Hugging Face folder, or org/name on the hub")
+    data = _asked(arguments.data, "--data", "The prompts: a JSONL or Parquet file, a folder, or org/name on the hub")
+    columns, answers = _columns(data, arguments.prompt_key, arguments.answer_key)
+    likely = "gsm8k" if "####" in answers else "function"
+    judges = ", ".join(JUDGES)
+    judge = _asked(arguments.reward, "--reward", f"How a response is judged: {judges}", likely, JUDGES)
+    algorithm = _asked(arguments.algorithm, "--algorithm", "The algorithm: grpo, ppo, ...", "grpo", PRESETS)
+    ranks = str(count_gpus() or min(2, os.cpu_count() or 1))
+    nproc = _asked(str(arguments.nproc) if arguments.nproc else None, "--nproc", "Processes on this machine", ranks)
+    if not nproc.isdigit() or int(nproc) < 1:
+        raise UsageError(f"--nproc: found {nproc}; expected a number of processes, 1 or more")
+
+    reward = {"function": f"{rewards_file}:score"} if judge == "function" else {"name": judge}
+    values: dict[str, Any] = {
+        "run.name": folder.resolve().name or "mine",
+        "run.nproc": int(nproc),
+        "model.path": model,
+        "data.train": [data],
+        **columns,
+        "data.prompts_per_step": 16,
+        "reward": [reward],
+        "algorithm.name": algorithm,
+        "algorithm.group_size": 8,
+        **_of_model(model),
+        "actor.optimizer.lr": 1e-6,
+        "trainer.steps": 100,
+        "checkpoint.save_interval": 20,
+        "checkpoint.keep_last_k": 2,
+    }
+    layout, why = _layout(values, int(nproc))
+    values |= layout
+    text = _as_text(values, why)
+    folder.mkdir(parents=True, exist_ok=True)
+    if judge == "function" and not rewards_file.exists():
+        rewards_file.write_text(FUNCTION.format(path=rewards_file), encoding="utf-8")
+        print(
+            f"{rewards_file}: the reward; change it, and try it with megaverl check-plugin reward {rewards_file}:score"
+        )
+    recipe_file.write_text(text, encoding="utf-8")
+    print(f"{recipe_file}: {algorithm} on {nproc} processes. {why}".rstrip())
+    load_config(str(recipe_file), [], check_paths=False)
+    print(f"\nnext:\n  megaverl data check --config {recipe_file}")
+    print(f"  megaverl train --config {recipe_file} --dry-run\n  megaverl train --config {recipe_file}")
+    return 0
+
+
+def _asked(
+    given: str | None, option: str, question: str, default: str | None = None, known: Mapping[str, Any] | None = None
+) -> str:
+    """An option's value, or what is answered on a terminal, or its default.
+
+    Raises:
+        UsageError: no value, and nobody to ask; or one that is not known.
+    """
+    value = given
+    if value is None and sys.stdin.isatty():
+        value = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+    value = value or default
+    if not value:
+        raise UsageError(f"{option}: {question[0].lower()}{question[1:]}. There is no terminal to ask on: give it")
+    if known is not None and value not in known:
+        raise UsageError(f"{option}: there is no `{value}`.{did_you_mean(value, known)}")
+    return value
+
+
+def _columns(data: str, prompt_key: str | None, answer_key: str | None) -> tuple[dict[str, Any], str]:
+    """(the keys that name columns, the first answer), by the first row where it can be read here."""
+    from megaverl.data.sources import kind_of, open_source
+
+    if kind_of(data) in ("own", "hub"):
+        return _named(prompt_key or PROMPTS[0], answer_key or ANSWERS[0]), ""
+    row = open_source(data)[0]
+    prompt = prompt_key or next((name for name in PROMPTS if name in row), None)
+    answer = answer_key or next((name for name in ANSWERS if name in row), None)
+    for option, name in (("--prompt-key", prompt), ("--answer-key", answer)):
+        if name is None and option == "--prompt-key" or name is not None and name not in row:
+            missing = f"there is no column {name}" if name else "which column holds the prompt is not clear"
+            raise UsageError(f"{option}: {missing} in {data}, which has {', '.join(row)}")
+    return _named(prompt or "", answer or ANSWERS[0]), str(row.get(answer or "", ""))
+
+
+def _named(prompt: str, answer: str) -> dict[str, Any]:
+    keys = {"data.prompt_key": (prompt, PROMPTS[0]), "data.answer_key": (answer, ANSWERS[0])}
+    return {key: name for key, (name, default) in keys.items() if name != default}
+
+
+def _of_model(model: str) -> dict[str, Any]:
+    """The engine that trains a model, and lengths where its context has room for them, by the folder if it is here."""
+    from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+
+    if not Path(model).is_dir():
+        if model.count("/") == 1 and not model.startswith((".", "/")):
+            return LENGTHS  # on a hub
+        raise UsageError(f"--model: {model} is not here. Give a folder with config.json, or org/name on the hub")
+    spec = ModelSpec.outline(model)
+    lengths = LENGTHS if spec.max_positions >= sum(LENGTHS.values()) else {}  # else what fits is chosen
+    return lengths if spec.architecture in ARCHITECTURES else {"actor.engine": "fsdp", **lengths}
+
+
+def _layout(values: Mapping[str, Any], world: int) -> tuple[dict[str, Any], str]:
+    """(grids by what the search predicts to be fastest among what fits these GPUs, a sentence about it)."""
+    if count_gpus() == 0:
+        return {}, "No GPU is visible: a copy of the model on each process."
+    if values.get("actor.engine") == "fsdp":
+        return ON_GPUS, "The model is cut over all of them (FSDP2)."
+    from megaverl.planner.job import find_spec
+    from megaverl.planner.search import LayoutSearch, hardware_of, shown
+
+    try:
+        texts = {key: yaml.safe_dump(value, default_flow_style=True) for key, value in {**values, **ON_GPUS}.items()}
+        make = layered(None, [f"{key}={text}" for key, text in texts.items()])
+        hardware = hardware_of(make({}), world)
+        best = LayoutSearch(make, find_spec(make({})), world, hardware).best(1).choices[0]
+    except MegaverlError as error:
+        reason = str(error).strip().split("\n")[0]
+        return ON_GPUS, f"Cut actor.tp and rollout.tp as the model needs (megaverl plan says what fits): {reason}"
+    chosen = {key: value for key, value in shown(best.settings).items() if value is not None}
+    return {**ON_GPUS, **chosen}, f"{best.grid}: of what fits the fastest, as predicted for {hardware.name}."
+
+
+def _as_text(values: Mapping[str, Any], why: str) -> str:
+    """YAML by sections, every key with the first sentence of its description."""
+    meanings = {each.key: each.meaning for each in described_keys(Config)} | MEANINGS
+    lines = ["# Written by `megaverl init`. `megaverl keys SECTION` explains what else can be set; any key can also be"]
+    lines += ["# laid over this file on the command line: trainer.steps=5.", *([f"# {why}"] if why else [])]
+    open_sections: list[str] = []
+    order = list(dict.fromkeys(key.partition(".")[0] for key in values))
+    for key in sorted(values, key=lambda key: order.index(key.partition(".")[0])):
+        *sections, name = key.split(".")
+        for depth, section in enumerate(sections):
+            if open_sections[depth : depth + 1] != [section]:
+                lines += [""] * (depth == 0) + [f"{'  ' * depth}{section}:"]
+                open_sections = sections[: depth + 1]
+        open_sections = sections
+        value = yaml.safe_dump(values[key], default_flow_style=True, width=200).removesuffix("...\n").strip()
+        meaning = re.split(r"(?<=[.:;])\s", meanings.get(key, ""))[0].rstrip(".:;")
+        start = [""] if not sections else []
+        lines += [*start, f"{'  ' * len(sections)}{name}: {value}" + (f"  # {meaning}" if meaning else "")]
+    return "\n".join(lines) + "\n"
+
+
+def _recipes_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", default="", help="of one, such as gsm8k_smollm2/dapo, or a part of several")
+
+
+def _recipes(arguments: argparse.Namespace) -> int:
+    names = [_name(path) for path in all_recipes()]
+    if arguments.name in names:
+        path = recipe(arguments.name)
+        print(f"# {path}\n{path.read_text(encoding='utf-8')}", end="")
+        return 0
+    chosen = [name for name in names if arguments.name in name]
+    if not chosen:
+        raise UsageError(f"no recipe has `{arguments.name}` in its name.{did_you_mean(arguments.name, names)}")
+    print(f"in {recipes_folder()}; `megaverl recipes NAME` shows one, with the command that runs it")
+    print("\n".join(_listed(chosen)))
+    return 0
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(recipes_folder()).with_suffix(""))
+
+
+def _listed(names: Sequence[str]) -> Iterator[str]:
+    """A line for each, by folder: what the files of a folder share stands above them."""
+    width = max(len(name.rpartition("/")[2]) for name in names) + 4
+    columns = max(60, shutil.get_terminal_size((120, 24)).columns)
+    folder: str | None = None
+    for name in sorted(names, key=lambda name: (name.rpartition("/")[0], name)):
+        above, _, last = name.rpartition("/")
+        if above != folder:
+            folder, base = above, recipes_folder() / above / "base.yaml"
+            shared = _heading(base).partition(": ")[2] if base.is_file() else ""
+            yield "\n" + textwrap.fill(f"{above}: {shared}" if shared else above, columns) if above else ""
+        yield textwrap.fill(
+            f"  {last:<{width}}"[:width] + _heading(recipe(name)), columns, subsequent_indent=" " * width
+        )
+
+
+def _heading(path: Path) -> str:
+    """The first paragraph of a recipe's comment, on one line, without what leads over to a command."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# "):
+            break
+        lines.append(line.removeprefix("# "))
+    return re.sub(r"(?<=\.) [^.]*:$", "", " ".join(lines))
+
+
+COMMANDS = {
+    "init": Subcommand(INIT, _init_options, _init),
+    "recipes": Subcommand(RECIPES, _recipes_options, _recipes),
+}
