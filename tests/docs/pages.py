@@ -63,6 +63,13 @@ def prose(page: Path) -> str:
     return re.sub(r"^\s*```.*?^\s*```\s*$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+def table_names(page: Path, heading: str) -> set[str]:
+    """The code spans in the first column of the tables below a heading."""
+    text = page.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    columns = [line.split("|")[1] for line in text.splitlines() if line.startswith("| ")]
+    return {name for column in columns for name in re.findall(r"`([^`]+)`", column)}
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub and MkDocs make them."""
     found = set()

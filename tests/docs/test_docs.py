@@ -28,11 +28,12 @@ import yaml
 from megaverl.cli.main import COMMANDS, main, parser_of
 from megaverl.config import load_config
 from megaverl.config.loader import FLAT
+from megaverl.config.passthrough import PLACES
 from megaverl.config.schema import Config
-from megaverl.config.section import keys_of
+from megaverl.config.section import all_keys, keys_of
 from megaverl.config.yaml_source import _Loader
 from megaverl.rewards import registry
-from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links
+from tests.docs.pages import PAGES, ROOT, Block, anchors, blocks, links, table_names
 from tests.trainer.conftest import make_inputs
 from tools.bench_report import make_run
 from tools.write_docs import outdated
@@ -219,6 +220,22 @@ def test_every_page_is_in_the_site_and_what_is_in_the_site_is_there() -> None:
 
 def test_pages_made_from_the_code_are_current() -> None:
     assert [str(path.relative_to(ROOT)) for path in outdated()] == [], "run: python tools/write_docs.py"
+
+
+def test_settings_of_others_are_translated_into_keys() -> None:
+    known = {re.sub(r"\.N\..*", "", each) for each in all_keys(Config)}
+    named = table_names(ROOT / "docs" / "coming_from.md", "Settings")
+    below = {name for name in named if any(name.startswith(f"{place}.") for place in PLACES)}
+    assert len(named) > 40 and named - below <= known, named - below - known
+
+
+def test_flat_names_and_variables_are_those_of_the_code() -> None:
+    assert table_names(ROOT / "docs" / "reference.md", "Flat names") == set(FLAT)
+    sources = [*(ROOT / "megaverl").rglob("*.py"), *(ROOT / "launch").rglob("*.sh")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    used = set(re.findall(r"\bMEGAVERL_[A-Z_]+", text)) - {"MEGAVERL_ROOT"}  # the scripts' own
+    documented = table_names(ROOT / "docs" / "reference.md", "Variables of the environment")
+    assert used == {name for name in documented if name.startswith("MEGAVERL_")}
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 
+from tests.docs.pages import ROOT, table_names
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
 
@@ -92,6 +94,14 @@ def ppo(inputs: Path, tmp_path_factory: pytest.TempPathFactory, run_command: Com
     runs = tmp_path_factory.mktemp("ppo")
     arguments = [*command_arguments(inputs, runs), f"data.validation={inputs / 'held_out.jsonl'}", *PPO]
     return Run(run_command("train", arguments), arguments, runs / "run")
+
+
+def test_every_metric_of_a_run_is_documented(ppo: Run) -> None:
+    """By its own line in docs/reference.md, not by what is left of its family; rewards have names of their own."""
+    documented = table_names(ROOT / "docs" / "reference.md", "Every metric")
+    lines = [name for name in documented if not name.endswith("/*") or name.startswith(("reward", "busy"))]
+    written = {name for metrics in metrics_of(ppo.folder).values() for name in metrics}
+    assert {name for name in written if not any(fnmatch(name, line) for line in lines)} == set()
 
 
 def test_a_person_sees_a_line_per_step_and_no_library(ppo: Run) -> None:
