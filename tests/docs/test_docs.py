@@ -16,7 +16,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -236,14 +235,3 @@ def test_flat_names_and_variables_are_those_of_the_code() -> None:
     used = set(re.findall(r"\bMEGAVERL_[A-Z_]+", text)) - {"MEGAVERL_ROOT"}  # the scripts' own
     documented = table_names(ROOT / "docs" / "reference.md", "Variables of the environment")
     assert used == {name for name in documented if name.startswith("MEGAVERL_")}
-
-
-def test_the_site_builds(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="pip install 'megaverl[docs]'")
-    pytest.importorskip("material", reason="pip install 'megaverl[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
-    quiet = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=quiet, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    page = (tmp_path / "site" / "concepts.html").read_text()
-    assert "pictures/grids.svg" in page and "fonts.googleapis" not in page
