@@ -95,6 +95,10 @@ EXTRAS_REQUIRE = {
     "swanlab": ["swanlab>=0.5"],
     # Data sets on the hub and of save_to_disk: data.train=org/name.
     "datasets": ["datasets>=4.0"],
+    # Procedural tasks with verifiers: data.train=reasoning_gym:chain_sum.
+    "reasoning-gym": ["reasoning-gym>=0.1.24"],
+    # Python's stacks of a step: run.profile.tools=py_spy.
+    "profile": ["py-spy>=0.4"],
     # The documents as a site: mkdocs serve.
     "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
     # What `make release` builds and checks with; in no lock.

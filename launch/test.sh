@@ -7,6 +7,11 @@
 # shellcheck source=launch/bootstrap.sh
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
+# reasoning-gym has a part that is compiled; without it its tests are skipped.
+if [[ -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]] && command -v cc >/dev/null &&
+    "$PYTHON" -c 'import os, sysconfig as s; raise SystemExit(not os.path.exists(s.get_path("include") + "/Python.h"))'; then
+    _bootstrap reasoning-gym
+fi
 
 # One thread per process: the tests run several processes on few cores. No test may reach for a hub.
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false

@@ -29,7 +29,7 @@ PACKAGE = ROOT / "megaverl"
 HEAVY = ("torch", "vllm", "megatron", "transformers")
 
 # From the bottom up: a package imports from those before it, and from itself.
-MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 345, 450, 80
+MAX_MODULES, MAX_MODULE_LINES, MAX_FUNCTION_LINES = 350, 450, 80
 ORDER = (
     "errors",
     "version",
@@ -281,7 +281,7 @@ def lock_lines(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-@pytest.mark.parametrize("name", ["cpu-py311", "gsm8k", "bench", "cuda-py312", "resiliency-py312"])
+@pytest.mark.parametrize("name", ["cpu-py311", "gsm8k", "bench", "reasoning-gym", "cuda-py312", "resiliency-py312"])
 def test_a_lock_holds_exact_versions_and_nothing_else(name: str) -> None:
     lines = [line.removesuffix("  # no wheel: built from its source") for line in lock_lines(name)]
     assert lines and lines == sorted(lines, key=lambda line: line.split("==")[0])

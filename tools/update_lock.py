@@ -85,7 +85,7 @@ def locks() -> list[Lock]:
     return [
         Lock(
             base,
-            ("cpu", "datasets", "docs", "gguf", "tensorboard", "test", "wandb"),
+            ("cpu", "datasets", "docs", "gguf", "profile", "tensorboard", "test", "wandb"),
             "quickstart and tests on a CPU",
             core=True,
             tools=("setuptools",),
@@ -97,6 +97,7 @@ def locks() -> list[Lock]:
             on_top_of=base,
             resolve=False,
         ),
+        Lock("reasoning-gym", ("reasoning-gym",), "reasoning-gym, whose pycosat a compiler builds", on_top_of=base),
         Lock("bench", ("trl",), "TRL, which tools/bench_step.py measures beside megaverl", on_top_of=base),
         Lock(
             "cuda-py312",

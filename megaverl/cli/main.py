@@ -34,6 +34,8 @@ COMMANDS = {
     "flow": ("plan", "show: the operators of a configuration's training step"),
     "rollout-pool": ("rollout_pool", "add, remove, list: the inference servers of a run, while it goes on"),
     "report": ("report", "one HTML page about a run, or about several side by side"),
+    "watch": ("report", "a run that goes on, in the terminal: curves, stages, who waits"),
+    "trace": ("report", "one trace of all ranks of a profiled step, for Perfetto"),
     "doctor": ("report", "what this machine has and lacks, and how to fix it"),
     "completion": ("keys", "what makes bash, zsh or fish complete commands and keys"),
     "models": ("keys", "which models train under which engine, generate and convert; or one folder's, tried"),

@@ -1,4 +1,4 @@
-"""Commands that look at what is there: `report` at runs, `doctor` at this machine."""
+"""Commands that look at what is there: `report`, `watch` and `trace` at runs, `doctor` at this machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import importlib.util
 import json
 import os
+import secrets
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
-from megaverl.cli.options import Subcommand, add_json
+from megaverl.cli.options import Subcommand, UsageError, add_json
 from megaverl.errors import FAILED
 
 REPORT = """\
@@ -18,7 +21,24 @@ configuration, versions, warnings. It needs nothing but itself: mail it, or open
 
   megaverl report runs/quickstart                     writes runs/quickstart/report.html
   megaverl report runs/a runs/b --output compare.html two runs side by side
+  megaverl report runs/quickstart --serve             a page at http://127.0.0.1:8000/ while the run goes on
 """
+WATCH = """\
+A run that goes on, in the terminal: curves, where the last step's time went, what each rank does and who waits.
+
+  megaverl watch runs/quickstart
+  megaverl watch runs/quickstart --once               once, for a script or a log
+
+Ctrl-C ends it; the run does not notice.
+"""
+TRACE = """\
+Write one trace of all ranks of a step: operators, kernels and stages. `run.profile.steps` says of which steps there are
+any; of others, the stages alone. Open it at https://ui.perfetto.dev (nothing is sent away) or in chrome://tracing.
+
+  megaverl train ... run.profile.steps=12             records step 12
+  megaverl trace runs/NAME --step 12                  writes runs/NAME/trace_12.json.gz
+"""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 DOCTOR = """\
 Look at this machine and try it: versions, devices, kernels, network, storage, an all-reduce of two ranks and one
 generated token. Every line that warns or fails says how to fix it. Something to paste into a bug report.
@@ -38,11 +58,18 @@ def _report_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", "-o", type=Path, metavar="FILE", help="default: report.html in the (first) run's folder"
     )
+    parser.add_argument("--serve", action="store_true", help="write nothing; serve the page while the runs go on")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="with --serve (%(default)s); others need the token it prints"
+    )
+    parser.add_argument("--port", type=int, default=8000, help="with --serve (%(default)s; 0: any that is free)")
 
 
 def _report(arguments: argparse.Namespace) -> int:
     from megaverl.monitoring.report import write_report
 
+    if arguments.serve:
+        return _serve(arguments)
     name = "report.html" if len(arguments.runs) == 1 else "comparison.html"
     try:
         written = write_report(arguments.runs, arguments.output or arguments.runs[0] / name)
@@ -50,6 +77,74 @@ def _report(arguments: argparse.Namespace) -> int:
         print(f"error: {error}", file=sys.stderr)
         return FAILED
     print(f"{written} ({written.stat().st_size / 1e6:.2f} MB)")
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from megaverl.monitoring.report.page import ReportServer
+
+    if arguments.output is not None:
+        raise UsageError("--output: a page that is served is not written. Leave one of the two out.")
+    token = None if arguments.host in LOOPBACK else secrets.token_urlsafe(24)
+    try:
+        server = ReportServer(arguments.runs, arguments.host, arguments.port, token)
+    except OSError as error:
+        print(f"error: {arguments.host}:{arguments.port}: {error}. Choose another --port.", file=sys.stderr)
+        return FAILED
+    with server:
+        server.page()  # a folder that is no run's is told here
+        print(f"{server.address} (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0
+
+
+def _watch_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
+    parser.add_argument("--once", action="store_true", help="show it once, and end")
+    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="between looks (%(default)s)")
+
+
+def _watch(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from megaverl.monitoring.watch import RunView
+
+    console, view = Console(highlight=False, markup=False), RunView(arguments.run)
+    view.update()
+    if arguments.once or not console.is_terminal:
+        console.print(view.render(console.width))
+        return 0
+    with suppress(KeyboardInterrupt), Live(view.render(console.width), console=console, screen=True) as live:
+        while True:
+            time.sleep(max(0.1, arguments.every))
+            view.update()
+            live.update(view.render(console.width))
+    console.print(view.render(console.width))
+    return 0
+
+
+def _trace_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run (run.dir/run.name)")
+    parser.add_argument("--step", type=int, metavar="N", help="counted from 1; default: the last that was profiled")
+    parser.add_argument(
+        "--output", "-o", type=Path, metavar="FILE", help="default: trace_N.json.gz in the run's folder"
+    )
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from megaverl.monitoring.profiler import write_step_trace
+
+    try:
+        written, others = write_step_trace(arguments.run, arguments.step, arguments.output)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    print(f"{written} ({written.stat().st_size / 1e6:.2f} MB): open it at https://ui.perfetto.dev")
+    for path in others:
+        where = "https://pytorch.org/memory_viz" if path.suffix == ".pickle" else "https://www.speedscope.app"
+        print(f"{path}: open it at {where}")
     return 0
 
 
@@ -82,5 +177,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "report": Subcommand(REPORT, _report_options, _report),
+    "watch": Subcommand(WATCH, _watch_options, _watch),
+    "trace": Subcommand(TRACE, _trace_options, _trace),
     "doctor": Subcommand(DOCTOR, _doctor_options, _doctor),
 }

@@ -34,8 +34,10 @@ from megaverl.config.training_checks import (
     shared_critic_mistakes,
     warmup_mistakes,
 )
+from megaverl.config.watching import watching_mistakes
 from megaverl.errors import MegaverlError, ModelError, RewardError
 from megaverl.rewards import find_reward, load_modules, reward_names
+from megaverl.rewards.reasoning_gym import PREFIX, why_no_task
 from megaverl.sharding.model_spec import ModelSpec
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -61,6 +63,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
             *partial_mistakes(config),
             *quantisation_mistakes(config),
         ]
+    mistakes += watching_mistakes(config, command, world_size)
     if command in ("dpo", "reward"):
         mistakes += preference_mistakes(config, command, check_paths)
     if command in (*REINFORCING, "eval", "generate"):
@@ -246,6 +249,8 @@ def _source_problem(path: str) -> str:
     """What is wrong with one entry of `data.train` and its like; the same places as `megaverl.data.sources` reads."""
     if Path(path).is_dir():
         return ""
+    if path.startswith(PREFIX):
+        return why_no_task(path)
     if ":" in path and not Path(path).exists():
         file = Path(path.rpartition(":")[0])
         return "whose file is not there." if file.suffix == ".py" and not file.is_file() else ""

@@ -20,6 +20,7 @@ from megaverl.config.section import (
     Text,
     known_or_own,
 )
+from megaverl.config.watching import ProfileConfig
 
 TRACKERS = ("jsonl", "csv", "tensorboard", "wandb", "mlflow", "swanlab")
 Backend = Annotated[str, known_or_own(TRACKERS, "module:object")]
@@ -50,6 +51,8 @@ class RunConfig(Section):
     stragglers_every: int = Field(default=0, ge=0)
     """Compare the ranks' own work every so many steps, without what they wait, and name those that are slower than
     others at the same. 0: never. On GPUs their kernels are timed, which needs nvidia-resiliency-ext."""
+    profile: ProfileConfig = ProfileConfig()
+    """What is recorded of chosen steps."""
 
 
 class ModelConfig(Section):
@@ -82,7 +85,8 @@ class SourceConfig(Section):
 
     path: Text
     """A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a data set on the
-    hub as org/name (needs the package datasets), or your own as module:object."""
+    hub as org/name (needs the package datasets), a task of reasoning-gym as reasoning_gym:NAME?size=1000&seed=1, or
+    your own as module:object."""
     weight: PositiveFloat | None = None
     """Its share of the prompts, over the sum of all weights. null, for all sources: as many as it has rows."""
     split: Text = "train"

@@ -37,6 +37,7 @@ from megaverl.config.run import (
 )
 from megaverl.config.section import Paths, Section
 from megaverl.config.signatures import signature_of
+from megaverl.config.watching import AlertConfig
 
 # What a preference loss reads of the reference.
 FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs", "reference_kl")
@@ -86,6 +87,8 @@ class Config(Section):
     """Further updates in a training step."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""
+    alerts: list[AlertConfig] = []
+    """What is told, and where to, when it happens."""
 
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _choices: tuple[str, ...] = PrivateAttr(default=())

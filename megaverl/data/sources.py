@@ -1,4 +1,5 @@
-"""Where rows come from: files, folders, data sets on the hub, own code. Each as rows by number, read on demand."""
+"""Where rows come from: files, folders, data sets on the hub, reasoning-gym, own code. Each as rows by number, read on
+demand."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from megaverl.config.run import SourceConfig, is_hub_name
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
+from megaverl.rewards.reasoning_gym import PREFIX, ReasoningGymRows
 
 OWN = re.compile(r"(?:[\w./\\-]+\.py|[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 HOW_TO_INSTALL = "pip install 'megaverl[datasets]'"
@@ -29,7 +31,10 @@ def as_source(entry: Entry) -> SourceConfig:
 
 
 def kind_of(path: str) -> str:
-    """`files` (or a pattern), `folder` of such, `saved` by datasets, `hub`, or `own` code. Looks at the disk only."""
+    """`files` (or a pattern), `folder` of such, `saved` by datasets, `hub`, `reasoning_gym`, or `own` code. Looks at
+    the disk only."""
+    if path.startswith(PREFIX):
+        return "reasoning_gym"
     if OWN.fullmatch(path):
         return "own"
     if Path(path).is_dir():
@@ -61,6 +66,8 @@ def _open(source: SourceConfig) -> RowSource:
     kind = kind_of(source.path)
     if kind == "own":
         return _own(source.path)
+    if kind == "reasoning_gym":
+        return ReasoningGymRows(source.path)
     if kind in ("saved", "hub"):
         return HubRows(source)
     return open_rows(folder_files(Path(source.path)) if kind == "folder" else source.path)

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Liveness:
         world: of this rank; those of one name go through the same stages.
         say: shows the failure reason before this rank is ended.
         end: ends this rank, with an exit code.
+        show: given all ranks' beats where they are read.
 
     The thread that makes it is the rank's main one.
     """
@@ -73,9 +74,11 @@ class Liveness:
         world: str = "",
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
         end: Callable[[int], object] = os._exit,
+        show: Callable[[Mapping[int, Heartbeat]], object] = lambda beats: None,
     ) -> None:
         self.rank, self.size, self.coordinator = rank, size, coordinator
         self.timeouts, self.name, self._say, self._end_rank = timeouts, name, say, end
+        self._show = show
         self.failure_reason: str | None = None
         self._found = threading.Event()
         self._stop = threading.Event()
@@ -217,6 +220,8 @@ class Liveness:
             if rank not in self._seen or self._seen[rank][0].number != beat.number:
                 self._seen[rank] = (beat, now)
         beats = {rank: beat for rank, (beat, _) in self._seen.items()}
+        if self.rank == self.coordinator:
+            self._show(beats)
         silent = {rank: now - changed for rank, (_, changed) in self._seen.items()}
         text = who_is_gone(beats, silent, self.timeouts.lost_after, self.name)
         if not text and self.rank == self.coordinator:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import html
 import importlib
 import importlib.util
 import inspect
@@ -10,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -101,6 +102,10 @@ class TensorBoard:
             self._writer.add_scalar(key, value, step, walltime=seconds)
         self._writer.flush()
 
+    def write_samples(self, step: int, split: str, samples: Samples) -> None:
+        self._writer.add_text(f"samples/{split}", markdown_table(samples), step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -114,7 +119,7 @@ class Wandb:
     """
 
     def __init__(self, info: RunInfo) -> None:
-        wandb = importlib.import_module("wandb")
+        wandb = self._wandb = importlib.import_module("wandb")
         asks = "prompt" in inspect.signature(wandb.login).parameters  # newer ones can be told not to
         offline = "WANDB_MODE" not in os.environ and not (wandb.login(prompt=False) if asks else wandb.api.api_key)
         self._run = wandb.init(
@@ -130,6 +135,11 @@ class Wandb:
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
+
+    def write_samples(self, step: int, split: str, samples: Samples) -> None:
+        names = column_names(samples)
+        table = self._wandb.Table(columns=names, data=[[cell(each.get(name)) for name in names] for each in samples])
+        self._run.log({f"samples/{split}": table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -162,6 +172,10 @@ class MLflow:
         # its names have fewer characters than ours: pass@1 becomes pass_1
         named = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in metrics.items()}
         self._mlflow.log_metrics(named, step=step)
+
+    def write_samples(self, step: int, split: str, samples: Samples) -> None:
+        columns = {name: [cell(each.get(name)) for each in samples] for name in column_names(samples)}
+        self._mlflow.log_table({"step": [step] * len(samples), **columns}, f"samples_{split}.json")
 
     def close(self) -> None:
         self._mlflow.end_run()
@@ -295,8 +309,41 @@ def _start_file(path: Path, resume_step: int | None, kept: Callable[[], Iterator
     os.replace(part, path)
 
 
+Samples = Sequence[Mapping[str, Any]]
+
+
+def column_names(samples: Samples) -> list[str]:
+    """Those that any of the samples has."""
+    return list(dict.fromkeys(name for each in samples for name in each))
+
+
+def cell(value: Any) -> Any:
+    """A number or text, as a table holds it; all else as JSON."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def markdown_table(samples: Samples) -> str:
+    """The samples as Markdown shows them: what a model wrote is shown as code, and stays text."""
+    names = column_names(samples)
+    lines = [names, ["---"] * len(names), *([_code(each.get(name)) for name in names] for each in samples)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _code(value: Any) -> str:
+    if value is None or isinstance(value, int | float):
+        return "" if value is None else f"{value}"
+    text = html.escape(str(cell(value))).replace("|", "&#124;").replace("\n", "<br>")
+    return f"<code>{text}</code>"
+
+
 class Backend(Protocol):
-    """Where metrics go. A write may raise anything: the tracker then leaves this backend out."""
+    """Where metrics go. A write may raise anything: the tracker then leaves this backend out.
+
+    One that has `write_samples(step, split, samples)` gets the samples too: split is train or validation, each sample a
+    mapping such as prompt, response, reference, reward.
+    """
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None: ...
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,13 @@ class Timeline:
 
     Attributes:
         roles: whose work a span of a name is; the trace says so of those that stand here.
+        mark: called with a span's name where it opens; what it returns is called where that closes. None: nothing is.
     """
 
     def __init__(self, rank: int = 0, max_events: int = 200_000) -> None:
         self.rank = rank
         self.roles: dict[str, str] = {}
+        self.mark: Callable[[str], Callable[[], None]] | None = None
         # One wall-clock reading ties the monotonic clock to those of other ranks.
         self._wall_ns = time.time_ns()
         self._clock_ns = time.perf_counter_ns()
@@ -89,15 +91,21 @@ class Timeline:
         work, self._work = self._work, defaultdict(int)
         return {name: nanoseconds / 1e9 for name, nanoseconds in work.items()}
 
-    def trace_events(self) -> list[dict[str, Any]]:
+    def trace_events(self, since: int = 0) -> list[dict[str, Any]]:
         """The spans in Chrome's trace-event format; the process id is the rank.
 
-        `processor_us` of a span is what its process used of processors meanwhile, in all of its threads."""
+        `processor_us` of a span is what its process used of processors meanwhile, in all of its threads.
+
+        Args:
+            since: a reading of `time.perf_counter_ns`: spans that began before it are left out.
+        """
         offset = self._wall_ns - self._clock_ns
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": self.rank, "name": "process_name", "args": {"name": f"rank {self.rank}"}}
         ]
-        for name, begin, duration, thread, step, work in self._events:
+        for name, begin, duration, thread, step, work in list(self._events):
+            if begin < since:
+                continue
             event = {"ph": "X", "pid": self.rank, "tid": thread, "name": name}
             event |= {"ts": (begin + offset) / 1e3, "dur": duration / 1e3}
             worked = None if work is None else work / 1e3
@@ -125,7 +133,7 @@ class Timeline:
 
 
 class _Span:
-    __slots__ = ("_begin", "_name", "_timeline", "_worked")
+    __slots__ = ("_begin", "_name", "_timeline", "_unmark", "_worked")
 
     def __init__(self, timeline: Timeline, name: str) -> None:
         self._timeline = timeline
@@ -133,6 +141,8 @@ class _Span:
 
     def __enter__(self) -> _Span:
         self._timeline._open()
+        mark = self._timeline.mark
+        self._unmark = mark(self._name) if mark is not None else None
         self._worked = time.process_time_ns()
         self._begin = time.perf_counter_ns()
         return self
@@ -140,6 +150,8 @@ class _Span:
     def __exit__(self, *_: object) -> None:
         duration = time.perf_counter_ns() - self._begin
         self._timeline._close(self._name, self._begin, duration, time.process_time_ns() - self._worked)
+        if self._unmark is not None:
+            self._unmark()
 
 
 class _Step:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from megaverl.errors import ConfigError
-from megaverl.monitoring.backends import LOCAL, Backend, RunInfo, check_installed, make_backend
+from megaverl.monitoring.backends import LOCAL, Backend, RunInfo, Samples, check_installed, make_backend
 
 
 def warn_on_stderr(text: str) -> None:
@@ -76,6 +76,17 @@ class Tracker:
                 del self._backends[name]
                 self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {_say(error)}")
 
+    def log_samples(self, step: int, split: str, samples: Samples) -> None:
+        """Give samples to the backends that have a place for them."""
+        for name in list(self._backends):
+            write = getattr(self._backends[name], "write_samples", None)
+            try:
+                if write is not None and samples:
+                    write(step, split, samples)
+            except Exception as error:  # whatever a tracker's library raises
+                del self._backends[name]
+                self._warn(f"the tracker {name!r} failed at step {step}, it is left out now: {_say(error)}")
+
     def close(self) -> None:
         """Finish every backend. A second call does nothing."""
         for name, backend in list(self._backends.items()):
@@ -126,9 +137,13 @@ SECONDS_TO_FINISH = 60.0
 
 
 class Record(NamedTuple):
+    """What is to be written: metrics, or samples of a split."""
+
     step: int
     seconds: float
     metrics: Mapping[str, float]
+    split: str = ""
+    samples: Samples = ()
 
 
 class Queued:
@@ -148,11 +163,17 @@ class Queued:
         self._thread.start()
 
     def write(self, step: int, seconds: float, metrics: Mapping[str, float]) -> None:
+        self._put(Record(step, seconds, dict(metrics)))
+
+    def write_samples(self, step: int, split: str, samples: Samples) -> None:
+        self._put(Record(step, 0.0, {}, split, list(samples)))
+
+    def _put(self, record: Record) -> None:
         if self.works:
             try:
-                self._records.put_nowait(Record(step, seconds, dict(metrics)))
+                self._records.put_nowait(record)
             except queue.Full:
-                self._leave_out(f"it has not taken the last {WAITING} records, and is left out at step {step}")
+                self._leave_out(f"it has not taken the last {WAITING} records, and is left out at step {record.step}")
 
     def close(self, seconds: float = SECONDS_TO_FINISH) -> None:
         """Wait until it has written everything, but no longer than `seconds`."""
@@ -173,7 +194,10 @@ class Queued:
             backend = self._make()
             while (record := self._records.get()) is not None:
                 step = record.step
-                backend.write(*record)
+                if not record.split:
+                    backend.write(*record[:3])
+                elif (write_samples := getattr(backend, "write_samples", None)) is not None:
+                    write_samples(step, record.split, record.samples)
             backend.close()
         except BaseException as error:  # whatever a tracker's library raises, SystemExit too
             where = "could not start" if step is None else f"failed at step {step}"

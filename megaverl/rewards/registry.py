@@ -145,5 +145,5 @@ def find_reward(name: str) -> RewardFunction:
 
 
 def _load_built_in() -> None:
-    for name in ("rules", "code_tests", "judge"):
+    for name in ("rules", "code_tests", "judge", "reasoning_gym"):
         importlib.import_module(f"megaverl.rewards.{name}")

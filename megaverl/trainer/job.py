@@ -5,13 +5,17 @@ SIGTERM and SIGUSR1: the run saves at the next safe point, and every rank leaves
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib import metadata
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -22,6 +26,7 @@ from megaverl.config.errors import InvalidConfig
 from megaverl.config.grids import CLAIMS, is_placed, placed_mistakes, resolve_placement, role_grids, used_roles
 from megaverl.distributed import flight_recorder
 from megaverl.distributed.collectives import reduce_json
+from megaverl.distributed.heartbeat import Heartbeat
 from megaverl.distributed.liveness import Liveness, Timeouts
 from megaverl.distributed.placement import Node, ResolvedPlacement, parse_claims
 from megaverl.distributed.placement_resolver import resolve
@@ -36,6 +41,7 @@ from megaverl.platform import platform
 from megaverl.version import __version__
 
 SPEAKS_FIRST = 60.0  # seconds that the transports wait beyond what the run allows: the liveness can name the rank
+WRITES_EVERY = 2.0  # seconds
 LOST_AFTER = 30.0  # seconds without a word; a call that holds the interpreter is shorter than that
 # What the ranks compute with: it must be the same everywhere.
 MUST_AGREE = ("torch", "megatron-core", "vllm", "transformers")
@@ -97,6 +103,7 @@ def join_job(config: Config, command: str, console: Console, check: PlacementChe
         world=world,
         name=(lambda number: f"rank {number}") if placement.is_colocated else fabric.describe,
         say=console.error,
+        show=RanksFile(config.run_dir),
     )
     return Job(fabric, liveness)
 
@@ -154,6 +161,23 @@ def _versions() -> dict[str, str]:
                 continue
             break
     return found
+
+
+class RanksFile:
+    """What all ranks are doing, for `megaverl watch`: the coordinator writes it every two seconds."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path, self._written = run_dir / "ranks.json", -math.inf
+
+    def __call__(self, beats: Mapping[int, Heartbeat]) -> None:
+        if (now := time.monotonic()) - self._written < WRITES_EVERY:
+            return
+        self._written = now
+        ranks = {str(rank): asdict(beat) for rank, beat in sorted(beats.items())}
+        part = self._path.with_suffix(".part")
+        with suppress(OSError):  # nothing depends on it
+            part.write_text(json.dumps({"time": time.time(), "ranks": ranks}), encoding="utf-8")
+            os.replace(part, self._path)
 
 
 class Stages:

@@ -17,6 +17,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import together
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.monitoring.console import Console
+from megaverl.monitoring.profiler import Profiler
 from megaverl.monitoring.stragglers import KernelMeter, ProcessorMeter, Stragglers
 from megaverl.monitoring.timeline import Timeline
 from megaverl.platform import platform
@@ -73,6 +74,7 @@ class Trainer:
             console.print(f"training prompts: {self.prompts.losses}")
         self.timeline = Timeline(rank)
         self.stages = Stages(self.timeline, job)
+        self.profiler = Profiler(config.run.profile, self.run_dir, rank, self.timeline, console.warn)
         replay = config.trainer.replay_rollouts
         replayed = RolloutFolder(replay) if replay is not None else None
         self.stages.status("resume")
@@ -142,6 +144,7 @@ class Trainer:
         """This rank's operators of a step, on responses to the next prompts, or on those that are given."""
         cut_off, self.cut_off = given or self.cut_off, None
         self.stages.step = step + 1
+        self.profiler.begin(step + 1)
         if self.stragglers is not None:
             self.stragglers.begin(step)
         # what a program has made of its rollouts, it makes again when it goes on: it leaves between its calls
@@ -169,6 +172,7 @@ class Trainer:
         if cut_off is not None:
             return cut_off
         self.step.metrics = {}
+        self.profiler.begin(step + 1)
         self.timeline.begin(step)
         values = {"rollouts": self.executor.generate(step, self.prompts.take(self.step.num_prompts))}
         self._after_operator("rollout", values)
@@ -213,6 +217,7 @@ class Trainer:
         last, is_best = done == trainer.steps, False
         self.next_step = done
         self.executor.synchronise(done, starts=starts)
+        self.profiler.end(done)
         if not starts:
             result = self._report(done)
         if (trainer.validate_at_start and done == 0) if starts else self.validation.is_due(done):
@@ -290,6 +295,7 @@ class Trainer:
             self.saving.commit_written()
             raise
         finally:  # also of a run that has failed
+            self.profiler.close()
             self.executor.write_timeline(self.records, self.run_dir)
 
     def export(self) -> None:

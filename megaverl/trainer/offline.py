@@ -16,6 +16,7 @@ from megaverl.data.datasets import PromptDataset, PromptRecord
 from megaverl.data.sources import Entry
 from megaverl.errors import MegaverlError
 from megaverl.monitoring.console import Console
+from megaverl.monitoring.profiler import Profiler
 from megaverl.monitoring.timeline import Timeline, memory_metrics
 from megaverl.trainer.build import Builder
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages
@@ -75,6 +76,8 @@ class OfflineTrainer(ABC):
         self.config, self.builder, self.console = config, builder, console
         self.steps, self.is_first = stage.steps, dist.get_rank() == 0
         self.stages = Stages(Timeline(dist.get_rank()), job)
+        timeline = self.stages.timeline
+        self.profiler = Profiler(config.run.profile, builder.run_dir, timeline.rank, timeline, console.warn)
         self.data = self.dataset(sources)
         self.sampler = self.data.sampler(stage.batch_size, config.run.seed, shuffle=config.data.shuffle)
         self.saving = Saving(config.checkpoint, builder.run_dir, self.stages.status, console)
@@ -119,6 +122,7 @@ class OfflineTrainer(ABC):
             self.saving.commit_written()
             raise
         finally:
+            self.profiler.close()
             if self.is_first:
                 self.records.aside(lambda: self.stages.timeline.export(self.builder.run_dir / "timeline.json"))
         if self.config.checkpoint.export_hf:
@@ -129,9 +133,11 @@ class OfflineTrainer(ABC):
 
     def _measured_step(self, step: int) -> dict[str, float]:
         self.stages.step = step + 1
+        self.profiler.begin(step + 1)
         start = time.perf_counter()
         with self.stages(self.name):
             found = self.one_step([self.data[i] for i in self.sampler.indices(step)], step)
+        self.profiler.end(step + 1)
         self.next_step = step + 1
         metrics = {f"{self.name}/{name}": value for name, value in found.items()}
         metrics[f"{self.name}/step_time_ms"] = (time.perf_counter() - start) * 1e3

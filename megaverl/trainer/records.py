@@ -14,6 +14,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.distributed.collectives import barrier
 from megaverl.distributed.p2p import PendingSends, receive_json, send_json
 from megaverl.distributed.worlds import Fabric
+from megaverl.monitoring.alerts import Alerts
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline, memory_metrics, merge_traces
 from megaverl.monitoring.tracker import Tracker
@@ -37,6 +38,7 @@ class Records:
         self.config, self.run_dir, self.console, self.keeps = config, run_dir, console, keeps
         self.history: list[tuple[int, Mapping[str, float]]] = []
         self._tracker: Tracker | None = None
+        self._alerts: Alerts | None = None
 
     @contextmanager
     def opened(self, done: int) -> Iterator[None]:
@@ -55,22 +57,29 @@ class Records:
             config=self.config.to_dict(),
             warn=self.console.warn,
         )
+        if alerts := self.config.alerts:
+            self._alerts = Alerts(alerts, self.run_dir, run.name, self.console.warn)
         try:
             yield
         finally:
+            if self._alerts is not None:
+                self._alerts.close()
             self._tracker.close()
-            self._tracker = None
+            self._tracker = self._alerts = None
 
     def log(self, done: int, metrics: Mapping[str, float]) -> None:
         """What was measured up to here."""
         if self._tracker is not None:
             self._tracker.log(done, metrics)
+        if self._alerts is not None:
+            self._alerts.note(done, metrics)
         self.history.append((done, metrics))
 
     def log_samples(self, done: int, records: Sequence[Mapping[str, Any]], split: str = "train") -> None:
         """Samples for a person to read."""
         if self._tracker is not None:
             self.aside(lambda: append_samples(self._samples, done, records, split=split))
+            self._tracker.log_samples(done, split, records)
 
     def aside(self, write: Callable[[], object]) -> None:
         """Write a file that nothing depends on: where it cannot be written, a warning says so, and the run goes on."""

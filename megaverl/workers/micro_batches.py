@@ -308,7 +308,8 @@ def run_updates(
         replays: as `micro_batches_of` has it.
 
     Returns:
-        Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`.
+        Means over all of the updates: the loss's metrics, `loss`, `grad_norm`, `lr`, `num_updates`; `skipped`, how
+        many of them were.
     """
     reports: list[UpdateReport] = []
     sums, outline, trainable = MetricSums(), sequence_lengths(batch), role.trainable
@@ -334,6 +335,7 @@ def run_updates(
         "grad_norm": sum(report.grad_norm for report in reports) / len(reports),
         "lr": reports[-1].learning_rate,
         "num_updates": float(len(reports)),
+        "skipped": float(sum(report.is_skipped for report in reports)),
     }
 
 

@@ -34,11 +34,13 @@ class UpdateReport:
     Attributes:
         sums: the loss's sums, added over all micro-batches and data-parallel ranks, equal on every rank.
         grad_norm: of the whole model, before clipping.
+        is_skipped: the weights were left as they were.
     """
 
     sums: MetricSums
     grad_norm: float
     learning_rate: float
+    is_skipped: bool
 
 
 class UpdateDecision(Protocol):
@@ -259,7 +261,7 @@ class TrainableModel(ABC):
         self._take_schedule_to(decision.schedule_step + decision.applies)
         if self.islands is not None:
             self.islands.after_update()
-        return UpdateReport(sums, grad_norm, learning_rate)
+        return UpdateReport(sums, grad_norm, learning_rate, not decision.applies)
 
     def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:
         """Whether to take the step, and with which factors: as the coordinator says, if there is one."""

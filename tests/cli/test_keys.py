@@ -18,7 +18,7 @@ from megaverl.cli.main import COMMANDS, main
     ("typed", "offered"),
     [
         ([""], list(COMMANDS)),
-        (["tr"], ["train"]),
+        (["tr"], ["train", "trace"]),
         (["train", "actor.optim"], ["actor.optimizer="]),
         (["train", "rol"], ["rollout."]),
         (["keys", "algorithm.kl.co"], ["algorithm.kl.coef"]),
@@ -36,7 +36,7 @@ def test_what_is_offered(typed: list[str], offered: list[str]) -> None:
 def test_the_shells_hand_over_what_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
     """Whatever it looks like: `megaverl report --<Tab>`."""
     for typed, offered in (
-        (["report", "--"], ["--help", "--output"]),
+        (["report", "--"], ["--help", "--output", "--serve", "--host", "--port"]),
         (["train", "--he"], ["--help"]),
         (["da"], ["data"]),
     ):

@@ -64,7 +64,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     before = Path.cwd()
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    os.environ["ALERT_URL"] = "https://hooks.example.org/1"
     yield folder
+    del os.environ["ALERT_URL"]
     sys.path.remove(str(folder))
     os.chdir(before)
 

@@ -234,6 +234,32 @@ def nobody_logged_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
+SAMPLES = [
+    {"prompt": "1 + 1 =", "response": "2", "reward": 1.0},
+    {"prompt": "p | q", "response": "<b>\n|</b>", "reward": None, "turns": [1, 2]},
+]
+
+
+def test_samples_are_a_table_in_tensorboard(tmp_path: Path) -> None:
+    """What a model wrote stays text there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    warnings: list[str] = []
+    with Tracker(tmp_path, ["tensorboard", "csv"], warn=warnings.append) as tracker:
+        tracker.log_samples(4, "validation", SAMPLES)
+        tracker.log_samples(5, "validation", [])
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (event,) = events.Tensors("samples/validation/text_summary")
+    assert (warnings, event.step) == ([], 4)
+    assert event.tensor_proto.string_val[0].decode().splitlines() == [
+        "| prompt | response | reward | turns |",
+        "| --- | --- | --- | --- |",
+        "| <code>1 + 1 =</code> | <code>2</code> | 1.0 |  |",
+        "| <code>p &#124; q</code> | <code>&lt;b&gt;<br>&#124;&lt;/b&gt;</code> |  | <code>[1, 2]</code> |",
+    ]
+
+
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "swanlab"])
 def test_services_keep_what_they_get_offline(
     tmp_path: Path, nobody_logged_in: None, name: str, monkeypatch: pytest.MonkeyPatch
@@ -248,7 +274,9 @@ def test_services_keep_what_they_get_offline(
         with Tracker(
             tmp_path, [name], name="a run", config={"a": {"b": 1}}, warn=warnings.append, resume_step=resume_step
         ) as tracker:
-            tracker.log(1 if resume_step is None else 2, METRICS)
+            step = 1 if resume_step is None else 2
+            tracker.log(step, METRICS)
+            tracker.log_samples(step, "train", SAMPLES)
     assert warnings == []
     assert list(elsewhere.iterdir()) == []
     written = {"wandb": "wandb", "mlflow": "mlflow_run_id", "swanlab": "swanlog"}[name]
@@ -259,8 +287,14 @@ def test_services_keep_what_they_get_offline(
         run = mlflow.get_run((tmp_path / "mlflow_run_id").read_text())
         history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "validation/pass_1")
         assert [point.step for point in history] == [1, 2], "both starts are one run"
+        table = mlflow.load_table("samples_train.json", run_ids=[run.info.run_id])
+        assert [*table["step"]] == [1, 1, 2, 2] and table["response"][1] == SAMPLES[1]["response"]
         assert "config.json" in [file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)]
     if name == "wandb":
+        files = [path for path in (tmp_path / "wandb").rglob("samples/train_*.table.json")]
+        tables = [json.loads(path.read_text()) for path in files]
+        assert [table["columns"] for table in tables] == [["prompt", "response", "reward", "turns"]] * 2
+        assert tables[0]["data"][1] == ["p | q", "<b>\n|</b>", None, "[1, 2]"]
         (kept,) = {folder.name.rsplit("-")[-1] for folder in (tmp_path / "wandb").glob("offline-run-*")}
         assert kept == (tmp_path / "wandb_run_id").read_text(), "both starts are one run"
         with Tracker(tmp_path, [name], name="a run", warn=warnings.append):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from megaverl.monitoring.profiler import write_step_trace
 from tests.docs.pages import ROOT, table_names
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
@@ -28,6 +30,8 @@ PPO = [
     "critic={tp: 1, pp: 2, optimizer: {lr: 1.0e-3}}",
     "trainer={steps: 3, validate_every: 2, validation_samples: 2, pass_at: [1, 2]}",
     "checkpoint.save_interval=2",
+    "run.profile.steps=3",
+    "alerts=[{when: reward/mean > 1e6}]",
 ]
 GRPO = [
     "algorithm={name: grpo, group_size: 4, kl: {in: loss, kind: k3, coef: 0.01}}",
@@ -155,6 +159,26 @@ def test_the_run_folder_tells_the_whole_story(ppo: Run) -> None:
     assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3]
     logs = {path.name for path in (ppo.folder / "logs").iterdir()}
     assert {"rank_0.log", "rank_1.log"} <= logs
+
+
+def test_a_profiled_step_is_one_trace_of_all_ranks(ppo: Run) -> None:
+    assert sorted(path.name for path in (ppo.folder / "profile").iterdir()) == ["step_3"]
+    path, _ = write_step_trace(ppo.folder)
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    for rank in range(2):
+        mine = [event for event in events if event["ph"] == "X" and event["pid"] // 1000 == rank]
+        stages = {event["name"]: event for event in mine if event["pid"] == rank * 1000}
+        assert stages.keys() >= {"step", "rollout", "reward", "actor_update", "critic_update", "reshard"}
+        for stage in ("rollout", "actor_update"):  # vLLM's and Megatron's products, where they were
+            begin, end = stages[stage]["ts"], stages[stage]["ts"] + stages[stage]["dur"]
+            inside = {event["name"] for event in mine if begin <= event["ts"] and event["ts"] + event["dur"] <= end}
+            assert inside & {"aten::mm", "aten::addmm"}, stage
+    assert {beat["rank"] for beat in _ranks_of(ppo.folder)} == {0, 1}
+
+
+def _ranks_of(run: Path) -> list[dict[str, Any]]:
+    found = json.loads((run / "ranks.json").read_text())["ranks"]
+    return [{"rank": int(rank), **beat} for rank, beat in found.items()]
 
 
 TOKENS = torch.randint(0, 30, (3, 12), generator=torch.Generator().manual_seed(1)).tolist()

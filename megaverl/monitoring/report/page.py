@@ -1,16 +1,21 @@
-"""The page: everything about the runs put into one template. It loads nothing, from nowhere."""
+"""The page: everything about the runs put into one template. It loads nothing, from nowhere. Written, or served."""
 
 from __future__ import annotations
 
+import hmac
 import os
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from megaverl.errors import DataError
 from megaverl.monitoring.report.charts import NUM_COLOURS, ROLES, busy_shares, gantt, idle_share, line_chart, windows
 from megaverl.monitoring.report.run_folder import (
     POINTS,
@@ -42,6 +47,7 @@ MAIN_CURVES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("seconds per step", ("train/step_time_ms",)),
     ("memory, MiB", ("memory/actor_gpu_mem_mb",)),
 )
+REFRESH_SECONDS = 30  # after which a browser asks again for a page that is served
 FEW_POINTS = POINTS // 2  # of the many small curves
 
 
@@ -65,6 +71,68 @@ def write_report(folders: Sequence[Path], output: Path) -> Path:
     part.write_text(render(runs), encoding="utf-8")
     os.replace(part, output)
     return output
+
+
+class ReportServer(ThreadingHTTPServer):
+    """The page of runs that go on, made anew when it is asked for and there are new steps.
+
+    Args:
+        token: what an address must end in (?token=...); None: whoever reaches the port may look.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
+        super().__init__((host, port), _PageHandler)
+        self.folders, self.token = list(folders), token
+        self._lock = threading.Lock()
+        self._made: tuple[list[float], bytes] = ([], b"")
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds it."""
+        host = str(self.server_address[0])
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
+
+    def page(self) -> bytes:
+        """Raises: DataError: a folder that is no run's, or a damaged file in it."""
+        with self._lock:
+            files = [folder / "metrics.jsonl" for folder in self.folders]
+            times = [path.stat().st_mtime if path.is_file() else 0.0 for path in files]
+            if times != self._made[0]:
+                self._made = (times, render([read_run(folder) for folder in self.folders]).encode())
+            return self._made[1]
+
+
+class _PageHandler(BaseHTTPRequestHandler):
+    server: ReportServer
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        given = parse_qs(url.query).get("token", [""])[0]
+        if self.server.token is not None and not hmac.compare_digest(given.encode(), self.server.token.encode()):
+            return self._answer(403, b"the address must end in ?token=..., as megaverl report --serve printed it")
+        if url.path != "/":
+            return self._answer(404, b"the report is at /")
+        try:
+            return self._answer(200, self.server.page())
+        except DataError as error:
+            return self._answer(503, str(error).encode())
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        kind = "text/html" if status == 200 else "text/plain"
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Refresh", str(REFRESH_SECONDS))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Nothing: who looks is no news."""
 
 
 def render(runs: Sequence[RunRecord]) -> str:

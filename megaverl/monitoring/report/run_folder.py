@@ -114,12 +114,7 @@ def read_run(folder: Path) -> RunRecord:
         raise DataError(f"{folder}: no such folder. Give the folder of a run, such as runs/quickstart.")
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(f"{folder}: no metrics.jsonl in it, so this is no run's folder (or it has no step yet).")
-    run = RunRecord(folder, folder.resolve().name)
-    for command in COMMANDS:
-        if (folder / f"{command}.yaml").is_file():
-            run.command = command
-            run.config = _mapping(folder / f"{command}.yaml", yaml.safe_load)
-            break
+    run = with_settings(folder)
     if (folder / "versions.json").is_file():
         run.versions = _mapping(folder / "versions.json", json.loads)
     _read_metrics(run, folder / "metrics.jsonl")
@@ -127,6 +122,17 @@ def read_run(folder: Path) -> RunRecord:
     for path in sorted(folder.glob("timeline*.json")):
         _read_trace(run, path)
     run.warnings = _warnings(folder / "logs")
+    return run
+
+
+def with_settings(folder: Path) -> RunRecord:
+    """A run's name and configuration alone."""
+    run = RunRecord(folder, folder.resolve().name)
+    for command in COMMANDS:
+        if (folder / f"{command}.yaml").is_file():
+            run.command = command
+            run.config = _mapping(folder / f"{command}.yaml", yaml.safe_load)
+            break
     return run
 
 

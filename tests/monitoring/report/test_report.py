@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import socket
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
+import httpx
 import pytest
 
 from megaverl.cli.main import main as megaverl
 from megaverl.errors import DataError
 from megaverl.monitoring.report import write_report
 from megaverl.monitoring.report.charts import busy_shares, covered, gantt, idle_share, nice_ticks, windows
+from megaverl.monitoring.report.page import ReportServer
 from megaverl.monitoring.report.run_folder import (
     POINTS,
     RunRecord,
@@ -289,3 +294,37 @@ def test_a_run_that_is_still_going(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "report.html (" in capsys.readouterr().out
     text = (tmp_path / "report.html").read_text()
     assert "No timeline.json" in text and "sft/loss is not a finite number at step 1" in text
+
+
+def test_a_page_is_served_while_the_run_goes_on(tmp_path: Path, folder: Path) -> None:
+    """On loopback to everybody here; elsewhere to whoever has the token."""
+    run = tmp_path / "run"
+    run.mkdir()
+    line = '{{"step": {0}, "time": {0}, "reward/mean": {0}}}\n'
+    (run / "metrics.jsonl").write_text(line.format(1))
+    with ReportServer([run], "127.0.0.1", 0, "secret") as server, ThreadPoolExecutor(1) as pool:
+        pool.submit(server.serve_forever, 0.05)
+        try:
+            plain = server.address.partition("?")[0]
+            assert httpx.get(plain).status_code == httpx.get(f"{plain}?token=other").status_code == 403
+            first = httpx.get(server.address)
+            assert first.status_code == 200 and first.headers["content-type"] == "text/html; charset=utf-8"
+            assert first.text == httpx.get(server.address).text, "made once"
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(line.format(2))
+            os.utime(run / "metrics.jsonl", (9, 9))
+            assert httpx.get(server.address).text != first.text
+            assert httpx.get(f"{plain}etc/passwd?token=secret").status_code == 404
+            (run / "metrics.jsonl").write_text("{\n")
+            assert httpx.get(server.address).status_code == 503
+        finally:
+            server.shutdown()
+    assert ReportServer([folder], "127.0.0.1", 0, None).address.endswith("/")
+
+
+def test_serving_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main([str(tmp_path), "--serve", "--port", str(taken.getsockname()[1])]) == 1
+    assert "Choose another --port" in capsys.readouterr().err
+    assert main([str(tmp_path), "--serve", "--port", "0"]) == 1
+    assert "no metrics.jsonl" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""What watches a run: `run.profile`, and `alerts` with the grammar of their conditions."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from shutil import which
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator
+
+from megaverl.config.errors import ConfigIssue, found
+from megaverl.config.section import AS_LIST, NonNegative, Positive, Section, Text
+
+if TYPE_CHECKING:
+    from megaverl.config.schema import Config
+
+# One may stand alone.
+Numbers = BeforeValidator(lambda value: [value] if isinstance(value, int) and not isinstance(value, bool) else value)
+
+
+class ProfileConfig(Section):
+    """`run.profile`: what is recorded of chosen steps, for `megaverl trace`."""
+
+    steps: Annotated[list[Positive], Numbers] = []
+    """Which, counted from 1. Empty: none, and nothing is spent on it."""
+    ranks: Annotated[list[NonNegative] | None, Numbers] = None
+    """Of which ranks. null: of all."""
+    tools: Annotated[list[Literal["torch", "memory", "nvtx", "cuda", "py_spy"]], AS_LIST] = ["torch"]
+    """torch: operators and kernels (torch.profiler). py_spy: Python's stacks (needs py-spy). On GPUs also memory: every
+    allocation; nvtx: the stages as ranges; cuda: cudaProfilerStart and Stop, which nsys waits for with
+    --capture-range=cudaProfilerApi."""
+    record_shapes: bool = False
+    """With torch: the shapes that operators are given."""
+    with_stack: bool = False
+    """With torch: the Python lines that call them. Slow."""
+    profile_memory: bool = False
+    """With torch: what operators allocate."""
+
+
+class AlertConfig(Section):
+    """One entry of `alerts`: something that is told when it happens, and again only after it was over."""
+
+    when: Text
+    """METRIC < NUMBER (also <=, >, >=), or METRIC is nan (NaN or infinite); with `for N`: N records in a row that have
+    it. METRIC is a name of metrics.jsonl, or a pattern of such (*/loss). Or: stalled for 10 min (no step so long; s,
+    min, h); disk < 5 GB (free where the run's folder is)."""
+    post: Text | None = None
+    """URL that gets a POST of JSON: run, when, step, value, and text, as Slack reads it. $NAME: the URL stands in that
+    variable of the environment. null: only the console and the logs tell."""
+
+
+class Condition(NamedTuple):
+    """`when`, read.
+
+    Attributes:
+        metric: a name or a pattern; "stalled"; "disk".
+        sign: <, <=, >, >= or nan; of "stalled" it is >=.
+        value: a number; of "stalled" seconds, of "disk" bytes.
+        records: so many in a row.
+    """
+
+    metric: str
+    sign: str
+    value: float
+    records: int = 1
+
+    @property
+    def is_of_metrics(self) -> bool:
+        return self.metric not in ("stalled", "disk")
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is what is waited for. NaN is below nothing and above nothing."""
+        if self.sign == "nan":
+            return not abs(value) < float("inf")
+        return {
+            "<": value < self.value,
+            "<=": value <= self.value,
+            ">": value > self.value,
+            ">=": value >= self.value,
+        }[self.sign]
+
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+_BYTES = {"MB": 1e6, "GB": 1e9, "TB": 1e12}
+_METRIC = re.compile(
+    rf"(?P<metric>[\w./@*?-]+)\s*(?:(?P<sign><=|>=|<|>)\s*(?P<value>{_NUMBER})|is\s+nan)(?:\s+for\s+(?P<records>\d+))?"
+)
+_STALLED = re.compile(rf"stalled\s+for\s+(?P<value>{_NUMBER})\s*(?P<unit>{'|'.join(_SECONDS)})")
+_DISK = re.compile(rf"disk\s*(?P<sign><=|<)\s*(?P<value>{_NUMBER})\s*(?P<unit>{'|'.join(_BYTES)})")
+EXAMPLES = '"reward/mean < 0.1 for 20", "*/loss is nan", "stalled for 10 min", "disk < 5 GB"'
+
+
+def read_condition(text: str) -> Condition:
+    """What `when` says; nothing of it is evaluated as code.
+
+    Raises:
+        ValueError: it says nothing of the kind.
+    """
+    text = text.strip()
+    if (match := _STALLED.fullmatch(text)) and float(match["value"]) > 0:
+        return Condition("stalled", ">=", float(match["value"]) * _SECONDS[match["unit"]])
+    if match := _DISK.fullmatch(text):
+        return Condition("disk", match["sign"], float(match["value"]) * _BYTES[match["unit"]])
+    match = _METRIC.fullmatch(text)
+    if match is None or match["metric"] in ("stalled", "disk") or match["records"] == "0":
+        raise ValueError(f"expected something like {EXAMPLES}")
+    if match["sign"] is None:
+        return Condition(match["metric"], "nan", 0.0, int(match["records"] or 1))
+    return Condition(match["metric"], match["sign"], float(match["value"]), int(match["records"] or 1))
+
+
+def post_address(post: str) -> str:
+    """Where an alert goes; "" where $NAME names no variable that is set."""
+    return os.environ.get(post[1:], "") if post.startswith("$") else post
+
+
+def watching_mistakes(config: Config, command: str, world_size: int | None) -> Iterator[ConfigIssue]:
+    """Conditions that say nothing, addresses that are none; steps and ranks that the run does not have."""
+    profile = config.run.profile
+    planned = {"sft": config.sft.steps, "dpo": config.preference.steps, "reward": config.preference.steps}
+    steps = planned.get(command, config.trainer.steps)
+    for number, alert in enumerate(config.alerts):
+        try:
+            read_condition(alert.when)
+        except ValueError as error:
+            yield ConfigIssue(f"alerts.{number}.when", f"found {found(alert.when)}; {error}.")
+        if alert.post is None:
+            continue
+        address = urlsplit(post_address(alert.post))
+        if alert.post.startswith("$") and not post_address(alert.post):
+            yield ConfigIssue(f"alerts.{number}.post", f"found {found(alert.post)}, which is not set. Export it.")
+        elif address.scheme not in ("http", "https") or not address.hostname:
+            what = found(alert.post) if not alert.post.startswith("$") else f"what {alert.post} holds"
+            yield ConfigIssue(f"alerts.{number}.post", f"found {what}; expected http://... or https://...")
+    if late := [step for step in profile.steps if step > steps]:
+        yield ConfigIssue("run.profile.steps", f"found {found(late)}; the run has {steps} steps.")
+    if world_size is not None and (far := [rank for rank in profile.ranks or () if rank >= world_size]):
+        yield ConfigIssue("run.profile.ranks", f"found {found(far)}; the ranks are 0 to {world_size - 1}.")
+    if profile.steps and config.trainer.rollout_only:
+        yield ConfigIssue("run.profile.steps", "is set, and trainer.rollout_only trains no step. Leave it out.")
+    if "py_spy" in profile.tools and profile.steps and py_spy() is None:
+        yield ConfigIssue("run.profile.tools", "py_spy is not installed: pip install 'megaverl[profile]'.")
+
+
+def py_spy() -> str | None:
+    """The command, beside this interpreter or on the path."""
+    return which("py-spy", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))

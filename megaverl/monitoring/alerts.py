@@ -1,0 +1,203 @@
+"""Alerts: conditions on metrics, on time and on the disk, told on the console and posted to a URL.
+
+A receiver that is slow, fails or hangs holds nothing up: each has a thread of its own, a queue that is bounded, and for
+every message a deadline.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from megaverl.config.errors import did_you_mean
+from megaverl.config.watching import AlertConfig, Condition, post_address, read_condition
+
+WAITING = 100  # messages to one receiver; further ones are dropped
+ATTEMPTS, SECONDS_OF_ONE = 3, 10.0
+SECONDS_TO_FINISH = 10.0
+LOOKS_EVERY = 5.0  # seconds between looks at the clock and the disk
+SEEN_AFTER = 20  # records after which a name that was in none of them is told
+
+
+@dataclass
+class _Watched:
+    """One alert. `count`: records in a row in which its condition holds. `is_told`: since it last did not."""
+
+    alert: AlertConfig
+    condition: Condition
+    count: int = 0
+    is_told: bool = False
+    was_seen: bool = False
+
+    def becomes_due(self, holds: bool) -> bool:
+        """Whether this is to be told now."""
+        self.count = self.count + 1 if holds else 0
+        self.is_told &= holds
+        if self.is_told or self.count < self.condition.records:
+            return False
+        self.is_told = True
+        return True
+
+
+class Alerts:
+    """Those of a run, on the rank that keeps its records.
+
+    Args:
+        name: of the run.
+        warn: shows a person what happened, and what could not be sent.
+    """
+
+    def __init__(self, alerts: Sequence[AlertConfig], run_dir: Path, name: str, warn: Callable[[str], None]) -> None:
+        self._watched = [_Watched(alert, read_condition(alert.when)) for alert in alerts]
+        self._run_dir, self._name, self._warn = run_dir, name, warn
+        addresses = dict.fromkeys(post_address(alert.post) for alert in alerts if alert.post)
+        self._receivers = {address: Receiver(address, warn) for address in addresses}
+        self._known: set[str] = set()
+        self._records = 0
+        self._step, self._last_step = 0, time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="alerts", daemon=True)
+        if any(not each.condition.is_of_metrics for each in self._watched):
+            self._thread.start()
+
+    def note(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A record of metrics was written."""
+        self._step, self._last_step, self._records = step, time.monotonic(), self._records + 1
+        self._known.update(metrics)
+        for each in self._watched:
+            if not each.condition.is_of_metrics:
+                continue
+            pattern = each.condition.metric
+            names = [pattern] if pattern in metrics else [name for name in metrics if fnmatchcase(name, pattern)]
+            if not names:
+                continue
+            each.was_seen = True
+            values = {name: float(metrics[name]) for name in names}
+            holding = [name for name, value in values.items() if each.condition.holds(value)]
+            if each.becomes_due(bool(holding)):
+                self._tell(each, values[holding[0]], f"{holding[0]} is {values[holding[0]]:.6g}")
+        if self._records == SEEN_AFTER:
+            self._tell_of_unseen()
+
+    def close(self) -> None:
+        """Wait for what is still to be sent, for a short while only."""
+        self._stop.set()
+        if self._records < SEEN_AFTER:
+            self._tell_of_unseen()
+        end = time.monotonic() + SECONDS_TO_FINISH
+        for receiver in self._receivers.values():
+            receiver.close(max(0.0, end - time.monotonic()))
+
+    def _tell_of_unseen(self) -> None:
+        """A name cannot be checked before the run: which metrics there are, its parts decide."""
+        for number, each in enumerate(self._watched):
+            if each.condition.is_of_metrics and not each.was_seen and self._known:
+                name = each.condition.metric
+                hint = did_you_mean(name, self._known) or " metrics.jsonl has the names."
+                self._warn(f"alerts.{number}: no record so far has a metric {name!r}.{hint}")
+
+    def _look(self) -> None:
+        """Stalls and the disk, beside the training."""
+        spans = (each.condition.value for each in self._watched if each.condition.metric == "stalled")
+        every = min([LOOKS_EVERY, *spans])
+        while not self._stop.wait(every):
+            for each in self._watched:
+                if each.condition.metric == "stalled":
+                    seconds = time.monotonic() - self._last_step
+                    if each.becomes_due(each.condition.holds(seconds)):
+                        self._tell(each, seconds, f"no step for {seconds:.0f} s")
+                elif each.condition.metric == "disk":
+                    try:
+                        free = shutil.disk_usage(self._run_dir).free
+                    except OSError as error:
+                        if each.becomes_due(True):
+                            self._tell(each, math.nan, str(error))
+                        continue
+                    if each.becomes_due(each.condition.holds(free)):
+                        self._tell(each, float(free), f"{free / 1e9:.2f} GB are free at {self._run_dir}")
+
+    def _tell(self, each: _Watched, value: float, what: str) -> None:
+        text = f"{self._name}, step {self._step}: {what} ({each.alert.when})"
+        self._warn(f"alert: {text}")
+        if each.alert.post is not None:
+            message = {"run": self._name, "when": each.alert.when, "step": self._step, "text": text}
+            message["value"] = value if math.isfinite(value) else str(value)
+            self._receivers[post_address(each.alert.post)].give(message)
+
+
+@dataclass
+class Receiver:
+    """Sends messages to one address, in order, from a thread of its own."""
+
+    address: str
+    warn: Callable[[str], None]
+    _messages: queue.Queue[dict[str, Any] | None] = field(default_factory=lambda: queue.Queue(WAITING))
+    _has_warned: bool = False
+    _thread: threading.Thread = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._serve, name="alert receiver", daemon=True)
+        self._thread.start()
+
+    def give(self, message: dict[str, Any]) -> None:
+        """Returns at once."""
+        try:
+            self._messages.put_nowait(message)
+        except queue.Full:
+            self._complain(f"{WAITING} messages wait already; this one is dropped")
+
+    def close(self, seconds: float) -> None:
+        """Wait until all is sent, but no longer than so many seconds."""
+        try:
+            self._messages.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(seconds)
+
+    def _serve(self) -> None:
+        while (message := self._messages.get()) is not None:
+            problem = ""
+            for attempt in range(ATTEMPTS):
+                if attempt:
+                    time.sleep(0.2 * 4**attempt)
+                problem = post(self.address, message)
+                if not problem:
+                    break
+            if problem:
+                self._complain(problem)
+
+    def _complain(self, problem: str) -> None:
+        """Once: a receiver that is gone would fill the console."""
+        if not self._has_warned:
+            self._has_warned = True
+            host = self.address.split("//")[-1].split("/")[0].rpartition("@")[2]  # the rest may be a secret
+            self.warn(f"alerts: {host} does not take them: {problem}. The run goes on; this is told once")
+
+
+def post(address: str, message: Mapping[str, Any], seconds: float | None = None) -> str:
+    """What went wrong; "" where the receiver took it (2xx). Over after so many seconds (`SECONDS_OF_ONE`)."""
+    import httpx
+
+    seconds = SECONDS_OF_ONE if seconds is None else seconds
+    end = time.monotonic() + seconds
+    try:
+        # by parts: httpx's timeout is of each read, and a server may send a byte a minute
+        with httpx.stream("POST", address, content=json.dumps(message), headers=JSON, timeout=seconds) as response:
+            for _ in response.iter_raw(1):
+                if time.monotonic() > end:
+                    break
+        return "" if response.is_success else f"status {response.status_code}"
+    except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        return type(error).__name__
+
+
+JSON = {"content-type": "application/json"}

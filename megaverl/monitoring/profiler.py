@@ -1,0 +1,298 @@
+"""What a step does in detail: torch's operators and kernels, memory, stacks; of all ranks in one trace.
+
+`run.profile` names the steps, the ranks and the tools. Each rank writes what is its own into `profile/step_N`, with its
+stages; `megaverl trace` joins them. Nothing of this ends a run: a tool that fails is left out with a warning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gzip
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from megaverl.config.watching import ProfileConfig, py_spy
+from megaverl.errors import ConfigError, DataError
+from megaverl.monitoring.timeline import Timeline
+from megaverl.processes import ending_with_parent
+
+NEED_A_GPU = ("memory", "nvtx", "cuda")
+SECONDS_TO_START, SECONDS_TO_WRITE = 10.0, 60.0  # that py-spy may take, to begin and for its file
+_SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
+_FILE = re.compile(r"rank_(\d+)\.(stages|torch)\.json(?:\.gz)?")
+
+
+class Profiler:
+    """Of one rank. A step that is not chosen costs one look into a set.
+
+    Args:
+        timeline: of this rank: its stages go into the trace, and to NVTX.
+
+    Raises:
+        ConfigError: a tool of CUDA's, and no GPU.
+    """
+
+    def __init__(
+        self, chosen: ProfileConfig, run_dir: Path, rank: int, timeline: Timeline, warn: Callable[[str], None]
+    ) -> None:
+        here = chosen.ranks is None or rank in chosen.ranks
+        self._steps = frozenset(chosen.steps if here else ())
+        self._chosen, self._run_dir, self._rank, self._timeline, self._warn = chosen, run_dir, rank, timeline, warn
+        self._running: int | None = None
+        self._begin = 0  # of the step, by time.perf_counter_ns
+        self._open: list[tuple[str, AbstractContextManager[None]]] = []
+        if self._steps and not _has_gpu() and (absent := [tool for tool in chosen.tools if tool in NEED_A_GPU]):
+            raise ConfigError(
+                f"run.profile.tools: {', '.join(absent)}: of CUDA, and this machine has no GPU that torch can use. "
+                "Leave it out; torch and py_spy work here."
+            )
+
+    def begin(self, step: int) -> None:
+        """`step` begins on this rank, counted from 1; the one before is over."""
+        if step == self._running:
+            return
+        self.close()
+        if step not in self._steps:
+            return
+        folder = step_folder(self._run_dir, step)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._steps -= {step}
+            self._warn(f"run.profile: {error}; step {step} is not profiled")
+            return
+        self._running, self._begin = step, time.perf_counter_ns()
+        for tool in self._chosen.tools:
+            around = TOOLS[tool](self, folder / f"rank_{self._rank}")
+            try:
+                around.__enter__()
+            except Exception as error:  # whatever a tool raises
+                self._warn(f"run.profile: {tool} does not start: {type(error).__name__}: {error}")
+            else:
+                self._open.append((tool, around))
+
+    def end(self, step: int) -> None:
+        """`step` is over, and the engines have its weights."""
+        if self._running == step:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is being recorded."""
+        if self._running is None:
+            return
+        step, self._running = self._running, None
+        while self._open:
+            tool, around = self._open.pop()
+            try:
+                around.__exit__(None, None, None)
+            except Exception as error:
+                self._warn(f"run.profile: {tool} of step {step} is not written: {type(error).__name__}: {error}")
+        path = step_folder(self._run_dir, step) / f"rank_{self._rank}.stages.json"
+        events = self._timeline.trace_events(self._begin)
+        try:
+            path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+        except OSError as error:
+            self._warn(f"run.profile: {error}")
+
+    @contextmanager
+    def _torch(self, name: Path) -> Iterator[None]:
+        """Operators on the host, kernels and copies on the device, in Chrome's trace-event format."""
+        from torch.profiler import ProfilerActivity, profile
+
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if _has_gpu() else [])]
+        asked = {key: getattr(self._chosen, key) for key in ("record_shapes", "with_stack", "profile_memory")}
+        found = profile(activities=activities, **asked)
+        found.start()
+        yield
+        found.stop()
+        part = name.with_name(name.name + ".part.json.gz")
+        found.export_chrome_trace(str(part))
+        os.replace(part, name.with_name(name.name + ".torch.json.gz"))
+
+    @contextmanager
+    def _memory(self, name: Path) -> Iterator[None]:
+        """Every allocation with its stack, for https://pytorch.org/memory_viz."""
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=1_000_000)
+        yield
+        try:
+            torch.cuda.memory._dump_snapshot(str(name.with_name(name.name + ".memory.pickle")))
+        finally:
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+    @contextmanager
+    def _nvtx(self, name: Path) -> Iterator[None]:
+        """The stages as ranges, for Nsight Systems."""
+        import torch
+
+        def mark(stage: str) -> Callable[[], None]:
+            number = torch.cuda.nvtx.range_start(stage)
+            return lambda: torch.cuda.nvtx.range_end(number)
+
+        self._timeline.mark = mark
+        yield
+        self._timeline.mark = None
+
+    @contextmanager
+    def _cuda(self, name: Path) -> Iterator[None]:
+        """What `nsys profile --capture-range=cudaProfilerApi` waits for."""
+        import torch
+
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStart()
+        yield
+        torch.cuda.synchronize()
+        torch.cuda.cudart().cudaProfilerStop()
+
+    @contextmanager
+    def _py_spy(self, name: Path) -> Iterator[None]:
+        """Python's stacks, a hundred times a second, for https://www.speedscope.app."""
+        output = name.with_name(name.name + ".speedscope.json")
+        command = [py_spy() or "py-spy", "record", "--pid", str(os.getpid()), "--format", "speedscope", "--threads"]
+        command = ending_with_parent([*command, "--output", str(output)])
+        _may_be_traced(True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            with selectors.DefaultSelector() as selector:  # it says when it has found its way about this process
+                selector.register(process.stdout, selectors.EVENT_READ)
+                selector.select(SECONDS_TO_START)
+            yield
+            process.send_signal(signal.SIGINT)
+            said = process.communicate(timeout=SECONDS_TO_WRITE)[1].strip()
+        finally:
+            process.kill()
+            process.wait()
+            _may_be_traced(False)
+        if not output.is_file():
+            raise RuntimeError(said.partition("\n")[0] or "it wrote nothing")
+
+
+TOOLS: dict[str, Callable[[Profiler, Path], AbstractContextManager[None]]] = {
+    "torch": Profiler._torch,
+    "memory": Profiler._memory,
+    "nvtx": Profiler._nvtx,
+    "cuda": Profiler._cuda,
+    "py_spy": Profiler._py_spy,
+}
+
+
+def _may_be_traced(allowed: bool) -> None:
+    """Yama's rule (ptrace_scope 1) lets no child look at its parent, unless that says so."""
+    ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYBODY if allowed else 0, 0, 0, 0)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+# --- one trace of all ranks -------------------------------------------------------------------------------------------
+
+
+def step_folder(run_dir: Path, step: int) -> Path:
+    """Where the ranks write what was recorded of a step."""
+    return run_dir / "profile" / f"step_{step}"
+
+
+def profiled_steps(run_dir: Path) -> list[int]:
+    """The steps of which something was recorded."""
+    found = (path.name.removeprefix("step_") for path in (run_dir / "profile").glob("step_*"))
+    return sorted(int(name) for name in found if name.isdigit())
+
+
+def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None = None) -> tuple[Path, list[Path]]:
+    """Join what all ranks recorded of a step, and their stages, on one time axis that begins at 0.
+
+    Each rank has its stages, then its host threads, then its devices. The clocks are those of the hosts. Of ranks that
+    recorded nothing the run's own timeline has the stages, where it knows them.
+
+    Args:
+        step: None: the last one that was profiled.
+        output: None: trace_N.json.gz in the run's folder. One that ends in .gz is packed; Perfetto reads both.
+
+    Returns: the trace, and what else was recorded of the step, in formats of their own.
+
+    Raises:
+        DataError: no such run, nothing of this step, or a damaged file.
+    """
+    known = profiled_steps(run_dir)
+    step = step if step is not None else (known[-1] if known else None)
+    if not run_dir.is_dir() or step is None:
+        what = "nothing was profiled in it" if run_dir.is_dir() else "no such folder"
+        raise DataError(f"{run_dir}: {what}. Name a run that has run.profile.steps, or a step: --step 3.")
+    stages, traces, others = dict[int, list[dict[str, Any]]](), dict[int, list[dict[str, Any]]](), list[Path]()
+    for path in sorted(step_folder(run_dir, step).glob("rank_*")):
+        if (match := _FILE.fullmatch(path.name)) is None:
+            others.append(path)
+        else:
+            (stages if match[2] == "stages" else traces)[int(match[1])] = _events(path)
+    timeline = run_dir / "timeline.json"
+    of_step = [event for event in _events(timeline) if _is_of(event, step)] if timeline.is_file() else []
+    for rank in {event["pid"] for event in of_step if event["ph"] == "X"} - stages.keys():
+        stages[rank] = [event for event in of_step if event["pid"] == rank]
+    if not stages and not traces:
+        there = f"profiled were {', '.join(map(str, known))}" if known else "nothing was profiled"
+        raise DataError(f"{run_dir}: it has nothing of step {step}; {there}.")
+    joined = [event for rank, events in stages.items() for event in _placed(events, rank, 0, "stages")]
+    joined += [event for rank, events in traces.items() for event in _placed(events, rank, 1, "")]
+    first = min(event["ts"] for event in joined if event["ph"] == "X")
+    for event in joined:
+        event["ts"] = (event.get("ts", first) - first) / 1e3
+    text = json.dumps({"traceEvents": joined, "displayTimeUnit": "ms"}).encode()
+    output = output or run_dir / f"trace_{step}.json.gz"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_name(output.name + ".part")
+    part.write_bytes(gzip.compress(text, 5) if output.suffix == ".gz" else text)
+    os.replace(part, output)
+    return output, others
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    """Events of a trace, their times in whole nanoseconds since 1970: as microseconds they would not be exact, and what
+    lies inside of something else would end after it."""
+    try:
+        data = path.read_bytes()
+        found = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        base = found.get("baseTimeNanoseconds", 0)
+        times = ({"ts": base + round(event["ts"] * 1e3)} if "ts" in event else {} for event in found["traceEvents"])
+        return [event | own for event, own in zip(found["traceEvents"], times, strict=True)]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a trace ({error!r}). Remove the file.") from error
+
+
+def _is_of(event: dict[str, Any], step: int) -> bool:
+    """Whether an event of the run's timeline, whose steps count from 0, is of a step, or names a process."""
+    return event["ph"] == "M" or event.get("args", {}).get("step") == step - 1
+
+
+PROCESSES_OF_A_RANK = 1000
+
+
+def _placed(events: list[dict[str, Any]], rank: int, first: int, name: str) -> Iterator[dict[str, Any]]:
+    """A rank's events with process numbers that no other rank has, in order of the ranks, and named after it."""
+    numbers: dict[Any, int] = {}
+    for event in events:
+        number = numbers.setdefault(event.get("pid"), rank * PROCESSES_OF_A_RANK + first + len(numbers))
+        placed = event | {"pid": number}
+        if event["ph"] == "M" and event["name"] == "process_name":
+            placed["args"] = {"name": f"rank {rank}: {name or event['args'].get('name', '')}"}
+        elif event["ph"] == "M" and event["name"] == "process_sort_index":
+            placed["args"] = {"sort_index": number}
+        elif event["ph"] in "stf" and isinstance(event.get("id"), int):  # arrows, numbered by each rank from 1
+            placed["id"] = (rank << 32) + event["id"]
+        yield placed
+    if name:
+        for number in numbers.values():
+            yield {"ph": "M", "pid": number, "name": "process_sort_index", "args": {"sort_index": number}}

@@ -1,0 +1,161 @@
+"""reasoning-gym: its procedural tasks as a data set, and each task's own verifier as the reward.
+
+A row names the task and its number, and the verifier makes the entry again from them: what it needs to know never
+travels with the sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+from functools import lru_cache
+from importlib import metadata
+from typing import Any
+from urllib.parse import parse_qsl
+
+from megaverl.errors import DataError
+from megaverl.rewards.registry import register_reward
+from megaverl.rewards.sample import RewardSample
+from megaverl.rewards.sandbox.pool import ConfinedProgram, Sandbox, SandboxLimits, why_not_here
+
+PREFIX, COLUMN = "reasoning_gym:", "reasoning_gym"
+HOW_TO_INSTALL = "pip install 'megaverl[reasoning-gym]'"
+ANSWER = re.compile(r"<answer>\s?(.*?)\s?</answer>", re.DOTALL)
+# In the sandbox: some of the verifiers hand the model's text to sympy, which evaluates it.
+VERIFIER = """
+import json, sys
+import reasoning_gym
+
+given = json.load(sys.stdin)
+dataset = reasoning_gym.create_dataset(given["name"], **given["options"])
+score = float(dataset.score_answer(given["answer"], dataset[given["index"]]))
+print("\\n" + json.dumps(score))
+"""
+
+
+class ReasoningGymRows:
+    """`reasoning_gym:NAME?size=1000&seed=1&OPTION=VALUE`: the entries of a task, each made when it is read.
+
+    NAME is one of `reasoning_gym.factory.DATASETS`, the options are those of its configuration; seed is 0 unless given.
+
+    Raises:
+        DataError: the package is missing, there is no such task, or it refuses an option.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            name, options = read_task(path)
+            self._dataset = _dataset(name, json.dumps(options))
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
+        version = metadata.version("reasoning-gym")
+        self.fingerprint = hashlib.blake2b(f"{name} {options} {version}".encode(), digest_size=8).hexdigest()
+
+    def __len__(self) -> int:
+        return int(self._dataset.size)
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        entry = self._dataset[index]
+        answer = entry["answer"]  # None where many are right
+        return {
+            "prompt": entry["question"],
+            "answer": "" if answer is None else str(answer),
+            COLUMN: {"task": self.path, "index": index},
+        }
+
+
+def read_task(path: str) -> tuple[str, dict[str, Any]]:
+    """The name and the options in `reasoning_gym:NAME?OPTION=VALUE&...`; values are JSON, or else text.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    name, _, query = path.removeprefix(PREFIX).partition("?")
+    try:
+        pairs = parse_qsl(query, strict_parsing=True) if query else []
+    except ValueError:
+        pairs = [("", "")]
+    if not name.isidentifier() or any(not key.isidentifier() for key, _ in pairs):
+        raise ValueError("expected reasoning_gym:NAME or reasoning_gym:NAME?OPTION=VALUE&OPTION=VALUE")
+    return name, {"seed": 0} | {key: _value(text) for key, text in pairs}
+
+
+def why_no_task(path: str) -> str:
+    """What is wrong with a task's name as it is written, or that the package is missing; "" where nothing is."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        return f"which needs the package reasoning-gym: {HOW_TO_INSTALL}."
+    try:
+        read_task(path)
+    except ValueError as error:
+        return f"{error}."
+    return ""
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@lru_cache(maxsize=64)
+def _dataset(name: str, options: str) -> Any:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError(f"it needs the package reasoning-gym: {HOW_TO_INSTALL}.")
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if name not in DATASETS:
+        raise ValueError(f"reasoning-gym has no task {name!r}; it has {', '.join(sorted(DATASETS))}.")
+    try:
+        return reasoning_gym.create_dataset(name, **json.loads(options))
+    except (AssertionError, TypeError, ValueError, KeyError) as error:
+        known = ", ".join(sorted(getattr(DATASETS[name][1], "__dataclass_fields__", {})))
+        raise ValueError(f"the task refuses its options ({error}); it has {known}.") from None
+
+
+def _check(tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb: int = 2048) -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ValueError(f"the package is missing. Run: {HOW_TO_INSTALL}")
+    for name, value in (("workers", workers), ("seconds", seconds), ("memory_mb", memory_mb)):
+        if value <= 0:
+            raise ValueError(f"{name} is {value}; it must be more than 0")
+    if reason := why_not_here():
+        raise ValueError(reason)
+
+
+@register_reward("reasoning_gym", batched=True, check=_check)
+def reasoning_gym_score(
+    samples: list[RewardSample], *, tags: bool = True, workers: int = 2, seconds: float = 10.0, memory_mb: int = 2048
+) -> list[float]:
+    """What reasoning-gym's own verifier of the row's task gives the answer: 1 if it is right, less for others.
+
+    The verifier runs confined (see `Sandbox`), since some let sympy evaluate what the model wrote. One that takes too
+    long, or raises, gives 0.
+
+    Args:
+        tags: the answer is what stands in the last <answer>...</answer>, and there is none without; false: it is the
+            whole response. workers: verifiers at once, on each rank. seconds, memory_mb: of one.
+    """
+    plan: list[ConfinedProgram | None] = []
+    for sample in samples:
+        task = sample.extra.get(COLUMN)
+        if task is None:
+            raise ValueError("the row is of no reasoning-gym task; name one: data.train=reasoning_gym:chain_sum")
+        name, options = read_task(task["task"])
+        found = ANSWER.findall(sample.response) if tags else [sample.response]
+        given = {"name": name, "options": options, "index": task["index"], "answer": found[-1].strip() if found else ""}
+        plan.append(ConfinedProgram(VERIFIER, json.dumps(given)) if found else None)
+    box = Sandbox.shared(SandboxLimits(seconds, memory_mb, preload=("reasoning_gym",)), workers)
+    outcomes = iter(box.run_all([program for program in plan if program is not None]))
+    scores = []
+    for program in plan:
+        outcome = next(outcomes) if program is not None else None
+        scores.append(float(outcome.output.split()[-1]) if outcome is not None and outcome.passed else 0.0)
+    return scores
