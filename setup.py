@@ -97,6 +97,8 @@ EXTRAS_REQUIRE = {
     "datasets": ["datasets>=4.0"],
     # Procedural tasks with verifiers: data.train=reasoning_gym:chain_sum.
     "reasoning-gym": ["reasoning-gym>=0.1.24"],
+    # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
+    "mcp": ["mcp>=2"],
     # Python's stacks of a step: run.profile.tools=py_spy.
     "profile": ["py-spy>=0.4"],
     # The documents as a site: mkdocs serve.

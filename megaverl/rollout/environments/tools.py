@@ -12,16 +12,21 @@ import queue
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 from megaverl.errors import ConfigError, EpisodeError
 from megaverl.rewards.line_process import LineProcess, ProcessDied
+from megaverl.rewards.sandbox.pool import why_not_here
 from megaverl.rollout.environments import tool_worker
 from megaverl.rollout.environments.environment import Codec, Environment, Outcome
 from megaverl.rollout.environments.registry import register_environment
+from megaverl.rollout.environments.tool_kinds import Answer, MCPTools, PythonTool, SearchTool, ToolProvider
 
 START_SECONDS = 60.0
 # Tools that come with the package, by the name under which a configuration may list them.
@@ -39,14 +44,6 @@ class ToolLimits:
     memory_mb: int = 512
     max_characters: int = 2000
     allow: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Answer:
-    """text: the result, or what went wrong. ok: whether it is a result."""
-
-    text: str
-    ok: bool
 
 
 @dataclass
@@ -185,8 +182,60 @@ def _values(nodes: Sequence[ast.expr]) -> list[Any]:
 
 
 # How Qwen and Hermes models write a call: a JSON object with a name and arguments.
-JSON_CALL = r"<tool_call>\s*(\{.*\})\s*</tool_call>"
+JSON_CALL = r"<tool_call>\s*(\{.*?\})\s*</tool_call>"
 KINDS = ("network", "files", "processes")
+OWN_LIMITS = ("seconds", "memory_mb", "max_characters", "allow")
+SPECS = ("function", "python", "search", "mcp")
+
+
+class ToolSet:
+    """All tools of a configuration, with their limits.
+
+    Raises:
+        ConfigError: a tool that is badly named. EpisodeError, DataError: what a tool needs is not there.
+    """
+
+    _shared: ClassVar[dict[str, ToolSet]] = {}
+    _sharing: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int) -> None:
+        self.tools: dict[str, ToolProvider] = {}
+        functions: dict[ToolLimits, dict[str, str]] = {}
+        for name, spec in tool_specs(tools).items():
+            own = replace(limits, **{key: spec[key] for key in OWN_LIMITS if key in spec})
+            own = replace(own, allow=tuple(own.allow))
+            if "python" in spec:
+                self.tools[name] = PythonTool(own.seconds, own.memory_mb, own.max_characters, workers)
+            elif "search" in spec:
+                self.tools[name] = SearchTool(spec["search"], spec.get("results", 3), own.seconds, own.max_characters)
+            elif "mcp" in spec:
+                server = MCPTools(spec["mcp"], own.seconds, own.max_characters)
+                self.tools |= dict.fromkeys(server.tools, server)
+            else:
+                functions.setdefault(own, {})[name] = spec["function"]
+        for own, targets in functions.items():
+            self.tools |= dict.fromkeys(targets, ToolBox.shared(targets, own, workers))
+
+    @classmethod
+    def shared(cls, tools: Mapping[str, Any] | Sequence[str], limits: ToolLimits, workers: int) -> ToolSet:
+        """The one of this process for these tools, closed when the process ends."""
+        key = json.dumps([tools, asdict(limits), workers], sort_keys=True)
+        with cls._sharing:
+            if key not in cls._shared:
+                cls._shared[key] = cls(tools, limits, workers)
+                atexit.register(cls._shared[key].close)
+            return cls._shared[key]
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        """Run one tool; whatever goes wrong inside it is an answer too."""
+        if name not in self.tools:
+            return Answer(f"there is no tool '{name}'; there are: {', '.join(sorted(self.tools))}", False)
+        return self.tools[name].call(name, arguments)
+
+    def close(self) -> None:
+        """End what they have started."""
+        for each in {id(tool): tool for tool in self.tools.values()}.values():
+            each.close()
 
 
 @register_environment("tools")
@@ -194,13 +243,18 @@ class ToolUse(Environment):
     """The rewards of the run score the final answer; the environment gives none but `call_reward` and `error_reward`.
 
     Options:
-        tools: name -> `module:function`, or a list of built-in names (calculator).
+        tools: a list of built-in names (calculator, python), or name -> `module:function`, or name -> a mapping with
+            one of `function: module:function`; `python: true` (runs its argument `code`, confined); `search: FILE`
+            (its argument `query` in a JSONL file of documents or an index, `results` passages); `mcp: URL` or
+            `mcp: [COMMAND, ...]` (all tools of that server, under their own names); and, of this tool alone, seconds,
+            memory_mb, max_characters, allow.
         call: a regular expression. With one tool and a group that is no JSON object, the group is that tool's one
             argument, named `argument`; otherwise it is a JSON object {"name": ..., "arguments": {...}}.
         argument: see `call`. result, error: how an answer is written; {text} is replaced.
         role: under a chat template, whose message an answer is.
+        calls: of one turn, made at the same time; further ones are not.
         seconds, memory_mb, max_characters, allow: see `ToolLimits`. workers: processes on each rank.
-        call_reward, error_reward: of a turn that calls a tool; of a call that fails.
+        call_reward, error_reward: of a turn that calls a tool; of one with a call that fails.
     """
 
     waits: ClassVar[bool] = True
@@ -209,12 +263,13 @@ class ToolUse(Environment):
         self,
         codec: Codec,
         *,
-        tools: Mapping[str, str] | Sequence[str] = ("calculator",),
+        tools: Mapping[str, Any] | Sequence[str] = ("calculator",),
         call: str = JSON_CALL,
         argument: str = "expression",
         result: str = "{text}",
         error: str = "error: {text}",
         role: str = "tool",
+        calls: int = 1,
         seconds: float = 5.0,
         memory_mb: int = 512,
         max_characters: int = 2000,
@@ -225,40 +280,50 @@ class ToolUse(Environment):
     ) -> None:
         super().__init__(codec)
         limits = ToolLimits(seconds, memory_mb, max_characters, tuple(allow))
-        self.box = ToolBox.shared(_targets(tools), limits, workers)
+        self.box = ToolSet.shared(tools, limits, workers)
         self.call, self.argument, self.role = re.compile(call, re.DOTALL), argument, role
-        self.result, self.error = result, error
+        self.result, self.error, self.calls = result, error, calls
         self.call_reward, self.error_reward = call_reward, error_reward
 
     @staticmethod
     def check(**options: Any) -> None:
         """Raise a ConfigError for options that cannot be used."""
-        _targets(options.get("tools", ("calculator",)))
+        specs = tool_specs(options.get("tools", ("calculator",)))
         try:
             pattern = re.compile(options.get("call", JSON_CALL))
         except re.error as error:
             raise ConfigError(f"environment 'tools': call is no regular expression ({error})") from error
         if pattern.groups != 1:
             raise ConfigError(f"environment 'tools': call needs one group, the call itself; it has {pattern.groups}")
-        unknown = [kind for kind in options.get("allow", ()) if kind not in KINDS]
-        if unknown:
-            raise ConfigError(f"environment 'tools': allow knows {', '.join(KINDS)}; found {', '.join(unknown)}")
+        if not (isinstance(calls := options.get("calls", 1), int) and calls > 0):
+            raise ConfigError(f"environment 'tools': calls is {calls!r}; expected 1 or more")
+        for given in (options, *specs.values()):
+            if unknown := [kind for kind in given.get("allow", ()) if kind not in KINDS]:
+                raise ConfigError(f"environment 'tools': allow knows {', '.join(KINDS)}; found {', '.join(unknown)}")
+        if any("python" in spec for spec in specs.values()) and (reason := why_not_here()):
+            raise ConfigError(f"environment 'tools': python: {reason}")
 
     def step(self, token_ids: Sequence[int]) -> Outcome:
-        """Answer a call, or take the final answer."""
-        found = self.call.search(self.codec.decode(token_ids))
-        if found is None:
+        """Answer the calls, or take the final answer."""
+        text = self.codec.decode(token_ids)
+        found = [match.group(1) for match in islice(self.call.finditer(text), self.calls)]
+        if not found:
             return Outcome(done=True)
-        try:
-            name, arguments = self._read(found.group(1))
-        except ValueError as mistake:
-            return self._answered(token_ids, self.error, str(mistake), self.error_reward)
-        answer = self.box.call(name, arguments)
-        reward = self.call_reward if answer.ok else self.error_reward
-        return self._answered(token_ids, self.result if answer.ok else self.error, answer.text, reward)
+        if len(found) == 1:
+            answers = [self._answer(found[0])]
+        else:
+            with ThreadPoolExecutor(len(found), thread_name_prefix="tool") as pool:
+                answers = list(pool.map(self._answer, found))
+        forms = [(self.result if answer.ok else self.error).replace("{text}", answer.text) for answer in answers]
+        reward = self.call_reward if all(answer.ok for answer in answers) else self.error_reward
+        return Outcome(self.codec.answer("\n".join(forms), token_ids, role=self.role), reward)
 
-    def _answered(self, token_ids: Sequence[int], form: str, text: str, reward: float) -> Outcome:
-        return Outcome(self.codec.answer(form.replace("{text}", text), token_ids, role=self.role), reward)
+    def _answer(self, call: str) -> Answer:
+        try:
+            name, arguments = self._read(call)
+        except ValueError as mistake:
+            return Answer(str(mistake), False)
+        return self.box.call(name, arguments)
 
     def _read(self, call: str) -> tuple[str, Mapping[str, Any]]:
         """(name, arguments) of a call.
@@ -275,17 +340,36 @@ class ToolUse(Environment):
         return found["name"], arguments
 
 
-def _targets(tools: Mapping[str, str] | Sequence[str]) -> dict[str, str]:
-    if isinstance(tools, Mapping):
-        wrong = [name for name, target in tools.items() if not all(str(target).partition(":")[::2])]
-        if wrong or not tools:
-            raise ConfigError(f"environment 'tools': {', '.join(wrong) or 'no tool'}: name each as module:function")
-        return dict(tools)
-    names = [tools] if isinstance(tools, str) else list(tools)
-    unknown = [name for name in names if name not in BUILT_IN]
-    if unknown or not names:
-        raise ConfigError(
-            f"environment 'tools': no built-in tool {', '.join(map(repr, unknown))}; there are: "
-            f"{', '.join(BUILT_IN)}; name your own as a mapping, tools: {{NAME: module:function}}"
-        )
-    return {name: BUILT_IN[name] for name in names}
+def tool_specs(tools: Mapping[str, Any] | Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The tools by name, each as a mapping.
+
+    Raises:
+        ConfigError: one that is none.
+    """
+    if not isinstance(tools, Mapping):
+        names = [tools] if isinstance(tools, str) else list(tools)
+        unknown = [name for name in names if name not in (*BUILT_IN, "python")]
+        if unknown or not names:
+            raise ConfigError(
+                f"environment 'tools': no built-in tool {', '.join(map(repr, unknown))}; there are: "
+                f"{', '.join(BUILT_IN)}, python; name your own as a mapping, tools: {{NAME: module:function}}"
+            )
+        return {name: {"python": True} if name == "python" else {"function": BUILT_IN[name]} for name in names}
+    if not tools:
+        raise ConfigError("environment 'tools': no tool: name each as module:function")
+    found = {}
+    for name, given in tools.items():
+        spec = dict(given) if isinstance(given, Mapping) else {"function": BUILT_IN.get(given, given)}
+        own = [key for key in spec if key in SPECS]
+        unknown = [key for key in spec if key not in (*SPECS, *OWN_LIMITS, *(("results",) if "search" in spec else ()))]
+        if len(own) != 1 or unknown:
+            raise ConfigError(
+                f"environment 'tools': {name} has {', '.join(spec) or 'nothing'}; expected one of {', '.join(SPECS)}, "
+                f"and beside it {', '.join(OWN_LIMITS)} (results with search)."
+            )
+        if own == ["function"] and not all(str(spec["function"]).partition(":")[::2]):
+            raise ConfigError(f"environment 'tools': {name}: name each as module:function")
+        if own == ["mcp"] and not (spec["mcp"] and isinstance(spec["mcp"], str | list | tuple)):
+            raise ConfigError(f"environment 'tools': {name}: mcp is a URL, or a command as a list")
+        found[name] = spec
+    return found

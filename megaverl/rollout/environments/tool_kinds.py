@@ -1,0 +1,222 @@
+"""Tools that are more than a function: Python programs, a search in documents, and servers that speak MCP.
+
+Each has `call(name, arguments)`, which returns an `Answer` whatever happens, and is safe to call from several threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megaverl.errors import DataError, EpisodeError
+from megaverl.rewards.sandbox.pool import ConfinedProgram, Sandbox, SandboxLimits
+
+START_SECONDS = 60.0
+WORD = re.compile(r"\w+", re.UNICODE)
+MOST_WORDS = 32  # of a query
+
+
+@dataclass(frozen=True)
+class Answer:
+    """text: the result, or what went wrong. ok: whether it is a result."""
+
+    text: str
+    ok: bool
+
+
+class ToolProvider(Protocol):
+    """One or several tools."""
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Answer: ...
+
+    def close(self) -> None: ...
+
+
+class PythonTool:
+    """Runs `code`, a whole program, confined (see `Sandbox`): what it prints is the result."""
+
+    def __init__(self, seconds: float, memory_mb: int, max_characters: int, workers: int) -> None:
+        self._box = Sandbox.shared(SandboxLimits(seconds, memory_mb), workers)
+        self._longest = max_characters
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        code = arguments.get("code")
+        if not isinstance(code, str) or len(arguments) != 1:
+            return Answer(f"{name} takes code, a program as text", False)
+        outcome = self._box.run(ConfinedProgram(code))
+        if not outcome.passed:
+            return Answer(f"{outcome.output[: self._longest]}{outcome.reason}"[: self._longest], False)
+        return Answer(outcome.output.rstrip("\n")[: self._longest] or "(it printed nothing)", True)
+
+    def close(self) -> None:
+        """The sandbox is shared, and ends with the process."""
+
+
+class SearchTool:
+    """Finds passages for a `query`: SQLite's full-text index (FTS5), the best by BM25 first.
+
+    Args:
+        path: a JSONL file whose rows have `text`, and `title` if they like, indexed in memory; or an SQLite file that
+            has such an index, as `write_index` makes it, which is only read.
+
+    Raises:
+        DataError: there is no such file, or it holds neither.
+    """
+
+    def __init__(self, path: str, results: int, seconds: float, max_characters: int) -> None:
+        self._results, self._seconds, self._longest = results, seconds, max_characters
+        self._lock = threading.Lock()
+        file = Path(path)
+        if not file.is_file():
+            raise DataError(f"{path}: no such file to search in. Name a JSONL file of documents, or an index of them.")
+        try:
+            if file.suffix == ".jsonl":
+                self._index = sqlite3.connect(":memory:", check_same_thread=False)
+                _fill(self._index, file)
+            else:
+                uri = f"{file.resolve().as_uri()}?mode=ro"
+                self._index = sqlite3.connect(uri, uri=True, check_same_thread=False)
+                self._index.execute("SELECT title, text FROM documents LIMIT 1")
+        except sqlite3.Error as error:
+            raise DataError(f"{path}: no index of documents with title and text ({error}). Make it anew.") from error
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        query = arguments.get("query")
+        if not isinstance(query, str) or len(arguments) != 1:
+            return Answer(f"{name} takes query, words as text", False)
+        # quoted: a word is a word, and no operator of FTS5
+        words = " OR ".join(f'"{word}"' for word in WORD.findall(query)[:MOST_WORDS])
+        if not words:
+            return Answer("the query has no words", False)
+        end = time.monotonic() + self._seconds
+        with self._lock:
+            self._index.set_progress_handler(lambda: time.monotonic() > end, 10_000)
+            try:
+                sql = "SELECT title, text FROM documents WHERE documents MATCH ? ORDER BY rank LIMIT ?"
+                found = self._index.execute(sql, (words, self._results)).fetchall()
+            except sqlite3.Error as error:
+                late = time.monotonic() > end
+                return Answer(f"{name} took longer than {self._seconds:g} s" if late else f"{name}: {error}", False)
+        if not found:
+            return Answer("nothing was found", True)
+        return Answer("\n\n".join(f"{title}\n{text}".strip() for title, text in found)[: self._longest], True)
+
+    def close(self) -> None:
+        self._index.close()
+
+
+def write_index(documents: str | Path, path: str | Path) -> Path:
+    """Make an index for `SearchTool` out of a JSONL file, for collections that are too large to index at each start."""
+    part = Path(f"{path}.part")
+    part.unlink(missing_ok=True)
+    with sqlite3.connect(part) as index:
+        _fill(index, Path(documents))
+    index.close()
+    return part.replace(path)
+
+
+def _fill(index: sqlite3.Connection, documents: Path) -> None:
+    index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, text)")
+    with documents.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+                index.execute("INSERT INTO documents VALUES (?, ?)", (str(row.get("title", "")), str(row["text"])))
+            except (ValueError, KeyError, AttributeError) as error:
+                wanted = '{"title": ..., "text": ...}'
+                raise DataError(f"{documents}, line {number}: expected {wanted} ({error!r}). Mend it.") from error
+    index.commit()
+
+
+class MCPTools:
+    """The tools of a server that speaks the Model Context Protocol, each under its own name.
+
+    Args:
+        server: a command, which is started and spoken to over its standard streams, or a URL (streamable HTTP).
+        seconds: of one call.
+
+    Raises:
+        EpisodeError: the package is missing, or the server does not start.
+    """
+
+    def __init__(self, server: str | Sequence[str], seconds: float, max_characters: int) -> None:
+        try:
+            from mcp import Client, StdioServerParameters
+        except ImportError as error:
+            raise EpisodeError("tools of an MCP server need the package mcp, 2 or newer: pip install mcp.") from error
+        self._name = server if isinstance(server, str) else " ".join(server)
+        self._seconds, self._longest = seconds, max_characters
+        self._make = lambda: Client(
+            server if isinstance(server, str) else StdioServerParameters(command=server[0], args=list(server[1:]))
+        )
+        self._client: Any = None
+        self._loop = asyncio.new_event_loop()
+        self._ends: asyncio.Event | None = None
+        self._ready = threading.Event()
+        self._problem: BaseException | None = None
+        self.tools: list[str] = []
+        self._thread = threading.Thread(target=self._run, name="mcp", daemon=True)
+        self._thread.start()
+        if not self._ready.wait(START_SECONDS) or self._problem is not None:
+            raise EpisodeError(f"the MCP server {self._name} does not answer ({self._problem or 'no word of it'}).")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._stay())
+        except BaseException as error:  # a group of errors too: of the transport, of the server
+            self._problem = _first(error)
+            self._client = None
+        self._ready.set()
+
+    async def _stay(self) -> None:
+        """Connected in one task, which must also be the one that ends it, until `close`."""
+        self._ends = asyncio.Event()
+        async with self._make() as client:
+            cursor = None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                self.tools += [tool.name for tool in page.tools]
+                cursor = page.next_cursor
+                if not cursor:
+                    break
+            self._client = client
+            self._ready.set()
+            await self._ends.wait()
+        self._client = None
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        client = self._client
+        if client is None:
+            return Answer(f"{name}: its server is gone", False)
+        future = asyncio.run_coroutine_threadsafe(client.call_tool(name, dict(arguments)), self._loop)
+        try:
+            found = future.result(self._seconds)
+        except FutureTimeout:
+            future.cancel()
+            return Answer(f"{name} took longer than {self._seconds:g} s", False)
+        except Exception as error:  # of the server, of the protocol: the model is told
+            return Answer(f"{name}: {_first(error)}"[: self._longest], False)
+        text = "\n".join(part.text if part.type == "text" else f"({part.type})" for part in found.content)
+        return Answer(text[: self._longest], not found.is_error)
+
+    def close(self) -> None:
+        if self._ends is not None and self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._ends.set)
+            self._thread.join(5.0)
+
+
+def _first(error: BaseException) -> BaseException:
+    """What went wrong, out of a group of errors."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
