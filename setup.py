@@ -97,6 +97,10 @@ EXTRAS_REQUIRE = {
     "datasets": ["datasets>=4.0"],
     # Procedural tasks with verifiers: data.train=reasoning_gym:chain_sum.
     "reasoning-gym": ["reasoning-gym>=0.1.24"],
+    # Environments that others have made: environment.name=gymnasium, textarena, openenv.
+    "text-games": ["gymnasium>=1.0"],
+    "textarena": ["textarena>=0.7"],
+    "openenv": ["websockets>=13"],
     # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
     "mcp": ["mcp>=2"],
     # Python's stacks of a step: run.profile.tools=py_spy.

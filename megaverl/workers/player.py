@@ -73,13 +73,18 @@ class Player:
                 for number, (outcomes, acting) in _joined(gather_json(found, self.world)).items()
             }
 
-        return play(
+        views = play(
             [everyone[number][0] for number in range(len(starts))],
             [everyone[number][1] for number in range(len(starts))],
             generate=generate,
             step=step,
             limits=self.limits,
         )
+        with together(self.world):
+            for number, game in games.items():
+                with self._environment(number, "close"):
+                    game.close()
+        return views
 
     def _begin(self, games: dict[int, Game], number: int, start: Start) -> list[Any]:
         """[prompts by agent, who writes first] of one episode."""

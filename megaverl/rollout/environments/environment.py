@@ -68,6 +68,9 @@ class Environment(ABC):
     def step(self, token_ids: Sequence[int]) -> Outcome:
         """The model wrote `token_ids` (with the stop token, if it came to one)."""
 
+    def close(self) -> None:  # noqa: B027
+        """The episode is over, whether it came to its end or not."""
+
 
 class Game(ABC):
     """One episode of several agents. Every agent sees only what its own outcomes say.
@@ -98,6 +101,9 @@ class Game(ABC):
             agent's view, its reward to that agent's last turn. One `done` ends the episode for all.
         """
 
+    def close(self) -> None:  # noqa: B027
+        """The episode is over, whether it came to its end or not."""
+
 
 class Alone(Game):
     """An Environment as a game of one agent."""
@@ -116,6 +122,9 @@ class Alone(Game):
 
     def step(self, turns: Mapping[str, Sequence[int]]) -> Mapping[str, Outcome]:
         return {ALONE: self.environment.step(turns[ALONE])}
+
+    def close(self) -> None:
+        self.environment.close()
 
 
 TURN = "MEGAVERL-TURN-OF-THE-MODEL"
@@ -150,6 +159,12 @@ class Codec:
     def encode(self, text: str) -> list[int]:
         """The tokens of a text by itself, with none of the special ones."""
         return self.tokenizer.encode(text)
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens that an episode begins with: under a chat template a user's message, up to the model's answer."""
+        if not self.chat:
+            return self.tokenizer.encode(text, add_special_tokens=True)
+        return self.encode(self.tokenizer.render_chat([{"role": "user", "content": text}]))
 
     def answer(self, text: str, turn: Sequence[int], *, role: str = "user") -> list[int]:
         """The tokens that follow the model's `turn` when `text` answers it, up to where its next turn begins.

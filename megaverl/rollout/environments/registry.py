@@ -20,6 +20,9 @@ BUILT_IN = {
     "tools": "megaverl.rollout.environments.tools",
     "guess": "megaverl.rollout.environments.games",
     "signals": "megaverl.rollout.environments.games",
+    "gymnasium": "megaverl.rollout.environments.adapters",
+    "textarena": "megaverl.rollout.environments.adapters",
+    "openenv": "megaverl.rollout.environments.adapters",
 }
 _REGISTERED: dict[str, Kind] = {}
 
