@@ -414,8 +414,7 @@ class EnvironmentConfig(Section):
     """`environment`: what answers the model's turns."""
 
     name: Text | None = None
-    """tools, guess, signals, gymnasium, textarena, openenv, or a class of your own as module:object. null: one response
-    to each prompt."""
+    """tools, guess, signals, gymnasium, textarena, openenv, or your own as module:object. null: one response a prompt."""
     options: Passthrough = {}
     """Keyword arguments of the environment."""
     agents: Literal["shared", "own"] = "shared"
