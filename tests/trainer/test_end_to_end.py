@@ -212,7 +212,8 @@ def test_a_run_that_was_killed_goes_on_from_its_checkpoint(ppo: Run, tmp_path: P
     shutil.rmtree(killed / "hf")
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rewa')
-    said = train(launch, [*ppo.arguments, f"run.dir={tmp_path / 'runs'}", "trainer.steps=4"], tmp_path / "logs")
+    changed = [f"run.dir={tmp_path / 'runs'}", "trainer.steps=4", "run.profile.steps=[]"]
+    said = train(launch, [*ppo.arguments, *changed], tmp_path / "logs")
     assert "checkpoints/step_00000002: 2 of 4 steps are done" in said
     assert [line.split()[1] for line in said.splitlines() if line.startswith("step ")] == ["3/4", "4/4"]
     before, after = metrics_of(ppo.folder), metrics_of(killed)
