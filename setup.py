@@ -97,6 +97,8 @@ EXTRAS_REQUIRE = {
     "datasets": ["datasets>=4.0"],
     # Procedural tasks with verifiers: data.train=reasoning_gym:chain_sum.
     "reasoning-gym": ["reasoning-gym>=0.1.24"],
+    # Power and utilization of GPUs among the metrics.
+    "nvml": ["nvidia-ml-py>=12"],
     # Environments that others have made: environment.name=gymnasium, textarena, openenv.
     "text-games": ["gymnasium>=1.0"],
     "textarena": ["textarena>=0.7"],

@@ -224,4 +224,38 @@ def memory_metrics(*roles: str) -> dict[str, float]:
             metrics[f"memory/{role}_gpu_mem_mb"] = torch.cuda.max_memory_allocated() / MB
             metrics[f"memory/{role}_gpu_reserved_mb"] = torch.cuda.memory_reserved() / MB
         torch.cuda.reset_peak_memory_stats()
+        metrics |= gpu_metrics(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     return metrics
+
+
+_GPUS: dict[str, Any] = {}  # uuid -> (handle, energy, time and sample that were read last)
+
+
+def gpu_metrics(uuid: Any) -> dict[str, float]:
+    """`gpu/power_w` and `gpu/utilization` of a GPU, means since the last call, by NVML's counters; nothing of the first
+    call, or where NVML (nvidia-ml-py) is absent or does not have them.
+
+    Utilization is the share of time in which any kernel ran: see `train/mfu` for what these did.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return {}
+    try:
+        if str(uuid) not in _GPUS:
+            pynvml.nvmlInit()
+        before = _GPUS.get(str(uuid))
+        handle = before[0] if before else pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        energy, now = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), time.monotonic()  # mJ
+        kind, samples = pynvml.nvmlDeviceGetSamples(
+            handle, pynvml.NVML_GPU_UTILIZATION_SAMPLES, before[3] if before else 0
+        )
+    except pynvml.NVMLError:
+        return {}
+    values = [sample.sampleValue.uiVal for sample in samples if sample.timeStamp]
+    newest = max((sample.timeStamp for sample in samples), default=before[3] if before else 0)
+    _GPUS[str(uuid)] = (handle, energy, now, newest)
+    if before is None:
+        return {}
+    found = {"gpu/power_w": (energy - before[1]) / 1e3 / max(now - before[2], 1e-9)}
+    return found | ({"gpu/utilization": sum(values) / len(values) / 100} if values else {})

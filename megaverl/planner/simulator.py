@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from megaverl.config import Config
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
-from megaverl.planner.job import PlannedJob
+from megaverl.planner.job import PlannedJob, find_spec, make_job
 from megaverl.planner.operators import Operation, StepLoad, operations
 from megaverl.planner.traffic import ReshardTraffic
 
@@ -208,3 +208,34 @@ def _predict(load: StepLoad, ops: Sequence[Operation], timed: Timed, last: int) 
         tokens=tokens,
         processor_seconds=sum(op.work for op in ops),
     )
+
+
+class MeasuredRate:
+    """How much of what its ranks could compute a run does: of its own samples and seconds, by the formula of
+    `StepLoad.model_flops`.
+
+    Args:
+        hardware: of which the peak is known; None: it is not, and there is no utilisation.
+
+    Raises:
+        ConfigError, ModelError: a model or a grid that cannot be counted.
+    """
+
+    def __init__(self, config: Config, world: int, hardware: Hardware | None) -> None:
+        self._job = make_job(config, find_spec(config), world, deal_later=True)
+        self._hardware, self._counted_on = hardware, hardware or Hardware.read("cpu")
+
+    def metrics(self, lengths: Sequence[int], seconds: float) -> dict[str, float]:
+        """`train/tokens_per_gpu_per_sec`, `train/tflop_per_gpu_per_sec` and `train/mfu` of a step. A rank is a GPU.
+
+        Args:
+            lengths: tokens of each sample, prompt and response.
+        """
+        if not lengths or seconds <= 0:
+            return {}
+        each = LengthDistribution(0.0, tuple(map(float, lengths)))
+        load = StepLoad(self._job, self._counted_on, each, None)
+        rate = sum(load.model_flops().values()) * len(lengths) / load.samples / seconds / self._job.world
+        found = {"train/tokens_per_gpu_per_sec": sum(lengths) / seconds / self._job.world}
+        found["train/tflop_per_gpu_per_sec"] = rate / 1e12
+        return found | ({"train/mfu": rate / load.peak} if self._hardware is not None else {})

@@ -14,12 +14,15 @@ from megaverl.checkpoint.commit import Committer
 from megaverl.config import Config
 from megaverl.coordinator import Progress
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.prefix_packing import sequence_lengths
 from megaverl.distributed.collectives import together
 from megaverl.errors import CheckpointError, MegaverlError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.profiler import Profiler
 from megaverl.monitoring.stragglers import KernelMeter, ProcessorMeter, Stragglers
 from megaverl.monitoring.timeline import Timeline
+from megaverl.planner.search import hardware_of
+from megaverl.planner.simulator import MeasuredRate
 from megaverl.platform import platform
 from megaverl.trainer.build import Builder
 from megaverl.trainer.disaggregated import Disaggregated
@@ -97,6 +100,7 @@ class Trainer:
             if here := [role for role in each.roles if role in mine]:
                 self.timeline.roles[each.name] = here[-1]
         self.stragglers = self._stragglers(job)
+        self.rate = self._rate(job.fabric.placement.size if job else dist.get_world_size())
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
@@ -113,6 +117,17 @@ class Trainer:
         name = job.fabric.describe if job else "rank {}".format
         group, say = self.executor.control, self.console.warn
         return Stragglers(meter, f"{roles} {stage}", every, group=group, name=name, say=say)
+
+    def _rate(self, world: int) -> MeasuredRate | None:
+        """What the ranks compute beside what they could; of a processor's peak nothing is known but by run.hardware."""
+        if not self.keeps_records:
+            return None
+        known = platform.is_cuda or self.config.run.hardware is not None
+        try:
+            return MeasuredRate(self.config, world, hardware_of(self.config, world) if known else None)
+        except MegaverlError as error:
+            self.console.warn(f"train/mfu and its like are not measured: {error}")
+            return None
 
     def train(self) -> dict[str, float]:
         """Run to the last step; returns the last validation's metrics, or the last step's.
@@ -236,6 +251,9 @@ class Trainer:
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if found is not None:
             found.metrics.update(slow)
+            if self.rate is not None:
+                seconds = found.metrics["train/step_time_ms"] / 1e3
+                found.metrics.update(self.rate.metrics(sequence_lengths(found.rollouts).lengths, seconds))
             self.records.log(done, found.metrics)
             if self.keeps_records:
                 samples = sample_records(found.rollouts, found.scores, self.roles.reward, trainer.save_samples)

@@ -28,6 +28,7 @@ def test_what_two_runs_do_not_share(undisturbed: Path) -> None:
     names = set().union(*read_records(undisturbed / "run" / "metrics.jsonl"))
     others = {name for name in names if is_cost(name) and not name.startswith(("time/", "memory/", "busy/"))}
     steps = {"time", "train/step_time_ms", "train/tokens_per_sec", "reward/latency_ms", "reshard/seconds"}
+    steps |= {"train/tokens_per_gpu_per_sec", "train/tflop_per_gpu_per_sec"}
     assert others == steps | {"rollout/seconds", "rollout/throughput_tokens_per_sec"}
     assert not [name for name in names if name.startswith(("time/", "memory/", "busy/")) and not is_cost(name)]
 

@@ -17,11 +17,11 @@ from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, MeasuredOpe
 from megaverl.planner.costs import ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
-from megaverl.planner.job import PlannedJob
+from megaverl.planner.job import PlannedJob, find_spec, make_job
 from megaverl.planner.operators import StepLoad, operations, parameters_of_stage
 from megaverl.planner.picture import draw
 from megaverl.planner.report import as_dict, as_text, survey
-from megaverl.planner.simulator import Prediction, default_lengths, simulate
+from megaverl.planner.simulator import MeasuredRate, Prediction, default_lengths, simulate
 from megaverl.planner.stages import pipeline
 from megaverl.sharding.model_spec import ModelSpec
 from tests.planner.jobs import CONFIGS, make, recipe
@@ -30,19 +30,18 @@ H100 = Hardware.read("h100")
 CPU = replace(H100, name="cores", cores=2, tflops={"float32": 0.1, "bfloat16": 0.1}, sources=("a test",))
 RATES = ("memory_gb_s", "node_gb_s", "network_gb_s", "host_gb_s", "attention_efficiency")
 COSTS = ("kernel_us", "node_latency_us", "network_latency_us", "decode_step_ms", "sample_ms", "step_ms", "operator_ms")
-SPEC = ModelSpec.from_config(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": 16,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 8192,
-    }
-)
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "num_hidden_layers": 16,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+SPEC = ModelSpec.from_config(SMALL)
 GRIDS = ("", "actor.tp=2", "actor.pp=2", "actor.cp=2", "actor={tp: 2, pp: 4}", "actor={pp: 2, vpp: 2}")
 SPLIT = ("placement={rollout: 8-15, actor: rest}",)
 ASYNC = (*SPLIT, "rollout.async_rollout=true")
@@ -177,6 +176,30 @@ def test_operations_and_parameters_are_those_of_the_model(name: str) -> None:
     assert flops == pytest.approx(2 * active, rel=0.05)
     load = StepLoad(planned, H100, LengthDistribution.fixed(100, 100), None)
     assert load.model_flops()["actor_update"] == pytest.approx(3 * load.model_flops()["old_log_probs"])
+
+
+def test_the_rate_of_a_run_is_counted_as_that_of_a_plan(tmp_path: Path) -> None:
+    """By hand for a dense model: 2 operations a weight and token, 4 for each pair of tokens, thrice in an update."""
+    planned = job(world=2)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    config = planned.config.model_copy(
+        update={"model": planned.config.model.model_copy(update={"path": str(tmp_path)})}
+    )
+    lengths, seconds = [10, 30, 20, 20], 2.0
+    load = StepLoad(make_job(config, find_spec(config), 2), H100, LengthDistribution(0.0, (10, 30, 20, 20)), None)
+    passes = sum(3 if name.endswith("_update") else 1 for name in load.model_flops())
+    spec = find_spec(config)
+    weights = spec.hidden_size * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    weights += spec.num_heads * spec.head_dim * spec.hidden_size + 3 * spec.hidden_size * spec.ffn_hidden_size
+    weights = weights * spec.num_layers + spec.hidden_size * spec.vocab_size
+    pairs = sum(length**2 / 2 for length in lengths) * spec.num_layers * 4 * spec.num_heads * spec.head_dim
+    flops = passes * (2 * weights * sum(lengths) + pairs)
+    found = MeasuredRate(config, 2, H100).metrics(lengths, seconds)
+    assert found["train/tflop_per_gpu_per_sec"] == pytest.approx(flops / seconds / 2 / 1e12)
+    assert found["train/mfu"] == pytest.approx(flops / seconds / 2 / H100.peak("bfloat16"))
+    assert found["train/tokens_per_gpu_per_sec"] == 80 / seconds / 2
+    assert "train/mfu" not in MeasuredRate(config, 2, None).metrics(lengths, seconds)
+    assert MeasuredRate(config, 2, H100).metrics([], 1.0) == {}
 
 
 def test_an_estimate_of_the_reshard_is_near_the_ranks_own_plans() -> None:

@@ -51,6 +51,8 @@ PROMISED = {
     "reward/accuracy",
     "train/step_time_ms",
     "train/tokens_per_sec",
+    "train/tokens_per_gpu_per_sec",
+    "train/tflop_per_gpu_per_sec",
     "train/kl",
     "memory/actor_gpu_mem_mb",
     "actor/loss",
