@@ -160,6 +160,7 @@ def test_a_receiver_that_fails_or_hangs_holds_nothing_up(
 ) -> None:
     """One answers 500, one says nothing, one a byte at a time: the fourth has every message, and `note` returns."""
     monkeypatch.setattr(module, "SECONDS_OF_ONE", 0.2)
+    monkeypatch.setattr(module, "ATTEMPTS", 2)
     monkeypatch.setattr(module, "SECONDS_TO_FINISH", 30.0)
 
     def hang(handler: BaseHTTPRequestHandler) -> None:
