@@ -11,7 +11,7 @@ or name it `module:function` in the configuration.
 Each names its paper and the place in it. "eq. 7" is a number that was read in the paper's text, or in a copy of it
 (those of dual clip and of GPG's alpha: that others' code cites);
 "unnumbered": it stands there without one; "equation number not checked": the text itself was not at hand, only what
-others quote of it.
+others quote of it; "from memory": neither was read again. docs/algorithms.md is the table.
 """
 
 from megaverl.algorithms.advantages import (
@@ -29,12 +29,12 @@ from megaverl.algorithms.advantages import (
     token_rewards,
     whiten,
 )
-from megaverl.algorithms.covariance_losses import covariances, token_selectors
+from megaverl.algorithms.covariance_losses import covariances, highest_entropies, token_selectors
 from megaverl.algorithms.distillation import distillation, distillation_loss, divergences
 from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, raft, rloo
-from megaverl.algorithms.groups import KeptSamples, keep_groups
+from megaverl.algorithms.groups import KeptSamples, keep_groups, policy_filtration
 from megaverl.algorithms.implicit_rewards import implicit_rewards, outcome_cross_entropy, prime
-from megaverl.algorithms.kl import AdaptiveKL, FixedKL, KLController, kl_estimators, kl_loss
+from megaverl.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL, KLController, kl_estimators, kl_loss
 from megaverl.algorithms.loss import (
     Denominators,
     LossOutput,
@@ -42,6 +42,7 @@ from megaverl.algorithms.loss import (
     combine,
     count_denominators,
     entropy_sum,
+    likelihood_sum,
     of_counts,
 )
 from megaverl.algorithms.metrics import (
@@ -63,12 +64,14 @@ from megaverl.algorithms.preference_losses import (
     response_log_probs,
     reward_model_losses,
 )
+from megaverl.algorithms.preference_variants import matched, mean_log_ratio
 from megaverl.algorithms.registry import Entry, Registry
-from megaverl.algorithms.rollout_correction import Correction, corrections
+from megaverl.algorithms.rollout_correction import Correction, combined, corrections
 from megaverl.algorithms.turn_advantages import turn_gae, turn_grpo
 from megaverl.algorithms.value_losses import value_losses
 
 __all__ = [
+    "AdaptiveEntropy",
     "AdaptiveKL",
     "Advantages",
     "AllReduce",
@@ -89,6 +92,7 @@ __all__ = [
     "bradley_terry",
     "check_finite",
     "combine",
+    "combined",
     "corrections",
     "count_denominators",
     "covariances",
@@ -104,14 +108,18 @@ __all__ = [
     "gpg",
     "grpo",
     "gspo",
+    "highest_entropies",
     "implicit_rewards",
     "keep_groups",
     "kl_estimators",
     "kl_loss",
     "kto_reference_kl",
+    "likelihood_sum",
     "masked_mean",
     "masked_std",
+    "matched",
     "mean",
+    "mean_log_ratio",
     "mean_pass_at_k",
     "moments",
     "of_counts",
@@ -120,6 +128,7 @@ __all__ = [
     "optimal_token_baseline",
     "outcome_cross_entropy",
     "pass_at_k",
+    "policy_filtration",
     "policy_gradient",
     "policy_losses",
     "ppo_clip",

@@ -1,4 +1,5 @@
-"""Policy losses that spare the few tokens by which entropy collapses: Clip-Cov and KL-Cov (arXiv 2505.22617).
+"""Policy losses that spare the few tokens by which entropy collapses: Clip-Cov and KL-Cov (arXiv 2505.22617); and the
+tokens of highest entropy, which alone may train.
 
 Which tokens those are depends on all tokens of the mini-batch: a selector looks at the whole mini-batch before its
 update, and the loss gets the selection as one more input, cut like the others. So no split changes it.
@@ -84,6 +85,20 @@ def some_large_covariances(
     candidates = between.flatten().nonzero()[:, 0]
     count = min(max(int(fraction * int(response_mask.sum())), 1), len(candidates))
     order = draws.flatten()[candidates].argsort(stable=True)
+    return _selection(candidates[order[:count]], response_mask)
+
+
+def highest_entropies(entropies: Tensor, response_mask: Tensor, *, fraction: float) -> Tensor:
+    """The tokens of highest entropy, `fraction` of all of the mini-batch, at least one: those that alone train in
+    arXiv 2506.01939 (equation number not checked), where it is 0.2. Of equal ones the first in the batch are taken.
+
+    Args (`[mini-batch, response]`): entropies: float, of the policy; read under the mask only. response_mask: bool.
+
+    Returns: `[mini-batch, response]` bool.
+    """
+    candidates = response_mask.flatten().nonzero()[:, 0]
+    count = min(max(int(fraction * len(candidates)), 1), len(candidates))
+    order = entropies.flatten()[candidates].argsort(descending=True, stable=True)
     return _selection(candidates[order[:count]], response_mask)
 
 

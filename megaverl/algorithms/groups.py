@@ -86,3 +86,23 @@ def keep_groups(
 def _in_order(group_ids: Tensor) -> list[int]:
     """The ids that occur, each once, by their first place."""
     return list(dict.fromkeys(group_ids.tolist()))
+
+
+def policy_filtration(rewards: Tensor, group_ids: Tensor, draws: Tensor | None = None) -> Tensor:
+    """The responses that PF-PPO trains on, arXiv 2409.06957 (from memory): rewards are surest at the ends, so of each
+    group the best response and the worst; with draws, the best and any other one.
+
+    Args (`[batch]`): rewards: float; one that is NaN is not known, and its response is left out. group_ids: int64.
+        draws: uniform random numbers. Of equal rewards the first counts as the higher one.
+
+    Returns: `[batch]` bool.
+    """
+    keep = torch.zeros_like(group_ids, dtype=torch.bool)
+    for group in group_ids.unique():
+        members = ((group_ids == group) & ~rewards.isnan()).nonzero()[:, 0]
+        if len(members):
+            best, *others = members[rewards[members].argsort(descending=True, stable=True)].tolist()
+            keep[best] = True
+            if others:
+                keep[others[-1] if draws is None else max(others, key=lambda row: float(draws[row]))] = True
+    return keep

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput
+from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput, bounded
 from megaverl.algorithms.metrics import moments
 from megaverl.algorithms.registry import Registry, tensor_problem
 from megaverl.errors import CheckpointError, ConfigError, TrainingStopped
@@ -64,19 +64,33 @@ def low_variance(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
 
 def kl_loss(
-    log_probs: Tensor, ref_log_probs: Tensor, weights: Tensor, *, kind: str = "k3", straight_through: bool = False
+    log_probs: Tensor,
+    ref_log_probs: Tensor,
+    weights: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    kind: str = "k3",
+    gradient: str = "value",
 ) -> LossOutput:
     """sum_t weight_t KL_t: the KL penalty as a loss, arXiv 2402.03300, eq. 3 and 4 (there with k3).
 
     An estimator that is unbiased in value is not so in gradient: on samples of the policy itself, the gradient of k1
     is 0 on average and that of k3 is the one of KL(reference || policy) near the reference, while that of k2 is exactly
-    that of KL(policy || reference). `straight_through` keeps the value of `kind` and takes the gradient of k2
-    (arXiv 2510.01555, which compares the two places of the penalty; verl's "k3+").
+    that of KL(policy || reference) at each token. The value is the estimate's, and by `gradient` the gradient is:
+
+    - value: the estimate's own.
+    - straight_through: that of k2 (arXiv 2510.01555, which compares the two places of the penalty; verl's "k3+").
+    - importance: that of r_t x the estimate, r_t = pi(t) / pi_old(t), which is its value too: unbiased with k1 and k3,
+      for samples of the old policy as well (DeepSeek-V3.2, arXiv 2512.02556; equation number not checked).
+    - score: that of sum_t log pi(t) stop_gradient(sum over s >= t of weight_s x estimate_s), for k1 alone: the policy
+      gradient of the KL of whole responses, by which a token answers for those after it too (arXiv 2506.09477, from
+      memory).
 
     Args (all `[batch, response]`):
         log_probs: float, of the policy; the gradient flows here. ref_log_probs: float, of the reference.
         weights: float, from `aggregation`; where 0 the other inputs may be anything, NaN included.
-        kind: name of an estimator, or `module:function`. Use k1 in a loss only with `straight_through`.
+        old_log_probs: float, of the policy that sampled; for importance.
+        kind: name of an estimator, or `module:function`. Not k1 with the gradient `value`.
 
     Metrics: `kl_loss`, the token mean of the estimate.
 
@@ -86,10 +100,20 @@ def kl_loss(
     active = weights != 0
     policy, reference = torch.where(active, log_probs, 0.0), torch.where(active, ref_log_probs, 0.0)
     estimate = kl_estimators.get(kind)({"log_probs": policy, "ref_log_probs": reference})
-    if straight_through:
-        square = k2(policy, reference)
-        estimate = estimate.detach() + (square - square.detach())
-    return LossOutput((weights * estimate).sum(), {"kl_loss": moments(estimate, active)})
+    metrics = {"kl_loss": moments(estimate, active)}
+    if gradient == "importance":
+        assert old_log_probs is not None
+        ratio = bounded(torch.where(active, log_probs - old_log_probs, 0.0)).exp()
+        return LossOutput((weights * ratio * estimate).sum(), metrics)
+    if gradient == "value":
+        return LossOutput((weights * estimate).sum(), metrics)
+    value = (weights * estimate).sum().detach()
+    if gradient == "straight_through":
+        slope = (weights * k2(policy, reference)).sum()
+    else:
+        shares = torch.where(active, weights * estimate, 0.0).detach()
+        slope = (policy * shares.flip(1).cumsum(dim=1).flip(1)).sum()
+    return LossOutput(value + (slope - slope.detach()), metrics)
 
 
 class KLController(Protocol):
@@ -157,6 +181,43 @@ class AdaptiveKL:
         """Take up the coefficient; target and gain are the configuration's."""
         _check_kind(state, "adaptive")
         self.coef = float(state["coef"])
+
+
+class AdaptiveEntropy:
+    """The adaptive entropy control of Skywork-OR1, arXiv 2505.22312 (from memory): the coefficient of the entropy bonus
+    rises by `step` where the policy's entropy is below the target, else falls by it, never below 0; and it is applied
+    only while the entropy is at or below the target.
+
+    Args:
+        coef: where it starts. target: nats per token. step: per training step.
+    """
+
+    def __init__(self, coef: float, target: float, step: float) -> None:
+        self.coef, self.target, self.step, self.is_low = coef, target, step, True
+
+    @property
+    def weight(self) -> float:
+        """What is applied in the next step."""
+        return self.coef if self.is_low else 0.0
+
+    def update(self, entropy: float) -> float:
+        """Take one step towards the target. Returns the weight that was applied before it.
+
+        Raises:
+            TrainingStopped: the measured entropy is NaN or infinite.
+        """
+        if not math.isfinite(entropy):
+            raise TrainingStopped(f"the measured entropy is {entropy}: the policy's logits are not finite")
+        applied, self.is_low = self.weight, entropy <= self.target
+        self.coef = max(self.coef + (self.step if entropy < self.target else -self.step), 0.0)
+        return applied
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"entropy_coef": self.coef, "entropy_is_low": self.is_low}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up where that left off; a run that had none before starts anew."""
+        self.coef, self.is_low = state.get("entropy_coef", self.coef), state.get("entropy_is_low", self.is_low)
 
 
 def _check_kl(kl: float) -> None:

@@ -167,6 +167,20 @@ def entropy_sum(entropies: Tensor, weights: Tensor) -> LossOutput:
     return LossOutput((weights * entropies).sum(), {"entropy": moments(entropies, active)})
 
 
+def likelihood_sum(log_probs: Tensor, weights: Tensor) -> LossOutput:
+    """- sum_t weight_t log_prob_t over the tokens of right responses: VAPO's positive-example loss, arXiv 2504.05118
+    (equation number not checked), where a weight is one over the number of such tokens in the mini-batch.
+
+    Args (both `[batch, response]`): log_probs: float; the gradient flows here. weights: float; where 0 the log-prob may
+        be anything, NaN included.
+
+    Metrics: `positive_loss`, the token mean.
+    """
+    active = weights != 0
+    log_probs = torch.where(active, log_probs, 0.0)
+    return LossOutput(-(weights * log_probs).sum(), {"positive_loss": moments(-log_probs, active)})
+
+
 _EPSILON = 1e-6
 
 

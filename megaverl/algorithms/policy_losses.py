@@ -1,5 +1,5 @@
 """Policy losses: per-token surrogates, weighted and summed: PPO's clip, plain policy gradients, ratios of whole
-responses (GSPO, GMPO), bounds by divergence (DPPO).
+responses (GSPO, GMPO, VESPO), bounds by divergence (DPPO), a square (DRO).
 
 Every loss gets the same inputs, all `[batch, response]`:
     log_probs: float, of the policy being trained; the gradient flows here.
@@ -8,8 +8,8 @@ Every loss gets the same inputs, all `[batch, response]`:
     weights: float, from an aggregation (`loss`); where 0 the other inputs may be anything, NaN included.
 A row is a whole response, so that losses over whole responses do not see how the batch was split either.
 
-All are linear in the size of the advantages: a correction for stale samples (`rollout_correction`) is a factor on
-them.
+All are linear in the size of the advantages, penalties aside (`dro`, `kl_cov`): a correction for stale samples
+(`rollout_correction`) is a factor on them.
 """
 
 from __future__ import annotations
@@ -268,6 +268,64 @@ def gmpo(
     ratio, gains = bounded(mean_over_tokens(limited, kept)).exp(), mean_over_tokens(advantages, kept)
     loss = -(weights.sum(dim=1, keepdim=True) * ratio * gains).sum()
     return LossOutput(loss, ratio_metrics(log_ratio, active, limited.detach() != log_ratio.detach()))
+
+
+@policy_losses.register("vespo")
+def vespo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    *,
+    power_positive: float = 2.0,
+    decay_positive: float = 3.0,
+    power_negative: float = 3.0,
+    decay_negative: float = 2.0,
+) -> LossOutput:
+    """Variational sequence-level soft policy optimization, arXiv 2602.10693 (equation number not checked): a policy
+    gradient with a smooth kernel of the whole response's ratio W = pi(y) / pi_old(y), not normalised by length.
+
+    loss = - sum_t weight_t stop_gradient(phi(W)) A_t log_prob_t, phi(W) = W^power exp(decay (1 - W)), which is 1 at
+    W = 1, and falls off to 0 to both sides.
+
+    Args: see `policy_losses`. power, decay: c_1 and c_2 of the paper, of tokens with A_t >= 0 and A_t < 0. The defaults
+        are TRL's. Tokens with an advantage of 0, as a correction gives to those that it rejects, do not count in W.
+
+    Metrics: `clip_fraction` (tokens whose kernel is below a half), `approx_kl`, `ratio` (of tokens), `kernel`.
+    """
+    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    kept = active & (advantages != 0)
+    log_w = bounded(torch.where(kept, log_ratio.detach(), 0.0).sum(dim=1, keepdim=True)).expand_as(log_ratio)
+    positive = advantages >= 0
+    power = torch.full_like(log_ratio, power_negative).masked_fill(positive, power_positive)
+    decay = torch.full_like(log_ratio, decay_negative).masked_fill(positive, decay_positive)
+    kernel = torch.exp(power * log_w - decay * torch.expm1(log_w))
+    loss = -(weights * kernel * advantages * torch.where(active, log_probs, 0.0)).sum()
+    metrics = ratio_metrics(log_ratio, active, kernel < 0.5)
+    return LossOutput(loss, {**metrics, "kernel": moments(kernel, active)})
+
+
+@policy_losses.register("dro")
+def dro(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, weights: Tensor, *, beta: float = 0.05
+) -> LossOutput:
+    """Direct reward optimisation, arXiv 2405.19107, as arXiv 2501.12599 (section 2.3.2) has it for groups (equation
+    numbers not checked): for samples of any policy, without a ratio.
+
+    loss = - sum_i weight_i (A_i log pi(y_i) - beta / 2 (log pi(y_i) / pi_old(y_i))^2), weight_i that of a token: up to
+    a constant the square of A_i - beta log pi(y_i) / pi_old(y_i), over 2 beta. With `seq_mean_token_sum` it is the mean
+    over responses. The paper's A_i is a reward less a value: use `dr_grpo`'s.
+
+    Args: see `policy_losses`. beta: tau of the paper.
+
+    Metrics: `clip_fraction` (always 0), `approx_kl`, `ratio`, `square_penalty` (of responses, weighed by their tokens).
+    """
+    log_ratio, advantages, active = tokens_of(log_probs, old_log_probs, advantages, weights)
+    gains = (weights * advantages * torch.where(active, log_probs, 0.0)).sum()
+    penalty = 0.5 * beta * log_ratio.sum(dim=1, keepdim=True).square()
+    loss = (mean_over_tokens(weights, active) * penalty).sum() - gains
+    metrics = ratio_metrics(log_ratio, active, torch.zeros_like(active))
+    return LossOutput(loss, {**metrics, "square_penalty": moments(penalty.expand_as(log_ratio), active)})
 
 
 @policy_losses.register("dppo_tv")

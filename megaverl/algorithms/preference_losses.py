@@ -1,7 +1,8 @@
 """Losses that learn from preferences between whole responses, offline: DPO and its relatives, and Bradley-Terry for
 reward models.
 
-Shapes, in all of them: `[pairs]` float, one number per response (`[samples]` in KTO).
+Shapes, in all of them: `[pairs]` float, one number per response (`[samples]` in KTO). More relatives of DPO are in
+`preference_variants`.
     chosen_log_probs, rejected_log_probs: the sum over a response's tokens of the policy's log-probs (see
         `response_log_probs`); the gradient flows here. ref_...: the same of the frozen reference.
     chosen_lengths, rejected_lengths: the number of those tokens.
@@ -50,7 +51,7 @@ def dpo(
     rejected = beta * _difference(rejected_log_probs, ref_rejected_log_probs, active)
     margin = chosen - rejected
     losses = -(1.0 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
-    return LossOutput((weights * losses).sum(), _metrics(chosen, rejected, active))
+    return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, active))
 
 
 @preference_losses.register("ipo")
@@ -78,9 +79,12 @@ def ipo(
     chosen = _difference(chosen_log_probs, ref_chosen_log_probs, active)
     rejected = _difference(rejected_log_probs, ref_rejected_log_probs, active)
     if average_log_prob:
-        chosen, rejected = _mean(chosen, chosen_lengths, active), _mean(rejected, rejected_lengths, active)
+        chosen, rejected = (
+            mean_log_probs(chosen, chosen_lengths, active),
+            mean_log_probs(rejected, rejected_lengths, active),
+        )
     losses = (chosen - rejected - 1.0 / (2.0 * beta)).square()
-    return LossOutput((weights * losses).sum(), _metrics(beta * chosen, beta * rejected, active))
+    return LossOutput((weights * losses).sum(), pair_metrics(beta * chosen, beta * rejected, active))
 
 
 @preference_losses.register("simpo")
@@ -99,10 +103,10 @@ def simpo(
     Args: see the module. gamma: the margin by which the chosen one should win.
     """
     active = weights != 0
-    chosen = beta * _mean(chosen_log_probs, chosen_lengths, active)
-    rejected = beta * _mean(rejected_log_probs, rejected_lengths, active)
+    chosen = beta * mean_log_probs(chosen_log_probs, chosen_lengths, active)
+    rejected = beta * mean_log_probs(rejected_log_probs, rejected_lengths, active)
     losses = -logsigmoid(chosen - rejected - gamma)
-    return LossOutput((weights * losses).sum(), _metrics(chosen, rejected, active))
+    return LossOutput((weights * losses).sum(), pair_metrics(chosen, rejected, active))
 
 
 @preference_losses.register("orpo")
@@ -124,11 +128,11 @@ def orpo(
     Metrics: those of the module, and `log_odds_ratio`, `sft_loss`.
     """
     active = weights != 0
-    chosen = _mean(chosen_log_probs, chosen_lengths, active)
-    rejected = _mean(rejected_log_probs, rejected_lengths, active)
+    chosen = mean_log_probs(chosen_log_probs, chosen_lengths, active)
+    rejected = mean_log_probs(rejected_log_probs, rejected_lengths, active)
     log_odds_ratio = _log_odds(chosen) - _log_odds(rejected)
     losses = -chosen - lam * logsigmoid(log_odds_ratio)
-    metrics = _metrics(lam * chosen, lam * rejected, active)
+    metrics = pair_metrics(lam * chosen, lam * rejected, active)
     metrics |= {"log_odds_ratio": moments(log_odds_ratio, active), "sft_loss": moments(-chosen, active)}
     return LossOutput((weights * losses).sum(), metrics)
 
@@ -185,8 +189,8 @@ def _difference(log_probs: Tensor, ref_log_probs: Tensor, active: Tensor) -> Ten
     return torch.where(active, log_probs - ref_log_probs, 0.0)
 
 
-def _mean(log_probs: Tensor, lengths: Tensor, active: Tensor) -> Tensor:
-    """Log-prob per token; 0, as of a certainty, for an empty response."""
+def mean_log_probs(log_probs: Tensor, lengths: Tensor, active: Tensor) -> Tensor:
+    """Log-prob per token, `[pairs]`; 0, as of a certainty, for an empty response and where not `active`."""
     return torch.where(active, log_probs, 0.0) / lengths.clamp(min=1)
 
 
@@ -196,7 +200,8 @@ def _log_odds(log_p: Tensor) -> Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-def _metrics(chosen: Tensor, rejected: Tensor, active: Tensor) -> MetricSums:
+def pair_metrics(chosen: Tensor, rejected: Tensor, active: Tensor) -> MetricSums:
+    """Those of the module, of these rewards `[pairs]`, where `active`."""
     return {
         "preference_accuracy": moments(chosen > rejected, active),
         "margin": moments(chosen - rejected, active),

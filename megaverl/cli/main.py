@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "train": ("train", "reinforcement learning: PPO, GRPO and their kin"),
     "sft": ("train", "a warm-up by supervised fine-tuning on prompt/answer pairs"),
-    "dpo": ("train", "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO"),
+    "dpo": ("train", "a policy from pairs of responses: DPO, IPO, KTO, SimPO, ORPO and 15 more"),
     "reward": ("train", "a reward model from pairs of responses"),
     "init": ("start", "a recipe for your own model and data, and what to type next"),
     "recipes": ("start", "the recipes that come along: what each shows, and where it runs"),

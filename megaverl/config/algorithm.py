@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
 from megaverl.config.section import (
     Fraction,
-    Function,
     NonNegative,
     NonNegativeFloat,
     Passthrough,
@@ -18,7 +17,10 @@ from megaverl.config.section import (
     PositiveFloat,
     Section,
     Text,
+    known_or_own,
 )
+
+FILTERS = ("best_and_worst", "best_and_random")
 
 
 class Preset(NamedTuple):
@@ -78,11 +80,17 @@ class KLConfig(Section):
     """Where the penalty enters: in the reward of each token, in the loss, or nowhere."""
     kind: str | None = None
     """Estimator of the KL (joschu.net/blog/kl-approx.html): k1 (no gradient in a loss), k2, k3, abs, low_variance, or
-    module:function. null: k1 in the reward, where no other one has the KL's gradient, else k3."""
+    module:function. null: k3; k1 with score_function and in the reward, where no other one has the KL's gradient."""
     allow_biased: bool = False
     """In the reward: take a kind other than k1, whose gradient is not the KL's (arXiv 2510.01555)."""
     straight_through: bool = False
     """In the loss: the value of `kind`, with k2's gradient, that of the KL itself."""
+    importance_weighted: bool = False
+    """In the loss: times the token's ratio to the policy that sampled, as in DeepSeek-V3.2 (arXiv 2512.02556): with k1
+    and k3 the gradient is that of the KL itself, for samples of an older policy too."""
+    score_function: bool = False
+    """In the loss: the gradient of the KL of whole responses, in which a token answers for those after it too
+    (arXiv 2506.09477). Of k1."""
     coef: NonNegativeFloat = 0.0
     """Coefficient of the penalty; where an adaptive one starts."""
     target: PositiveFloat | None = None
@@ -93,18 +101,36 @@ class KLConfig(Section):
     @property
     def kind_name(self) -> str:
         """The estimator, registered or of the user's own."""
-        return self.kind or ("k1" if self.place == "reward" else "k3")
+        return self.kind or ("k1" if self.place == "reward" or self.score_function else "k3")
+
+    @property
+    def gradient(self) -> str:
+        """Of the loss, as `kl_loss` has it."""
+        chosen = {"straight_through": self.straight_through, "importance": self.importance_weighted}
+        return next((name for name, is_set in chosen.items() if is_set), "score" if self.score_function else "value")
 
 
-class CorrectionConfig(Section):
-    """`algorithm.correction`: factors for the difference between the engine's policy and Megatron's."""
+class CorrectionPart(Section):
+    """One entry of `algorithm.correction.also`."""
 
     kind: str = "none"
-    """none, token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, or module:function."""
-    low: NonNegativeFloat | None = None
-    """Lower limit of the ratio. null: the kind's own."""
+    """none, token_truncate, token_mask, sequence_truncate, sequence_mask, geometric_mask, reject, off_policy_mask, or
+    module:function."""
+    low: float | None = None
+    """Lower limit of the ratio; of reject, of the estimate in nats. null: the kind's own."""
     high: PositiveFloat | None = None
-    """Upper limit of the ratio. null: the kind's own."""
+    """Upper limit of the ratio; of reject, of the estimate in nats; of off_policy_mask, nats per token. null: the
+    kind's own."""
+    options: Passthrough = {}
+    """Other options, of reject estimator (k1, k2, k3: of the KL from the engine's policy) and over (token, or sum, mean
+    or max of a response's tokens)."""
+
+
+class CorrectionConfig(CorrectionPart):
+    """`algorithm.correction`: factors for the difference between the engine's policy and Megatron's."""
+
+    also: list[CorrectionPart] = []
+    """Further ones; all factors are multiplied. So truncated weights can go together with a rejection."""
 
 
 class DynamicSamplingConfig(Section):
@@ -132,6 +158,9 @@ class DistillationConfig(Section):
     jensen_shannon, or module:function. null: that of name, which has one for gkd alone."""
     options: Passthrough = {}
     """Options of the divergence, such as beta."""
+    top_k: Positive | None = None
+    """Compare only the teacher's so many likeliest tokens; both distributions are scaled to sum to 1 over them. null:
+    the whole vocabulary."""
     coef: PositiveFloat = 1.0
     """Factor on it in the policy's loss."""
 
@@ -157,9 +186,9 @@ class AlgorithmConfig(Section):
     """Responses sampled for each prompt; grpo needs at least 2."""
     dynamic_sampling: DynamicSamplingConfig = DynamicSamplingConfig()
     """Refilling groups that tell nothing."""
-    rollout_filter: Function | None = None
-    """Your own choice of the samples that train, as module:function: called with the batch and its scores, it returns
-    true or false for each. null: all."""
+    rollout_filter: Annotated[str, known_or_own(FILTERS, "module:function")] | None = None
+    """Which samples train: best_and_worst or best_and_random of each group (PF-PPO, arXiv 2409.06957), or your own
+    choice as module:function: called with the batch and its scores, it returns true or false for each. null: all."""
     gamma: Fraction = 1.0
     """Discount per token, where the estimator has one."""
     lam: Fraction = 0.95
@@ -179,7 +208,17 @@ class AlgorithmConfig(Section):
     value_loss_coef: PositiveFloat = 1.0
     """Factor on the value loss (ppo)."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy bonus in the policy loss."""
+    """Weight of the entropy bonus in the policy loss; where an adaptive one starts."""
+    entropy_target: PositiveFloat | None = None
+    """Entropy per token, in nats, that the weight is steered to: it rises while the entropy is below, and is 0 while it
+    is above (Skywork-OR1, arXiv 2505.22312, has 0.2). null: it is fixed."""
+    entropy_step: PositiveFloat = 0.005
+    """How much the adaptive weight moves, per step."""
+    top_entropy: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Only this share of a mini-batch's tokens, those of the highest entropy before the step's updates, have the policy
+    loss's gradient; arXiv 2506.01939 has 0.2. null: all."""
+    positive_coef: NonNegativeFloat = 0.0
+    """Weight of the cross-entropy on correct responses beside the policy loss; VAPO (arXiv 2504.05118) has 0.1."""
     kl: KLConfig = KLConfig()
     """Penalty on leaving the reference model."""
     distillation: DistillationConfig = DistillationConfig()

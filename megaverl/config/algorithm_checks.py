@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.algorithm import AlgorithmConfig, CorrectionPart
 from megaverl.config.errors import ConfigIssue, divisors, found, listed
 from megaverl.config.option_checks import named_function, option_mistakes, out_of_order, out_of_range
 from megaverl.config.rollout_checks import dynamic_sampling_mistakes
 from megaverl.config.schema import Config
 from megaverl.config.signatures import Registered, registered
-from megaverl.config.training_checks import distillation_mistakes
+from megaverl.config.training_checks import bonus_and_filter_mistakes, distillation_mistakes
 
 # What a training step can give an advantage estimator, and a policy loss.
 ESTIMATOR_INPUTS = (
@@ -68,9 +68,10 @@ def algorithm_mistakes(config: Config) -> Iterator[ConfigIssue]:
     if loss is not None:
         yield from _loss(algorithm, loss)
         yield from loss_conflicts(algorithm, loss, aggregation)
-    yield from _correction(algorithm, loss)
+    yield from _corrections(algorithm, loss)
     yield from dynamic_sampling_mistakes(config)
     yield from distillation_mistakes(config)
+    yield from bonus_and_filter_mistakes(config)
     if algorithm.aggregation_name == "fixed_length" and algorithm.loss_length is None:
         yield ConfigIssue(
             "algorithm.loss_length",
@@ -104,11 +105,21 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
         )
     if kl.place != "none" and kl.coef == 0:
         yield ConfigIssue("algorithm.kl.coef", f"found 0.0; with algorithm.kl.in={kl.place} it must be above 0.")
-    if kl.place == "loss" and kl.kind == "k1" and not kl.straight_through:
+    if kl.place == "loss" and kl.kind == "k1" and kl.gradient == "value":
         yield ConfigIssue(
             "algorithm.kl.kind",
-            "found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3, or algorithm.kl.straight_through.",
+            "found 'k1', whose gradient is 0 on average in a loss. Use k2 or k3, or algorithm.kl.straight_through, "
+            "importance_weighted or score_function.",
         )
+    gradients = kl.changed("straight_through", "importance_weighted", "score_function")
+    if kl.place != "loss":
+        for key in gradients:
+            yield ConfigIssue(f"algorithm.kl.{key}", f"is about gradients, and algorithm.kl.in={kl.place} has none.")
+    elif len(gradients) > 1:
+        yield ConfigIssue(f"algorithm.kl.{[*gradients][1]}", f"is set, and so is {[*gradients][0]}. Use one of them.")
+    elif kl.score_function and kl.kind_name != "k1":
+        text = f"found {found(kl.kind)}; score_function leaves out the gradient of the estimate itself, which is 0 "
+        yield ConfigIssue("algorithm.kl.kind", f"{text}on average for k1 alone. Leave it out.")
     biased = kl.kind_name != "k1" and kl.kind_name in registered("kl_estimators")
     if kl.place == "reward" and biased and not kl.allow_biased:
         yield ConfigIssue(
@@ -121,10 +132,6 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
         yield ConfigIssue("algorithm.kl.allow_biased", f"is about kinds in the reward, and algorithm.kl.in={kl.place}.")
     elif kl.allow_biased and not biased:
         yield ConfigIssue("algorithm.kl.allow_biased", f"found true; {kl.kind_name} needs no permission. Leave it out.")
-    if kl.straight_through and kl.place != "loss":
-        yield ConfigIssue(
-            "algorithm.kl.straight_through", f"is about gradients, and algorithm.kl.in={kl.place} has none."
-        )
     if kl.place != "none" and kl.target is None and kl.changed("gain"):
         yield ConfigIssue(
             "algorithm.kl.gain", f"found {kl.gain}, but algorithm.kl.target is null: coef is fixed. Set a target."
@@ -168,7 +175,7 @@ def _estimator(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:
         yield ConfigIssue(
             key,
             "found 'none', and nothing else trains: no algorithm.distillation, no algorithm.kl in: loss to another "
-            "reference, no algorithm.entropy_coef, no mix. Name an estimator, or one of these.",
+            "reference, no algorithm.entropy_coef or positive_coef, no mix. Name an estimator, or one of these.",
             involves=("algorithm.name",),
         )
     yield from _value_loss(algorithm) if "values" in inputs else _without_critic(algorithm)
@@ -193,8 +200,9 @@ def _learns_otherwise(config: Config) -> bool:
     algorithm = config.algorithm
     elsewhere = config.reference.path not in (None, config.model.path)  # the KL to where it starts has no gradient
     held = algorithm.kl.place == "loss" and elsewhere
-    other = algorithm.divergence_name is not None or held or algorithm.entropy_coef > 0
-    return other or any(entry.update != "reward_model" for entry in config.mix)
+    entropy = algorithm.entropy_coef > 0 or algorithm.entropy_target is not None
+    other = algorithm.divergence_name is not None or held or entropy
+    return other or algorithm.positive_coef > 0 or any(entry.update != "reward_model" for entry in config.mix)
 
 
 def _without_critic(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
@@ -273,31 +281,53 @@ def _value_loss(algorithm: AlgorithmConfig) -> Iterator[ConfigIssue]:
         )
 
 
-def _correction(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[ConfigIssue]:
+def _corrections(algorithm: AlgorithmConfig, loss: Registered | None) -> Iterator[ConfigIssue]:
     correction, at = algorithm.correction, "algorithm.correction"
-    limits = {"low": correction.low, "high": correction.high}
-    if correction.kind == "none":
-        for key in correction.changed(*limits):
-            yield ConfigIssue(f"{at}.{key}", "is set, but algorithm.correction.kind is none.")
-        return
-    signature, mistakes = named_function(f"{at}.kind", "corrections", correction.kind, CORRECTION_INPUTS, [*limits])
-    yield from mistakes
-    if signature is not None:
-        if wrong := out_of_order(limits):
-            text = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
-            yield ConfigIssue(f"{at}.low", text, involves=(f"{at}.high",))
-        for key, limit in limits.items():
-            if limit is not None and key not in signature.options:
-                yield ConfigIssue(f"{at}.{key}", f"is set, but {correction.kind} has no such limit.")
-            if limit is None and key in signature.required:
-                yield ConfigIssue(f"{at}.{key}", f"is not set, and {correction.kind} needs it.")
-    if loss is not None and "rollout_log_probs" in loss.inputs:
+    yield from _correction(correction, at)
+    for index, part in enumerate(correction.also):
+        yield from _correction(part, f"{at}.also.{index}")
+        if part.kind == "none":
+            yield ConfigIssue(f"{at}.also.{index}.kind", "is none. Name one, or leave the entry out.")
+    if correction.also and correction.kind == "none":
+        yield ConfigIssue(f"{at}.kind", f"is none, and {at}.also is set. Name the first one here.")
+    kinds = {each.kind for each in (correction, *correction.also)} - {"none"}
+    if loss is not None and "rollout_log_probs" in loss.inputs and kinds - {"off_policy_mask", "reject"}:
         yield ConfigIssue(
             f"{at}.kind",
             f"found {found(correction.kind)}; the ratio of {algorithm.policy_loss_name} is to the engine's policy "
             "already. Use none.",
             involves=("algorithm.policy_loss", "algorithm.name"),
         )
+
+
+def _correction(correction: CorrectionPart, at: str) -> Iterator[ConfigIssue]:
+    limits = {"low": correction.low, "high": correction.high}
+    if correction.kind == "none":
+        for key in correction.changed("options", *limits):
+            yield ConfigIssue(f"{at}.{key}", f"is set, but {at}.kind is none.")
+        return
+    signature, mistakes = named_function(f"{at}.kind", "corrections", correction.kind, CORRECTION_INPUTS)
+    yield from mistakes
+    if signature is None:
+        return
+    if wrong := out_of_order(limits):
+        text = f"found {correction.low}; expected below {wrong[1]}, {correction.high}."
+        yield ConfigIssue(f"{at}.low", text, involves=(f"{at}.high",))
+    if correction.low is not None and correction.low < 0 and correction.kind != "reject":
+        yield ConfigIssue(f"{at}.low", f"found {correction.low}; a ratio is at least 0.")
+    for key, limit in limits.items():
+        if limit is not None and key not in signature.options:
+            yield ConfigIssue(f"{at}.{key}", f"is set, but {correction.kind} has no such limit.")
+        if limit is None and key in signature.required:
+            yield ConfigIssue(f"{at}.{key}", f"is not set, and {correction.kind} needs it.")
+        if key in correction.options:
+            yield ConfigIssue(f"{at}.options.{key}", f"is a key of its own: {at}.{key}.")
+    others = {name: option for name, option in signature.options.items() if name not in limits}
+    required = tuple(name for name in signature.required if name not in limits)
+    given = {name: value for name, value in correction.options.items() if name not in limits}
+    yield from option_mistakes(
+        f"{at}.options", correction.kind, given, replace(signature, options=others, required=required), f"{at}.kind"
+    )
 
 
 def estimator_conflicts(config: Config, estimator: Registered) -> Iterator[ConfigIssue]:

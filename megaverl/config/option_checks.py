@@ -11,7 +11,7 @@ from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.section import BOUNDS, Fraction, NonNegativeFloat, PositiveFloat
 from megaverl.config.signatures import Registered, of_the_users_own, registered
 
-SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "weights")
+SINGLE_INPUTS = ("log_probs", "ref_log_probs", "desirable", "reference_kl", "reward_shift", "weights")
 PAIR_INPUTS = (
     "chosen_log_probs",
     "rejected_log_probs",
@@ -19,21 +19,30 @@ PAIR_INPUTS = (
     "ref_rejected_log_probs",
     "chosen_lengths",
     "rejected_lengths",
+    "chosen_log_ratios",
+    "rejected_log_ratios",
+    "chosen_alignment",
+    "rejected_alignment",
+    "chosen_matched",
+    "rejected_matched",
+    "margin_shifts",
     "weights",
 )
 REWARD_INPUTS = ("chosen_rewards", "rejected_rewards", "weights")
 # Which values an option may have, by its name, which means the same wherever it stands.
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("beta", "clip_high", "clip_range", "eps", "limit"), PositiveFloat),
-    **dict.fromkeys(("tau_positive", "tau_negative", "threshold"), PositiveFloat),
+    **dict.fromkeys(("tau", "tau_positive", "tau_negative", "threshold"), PositiveFloat),
+    **dict.fromkeys(("power_positive", "power_negative", "decay_positive", "decay_negative"), PositiveFloat),
     **dict.fromkeys(("gamma", "lam", "penalty", "center_coef"), NonNegativeFloat),
     **dict.fromkeys(("desirable_weight", "undesirable_weight"), NonNegativeFloat),
-    **dict.fromkeys(("covariance_low", "covariance_high", "right_from"), Annotated[float, Field()]),
+    **dict.fromkeys(("alpha", "covariance_low", "covariance_high", "right_from"), Annotated[float, Field()]),
     **dict.fromkeys(("k", "keep"), Annotated[float, Field(ge=1)]),
     "clip_low": Fraction,
     "clip_dual": Annotated[float, Field(gt=1)],
     "fraction": Annotated[float, Field(gt=0, le=1)],
     "label_smoothing": Annotated[float, Field(ge=0, lt=0.5)],
+    "epsilon": Annotated[float, Field(gt=0, lt=0.5)],
 }
 # The first must be below the second.
 ORDERED = (("covariance_low", "covariance_high"), ("low", "high"))

@@ -308,7 +308,7 @@ class PreferenceConfig(Section):
     """`preference`: pairs of a better and a worse response, of `megaverl dpo` and `megaverl reward`."""
 
     train: Paths = []
-    """Files of rows with a prompt and two responses; for loss: kto also with one and its label."""
+    """Files of rows with a prompt and two responses; for loss: kto and bco also with one and its label."""
     validation: Paths = []
     """Files of held-out rows."""
     chosen_key: str = "chosen"
@@ -316,13 +316,15 @@ class PreferenceConfig(Section):
     rejected_key: str = "rejected"
     """Column of the worse one."""
     completion_key: str = "completion"
-    """With loss: kto, in rows that have no pair: column of a single response."""
+    """With loss: kto or bco, in rows that have no pair: column of a single response."""
     label_key: str = "label"
     """Column of whether that one is desirable: true or false."""
     margin_key: str | None = None
     """Column of how much better it is, of `megaverl reward` (arXiv 2307.09288)."""
     loss: str = "dpo"
-    """Of `megaverl dpo`: dpo, ipo, simpo, orpo, kto, or module:function of your own."""
+    """Of `megaverl dpo`: dpo, ipo, hinge, robust, exo, nca, sppo, apo_zero, apo_down, discopop, f_dpo, wpo, aot,
+    aot_unpaired; without a reference simpo, orpo, cpo, alphapo; of single responses kto, bco; or module:function of
+    your own."""
     options: Passthrough = {}
     """Options of the loss, such as beta."""
     steps: Positive = 100

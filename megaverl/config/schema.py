@@ -40,7 +40,14 @@ from megaverl.config.signatures import signature_of
 from megaverl.config.watching import AlertConfig
 
 # What a preference loss reads of the reference.
-FROZEN = ("ref_chosen_log_probs", "ref_rejected_log_probs", "ref_log_probs", "reference_kl")
+FROZEN = (
+    "ref_chosen_log_probs",
+    "ref_rejected_log_probs",
+    "chosen_log_ratios",
+    "rejected_log_ratios",
+    "ref_log_probs",
+    "reference_kl",
+)
 
 
 class Config(Section):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megaverl.config.algorithm import FILTERS
 from megaverl.config.errors import ConfigIssue, did_you_mean, found, listed
 from megaverl.config.grids import used_roles
 from megaverl.config.option_checks import is_number, loss_mistakes, named_function, option_mistakes
@@ -248,6 +249,24 @@ def shared_critic_mistakes(config: Config) -> Iterator[ConfigIssue]:
             f"found {algorithm.critic_warmup_steps}; with {KEY} a value loss alone would move the policy. Leave it "
             "out, or give the critic a model of its own.",
             involves=(KEY,),
+        )
+
+
+def bonus_and_filter_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """Of an entropy bonus that is steered, and of a choice of two samples out of a group."""
+    algorithm, key = config.algorithm, "algorithm.entropy_target"
+    if algorithm.entropy_target is None and algorithm.changed("entropy_step"):
+        text = f"found {algorithm.entropy_step}, but {key} is null: the weight is fixed. Set a target."
+        yield ConfigIssue("algorithm.entropy_step", text)
+    if algorithm.entropy_target is not None and config.placement.changed():
+        text = "is set, and so is placement: its state would not be in checkpoints of roles on ranks of their own. Use "
+        yield ConfigIssue(key, f"{text}algorithm.entropy_coef alone.", involves=("placement",))
+    if algorithm.rollout_filter in FILTERS and algorithm.group_size < 3:
+        yield ConfigIssue(
+            "algorithm.rollout_filter",
+            f"found {found(algorithm.rollout_filter)}, which keeps two responses of each group, and "
+            f"algorithm.group_size={algorithm.group_size}: nothing is dropped. Use 3 or more.",
+            involves=("algorithm.group_size",),
         )
 
 

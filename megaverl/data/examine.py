@@ -268,7 +268,7 @@ def _about_the_whole(found: Examined, encoder: PromptEncoder | None) -> Iterator
         yield DataProblem("", "warning", "some rows have judged responses, and others an answer.")
     elif not found.num_pairs and bool(found.num_desirable) != bool(found.num_undesirable):
         which = "desirable" if found.num_desirable else "undesirable"
-        yield DataProblem("", "warning", f"every single response is {which}: kto needs both to tell them apart.")
+        yield DataProblem("", "warning", f"every single response is {which}: kto and bco need both to tell them apart.")
     odd = [key for key, count in found.keys.items() if count < found.num_rows]
     if found.num_pairs and found.num_desirable + found.num_undesirable:
         odd = []  # rows of two kinds

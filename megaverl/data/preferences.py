@@ -154,7 +154,7 @@ class PreferenceReader:
         if self.pairs_only and len(judged) == 1:
             raise DataError(
                 f"{record.where}: it has a single response ({self.columns.completion!r}), and this loss compares two. "
-                "Use preference.loss=kto, or rows with a chosen and a rejected response."
+                "Use preference.loss=kto or bco, or rows with a chosen and a rejected response."
             )
         if self.columns.margin is not None:
             self.columns.read_margin(record.extra, record.where)

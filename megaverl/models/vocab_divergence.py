@@ -32,35 +32,42 @@ class _Divergences(torch.autograd.Function):
         divergence: Divergence,
         shard: Shard,
         temperature: float,
+        top_k: int | None,
     ) -> torch.Tensor:
         student = Distributions(rows, index, weight)
         count = len(index)
         totals = torch.zeros(2, count, device=rows.device)
+        floors = torch.full((count,), LOWEST, device=rows.device)  # the least of the teacher's logits that counts
         sums = torch.zeros(2, count, device=rows.device)  # the divergence, and the sum of its slopes
-        for part in _parts(count, shard.valid):
+        for part in _parts(student):
             both = [_scaled(each.logits(part, shard.valid), temperature) for each in (student, teacher)]
+            if top_k is not None:
+                floors[part] = _kth_largest(both[1], top_k, shard)
+                _cut(both, floors[part])
             totals[:, part] = _log_totals(both, shard)
             log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
             values, slopes = _with_slopes(divergence, log_p, log_q)
             sums[0, part], sums[1, part] = values, slopes.sum(dim=-1)
         sums = shard.all_reduce(sums, dist.ReduceOp.SUM)
-        ctx.save_for_backward(rows, weight, index, teacher.rows, teacher.index, teacher.weight, totals, sums[1])
-        ctx.options = divergence, shard, temperature
+        ctx.save_for_backward(rows, weight, index, teacher.rows, teacher.index, teacher.weight, totals, sums[1], floors)
+        ctx.options = divergence, shard, temperature, top_k
         return sums[0]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, weight, index, *of_teacher, totals, slope_sums = ctx.saved_tensors
-        divergence, shard, temperature = ctx.options
+        rows, weight, index, *of_teacher, totals, slope_sums, floors = ctx.saved_tensors
+        divergence, shard, temperature, top_k = ctx.options
         student, teacher = Distributions(rows, index, weight), Distributions(*of_teacher)
         gradients = Gradients(student, shard.valid, with_weight=ctx.needs_input_grad[1])
-        for part in _parts(len(index), shard.valid) if shard.valid else ():
+        for part in _parts(student) if shard.valid else ():
             both = [_scaled(each.logits(part, shard.valid), temperature) for each in (student, teacher)]
+            if top_k is not None:
+                _cut(both, floors[part])
             log_p, log_q = (z.sub_(total[:, None]) for z, total in zip(both, totals[:, part], strict=True))
             _, slopes = _with_slopes(divergence, log_p, log_q)
             grad = slopes - log_p.exp_().mul_(slope_sums[part, None])
             gradients.put(part, grad.mul_(grads[0][part, None] / temperature))
-        return gradients.rows, gradients.weight, None, None, None, None, None
+        return gradients.rows, gradients.weight, None, None, None, None, None, None
 
 
 def vocab_parallel_divergence(
@@ -70,6 +77,7 @@ def vocab_parallel_divergence(
     *,
     vocab_size: int,
     temperature: float = 1.0,
+    top_k: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """[n] float32: how far the student's distributions are from the teacher's, the same on every rank of the group.
@@ -80,17 +88,34 @@ def vocab_parallel_divergence(
         divergence: of log-probs; see `megaverl.algorithms.distillation`.
         vocab_size: columns beyond it are padding.
         temperature: logits of both are divided by it.
+        top_k: only the teacher's so many likeliest tokens count, and both distributions sum to 1 over them. None: all.
         group: the ranks that share the vocabulary, in order.
     """
     shard = Shard.of(student.columns, vocab_size, group)
     found: torch.Tensor = _Divergences.apply(
-        student.rows, student.weight, student.index, teacher, divergence, shard, temperature
+        student.rows, student.weight, student.index, teacher, divergence, shard, temperature, top_k
     )
     return found
 
 
-def _parts(count: int, columns: int) -> Iterator[slice]:
-    return parts_of(count, max(16, CHUNK_BYTES // (4 * max(columns, 1))))
+def _parts(of: Distributions) -> Iterator[slice]:
+    """The same on every rank of the group, though some may have padding among their columns."""
+    return parts_of(len(of), max(16, CHUNK_BYTES // (4 * max(of.columns, 1))))
+
+
+def _kth_largest(z: torch.Tensor, k: int, shard: Shard) -> torch.Tensor:
+    """[m]: over the whole vocabulary; its least where that has fewer than k entries."""
+    highest = z.new_full((len(z), k), LOWEST)
+    here = z.topk(min(k, z.shape[1])).values
+    highest[:, : here.shape[1]] = here
+    return shard.all_gather(highest).topk(k).values[:, -1]
+
+
+def _cut(both: list[torch.Tensor], floors: torch.Tensor) -> None:
+    """In place: the lowest in both, where the teacher's is below its floor."""
+    outside = both[1] < floors[:, None]
+    for z in both:
+        z.masked_fill_(outside, LOWEST)
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:

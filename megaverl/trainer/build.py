@@ -223,8 +223,10 @@ class Builder:
         if algorithm.divergence_name is None:
             return
         assert reference is not None
-        options = algorithm.distillation.options
-        teacher = Teacher(reference.model, algorithm.divergence_name, options, temperature=self.temperature)
+        given, heat = algorithm.distillation, self.temperature
+        teacher = Teacher(
+            reference.model, algorithm.divergence_name, given.options, temperature=heat, top_k=given.top_k
+        )
         teacher.check_student(actor.model)
         actor.teacher = teacher
 

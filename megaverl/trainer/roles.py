@@ -65,15 +65,20 @@ class Roles:
         return self.rollout.engine.in_flight if isinstance(self.rollout, Rollout | AgentRollouts) else None
 
     def kl_state(self) -> dict[str, Any]:
-        """Of the KL controllers, for a checkpoint."""
-        return {name: own.kl.state_dict() for name, own in self.agents.items()} or self.kl.state_dict()
+        """Of the KL controllers, and of adaptive entropy bonuses, for a checkpoint."""
+        if self.agents:
+            return {name: own.kl_state() for name, own in self.agents.items()}
+        bonus = None if isinstance(self.actor, RemoteWorker) else self.actor.entropy
+        return self.kl.state_dict() | ({} if bonus is None else bonus.state_dict())
 
     def load_kl_state(self, state: dict[str, Any]) -> None:
         """Undo `kl_state`."""
         for name, own in self.agents.items():
-            own.kl.load_state_dict(state[name])
+            own.load_kl_state(state[name])
         if not self.agents:
             self.kl.load_state_dict(state)
+            if not isinstance(self.actor, RemoteWorker) and self.actor.entropy is not None:
+                self.actor.entropy.load_state_dict(state)
 
     @property
     def trained(self) -> dict[str, TrainableModel]:

@@ -74,6 +74,7 @@ class SampleRouting:
         made_together = config.environment.name is not None or config.rollout.function is not None
         looks_at_all = made_together or algorithm.dynamic_sampling.metric is not None or self._reads_all
         selects = "selected" in policy_losses.get(algorithm.policy_loss_name).inputs
+        selects = selects or algorithm.top_entropy is not None or algorithm.positive_coef > 0
         estimator = advantage_estimators.get(algorithm.advantage_name)
         if looks_at_all or selects or not estimator.of_groups or not OF_HELD.issuperset(operators):
             return None

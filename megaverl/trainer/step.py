@@ -371,6 +371,8 @@ class RLStep:
         if greedy is not None:
             rewards = rewards.where(~greedy.isnan(), torch.nan)  # no baseline, no advantage
         tensors = {"rewards": rewards}
+        if self.config.algorithm.positive_coef:
+            tensors["desirable"] = of_held(rollouts, scores.correct)
         given = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs}
         given |= {"values": values, "last_values": last_values}
         if last_values is not None and self.config.algorithm.bootstrap_truncated:

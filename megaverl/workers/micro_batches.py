@@ -8,7 +8,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megaverl.algorithms import Denominators, Entry, MetricSums, add_metrics, aggregations, finalize, of_counts
+from megaverl.algorithms import (
+    Correction,
+    Denominators,
+    Entry,
+    LossOutput,
+    MetricSums,
+    add_metrics,
+    aggregations,
+    corrections,
+    finalize,
+    of_counts,
+)
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import mini_batches, plan_micro_batches
@@ -390,6 +401,27 @@ class Weighting:
         """[B, R] weights of every token under the `mask`, over the denominators of the whole mini-batch."""
         inputs = {"response_mask": mask, "denominators": denominators}
         return self.aggregation(inputs, **self.options)
+
+
+def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> dict[str, Any]:
+    """What the configuration sets of the loss's options; what it leaves out keeps the function's default."""
+    options: dict[str, Any] = dict(algorithm.preset_loss_options)
+    if algorithm.clip_range is not None:
+        options |= {"clip_low": algorithm.clip_range, "clip_high": algorithm.clip_range}
+    if algorithm.clip_range_high is not None:
+        options["clip_high"] = algorithm.clip_range_high
+    given = algorithm.policy_loss_options.items()
+    return options | {name: value for name, value in given if name in loss.options}
+
+
+def rollout_corrections(algorithm: AlgorithmConfig) -> list[tuple[Entry[Correction], dict[str, Any]]]:
+    """The corrections that the configuration names, with their options; none without one."""
+    found = []
+    for given in (algorithm.correction, *algorithm.correction.also):
+        limits = {name: limit for name, limit in (("low", given.low), ("high", given.high)) if limit is not None}
+        if given.kind != "none":
+            found.append((corrections.get(given.kind), {**given.options, **limits}))
+    return found
 
 
 def mini_batch_mask(response_mask: torch.Tensor, samples: list[int]) -> torch.Tensor:

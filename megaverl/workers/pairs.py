@@ -19,6 +19,8 @@ from megaverl.algorithms import (
     finalize,
     implicit_rewards,
     kto_reference_kl,
+    matched,
+    mean_log_ratio,
     outcome_cross_entropy,
     preference_losses,
     response_log_probs,
@@ -125,22 +127,40 @@ class PreferenceUpdates(PairUpdates):
 
     def update(self, batch: RolloutBatch) -> dict[str, float]:
         """One optimizer step. Returns the loss's metrics."""
-        reference = self._reference
         fields: dict[str, torch.Tensor] = {}
-        if reference is not None:
-            fields["ref"] = response_log_probs(reference.log_probs(batch), batch.response_mask)[0]
-        if "reference_kl" in self.entry.inputs:
-            assert reference is not None
-            fields["kl"] = self._mismatched_kl(batch, reference).expand(len(batch))
+        if self._reference is not None:
+            fields["ref"] = response_log_probs(self._reference.log_probs(batch), batch.response_mask)[0]
+        fields |= self._of_the_mini_batch(batch, fields.get("ref"))
         if not self._single:
             return self.run(batch, fields, self._loss)
         return self.run(batch, {**fields, "desirable": batch.desirable}, self._loss, unit=1)
+
+    def _of_the_mini_batch(self, batch: RolloutBatch, ref: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """[B] each: what the loss reads that depends on all rows, of the policy as it is before the update."""
+        wanted, fields = {*self.entry.inputs, *self.entry.optional_inputs}, {}
+        if "reference_kl" in wanted:
+            assert self._reference is not None
+            fields["reference_kl"] = self._mismatched_kl(batch, self._reference).expand(len(batch))
+        if "chosen_alignment" in wanted:
+            fields["alignment"] = alignment(self._plain, batch)
+        if wanted & {"reward_shift", "margin_shifts", "chosen_matched"}:
+            assert ref is not None
+            log_ratios = response_log_probs(self._plain.log_probs(batch), batch.response_mask)[0] - ref
+            if "reward_shift" in wanted:
+                fields["reward_shift"] = mean_log_ratio(log_ratios, batch.desirable).expand(len(batch))
+            chosen, rejected, margins = log_ratios[0::2], log_ratios[1::2], ref[0::2] - ref[1::2]
+            if "margin_shifts" in wanted:
+                shifts = margins - matched(chosen - rejected + margins, margins)
+                fields["margin_shifts"] = shifts.repeat_interleave(2)
+            if "chosen_matched" in wanted:
+                fields["matched"] = torch.stack([matched(chosen, rejected), matched(rejected, chosen)], dim=1).flatten()
+        return fields
 
     def evaluate(self, batch: RolloutBatch) -> dict[str, float]:
         """`accuracy`: how often the better response is the likelier one, next to the reference if there is one.
 
         Of single responses: how often one is likelier than the reference finds it, if it is desirable, and less likely
-        if it is not; next to what KTO compares with.
+        if it is not; next to what KTO, or BCO, compares with.
         """
         reference = self._reference
         sums, lengths = response_log_probs(self._plain.log_probs(batch), batch.response_mask)
@@ -149,7 +169,11 @@ class PreferenceUpdates(PairUpdates):
         else:
             sums = sums / lengths.clamp(min=1)
         if self._single:
-            bar = self._mismatched_kl(batch, reference).clamp(min=0.0) if reference is not None else 0.0
+            bar: torch.Tensor | float = 0.0
+            if "reward_shift" in self.entry.inputs:
+                bar = mean_log_ratio(sums, batch.desirable)
+            elif reference is not None:
+                bar = self._mismatched_kl(batch, reference).clamp(min=0.0)
             return {"accuracy": float(((sums > bar) == batch.desirable).float().mean())}
         return {"accuracy": float((sums[0::2] > sums[1::2]).float().mean())}
 
@@ -178,8 +202,8 @@ class PreferenceUpdates(PairUpdates):
         inputs: dict[str, torch.Tensor] = {}
         if self._single:
             inputs = {"log_probs": sums, "desirable": column(micro, "desirable") > 0, "weights": weights}
-            if "kl" in micro.fields:
-                inputs["reference_kl"] = column(micro, "kl")[:1].sum()
+            scalars = [name for name in ("reference_kl", "reward_shift") if name in micro.fields]
+            inputs |= {name: column(micro, name)[:1].sum() for name in scalars}
             if "ref" in micro.fields:
                 inputs["ref_log_probs"] = column(micro, "ref")
         else:
@@ -187,8 +211,24 @@ class PreferenceUpdates(PairUpdates):
                 inputs[f"{side}_log_probs"], inputs[f"{side}_lengths"] = sums[place::2], lengths[place::2]
                 if "ref" in micro.fields:
                     inputs[f"ref_{side}_log_probs"] = column(micro, "ref")[place::2]
+                    inputs[f"{side}_log_ratios"] = sums[place::2] - inputs[f"ref_{side}_log_probs"]
+                for name in {"alignment", "matched"} & set(micro.fields):
+                    inputs[f"{side}_{name}"] = column(micro, name)[place::2]
+            if "margin_shifts" in micro.fields:
+                inputs["margin_shifts"] = column(micro, "margin_shifts")[0::2]
             inputs["weights"] = weights[0::2]
         return self.share_of_loss(inputs)
+
+
+def alignment(policy: Policy, batch: RolloutBatch) -> torch.Tensor:
+    """[B] float32, of WPO: the mean over a response's tokens of log p(y_t) - log sum_v p(v)^2; 0 for an empty one."""
+
+    def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+        log_probs, squares = policy.model.squared_probs(logits, micro, temperature=policy.temperature)
+        return torch.where(micro.response_mask, log_probs - squares.log(), 0.0)
+
+    sums, lengths = response_log_probs(policy.score(batch, score, batch.response_shape), batch.response_mask)
+    return sums / lengths.clamp(min=1)
 
 
 def of_single_responses(name: str) -> bool:

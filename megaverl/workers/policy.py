@@ -18,15 +18,16 @@ import torch
 import torch.distributed as dist
 
 from megaverl.algorithms import (
-    Correction,
-    Entry,
+    AdaptiveEntropy,
     LossOutput,
     combine,
-    corrections,
+    combined,
     distillation_loss,
     divergences,
     entropy_sum,
+    highest_entropies,
     kl_loss,
+    likelihood_sum,
     policy_losses,
     score_norms,
     token_selectors,
@@ -41,7 +42,16 @@ from megaverl.models.vocab_divergence import vocab_parallel_divergence
 from megaverl.models.vocab_parallel import Distributions
 from megaverl.platform import platform
 from megaverl.rollout.replicas import sample_seed
-from megaverl.workers.micro_batches import MiniBatch, ModelWorker, Selection, Weighting, run_updates, share
+from megaverl.workers.micro_batches import (
+    MiniBatch,
+    ModelWorker,
+    Selection,
+    Weighting,
+    policy_loss_options,
+    rollout_corrections,
+    run_updates,
+    share,
+)
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.trainable import TrainableModel
 
@@ -82,6 +92,14 @@ class Policy(ModelWorker):
         cap, adapters = self.micro_batch_tokens, self._with_adapters
         return Policy(self.model, temperature=1.0, micro_batch_tokens=cap, with_adapters=adapters)
 
+    def entropies(self, batch: RolloutBatch) -> torch.Tensor:
+        """[B, R] float32: the entropy of the distribution that each response token was drawn from, on every rank."""
+
+        def score(logits: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+            return self.model.log_probs(logits, micro, temperature=self.temperature, with_entropy=True)[1]
+
+        return self.score(batch, score, batch.response_shape)
+
     def score_norms(self, batch: RolloutBatch) -> torch.Tensor:
         """[B, R] float32: the squared gradient of each response token's log-prob by its logits, on every rank."""
 
@@ -100,6 +118,7 @@ class Actor(Policy):
 
     Attributes:
         teacher: whose distributions it learns as well, if `algorithm.distillation` says so.
+        entropy: the weight of the entropy bonus, where it is steered.
     """
 
     def __init__(
@@ -124,7 +143,9 @@ class Actor(Policy):
         selects = "selected" in self._policy_loss.inputs
         self._selector = token_selectors.get(algorithm.token_selector_name) if selects else None
         self._weighting = Weighting(algorithm.aggregation_name, max_tokens=algorithm.loss_length)
-        self._correction = rollout_correction(algorithm)
+        self._corrections = rollout_corrections(algorithm)
+        target, step = algorithm.entropy_target, algorithm.entropy_step
+        self.entropy = None if target is None else AdaptiveEntropy(algorithm.entropy_coef, target, step)
         self.teacher: Teacher | None = None
         self._kl_coef = 0.0
         self._differences: list[torch.Tensor] = []  # of each micro-batch, [2, b, r]: from the engine's, and whether one
@@ -158,6 +179,8 @@ class Actor(Policy):
                 prepare=self.teacher.attend if self.teacher else None,
                 replays=self._update_replays,
             )
+        if self.entropy is not None:
+            metrics["entropy_coef"] = self.entropy.update(metrics["entropy"])
         metrics |= self.model.router_metrics()
         if "old_log_probs" not in batch:
             metrics |= self._difference().over_ranks(self.model.grid.world).stats().metrics()
@@ -179,11 +202,21 @@ class Actor(Policy):
 
     def _selection(self, batch: RolloutBatch) -> Selection | None:
         """What the loss needs of a whole mini-batch."""
-        return partial(self._select, batch) if self._selector else None
+        if self.algorithm.top_entropy is not None:
+            batch = batch.with_(entropies=self.entropies(batch))
+        looks = self._selector is not None or "entropies" in batch or self.algorithm.positive_coef > 0
+        return partial(self._select, batch) if looks else None
 
     def _select(self, batch: RolloutBatch, mini: MiniBatch) -> Mapping[str, torch.Tensor]:
         """The tokens that the loss treats otherwise, out of a whole mini-batch; the same on every rank."""
-        assert self._selector is not None
+        found, algorithm = {}, self.algorithm
+        if algorithm.top_entropy is not None:
+            found["trains"] = highest_entropies(batch.entropies, mini.mask, fraction=algorithm.top_entropy)
+        if algorithm.positive_coef:
+            positive = mini.mask & batch.desirable.unsqueeze(1)
+            found["positive"] = positive / positive.sum().clamp(min=1)
+        if self._selector is None:
+            return found
         (step, epoch, number), mask = mini.number, mini.mask
         seed = sample_seed(self.seed, step, epoch * self.algorithm.num_mini_batches + number, "token_selector")
         inputs = {
@@ -193,30 +226,37 @@ class Actor(Policy):
             "draws": torch.rand(mask.shape, generator=torch.Generator().manual_seed(seed)),
         }
         own = {name: v for name, v in self.algorithm.policy_loss_options.items() if name in self._selector.options}
-        return {"selected": self._selector(inputs, **own)}
+        return {**found, "selected": self._selector(inputs, **own)}
 
     def _loss(self, logits: torch.Tensor, micro: MicroBatch) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
         algorithm, fields = self.algorithm, micro.fields
-        with_entropy = algorithm.entropy_coef > 0
+        with_entropy = algorithm.entropy_coef > 0 or self.entropy is not None
         log_probs, entropies = self.model.log_probs(
             logits, micro, temperature=self.temperature, with_entropy=with_entropy
         )
         weights = fields["weights"]
         inputs = {"old_log_probs": log_probs.detach(), **fields, "log_probs": log_probs}
         corrected: Mapping[str, torch.Tensor] = {}
-        if self._correction is not None:
-            entry, limits = self._correction
-            factors, corrected = entry({**inputs, "response_mask": weights != 0}, **limits)
+        if self._corrections:
+            given = {**inputs, "response_mask": weights != 0}
+            parts = [entry(given, **options) for entry, options in self._corrections]
+            factors, corrected = parts[0] if len(parts) == 1 else combined(parts, weights != 0)
             inputs["advantages"] = inputs["advantages"] * factors
+        if "trains" in fields:
+            inputs["advantages"] = torch.where(fields["trains"], inputs["advantages"], 0.0)
         policy = self._policy_loss(inputs, **policy_loss_options(self._policy_loss, algorithm))
         terms: list[tuple[float, LossOutput]] = [(1.0, policy)]
         if algorithm.kl.place == "loss":
             kl = algorithm.kl
             reference = fields["ref_log_probs"]
-            penalty = kl_loss(log_probs, reference, weights, kind=kl.kind_name, straight_through=kl.straight_through)
+            old = inputs["old_log_probs"]
+            penalty = kl_loss(log_probs, reference, weights, old, kind=kl.kind_name, gradient=kl.gradient)
             terms.append((self._kl_coef, penalty))
         if with_entropy:
-            terms.append((-algorithm.entropy_coef, entropy_sum(entropies, weights)))
+            coef = algorithm.entropy_coef if self.entropy is None else self.entropy.weight
+            terms.append((-coef, entropy_sum(entropies, weights)))
+        if "positive" in fields:
+            terms.append((algorithm.positive_coef, likelihood_sum(log_probs, fields["positive"])))
         if self.teacher is not None:
             divergence = self.teacher.divergence(self.model, logits, micro)
             terms.append((algorithm.distillation.coef, distillation_loss(divergence, weights)))
@@ -226,26 +266,6 @@ class Actor(Policy):
             difference = log_probs.detach() - fields["rollout_log_probs"]
             self._differences.append(torch.stack([difference, (weights != 0).to(difference.dtype)]))
         return total.loss, metrics
-
-
-def policy_loss_options(loss: Entry[LossOutput], algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """What the configuration sets of the loss's options; what it leaves out keeps the function's default."""
-    options: dict[str, Any] = dict(algorithm.preset_loss_options)
-    if algorithm.clip_range is not None:
-        options |= {"clip_low": algorithm.clip_range, "clip_high": algorithm.clip_range}
-    if algorithm.clip_range_high is not None:
-        options["clip_high"] = algorithm.clip_range_high
-    given = algorithm.policy_loss_options.items()
-    return options | {name: value for name, value in given if name in loss.options}
-
-
-def rollout_correction(algorithm: AlgorithmConfig) -> tuple[Entry[Correction], dict[str, float]] | None:
-    """The correction that the configuration names, with its limits; None without one."""
-    given = algorithm.correction
-    if given.kind == "none":
-        return None
-    limits = {"low": given.low, "high": given.high}
-    return corrections.get(given.kind), {name: limit for name, limit in limits.items() if limit is not None}
 
 
 PER_OCTAVE = 32  # bins between a difference and twice as much: a percentile is known to 2.2 %
@@ -364,13 +384,21 @@ class Teacher:
     Args:
         model: with `chunked_logits`, on the student's grid.
         name, options: of the divergence.
-        temperature: of both distributions.
+        temperature: of both distributions. top_k: see `vocab_parallel_divergence`.
     """
 
-    def __init__(self, model: TrainingModel, name: str, options: Mapping[str, Any], *, temperature: float) -> None:
+    def __init__(
+        self,
+        model: TrainingModel,
+        name: str,
+        options: Mapping[str, Any],
+        *,
+        temperature: float,
+        top_k: int | None = None,
+    ) -> None:
         entry = divergences.get(name)
         entry.check_options(options)
-        self.model, self.temperature = model, temperature
+        self.model, self.temperature, self.top_k = model, temperature, top_k
 
         def divergence(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
             return entry({"student_log_probs": student, "teacher_log_probs": teacher}, **options)
@@ -416,6 +444,7 @@ class Teacher:
             self._divergence,
             vocab_size=student.spec.vocab_size,
             temperature=self.temperature,
+            top_k=self.top_k,
             group=student.vocab_group,
         )
         return student.joined(found, micro)

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megaverl.algorithms import policy_filtration
+from megaverl.config.algorithm import FILTERS
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batching import rows_of_rank
 from megaverl.data.held_rows import of_all
@@ -354,14 +356,19 @@ def places_in(batch: RolloutBatch, rows: Sequence[int]) -> Sequence[int]:
 
 
 def kept_by(name: str, batch: RolloutBatch, scores: Scores) -> torch.Tensor:
-    """[B] bool: the samples that the function named by `algorithm.rollout_filter` keeps.
+    """[B] bool: the samples that `algorithm.rollout_filter` keeps.
 
-    It is called as function(batch, scores), and returns true for what is to train. A sample that it drops still counts
-    in the rewards of its group.
+    best_and_worst and best_and_random are `policy_filtration`, by the weighted sum of the rewards. A function is called
+    as function(batch, scores), and returns true for what is to train. A sample that is dropped still counts in the
+    rewards of its group.
 
     Raises:
         ConfigError: there is no such function. DataError: it returned something else, or dropped everything.
     """
+    if name in FILTERS:
+        generator = torch.Generator().manual_seed(int(batch.generated_ids.sum()) % 2**63)
+        draws = torch.rand(len(batch), generator=generator) if name == "best_and_random" else None
+        return policy_filtration(scores.total, batch.group_ids, draws)
     found = call_object(name, "algorithm.rollout_filter", batch, scores)
     try:
         keep = torch.as_tensor(found)

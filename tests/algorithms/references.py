@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -92,6 +93,21 @@ def gmpo(x: Inputs, i: int, t: int) -> Tensor:
     return product ** (1 / len(x.tokens(i))) * x.advantages[i, t]
 
 
+def vespo(x: Inputs, i: int, t: int) -> Tensor:
+    """phi(W) = W^c1 e^(c2 (1 - W)) of the whole response, as a number."""
+    w = 1.0
+    for k in x.tokens(i):
+        w *= float(x.ratio(i, k))
+    c1, c2 = (1.5, 2.5) if x.advantages[i, t] >= 0 else (2.0, 1.0)
+    return w**c1 * math.exp(c2 * (1 - w)) * x.advantages[i, t] * x.new[i, t]
+
+
+def dro(x: Inputs, i: int, t: int) -> Tensor:
+    """A log pi(y) - beta / 2 (log of the ratio of y)^2, the second spread over the tokens of the response."""
+    h = sum((x.new[i, k] - x.old[i, k] for k in x.tokens(i)), torch.zeros(()).double())
+    return x.advantages[i, t] * x.new[i, t] - 0.3 / 2 * h**2 / len(x.tokens(i))
+
+
 def dppo(x: Inputs, i: int, t: int, divergence: Callable[[float, float], float], threshold: float) -> Tensor:
     pi, mu = float(torch.exp(x.new[i, t])), float(torch.exp(x.old[i, t]))
     a, r = x.advantages[i, t], x.ratio(i, t)
@@ -131,6 +147,12 @@ REFERENCES: dict[str, tuple[Objective, dict[str, float], bool]] = {
     "sapo": (sapo, {}, False),
     "gspo": (gspo_token, {"clip_low": 0.1, "clip_high": 0.1}, False),
     "gmpo": (gmpo, {"clip_low": 0.3, "clip_high": 0.2}, True),
+    "vespo": (
+        vespo,
+        {"power_positive": 1.5, "decay_positive": 2.5, "power_negative": 2.0, "decay_negative": 1.0},
+        True,
+    ),
+    "dro": (dro, {"beta": 0.3}, True),
     "dppo_tv": (dppo_tv, {"threshold": 0.05}, False),
     "dppo_kl": (dppo_kl, {"threshold": 0.01}, False),
     "clip_cov": (clip_cov, {}, False),

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.algorithms import keep_groups
+from megaverl.algorithms import keep_groups, policy_filtration
 from tests.algorithms.strategies import PROPERTY
 
 
@@ -49,3 +49,26 @@ def test_the_first_groups_that_differ_are_kept_whole(samples: list[tuple[int, bo
     filled = keep_groups(torch.tensor(right), torch.tensor(groups), wanted=wanted, last_round=True)
     assert len({groups[i] for i in filled.rows.tolist()}) == min(wanted, len(set(groups)))
     assert set(kept.rows.tolist()) <= set(filled.rows.tolist())
+
+
+def test_policy_filtration_by_hand():
+    groups = torch.tensor([4, 2, 4, 4, 2, 9, 7])
+    rewards = torch.tensor([1.0, 0.5, 0.0, 0.5, 0.5, 3.0, torch.nan])
+    draws = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7])
+    assert policy_filtration(rewards, groups).tolist() == [True, True, True, False, True, True, False]
+    assert policy_filtration(rewards, groups, draws).tolist() == [True, True, False, True, True, True, False]
+
+
+@settings(PROPERTY)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 2)), max_size=12), st.integers(0, 99))
+def test_policy_filtration_keeps_two_of_each_group(samples: list[tuple[int, int]], seed: int):
+    groups = torch.tensor([group for group, _ in samples], dtype=torch.int64)
+    rewards = torch.tensor([float(reward) for _, reward in samples])
+    draws = torch.rand(len(samples), generator=torch.Generator().manual_seed(seed))
+    for keep in (policy_filtration(rewards, groups), policy_filtration(rewards, groups, draws)):
+        for group in set(groups.tolist()):
+            mine = groups == group
+            assert int((keep & mine).sum()) == min(2, int(mine.sum()))
+            assert rewards[keep & mine].max() == rewards[mine].max()
+    ends = policy_filtration(rewards, groups)
+    assert all(rewards[ends & (groups == g)].min() == rewards[groups == g].min() for g in groups.unique())

@@ -20,6 +20,7 @@ from megaverl.algorithms import (
     finalize,
     kl_estimators,
     kl_loss,
+    likelihood_sum,
     policy_losses,
     ppo_clip,
     value_losses,
@@ -183,7 +184,7 @@ def test_straight_through_has_the_value_of_the_kind_and_the_gradient_of_the_kl(k
     logits = leaf(torch.randn(6, generator=generator, dtype=torch.float64))
     policy, reference = logits.log_softmax(0), torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0)
     weights = policy.detach().exp()[None]
-    result = kl_loss(policy[None], reference[None], weights, kind=kind, straight_through=True)
+    result = kl_loss(policy[None], reference[None], weights, kind=kind, gradient="straight_through")
     plain = kl_loss(policy[None], reference[None], weights, kind=kind)
     assert float(result.loss.detach()) == pytest.approx(float(plain.loss.detach()))
     exact = (policy.exp() * (policy - reference)).sum()
@@ -192,6 +193,56 @@ def test_straight_through_has_the_value_of_the_kind_and_the_gradient_of_the_kl(k
     if kind == "k1":  # and without it: none
         (gradient,) = torch.autograd.grad(plain.loss, logits)
         assert torch.allclose(gradient, torch.zeros(6).double(), atol=1e-12)
+
+
+@PROPERTY
+@given(cases(holes=True), st.sampled_from(aggregations.names()))
+def test_the_likelihood_of_right_responses_is_its_equation(case: Case, mode: str):
+    new = case.normal()
+    log_probs, reference = leaf(case.garbage(new)), leaf(new)
+    result = likelihood_sum(log_probs, weights_of(case.mask, mode))
+    per_token = token_by_token(case.mask, lambda i, t: -reference[i, t])
+    assert_same(result.loss, log_probs, aggregate_reference(per_token, mode), reference)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_importance_weights_have_the_gradient_of_the_kl_on_samples_of_another_policy(kind: str):
+    """Summed over all tokens with the old policy's probability; and from the equation with loops, token by token."""
+    generator = torch.Generator().manual_seed(0)
+    logits = leaf(torch.randn(6, generator=generator, dtype=torch.float64))
+    policy = logits.log_softmax(0)
+    old, reference = (torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    result = kl_loss(policy[None], reference[None], old.exp()[None], old[None], kind=kind, gradient="importance")
+    exact = (policy.exp() * (policy - reference)).sum()
+    assert float(result.loss.detach()) == pytest.approx(float(exact.detach()))
+    gradients = [torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (result.loss, exact)]
+    torch.testing.assert_close(*gradients)
+
+
+@PROPERTY
+@given(cases(holes=True), st.sampled_from(aggregations.names()))
+def test_kl_gradients_are_their_equations(case: Case, mode: str):
+    new, old, ref = case.normal(), case.normal(), case.normal()
+    weights = weights_of(case.mask, mode)
+    for kind, gradient in (("k3", "importance"), ("k1", "score")):
+        log_probs, reference = leaf(case.garbage(new)), leaf(new)
+        inputs = (log_probs, case.garbage(ref), weights, case.garbage(old))
+        found = torch.autograd.grad(kl_loss(*inputs, kind=kind, gradient=gradient).loss, log_probs)[0]
+        wanted = torch.zeros(()).double()
+        for i, t in case.mask.nonzero().tolist():
+            log_r = ref[i, t] - reference[i, t]
+            if gradient == "importance":
+                ratio = torch.exp(reference[i, t] - old[i, t])
+                wanted = wanted + weights[i, t] * ratio * (torch.exp(log_r) - log_r - 1)
+            else:
+                after = [s for s in range(t, case.mask.shape[1]) if case.mask[i, s]]
+                wanted = wanted + reference[i, t] * sum(float(weights[i, s] * (new[i, s] - ref[i, s])) for s in after)
+        expected = torch.autograd.grad(wanted, reference)[0] if wanted.requires_grad else torch.zeros_like(new)
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
+        plain = kl_loss(*inputs, kind=kind)
+        if gradient == "score":
+            same = kl_loss(*inputs, kind=kind, gradient=gradient)
+            assert torch.equal(same.loss, plain.loss)
 
 
 @PROPERTY

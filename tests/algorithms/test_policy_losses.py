@@ -19,6 +19,7 @@ from megaverl.algorithms import (
     finalize,
     gmpo,
     gspo,
+    highest_entropies,
     policy_losses,
     token_selectors,
 )
@@ -119,7 +120,7 @@ def test_no_token_at_all_gives_zero(name: str):
     assert float(result.loss.detach()) == 0.0 and not gradient.any()
 
 
-@pytest.mark.parametrize("name", sorted(set(REFERENCES) - {"kl_cov"}))
+@pytest.mark.parametrize("name", sorted(set(REFERENCES) - {"kl_cov", "dro"}))
 def test_a_factor_on_the_advantages_is_a_factor_on_the_loss(name: str):
     """What a rollout correction counts on."""
     x = inputs_of(Case(torch.ones(3, 4).bool(), torch.Generator().manual_seed(0)), per_response=True)
@@ -300,3 +301,14 @@ def test_clip_cov_draws_within_its_band():
     assert bool(((values[selected] > 0.5) & (values[selected] < 2.0)).all())
     assert not torch.equal(selected, selector({**inputs, "draws": 1 - draws}, fraction=0.05, covariance_low=0.5))
     assert not selector(inputs, covariance_low=1e9, covariance_high=2e9).any()  # nobody is in the band
+
+
+@QUICK
+@given(cases(holes=True), st.floats(0.01, 0.99))
+def test_the_highest_entropies_are_those_above_a_quantile_of_the_whole_mini_batch(case: Case, fraction: float):
+    entropies = case.normal().abs()
+    chosen = highest_entropies(case.garbage(entropies), case.mask, fraction=fraction)
+    count = int(case.mask.sum())
+    assert int(chosen.sum()) == (max(int(fraction * count), 1) if count else 0) and not chosen[~case.mask].any()
+    left = entropies[case.mask & ~chosen]
+    assert not len(left) or float(entropies[chosen].min()) >= float(left.max())

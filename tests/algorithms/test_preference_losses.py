@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,8 @@ from megaverl.algorithms import (
     divergences,
     finalize,
     kto_reference_kl,
+    matched,
+    mean_log_ratio,
     preference_losses,
     response_log_probs,
     reward_model_losses,
@@ -80,13 +84,148 @@ def kto(x: Pairs, i: int) -> Tensor:
     return 1.5 * (1 - sigmoid(gain)) if x["desirable"][i] else 0.5 * (1 - sigmoid(-gain))
 
 
-LOSSES: dict[str, tuple[Callable[[Pairs, int], Tensor], dict[str, float]]] = {
+def log_ratio(x: Pairs, side: str, i: int) -> Tensor:
+    return x[f"{side}_log_probs"][i] - x[f"ref_{side}_log_probs"][i]
+
+
+def rewards(x: Pairs, i: int, beta: float = 0.3) -> tuple[Tensor, Tensor]:
+    return beta * log_ratio(x, "chosen", i), beta * log_ratio(x, "rejected", i)
+
+
+def hinge(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    return torch.maximum(torch.zeros(()).double(), 1 - (chosen - rejected))
+
+
+def robust(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    true, flipped = -sigmoid(chosen - rejected).log(), -sigmoid(rejected - chosen).log()
+    return ((1 - 0.2) * true - 0.2 * flipped) / (1 - 2 * 0.2)
+
+
+def exo(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    p = torch.exp(chosen) / (torch.exp(chosen) + torch.exp(rejected))
+    return p * torch.log(p / 0.9) + (1 - p) * torch.log((1 - p) / 0.1)
+
+
+def nca(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    return -sigmoid(chosen).log() - 0.5 * sum(sigmoid(-r).log() for r in (chosen, rejected))
+
+
+def sppo(x: Pairs, i: int) -> Tensor:
+    eta = 1 / 0.3
+    wins = {"chosen": 1.0, "rejected": 0.0}
+    return sum(((log_ratio(x, side, i) - eta * (p - 0.5)) ** 2 for side, p in wins.items()), torch.zeros(()).double())
+
+
+def apo_zero(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    return -sigmoid(chosen) + sigmoid(rejected)
+
+
+def apo_down(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    return sigmoid(chosen) - sigmoid(chosen - rejected)
+
+
+def discopop(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    m = chosen - rejected
+    share = sigmoid(m / 0.7)
+    return (1 - share) * -sigmoid(m).log() + share * torch.exp(-m)
+
+
+def f_dpo(slope: Callable[[Tensor], Tensor]) -> Callable[[Pairs, int], Tensor]:
+    """From f' as a function of u = pi / pi_ref."""
+
+    def loss(x: Pairs, i: int) -> Tensor:
+        chosen, rejected = (0.3 * slope(torch.exp(log_ratio(x, side, i))) for side in ("chosen", "rejected"))
+        return -sigmoid(chosen - rejected).log()
+
+    return loss
+
+
+def wpo(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = rewards(x, i)
+    weight = float(torch.exp(x["chosen_alignment"][i]) * torch.exp(x["rejected_alignment"][i]))
+    return -min(weight, 1.0) * sigmoid(chosen - rejected).log()
+
+
+def of_rank(k: int, values: list[float]) -> float:
+    return sorted(values)[k]
+
+
+def rank(values: list[float], i: int) -> int:
+    return sum(other < values[i] for other in values)
+
+
+def aot(x: Pairs, i: int) -> Tensor:
+    """The policy's margin next to the reference's of the same rank."""
+    policy = x["chosen_log_probs"] - x["rejected_log_probs"]
+    frozen = x["ref_chosen_log_probs"] - x["ref_rejected_log_probs"]
+    return -sigmoid(0.3 * (policy[i] - of_rank(rank(policy.tolist(), i), frozen.tolist()))).log()
+
+
+def aot_unpaired(x: Pairs, i: int) -> Tensor:
+    """The i-th smallest chosen reward next to the i-th smallest rejected one."""
+    count = len(x["weights"])
+    chosen, rejected = (sorted((rewards(x, k)[side] for k in range(count)), key=Tensor.item) for side in (0, 1))
+    return -sigmoid(chosen[i] - rejected[i]).log()
+
+
+def cpo(x: Pairs, i: int) -> Tensor:
+    chosen, rejected = x["chosen_log_probs"][i], x["rejected_log_probs"][i]
+    return -sigmoid(0.3 * chosen - 0.3 * rejected).log() - 0.4 * chosen
+
+
+def alphapo(alpha: float) -> Callable[[Pairs, int], Tensor]:
+    def loss(x: Pairs, i: int) -> Tensor:
+        chosen, rejected = (
+            2.5 * (1 - torch.exp(x[f"{side}_log_probs"][i] / x[f"{side}_lengths"][i]) ** -alpha) / alpha
+            for side in ("chosen", "rejected")
+        )
+        return -sigmoid(chosen - rejected - 0.2).log()
+
+    return loss
+
+
+def bco(x: Pairs, i: int) -> Tensor:
+    gain = 0.3 * (x["log_probs"][i] - x["ref_log_probs"][i]) - 0.3 * x["reward_shift"]
+    return -sigmoid(gain).log() if x["desirable"][i] else -sigmoid(-gain).log()
+
+
+ALPHAPO = {"beta": 2.5, "gamma": 0.2}
+LOSSES: dict[str, tuple[Callable[[Pairs, int], Tensor], dict[str, Any]]] = {
     "dpo": (dpo, {"beta": 0.3, "label_smoothing": 0.1}),
     "ipo": (ipo, {"beta": 0.3}),
     "ipo of responses": (ipo_of_responses, {"beta": 0.3, "average_log_prob": False}),
     "simpo": (simpo, {"beta": 2.5, "gamma": 0.7}),
     "orpo": (orpo, {"lam": 0.2}),
     "kto": (kto, {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}),
+    "hinge": (hinge, {"beta": 0.3}),
+    "robust": (robust, {"beta": 0.3, "label_smoothing": 0.2}),
+    "exo": (exo, {"beta": 0.3, "epsilon": 0.1}),
+    "nca": (nca, {"beta": 0.3}),
+    "sppo": (sppo, {"beta": 0.3}),
+    "apo_zero": (apo_zero, {"beta": 0.3}),
+    "apo_down": (apo_down, {"beta": 0.3}),
+    "discopop": (discopop, {"beta": 0.3, "tau": 0.7}),
+    "f_dpo reverse_kl": (f_dpo(torch.log), {"beta": 0.3, "divergence": "reverse_kl"}),
+    "f_dpo forward_kl": (f_dpo(lambda u: -1 / u), {"beta": 0.3, "divergence": "forward_kl"}),
+    "f_dpo jensen_shannon": (
+        f_dpo(lambda u: torch.log(2 * u / (1 + u))),
+        {"beta": 0.3, "divergence": "jensen_shannon"},
+    ),
+    "f_dpo alpha": (f_dpo(lambda u: (1 - u**-0.3) / 0.3), {"beta": 0.3, "divergence": "alpha", "alpha": 0.3}),
+    "wpo": (wpo, {"beta": 0.3}),
+    "aot": (aot, {"beta": 0.3}),
+    "aot_unpaired": (aot_unpaired, {"beta": 0.3}),
+    "cpo": (cpo, {"beta": 0.3, "lam": 0.4}),
+    "alphapo": (alphapo(0.5), {**ALPHAPO, "alpha": 0.5}),
+    "alphapo below 0": (alphapo(-0.5), {**ALPHAPO, "alpha": -0.5}),
+    "bco": (bco, {"beta": 0.3}),
 }
 
 
@@ -100,7 +239,24 @@ def pairs(count: int, seed: int, scale: float = 3.0) -> Pairs:
     x = {name: log_probs().requires_grad_(not name.startswith("ref_")) for name in names}
     x |= {name: torch.randint(1, 9, (count,), generator=generator) for name in ("chosen_lengths", "rejected_lengths")}
     x |= {"ref_log_probs": log_probs(), "desirable": torch.rand(count, generator=generator) > 0.5}
-    return x | {"reference_kl": torch.tensor(0.4).double(), "weights": torch.full((count,), 1 / count).double()}
+    x |= {f"{side}_alignment": log_probs() + 1.5 for side in ("chosen", "rejected")}
+    x |= {"reference_kl": torch.tensor(0.4).double(), "weights": torch.full((count,), 1 / count).double()}
+    return with_log_ratios(x)
+
+
+def with_log_ratios(x: Pairs) -> Pairs:
+    """And what follows from those of all pairs."""
+    chosen, rejected = (x[f"{side}_log_probs"] - x[f"ref_{side}_log_probs"] for side in ("chosen", "rejected"))
+    policy = (x["chosen_log_probs"] - x["rejected_log_probs"]).detach()
+    frozen = x["ref_chosen_log_probs"] - x["ref_rejected_log_probs"]
+    return x | {
+        "chosen_log_ratios": chosen,
+        "rejected_log_ratios": rejected,
+        "chosen_matched": matched(chosen.detach(), rejected.detach()),
+        "rejected_matched": matched(rejected.detach(), chosen.detach()),
+        "margin_shifts": frozen - matched(policy, frozen),
+        "reward_shift": mean_log_ratio((x["log_probs"] - x["ref_log_probs"]).nan_to_num(), x["desirable"]),
+    }
 
 
 def part(x: Pairs, rows: Tensor) -> Pairs:
@@ -108,7 +264,7 @@ def part(x: Pairs, rows: Tensor) -> Pairs:
 
 
 def leaves(x: Pairs) -> list[Tensor]:
-    return [tensor for tensor in x.values() if tensor.requires_grad]
+    return [tensor for tensor in x.values() if tensor.requires_grad and tensor.is_leaf]
 
 
 def gradients(loss: Tensor, x: Pairs) -> list[Tensor]:
@@ -153,7 +309,7 @@ def test_extremes_and_padding_stay_finite(name: str, log_prob: float):
     x["rejected_log_probs"] = torch.tensor([-1.0, log_prob, math.nan]).requires_grad_()
     x["weights"] = torch.tensor([0.5, 0.5, 0.0])
     x["chosen_lengths"][1] = 0
-    result = preference_losses.get(name)(x)
+    result = preference_losses.get(name)(with_log_ratios(x))
     assert torch.isfinite(result.loss) and all(torch.isfinite(m).all() for m in result.metrics.values())
     assert all(torch.isfinite(g).all() for g in gradients(result.loss, x))
 
@@ -188,6 +344,42 @@ def test_kto_by_hand():
     assert float(result.loss) == pytest.approx(1 / (1 + math.e) + 0.5 / (1 + 1 / math.e))  # sigmoid(-1), sigmoid(1)
     assert float(kto_reference_kl(torch.tensor([1.0, 2.0]), torch.tensor([0.0, 0.0]))) == 1.5
     assert float(kto_reference_kl(torch.zeros(0), torch.zeros(0))) == 0.0
+
+
+SIDES, OTHER = {"chosen": "rejected", "rejected": "chosen"}, re.compile("chosen|rejected")
+
+
+def test_ranks_and_means_by_hand():
+    numbers = torch.tensor([3.0, 1.0, 2.0, 2.0])
+    assert matched(numbers, torch.tensor([10.0, 40.0, 30.0, 20.0])).tolist() == [40.0, 10.0, 20.0, 30.0]
+    assert matched(numbers, numbers).tolist() == numbers.tolist() and matched(numbers[:0], numbers[:0]).tolist() == []
+    right = torch.tensor([True, False, False, False])
+    assert float(mean_log_ratio(numbers, right)) == pytest.approx((3 + 5 / 3) / 2)
+    assert float(mean_log_ratio(numbers, right | True)) == 2.0 and float(mean_log_ratio(numbers[:0], right[:0])) == 0.0
+
+
+def test_what_is_known_of_the_relatives():
+    """At a margin of 0; where a paper says that one is another; where a gradient has to vanish."""
+    even = {"chosen_log_ratios": 2.0, "rejected_log_ratios": 2.0}
+    assert one("hinge", **even) == 1.0 and one("apo_zero", **even) == 0.0
+    assert one("robust", **even) == pytest.approx(math.log(2))
+    assert one("discopop", **even) == pytest.approx(0.5 * math.log(2) + 0.5)
+    win = {"chosen_log_ratios": 500.0, "rejected_log_ratios": -500.0}
+    assert one("sppo", **win) == 0.0 and one("hinge", **win) == 0.0  # h = +- eta / 2, and a margin of 100
+    assert one("exo", **win) == pytest.approx(-math.log(1 - 1e-3))
+
+    x = pairs(5, 1)
+    for name, options, twin, same in (
+        ("f_dpo", {"divergence": "reverse_kl"}, "dpo", {}),
+        ("alphapo", {"alpha": 0.0, **ALPHAPO}, "simpo", ALPHAPO),
+        ("robust", {"label_smoothing": 0.0}, "dpo", {}),
+    ):
+        ours, theirs = preference_losses.get(name)(x, **options).loss, preference_losses.get(twin)(x, **same).loss
+        torch.testing.assert_close(ours, theirs)
+    flipped = with_log_ratios({OTHER.sub(lambda m: SIDES[m[0]], name): each for name, each in x.items()})
+    noisy = 0.8 * preference_losses.get("robust")(x, label_smoothing=0.2).loss
+    noisy = noisy + 0.2 * preference_losses.get("robust")(flipped, label_smoothing=0.2).loss
+    torch.testing.assert_close(noisy, preference_losses.get("dpo")(x).loss, msg="labels flipped by chance cost nothing")
 
 
 def test_response_log_probs_by_hand():

@@ -8,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megaverl.algorithms import (
+    AdaptiveEntropy,
     AdaptiveKL,
     FixedKL,
     kl_estimators,
+    kl_loss,
     mean_pass_at_k,
     pass_at_k,
     policy_losses,
@@ -71,6 +73,13 @@ def test_in_the_reward_k1_alone_has_the_gradient_of_the_kl(kind: str):
     )
     if kind == "k1":
         torch.testing.assert_close(found, expected)
+        scored = kl_loss(policy, reference, weights, kind="k1", gradient="score").loss
+        by_score = torch.cat([g.flatten() for g in torch.autograd.grad(scored, logits, retain_graph=True)])
+        torch.testing.assert_close(by_score, expected, msg="as a loss, of whole responses")
+        assert float(scored.detach()) == pytest.approx(float(kl.detach()))
+        tokenwise = kl_loss(policy, reference, weights, kind="k1", gradient="straight_through").loss
+        alone = torch.cat([g.flatten() for g in torch.autograd.grad(tokenwise, logits, retain_graph=True)])
+        assert float((alone - expected).norm() / expected.norm()) > 1e-3, "tokens by themselves are not all of it"
     else:
         assert float((found - expected).norm() / expected.norm()) > 0.5
 
@@ -83,6 +92,25 @@ def test_adaptive_kl_by_hand():
     assert controller.coef == pytest.approx(0.101 * 1.02)
     controller.update(0.0)
     assert controller.coef == pytest.approx(0.101 * 1.02 * 0.98)
+
+
+def test_adaptive_entropy_by_hand():
+    bonus = AdaptiveEntropy(0.01, target=0.2, step=0.005)
+    assert bonus.update(0.1) == 0.01 and bonus.weight == pytest.approx(0.015)  # too low: more of it
+    bonus.update(0.5)
+    assert bonus.coef == pytest.approx(0.01) and bonus.weight == 0.0  # high enough: none
+    assert bonus.update(0.2) == 0.0 and bonus.weight == pytest.approx(0.005)
+    state = json.loads(json.dumps(bonus.state_dict()))
+    for _ in range(3):
+        bonus.update(0.3)
+    assert bonus.coef == 0.0, "never below"
+    resumed = AdaptiveEntropy(0.5, target=0.2, step=0.005)
+    resumed.load_state_dict({})
+    assert resumed.weight == 0.5
+    resumed.load_state_dict(state)
+    assert resumed.weight == pytest.approx(0.005)
+    with pytest.raises(TrainingStopped, match="entropy is nan"):
+        bonus.update(float("nan"))
 
 
 def test_kl_controllers_resume_through_json():

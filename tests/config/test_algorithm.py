@@ -182,10 +182,34 @@ IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
         (["algorithm.loss_aggregation=fixed_length"], "algorithm.loss_length", "loss_length: 256"),
         (["algorithm.correction.high=2.0"], "algorithm.correction.high", "kind is none"),
         (
-            ["algorithm.correction={kind: token_truncate, low: 0.5}"],
+            ["algorithm.correction={kind: sequence_truncate, low: 0.5}"],
             "algorithm.correction.low",
-            "token_truncate has no such limit",
+            "sequence_truncate has no such limit",
         ),
+        (["algorithm.correction={kind: token_mask, low: -0.5}"], "algorithm.correction.low", "a ratio is at least 0"),
+        (["algorithm.correction.kind=reject"], "algorithm.correction.high", "is not set, and reject needs it"),
+        (
+            ["algorithm.correction={kind: reject, high: 1, options: {over: tokens}}"],
+            "algorithm.correction.options.over",
+            "found 'tokens'; expected Literal",
+        ),
+        (
+            ["algorithm.correction={kind: reject, high: 1, options: {high: 1}}"],
+            "algorithm.correction.options.high",
+            "is a key of its own: algorithm.correction.high",
+        ),
+        (["algorithm.correction.options={over: sum}"], "algorithm.correction.options", "kind is none"),
+        (
+            ["algorithm.correction={also: [{kind: reject, high: 1}]}"],
+            "algorithm.correction.kind",
+            "is none, and algorithm.correction.also is set",
+        ),
+        (
+            ["algorithm.correction={kind: token_mask, also: [{kind: reject, low: 2, high: 1}]}"],
+            "algorithm.correction.also.0.low",
+            "below high",
+        ),
+        (["algorithm.correction={kind: token_mask, also: [{}]}"], "algorithm.correction.also.0.kind", "Name one"),
         (
             ["algorithm.name=dppo_tv", G, "algorithm.correction.kind=token_mask"],
             "algorithm.correction.kind",
@@ -253,6 +277,30 @@ IN_REWARD = "algorithm.kl={in: reward, coef: 0.1}"
         ),
         (["environment.name=guess", "algorithm.name=remax"], "environment.name", "there is none of an episode"),
         (["algorithm.kl.straight_through=true"], "algorithm.kl.straight_through", "has none"),
+        (
+            ["algorithm.rollout_filter=best_and_worst", "algorithm.group_size=2"],
+            "algorithm.rollout_filter",
+            "nothing is dropped",
+        ),
+        (["algorithm.rollout_filter=best"], "algorithm.rollout_filter", "best_and_worst"),
+        (["algorithm.entropy_step=0.1"], "algorithm.entropy_step", "the weight is fixed. Set a target"),
+        (
+            ["algorithm.entropy_target=0.2", "placement={actor: [0], rollout: [1]}"],
+            "algorithm.entropy_target",
+            "is set, and so is placement",
+        ),
+        (["algorithm.top_entropy=1.0"], "algorithm.top_entropy", "below 1"),
+        (["algorithm.kl.score_function=true"], "algorithm.kl.score_function", "has none"),
+        (
+            ["algorithm.kl={in: loss, coef: 0.1, straight_through: true, importance_weighted: true}"],
+            "algorithm.kl.importance_weighted",
+            "is set, and so is straight_through",
+        ),
+        (
+            ["algorithm.kl={in: loss, coef: 0.1, kind: k3, score_function: true}"],
+            "algorithm.kl.kind",
+            "on average for k1 alone",
+        ),
         (["algorithm.name=distillation"], "reference.path", "would teach the actor to stay as it is"),
         (["algorithm.critic_warmup_steps=100"], "algorithm.critic_warmup_steps", "would never be updated"),
         (

@@ -116,7 +116,7 @@ def test_every_algorithm_and_each_of_its_parts_is_in_a_recipe():
         "policy_losses": {each.policy_loss_name for each in trained},
         "token_selectors": {each.token_selector_name for each in trained},
         "aggregations": {each.aggregation_name for each in trained},
-        "corrections": {each.correction.kind for each in trained},
+        "corrections": {part.kind for each in trained for part in (each.correction, *each.correction.also)},
         "kl_estimators": {each.kl.kind_name for each in trained if each.kl.place != "none"},
         "value_losses": {each.value_loss for each in trained},
         "divergences": {each.divergence_name for each in trained},

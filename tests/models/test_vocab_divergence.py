@@ -19,8 +19,14 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", divergences)
 @pytest.mark.parametrize("chunked", [False, True])
-def test_the_same_as_of_whole_log_probs(name: str, chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The student as logits, and as hidden states with an output layer; in chunks of 16 tokens, the last one short."""
+@pytest.mark.parametrize("top_k", [None, 4, 99])
+def test_the_same_as_of_whole_log_probs(
+    name: str, chunked: bool, top_k: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The student as logits, and as hidden states with an output layer; in chunks of 16 tokens, the last one short.
+
+    Of the teacher's k likeliest tokens alone: the same of logits that have no other columns, row by row.
+    """
     monkeypatch.setattr(vocab_divergence, "CHUNK_BYTES", 1)
     hidden, weight = normal(2, ROWS, WIDTH, seed=0), normal(PADDED, WIDTH, seed=1)
     index = torch.randperm(2 * ROWS, generator=torch.Generator().manual_seed(2))[:37]
@@ -29,10 +35,15 @@ def test_the_same_as_of_whole_log_probs(name: str, chunked: bool, monkeypatch: p
     student = Distributions(*((hidden, index, weight) if chunked else (hidden @ weight.t(), index)))
     function = divergences.get(name).function
     teacher = Distributions(taught, torch.arange(37), teachers)
-    found = vocab_parallel_divergence(student, teacher, function, vocab_size=VOCAB, temperature=0.7)
+    found = vocab_parallel_divergence(student, teacher, function, vocab_size=VOCAB, temperature=0.7, top_k=top_k)
     logits = hidden.reshape(-1, WIDTH)[index] @ weight[:VOCAB].t()
-    log_p = (logits / 0.7).log_softmax(-1)
-    wanted = function(log_p, (taught @ teachers[:VOCAB].t() / 0.7).log_softmax(-1))
+    known = taught @ teachers[:VOCAB].t()
+    kept = [sorted(range(VOCAB), key=row.__getitem__)[-(top_k or VOCAB) :] for row in known.tolist()]
+    rows = [
+        function((mine[columns] / 0.7).log_softmax(-1), (theirs[columns] / 0.7).log_softmax(-1))
+        for mine, theirs, columns in zip(logits, known, kept, strict=True)
+    ]
+    wanted = torch.stack(rows)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     upstream = normal(37, seed=5)
     for mine, theirs in zip(

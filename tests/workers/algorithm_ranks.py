@@ -47,7 +47,8 @@ def updates(
         actor = Actor(trainable, config, temperature=0.8, micro_batch_tokens=micro_batch_tokens, seed=0)
         if config.divergence_name is not None:
             frozen = model(teacher, "reference", chunked=True)
-            actor.teacher = Teacher(frozen, config.divergence_name, config.distillation.options, temperature=0.8)
+            taught = config.distillation
+            actor.teacher = Teacher(frozen, config.divergence_name, taught.options, temperature=0.8, top_k=taught.top_k)
         if "score_norms" not in found:
             found["score_norms"] = actor.score_norms(experience()).tolist()
         found[name] = actor.update(experience(), step=0, kl_coef=0.1)
@@ -107,6 +108,27 @@ def pair_updates(
     )
     found["two_heads"] = [critic.update(agents, step=step) for step in range(2)]
     found["values"] = critic.values(agents)[0].tolist()
+    return found
+
+
+def preference_losses_at_rest(
+    folder: str, other: str, shape: dict[str, int], losses: dict[str, dict[str, Any]], micro_batch_tokens: int
+) -> dict[str, Any]:
+    """Metrics of an update with each loss that moves nothing, of one model, next to another as its reference."""
+    grid, pairs = manager().grid(GridShape(**shape)), experience()
+    pairs = pairs.with_(desirable=torch.arange(len(pairs)) % 2 == 0, group_ids=torch.arange(len(pairs)) // 2)
+    models = []
+    for path in (folder, other):
+        made = MegatronModel(ModelSpec.from_folder(path), grid, dtype=torch.float32, seed=0, role="actor")
+        made.load(path)
+        models.append(made)
+    still = {"lr": 0.0, "weight_decay": 0.0, "clip_grad": 1.0}
+    trainable = MegatronTrainable(models[0], optimizer=still, scheduler={}, ddp={}, total_updates=10)
+    reference = Policy(models[1], temperature=0.7, micro_batch_tokens=micro_batch_tokens)
+    found = {}
+    for name, options in losses.items():
+        updates = PreferenceUpdates(trainable, name, options, reference, micro_batch_tokens=micro_batch_tokens)
+        found[name] = updates.update(pairs) | updates.evaluate(pairs)
     return found
 
 

@@ -51,6 +51,7 @@ def experience(num_samples: int = 6, seed: int = 3, *, same_prompts: int = 1) ->
             "advantages": normal(1.0),
             "values": normal(1.0),
             "returns": normal(1.0),
+            "desirable": torch.arange(num_samples) % 3 == 0,
         }
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megaverl.algorithms import policy_losses
+from megaverl.algorithms import policy_losses, preference_losses
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ConfigError
 from megaverl.models.packing import pack
@@ -23,9 +23,27 @@ STRAIGHT_THROUGH = {"in": "loss", "kind": "k1", "coef": 0.1, "straight_through":
 PARTS: dict[str, dict[str, Any]] = {
     "gspo": {"correction": {"kind": "sequence_mask", "high": 1.1}, "clip_range": 0.02},
     "gmpo": {"correction": {"kind": "geometric_mask", "low": 0.9, "high": 1.1}},
-    "cispo": {"correction": {"kind": "token_truncate", "high": 1.1}},
-    "sapo": {"correction": {"kind": "token_mask"}, "loss_aggregation": "fixed_length", "loss_length": 9},
-    "importance_sampling": {"correction": {"kind": "sequence_truncate", "high": 1.1}},
+    "cispo": {
+        "correction": {
+            "kind": "token_truncate",
+            "high": 1.1,
+            "also": [
+                {"kind": "reject", "high": 0.02, "options": {"over": "max"}},
+                {"kind": "off_policy_mask", "high": 0.01},
+            ],
+        }
+    },
+    "sapo": {
+        "correction": {"kind": "token_mask"},
+        "loss_aggregation": "fixed_length",
+        "loss_length": 9,
+        "kl": {"in": "loss", "coef": 0.1, "score_function": True},
+    },
+    "importance_sampling": {
+        "correction": {"kind": "sequence_truncate", "high": 1.1},
+        "kl": {"in": "loss", "coef": 0.1, "importance_weighted": True},
+    },
+    "ppo_clip": {"top_entropy": 0.5, "positive_coef": 0.5, "entropy_target": 5.0},
     "policy_gradient": {"loss_aggregation": "token_sum"},
     "clip_cov": {"policy_loss_options": {"fraction": 0.3, "covariance_low": -1.0}},
     "kl_cov": {"policy_loss_options": {"fraction": 0.3}, "kl": STRAIGHT_THROUGH},
@@ -38,10 +56,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 OWN = {"token_selector": "tests.workers.own:every_other", "policy_loss_options": {"offset": 1}}
 ALGORITHMS["own_selector"] = {**COMMON, "policy_loss": "clip_cov", **OWN}
 # A teacher over the whole vocabulary: alone, and beside a policy loss, with logits that are never whole.
-TAUGHT = {"divergence": "reverse_kl", "coef": 2.0}
+TAUGHT = {"divergence": "reverse_kl", "coef": 2.0, "top_k": 20}
 ALGORITHMS["gkd"] = {"name": "gkd", "num_mini_batches": 2, "distillation": {"options": {"beta": 0.3}}}
 ALGORITHMS["taught"] = {**COMMON, "name": "grpo", "distillation": TAUGHT, "chunked": True}
 
+# Of losses that read the same, one: a grid shows in what they are given.
 LOSSES: dict[str, dict[str, Any]] = {
     "dpo": {"beta": 0.5, "label_smoothing": 0.1},
     "ipo": {"beta": 0.5},
@@ -49,6 +68,15 @@ LOSSES: dict[str, dict[str, Any]] = {
     "orpo": {"lam": 0.5},
     "kto": {"undesirable_weight": 0.5},
 }
+# These in a world that is cheaper: one model, which stays as it is.
+RELATIVES: dict[str, dict[str, Any]] = {"hinge": {}, "wpo": {}, "aot": {}, "aot_unpaired": {}, "bco": {}}
+
+
+def test_all_that_preference_losses_read_is_given_to_one_of_them() -> None:
+    read = {name: frozenset(preference_losses.get(name).inputs) for name in preference_losses}
+    assert {
+        reads for name, reads in read.items() if not any(reads <= read[other] for other in LOSSES | RELATIVES)
+    } == set()
 
 
 def updates(
@@ -77,6 +105,8 @@ def test_same_loss_and_gradient_on_every_grid_and_for_every_split(launch: Launch
     assert 0.4 < expected["own_selector"]["selected_fraction"] < 0.7
     for name in ("clip_cov", "kl_cov"):
         assert 0.0 < expected[name]["selected_fraction"] < 0.5
+    assert 0.0 < expected["cispo"]["rejected_fraction"] < 1.0
+    assert 4.0 < expected["ppo_clip"]["positive_loss"] < 5.5
     for name in ("gspo", "gmpo", "cispo", "importance_sampling"):
         assert 0.0 < expected[name]["correction_fraction"] < 1.0
     assert expected["gkd"]["distillation_divergence"] > 0 and expected["gkd"]["grad_norm"] > 0
@@ -103,6 +133,28 @@ def test_pairs_too(launch: Launcher, tmp_path: Path) -> None:
         assert expected[name][1]["loss"] < expected[name][0]["loss"], f"{name} learns"
     assert expected["two_heads"][1]["loss"] < expected["two_heads"][0]["loss"]
     assert expected["reward_model"][2]["loss"] < expected["reward_model"][1]["loss"]
+
+
+def test_what_follows_from_all_pairs_does_not_depend_on_split_or_grid(launch: Launcher, tmp_path: Path) -> None:
+    """Ranks, weights and means of the whole mini-batch, of two models that differ."""
+    paths = [make_tiny_folder(tmp_path / name, "Qwen3ForCausalLM", seed=seed) for seed, name in enumerate("ab")]
+    given = {"folder": paths[0], "other": paths[1], "losses": {name: {"beta": 0.5} for name in RELATIVES}}
+    expected, split = (
+        launch.world(
+            GridShape(**shape).world_size,
+            "tests.workers.algorithm_ranks:preference_losses_at_rest",
+            shape=shape,
+            micro_batch_tokens=tokens,
+            **given,
+        )
+        for shape, tokens in (({}, 1000), ({"tp": 2}, 28))
+    )
+    for rank in split:
+        for name, metrics in rank.items():
+            assert metrics == pytest.approx(expected[0][name], abs=2e-5, rel=2e-5), name
+    hinge, wpo, unpaired = (expected[0][name] for name in ("hinge", "wpo", "aot_unpaired"))
+    assert hinge["margin"] == pytest.approx(unpaired["margin"]) and 0.01 < wpo["pair_weight"] <= 1.0
+    assert min(metrics["grad_norm"] for metrics in expected[0].values()) > 1e-3
 
 
 def test_a_teacher_with_another_vocabulary_is_refused() -> None:

@@ -22,8 +22,9 @@ from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.pairs import RewardModel
-from megaverl.workers.reward import TransformersRewardModel
+from megaverl.workers.reward import Scores, TransformersRewardModel, kept_by
 from tests.checkpoint.convert.folders import as_reward_model
+from tests.workers.ranks import experience
 
 SYSTEM = {"role": "system", "content": "9"}
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}={% endfor %}{% if add_generation_prompt %}0{% endif %}"
@@ -157,3 +158,13 @@ def test_what_it_cannot_score(group: dist.ProcessGroup, folder: Path, tokenizer:
     (several / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(ModelError, match="cannot read it as a sequence classifier"):
         TransformersRewardModel(several, tokenizer, group, micro_batch_tokens=64)
+
+
+def test_filters_by_name_keep_the_ends_of_each_group() -> None:
+    batch = experience(6).with_(group_ids=torch.tensor([0, 0, 0, 1, 1, 1]))
+    total = torch.tensor([0.0, 1.0, 0.5, 2.0, 1.0, 3.0])
+    scores = Scores(total, {"rule": total}, total > 0)
+    assert kept_by("best_and_worst", batch, scores).tolist() == [True, True, False, False, True, True]
+    drawn = kept_by("best_and_random", batch, scores)
+    assert drawn[1] and drawn[5] and int(drawn.sum()) == 4
+    assert torch.equal(drawn, kept_by("best_and_random", batch, scores)), "the same on every rank, and in a resumed run"
