@@ -167,7 +167,7 @@ def build_module(
         try:
             reading = row_reading(model, len(blocks_of(model)), dtype)
         except AttributeError as error:
-            raise not_built(folder, error) from error
+            raise not_built(folder, error, in_forward=True) from error
     if seed is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

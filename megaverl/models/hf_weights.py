@@ -38,9 +38,15 @@ def module_without_data(folder: str | Path, *, trust_remote_code: bool = False) 
     return model
 
 
-def not_built(folder: str | Path, error: Exception) -> ModelError:
-    """What to say where transformers, or code that a folder brings along, does not build a model."""
-    said = f"{folder}: transformers does not build a causal language model of it: {error}"
+def not_built(folder: str | Path, error: Exception, *, in_forward: bool = False) -> ModelError:
+    """What to say where transformers, or code that a folder brings along, does not build a model; or builds one whose
+    forward pass does not run."""
+    what = (
+        "builds the model, but its forward pass does not run"
+        if in_forward
+        else "does not build a causal language model of it"
+    )
+    said = f"{folder}: transformers {what}: {error}"
     if "trust_remote_code=True" in str(error):
         said += f" {TRUST}"
     if isinstance(error, AttributeError | TypeError | NameError | AssertionError):

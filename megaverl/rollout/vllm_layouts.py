@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 BESIDE = "load_weights: "  # in front of the name of a weight that goes through vLLM's loader
 MOST_NAMED = 5
+MOST_SAID = 300  # characters of an error of vLLM's or transformers', which may list all that they know
 COPIES = 3  # of a tensor that is tried, at most, with what comparing takes
 
 
@@ -197,11 +198,11 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
     try:
         from megaverl.rollout.vllm_tracing import engine_config
 
-        with tempfile.TemporaryDirectory() as folder:
-            shutil.copyfile(described, Path(folder) / "config.json")
-            for code in Path(described).parent.glob("*.py") if options.get("trust_remote_code") else ():
-                shutil.copy(code, folder)
-            config = engine_config(folder, tp, **options)
+        folder = tempfile.TemporaryDirectory()  # a model's own code is imported from there when it is built
+        shutil.copyfile(described, Path(folder.name) / "config.json")
+        for code in Path(described).parent.glob("*.py") if options.get("trust_remote_code") else ():
+            shutil.copy(code, folder.name)
+        config = engine_config(folder.name, tp, **options)
     except ImportError as error:
         raise RolloutError(
             f"{described}: where vLLM keeps such a model's weights is read from its own loader, and vLLM cannot be "
@@ -210,7 +211,16 @@ def planned_layouts(described: str | Path, tp: int, shapes: Shapes, **options: A
 
     @cache
     def layout_of(place: int) -> Layout:
-        return laid_out(trace(config, place, shapes).whole(shapes), shapes)
+        try:
+            assert Path(folder.name).is_dir()
+            return laid_out(trace(config, place, shapes).whole(shapes), shapes)
+        except (KeyError, ValueError, AttributeError, RuntimeError, TypeError) as error:
+            text = " ".join(str(error).split())[:MOST_SAID]
+            raise RolloutError(
+                f"{described}: vLLM does not build {', '.join(config.model_config.architectures)} as its own class or "
+                f"through its Transformers backend, or does not load its weights: {type(error).__name__}: {text}. A "
+                "model's own code must name AutoModel in auto_map. Else use rollout.engine=hf."
+            ) from error
 
     return lambda rank: layout_of(rank % tp)
 

@@ -9,13 +9,14 @@ import pytest
 
 from megaverl.config import load_config
 from megaverl.config.fsdp import FsdpConfig
-from megaverl.errors import ModelError
+from megaverl.errors import ModelError, RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.planner.fsdp import described, gathered_bytes, passes_of, shards_of
 from megaverl.planner.job import PlannedJob, find_spec, make_job
 from megaverl.planner.memory import MemoryModel
 from megaverl.planner.report import as_dict, as_text, parameters, survey
 from megaverl.planner.traffic import make_traffic
+from megaverl.rollout.vllm_layouts import planned_layouts
 from megaverl.sharding.model_spec import ModelSpec
 from tests.planner.jobs import CONFIGS, make, recipe
 
@@ -25,10 +26,13 @@ BLOCK = 2 * H * H + 2 * H * KV + (H + 2 * KV) + 3 * H * FFN + 2 * H
 TOTAL = 28 * BLOCK + 2 * VOCAB * H + H
 FSDP = "actor.engine=fsdp"
 CODE = """
-from transformers import Olmo2Config, Olmo2ForCausalLM
+from transformers import Olmo2Config, Olmo2ForCausalLM, Olmo2Model
 
 class MineConfig(Olmo2Config):
     model_type = "mine"
+
+class MineModel(Olmo2Model):
+    config_class = MineConfig
 
 class MineForCausalLM(Olmo2ForCausalLM):
     config_class = MineConfig
@@ -156,4 +160,12 @@ def test_a_model_with_code_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"model\.trust_remote_code=true"):
         described(spec)
     trusted = find_spec(load_config(None, [*settings, "model.trust_remote_code=true"], check_paths=False))
-    assert {"model.layers.1.mlp.up_proj.weight", "lm_head.weight"} <= {weight.name for weight in described(trusted)}
+    shapes = {weight.name: weight.shape for weight in described(trusted)}
+    assert {"model.layers.1.mlp.up_proj.weight", "lm_head.weight"} <= shapes.keys()
+    layouts = planned_layouts(tmp_path / "config.json", 2, shapes, trust_remote_code=True)
+    with pytest.raises(RolloutError, match="vLLM does not build .* must name AutoModel in auto_map"):
+        layouts(1)
+    config["auto_map"]["AutoModel"] = "modeling_mine.MineModel"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layouts = planned_layouts(tmp_path / "config.json", 2, shapes, trust_remote_code=True)
+    assert {piece.tensor for piece in layouts(1).pieces} == shapes.keys()

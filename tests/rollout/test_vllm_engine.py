@@ -188,6 +188,16 @@ def test_refused_engine_arguments(launch: Launcher, folder: str) -> None:
         assert "rollout.vllm.async_scheduling=true" in found
 
 
+def test_a_field_that_vllm_misses_in_config_json_is_named(launch: Launcher, tmp_path: Path) -> None:
+    """vLLM 0.32 reads the published model's fields, transformers 5.19 writes others."""
+    from transformers import MiMoV2FlashConfig
+
+    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "n_routed_experts": 4}
+    MiMoV2FlashConfig(**sizes, vocab_size=160, architectures=["MiMoV2FlashForCausalLM"]).save_pretrained(tmp_path)
+    for found in launch.world(1, f"{RANKS}:refusal", folder=tmp_path, tp=1, fresh=True):
+        assert "vLLM does not build the model of" in found and "'hybrid_layer_pattern'" in found
+
+
 @pytest.mark.parametrize(
     ("tp", "changes", "message"),
     [
