@@ -243,7 +243,7 @@ def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Con
 
 
 def _engine_against_model(tp: int, expert_parallel: bool, spec: ModelSpec) -> Iterator[ConfigIssue]:
-    for misfit in misfits(spec, tp=tp, etp=1 if expert_parallel else tp):
+    for misfit in misfits(spec, tp=tp, etp=1 if expert_parallel else tp, engine=True):
         yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
 
 

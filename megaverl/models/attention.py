@@ -21,10 +21,17 @@ from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.utils import (  # noqa: E402
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 
 class CausalAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v under a causal mask (arXiv 1706.03762, eq. 1), without the [s, s] matrices.
+
+    With sinks (`softmax_offset`, [heads / tp]) the softmax has one more score for each head, whose value is zero
+    (arXiv 2508.10925, section 2.2).
 
     megatron-core's own `DotProductAttention` builds the scores of all heads in memory, masks and normalises them
     in separate passes, and repeats keys and values for grouped queries. At 288 tokens on a CPU that takes four
@@ -39,11 +46,19 @@ class CausalAttention(nn.Module):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__()
         self.softmax_scale = softmax_scale  # None: 1 / sqrt(head_dim)
-        self.window = None if config.window_size is None else config.window_size[0] + 1  # keys that a query sees
+        has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] + 1 if has_window else None  # keys that a query sees
+        self._tp_group = None if pg_collection is None else pg_collection.tp
+        self.softmax_offset: torch.Tensor | None = None
+        if config.softmax_type != "vanilla":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            offset = torch.zeros(heads, dtype=config.params_dtype)
+            self.softmax_offset = nn.Parameter(offset) if config.softmax_type == "learnable" else offset
 
     def forward(
         self,
@@ -83,14 +98,35 @@ class CausalAttention(nn.Module):
         return key, value
 
     def _of_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
-        return attend_packed(q, k, v, packing, self.softmax_scale, self.window)
+        return attend_packed(q, k, v, packing, self.softmax_scale, self.window, self.softmax_offset)
 
     def _of_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
-        return attend_rows(q, k, v, look, self.softmax_scale, self.window)
+        return attend_rows(q, k, v, look, self.softmax_scale, self.window, self.softmax_offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks, cut by heads, as megatron-core's attention stores them."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        stored: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state,
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self._tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        return stored
 
 
 def attend_packed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing, scale: float | None, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    packing: Packing,
+    scale: float | None,
+    window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention within the sequences of a packed row.
 
@@ -98,11 +134,13 @@ def attend_packed(
         q: [t, heads, head_dim]. k, v: [t, kv_heads, head_dim].
         scale: of the scores; None: 1 / sqrt(head_dim).
         window: keys that a query sees, its own among them; None: all before it.
+        sinks: [heads]: of each head one more score in its softmax, of nothing; not of a `VarlenPacking`.
 
     Returns:
         [t, heads * head_dim of the values].
     """
     if isinstance(packing, VarlenPacking):
+        assert sinks is None, "FlashAttention 2 has none"
         return flash_attention.attend_varlen(
             q,
             packing.of_segments(k),
@@ -115,7 +153,7 @@ def attend_packed(
             window=window,
         ).flatten(1)
     assert isinstance(packing, DensePacking)
-    return packing.attend(functools.partial(_attend, scale=scale), q, k, v, window)
+    return packing.attend(functools.partial(_attend, scale=scale, sinks=sinks), q, k, v, window)
 
 
 def attend_rows(
@@ -125,20 +163,29 @@ def attend_rows(
     look: torch.Tensor | None,
     scale: float | None,
     window: int | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of rows that are one sequence each: [b, heads, s, head_dim], keys and values [b, kv_heads, s, head_dim]
-    -> [b, heads, s, head_dim]. `look` as in `_attend`; `scale` and `window` as in `attend_packed`."""
+    -> [b, heads, s, head_dim]. `look` as in `_attend`; `scale`, `window` and `sinks` as in
+    `attend_packed`."""
     if look is None and window is not None and window < q.shape[2]:
         look = _inside_window(q.shape[2], window, q.device)
-    return _attend(q, k, v, look, scale)
+    return _attend(q, k, v, look, scale, sinks)
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None, scale: float | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    look: torch.Tensor | None,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[b, heads, q, head_dim], keys and values [b, kv_heads, k, head_dim] -> [b, heads, q, head_dim]; `look`
-    [b or 1, 1, q, k] bool, None: causal."""
+    [b or 1, 1, q, k] bool, None: causal; `sinks` [heads]."""
     dtype = q.dtype
+    if sinks is not None:
+        q, k, v, look, scale = _with_sinks(q, k, v, look, scale, sinks)
     if q.device.type == "cpu" and dtype == torch.bfloat16:
         # the backward kernel for bfloat16 takes up to four times as long
         q, k, v = q.float(), k.float(), v.float()
@@ -148,19 +195,48 @@ def _attend(
     return out.to(dtype)
 
 
+def _with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    look: torch.Tensor | None,
+    scale: float | None,
+    sinks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    """Arguments of `_attend` without sinks that give the same.
+
+    A key more, which all queries see, with a value of zero; heads have a dimension more, in which it alone is not zero,
+    so that its score is the sink whatever the query.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if look is None:
+        look = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    score = (sinks.to(q.dtype) / scale).view(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1)
+    at_sink = k.new_zeros(*k.shape[:2], 1, k.shape[-1] + 1)
+    at_sink[..., -1] = 1.0
+    return (
+        torch.cat([q, score], dim=-1),
+        torch.cat([F.pad(k, (0, 1)), at_sink], dim=2),
+        F.pad(v, (0, 0, 0, 1)),
+        F.pad(look, (0, 1), value=True),
+        scale,
+    )
+
+
 def _inside_window(length: int, window: int, device: torch.device) -> torch.Tensor:
     """[length, length] bool: a query sees its own key and the `window` - 1 before it."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
 def is_plain(config: TransformerConfig) -> bool:
-    """Whether `config` asks for attention that `CausalAttention` computes: no dropout or softmax offset, and every
-    layer's window the same, if there is one."""
-    return (
-        config.attention_dropout == 0.0
-        and config.softmax_type == "vanilla"
-        and (config.window_size is None or (config.window_attn_skip_freq is None and config.window_size[1] == 0))
-    )
+    """Whether `config` asks for attention that `CausalAttention` computes: no dropout, and no window that shows a
+    query what comes after it."""
+    return config.attention_dropout == 0.0 and (config.window_size is None or config.window_size[1] == 0)
+
+
+def is_uniform(config: TransformerConfig) -> bool:
+    """Whether all layers have the same window, if any, and a plain softmax: what other kernels than ours may take."""
+    return config.softmax_type == "vanilla" and (config.window_size is None or config.window_attn_skip_freq is None)
 
 
 class SharedKVAttention(SelfAttention):

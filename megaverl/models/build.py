@@ -145,11 +145,31 @@ def build_model(
             model.value_head = ValuesBesideLogits(config, grid.tp_group, model.output_layer, int(value_head))
         elif value_head and is_last:
             model.output_layer = ValueHead(config, grid.tp_group, int(value_head))
+        if spec.activation == "clamped_swiglu":
+            _take_gates_in_turn(model)
         if spec.scale_embeddings and model.pre_process:
             model.embedding.register_forward_hook(_Scale(spec.hidden_size))
         _mark_cut_weights(model)
+        _mark_experts(model, grid.shape)
         chunks.append(model.to(platform.device))
     return chunks
+
+
+def _take_gates_in_turn(model: torch.nn.Module) -> None:
+    """Of experts whose `linear_fc1` holds gate and up rows in turn, as gpt-oss's files do: its outputs, gates first."""
+
+    def gates_first(module: Any, args: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        outputs, bias = output
+        return _gates_first(outputs), None if bias is None else _gates_first(bias)
+
+    for name, module in model.named_modules():
+        if ".experts." in name and name.endswith(".linear_fc1"):
+            module.register_forward_hook(gates_first)
+
+
+def _gates_first(x: torch.Tensor) -> torch.Tensor:
+    """[..., 2 n] of pairs -> the first of all pairs, then the second."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _mark_cut_weights(model: torch.nn.Module) -> None:
@@ -163,6 +183,29 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
             if weight is not None and not hasattr(weight, "tensor_model_parallel"):
                 dim = 1 if isinstance(module, RowParallelLinear) else 0
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+        sinks = getattr(module, "softmax_offset", None)  # which megatron-core never marks
+        if isinstance(sinks, torch.nn.Parameter):
+            set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
+
+
+def _mark_experts(model: torch.nn.Module, shape: GridShape) -> None:
+    """Say of routed experts' parameters which ranks add up their gradients.
+
+    Where expert-tensor-parallel ranks are others than tensor-parallel ones, megatron-core (0.16 to 0.19) takes experts
+    for layers that tensor parallelism cuts, unless `ep` is above 1. And of their biases it says that tensor-parallel
+    ranks share them, of which each has its own experts.
+    """
+    apart = shape.ep > 1 or shape.expert_tp != shape.tp
+    for name, module in model.named_modules():
+        if ".experts." in name and isinstance(module, RowParallelLinear):
+            # else its output is one that no bias can be added to in place, as megatron-core does
+            module.explicit_expert_comm |= apart or module.bias is not None
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            parameter.allreduce = not apart  # type: ignore[attr-defined]
+            if name.rpartition(".")[2].startswith("bias"):
+                parameter.sequence_parallel = False  # type: ignore[attr-defined]
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
 def layers_per_stage(config: TransformerConfig, shape: GridShape) -> list[int]:
@@ -198,7 +241,8 @@ def packer(config: TransformerConfig, part: Part = WHOLE) -> Pack:
     engine = uses_transformer_engine()
     # FlashAttention 2 takes no values of another head size than keys have
     latent = config.multi_latent_attention
-    varlen = engine or not (latent or flash_attention.why_not_for(config.params_dtype, config.kv_channels))
+    sinks = config.softmax_type != "vanilla"
+    varlen = engine or not (latent or sinks or flash_attention.why_not_for(config.params_dtype, config.kv_channels))
     if part.size == 1:
         return pack_varlen if varlen else pack
     return _of_part(pack_for_engine if engine else pack_part_varlen if varlen else pack_part, part)
@@ -220,8 +264,8 @@ def why_not_cut(config: TransformerConfig) -> str:
         return engine_attention.why_not_cut(config)
     if not is_plain(config):
         return (
-            "attention has dropout, a softmax offset, or windows that differ from layer to layer: only Transformer "
-            "Engine's attention, which needs a GPU and is not here, cuts its sequences"
+            "attention has dropout, or a window that looks ahead: only Transformer Engine's attention, which needs a "
+            "GPU and is not here, cuts its sequences"
         )
     if config.cp_comm_type is not None:
         return (
@@ -236,7 +280,7 @@ def why_padded(config: TransformerConfig) -> str:
     if config.multi_latent_attention and config.context_parallel_size > 1:
         return "latent attention cuts whole sequences alone over context-parallel ranks"
     if not is_plain(config):
-        return "attention has dropout, a softmax offset, or windows that differ from layer to layer"
+        return "attention has dropout, or a window that looks ahead"
     if not uses_transformer_engine():
         return ""
     from megaverl.models import engine_attention  # needs Transformer Engine

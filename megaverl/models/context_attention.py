@@ -50,16 +50,17 @@ class ContextAttention(CausalAttention):
     """`CausalAttention` of a context-parallel rank's queries, [s / cp, ...], over the whole row; a packed row comes as
     a `CutPacking`, or as a `VarlenPacking` where FlashAttention computes. Every rank of the group takes part."""
 
-    def __init__(self, *args: Any, pg_collection: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._group: dist.ProcessGroup = pg_collection.cp
+        self._group: dist.ProcessGroup = options["pg_collection"].cp
         self._part = Part(self._group.rank(), self._group.size())
 
     def _of_packed_row(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packing: Packing) -> torch.Tensor:
         if not isinstance(packing, CutPacking):
             return super()._of_packed_row(q, k, v, packing)
         halves = zip(packing.halves, q.chunk(2), strict=True)
-        return torch.cat([attend_packed(own, k, v, half, self.softmax_scale, self.window) for half, own in halves])
+        options = self.softmax_scale, self.window, self.softmax_offset
+        return torch.cat([attend_packed(own, k, v, half, *options) for half, own in halves])
 
     def _of_rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, look: torch.Tensor | None) -> torch.Tensor:
         assert look is None
@@ -69,7 +70,7 @@ class ContextAttention(CausalAttention):
                 behind = torch.arange(begin, end, device=k.device)[:, None] - torch.arange(end, device=k.device)
                 look = (behind >= 0) & (behind < (self.window or end))
             seen = k[:, :, :end], v[:, :, :end]
-            outputs.append(attend_rows(half, *seen, look, self.softmax_scale, self.window))
+            outputs.append(attend_rows(half, *seen, look, self.softmax_scale, self.window, self.softmax_offset))
         return torch.cat(outputs, dim=2)
 
     def _whole_row(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from megaverl.models.attention import is_uniform
 from megaverl.models.packing import VarlenPacking
 from megaverl.platform import platform
 
@@ -47,6 +48,7 @@ from megatron.core.utils import get_te_version, is_te_min_version  # noqa: E402
 from transformer_engine.pytorch.attention.dot_product_attention import utils  # noqa: E402
 
 LOWEST_ENGINE = "2.3.0"
+UNEVEN = "attention has sinks, or windows that differ from layer to layer: not tried with Transformer Engine yet"
 
 
 class _MaskType(enum.Enum):
@@ -115,6 +117,8 @@ def _kinds(config: TransformerConfig) -> set[str]:
 
 def why_not_cut(config: TransformerConfig) -> str:
     """Why Transformer Engine's attention cannot take sequences cut over context-parallel ranks; empty: it can."""
+    if not is_uniform(config):
+        return UNEVEN
     kinds, tp_size, cp_size = _kinds(config), config.tensor_model_parallel_size, config.context_parallel_size
     if unknown := kinds - {"p2p", "a2a", "all_gather"}:
         return f"megatron.cp_comm_type={', '.join(sorted(unknown))} is not among p2p, a2a and all_gather"
@@ -140,6 +144,8 @@ def why_padded(config: TransformerConfig) -> str:
         return f"Transformer Engine {LOWEST_ENGINE} or later is needed, and {get_te_version()} is installed"
     if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
         return "attention is in FP8 (megatron.fp8_dot_product_attention, megatron.fp8_multi_head_attention)"
+    if not is_uniform(config):
+        return UNEVEN
     tp_size, is_cut = config.tensor_model_parallel_size, config.context_parallel_size > 1
     if is_cut and _kinds(config) != {"p2p"}:
         return "Transformer Engine takes packed rows cut over ranks with megatron.cp_comm_type=p2p alone"

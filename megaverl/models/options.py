@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from megaverl.sharding.model_spec import MLASpec, ModelSpec, MoESpec
 
 platform.adapt_megatron()
 
+from megatron.core.fusions.fused_bias_geglu import quick_gelu  # noqa: E402
 from megatron.core.transformer.enums import AttnBackend  # noqa: E402
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig  # noqa: E402
 
@@ -40,7 +41,11 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 # By `ModelSpec.activation`.
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu_tanh": gelu_tanh}
+ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "silu": {"activation_func": F.silu},
+    "gelu_tanh": {"activation_func": gelu_tanh, "bias_activation_fusion": False},  # megatron-core fuses the exact gelu
+    "clamped_swiglu": {"activation_func": quick_gelu, "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0},
+}
 
 # Llama 3's rotary scaling, whose other constants megatron-core fixes.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -95,11 +100,12 @@ def transformer_config(
         "normalization": "RMSNorm",
         "layernorm_epsilon": spec.norm_eps,
         "gated_linear_unit": True,
-        "activation_func": ACTIVATIONS[spec.activation],
         "layernorm_zero_centered_gamma": spec.norm_plus_one,
         # its ends count from the query's own position, which a Hugging Face window includes
         "window_size": None if spec.sliding_window is None else (spec.sliding_window - 1, 0),
-        "add_bias_linear": False,
+        "window_attn_skip_freq": spec.full_attention_every,
+        "softmax_type": "learnable" if spec.attention_sinks else "vanilla",
+        "add_bias_linear": spec.linear_bias,
         "add_qkv_bias": spec.qkv_bias,
         "qk_layernorm": spec.qk_norm,
         "hidden_dropout": 0.0,
@@ -123,8 +129,9 @@ def transformer_config(
         options |= expert_options(spec.moe, spec.num_layers, shape)
     if spec.mla is not None:
         options |= latent_attention_options(spec, spec.mla)
-    if spec.activation != "silu":
-        options["bias_activation_fusion"] = False  # megatron-core fuses the exact gelu only
+    options |= ACTIVATIONS[spec.activation]
+    if spec.linear_bias:
+        options["bias_dropout_fusion"] = False  # its experts refuse it beside biases
     if not platform.is_cuda:
         options |= CPU_OPTIONS
     options |= coerce(config_class, overrides or {}, "megatron")
@@ -143,9 +150,12 @@ def transformer_config(
         options.setdefault("fp8_recipe", "tensorwise")
         _check_fp8()
     try:
-        return config_class(**options)
+        config = config_class(**options)
     except (AssertionError, ValueError, TypeError) as error:
         raise ModelError(f"megatron-core's TransformerConfig refuses these options: {error}") from error
+    for name, value in yarn_options(spec).items():  # GPTModel reads them there, though they are no fields
+        setattr(config, name, value)
+    return config
 
 
 def _check_attention_backend(backend: AttnBackend) -> None:
@@ -293,7 +303,28 @@ def rope_options(spec: ModelSpec) -> dict[str, Any]:
         return options | {"seq_len_interpolation_factor": float(scaling["factor"])}
     if kind == "llama3" and all(scaling.get(key, value) == value for key, value in LLAMA3_ROPE.items()):
         return options | {"rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
+    if kind == "yarn" and scaling.get("attention_factor") is None and spec.rotary_fraction == 1.0:
+        return options | {"position_embedding_type": "yarn"}
     raise ModelError(
         f"rope_scaling {scaling} cannot be computed by megatron-core's GPTModel. "
-        f"Supported: none, linear, and llama3 with {LLAMA3_ROPE}."
+        f"Supported: none, linear, yarn without attention_factor, and llama3 with {LLAMA3_ROPE}."
     )
+
+
+def yarn_options(spec: ModelSpec) -> dict[str, Any]:
+    """Attributes of megatron-core's configuration for YaRN (arXiv 2309.00071) of plain attention; none without it."""
+    scaling = spec.rope_scaling or {}
+    if spec.mla is not None or scaling.get("rope_type", scaling.get("type")) != "yarn":
+        return {}
+    given = {key: scaling.get(key) for key in ("mscale", "mscale_all_dim")}
+    both = all(given.values())  # as transformers reads them
+    return {
+        "yarn_rotary_scaling_factor": float(scaling["factor"]),
+        "yarn_original_max_position_embeddings": int(
+            scaling.get("original_max_position_embeddings") or spec.max_positions
+        ),
+        "yarn_beta_fast": float(scaling.get("beta_fast") or 32),
+        "yarn_beta_slow": float(scaling.get("beta_slow") or 1),
+        "yarn_correction_range_round_to_int": bool(scaling.get("truncate", True)),
+        **{f"yarn_{key}": float(value) if both and value else None for key, value in given.items()},
+    }

@@ -56,6 +56,19 @@ TINY_MORE: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
         "num_mtp_layers": 0,
     },
+    "GptOssForCausalLM": EXPERTS
+    | {
+        "sliding_window": 8,  # shorter than most samples
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
 }
 
 
@@ -91,9 +104,13 @@ def make_tiny_folder(
         model = getattr(transformers, architecture)(config_class(**settings))
         norms_at_zero = architecture.startswith("Gemma")  # they multiply by weight + 1
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if name.endswith("mlp.gate.weight"):
+            if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
                 tensor.data.normal_(0.0, 0.5)  # some routers start at zero, where all experts are as good
             elif name.endswith("e_score_correction_bias"):
+                tensor.data.normal_(0.0, 0.1)
+            elif architecture == "GptOssForCausalLM" and name.endswith("experts.gate_up_proj"):
+                tensor.data.normal_(0.0, 0.5)  # so that some gates reach the limit where they are clamped
+            elif name.endswith("proj_bias"):  # of all experts of a layer
                 tensor.data.normal_(0.0, 0.1)
             elif tensor.dim() == 1 and not name.endswith("inv_freq"):
                 centre = 1.0 if name.endswith("norm.weight") and not norms_at_zero else 0.0

@@ -392,7 +392,9 @@ def _place(tp_size: int) -> tuple[int, int, int]:
 def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
     # experts are cut by tensor parallelism or lie whole on ranks, and only vLLM's options say which
     # of other models than have tables vLLM says itself what it cannot cut
-    if spec.is_tabled and (found := [misfit for misfit in misfits(spec, tp=tp_size) if misfit.axis == "tp"]):
+    if spec.is_tabled and (
+        found := [misfit for misfit in misfits(spec, tp=tp_size, engine=True) if misfit.axis == "tp"]
+    ):
         raise RolloutError(f"rollout.tp={tp_size} {found[0].reason}")
     if max_model_len > spec.max_positions:
         raise RolloutError(
@@ -422,3 +424,9 @@ def _start(model_folder: str, arguments: dict[str, Any]) -> LLM:
             return LLM(model=model_folder, **arguments)
         except (TypeError, ValueError) as error:
             raise RolloutError(f"vLLM refuses to start on {model_folder}: {error}") from error
+        except (AttributeError, KeyError, NotImplementedError) as error:
+            raise RolloutError(
+                f"vLLM does not build the model of {model_folder}: {type(error).__name__}: {error}. If that is a field "
+                "of config.json, vLLM reads it under another name than transformers writes: take the published model's "
+                "config.json. Else use rollout.engine=hf."
+            ) from error

@@ -75,11 +75,17 @@ def checkpoint_layout(
 
     places = {local: place_of(local) for local in single.local_shapes}
     shapes = {place.key: (*_front(place, counts), *single.local_shapes[local]) for local, place in places.items()}
+    seen = {local: places[local].key for local in single.local_shapes}
+    views = {}
+    for local, (name, view) in single.views.items():
+        behind = view.behind(len(places[name].front))
+        seen[local] = f"{places[name].key}.{behind}"
+        views[seen[local]] = (places[name].key, behind)
     pieces = tuple(
-        Piece(piece.tensor, piece.box, places[piece.local].key, _behind(places[piece.local].front, piece.local_box))
-        for piece in single.pieces
+        Piece(tensor, box, seen[local], _behind(places[single.stored_in(local)].front, local_box))
+        for tensor, box, local, local_box in single.pieces
     )
-    return Layout(pieces, shapes, single.global_shapes)
+    return Layout(pieces, shapes, single.global_shapes, views=views)
 
 
 def _candidates(

@@ -45,8 +45,9 @@ def no_adapters(spec: ModelSpec, tp: int) -> str:
     )
 
 
-def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1) -> list[Misfit]:
-    """What `tp`, `etp` (inside routed experts) and `ep` do not divide.
+def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1, engine: bool = False) -> list[Misfit]:
+    """What `tp`, `etp` (inside routed experts) and `ep` do not divide; with `engine` of vLLM's, which divides experts
+    that have biases: megatron-core (0.16 to 0.19) does not.
 
     There may be fewer key-value heads than tensor-parallel ranks, if they divide these: vLLM gives each rank a copy of
     its head, and Megatron cuts the rows of `linear_qkv` evenly, wherever in a head that is.
@@ -58,7 +59,8 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1) -> list[Misf
 
     by_tp = {f"{spec.num_heads} attention heads": _divides(spec.num_heads)}
     if spec.mla is None:
-        by_tp[f"{kv_heads} key-value heads"] = fits_kv
+        # vLLM's gpt-oss (0.32, `gpt_oss.py`) gives no rank a copy of a head
+        by_tp[f"{kv_heads} key-value heads"] = _divides(kv_heads) if engine and spec.attention_sinks else fits_kv
     if moe is None or moe.num_dense_layers:
         by_tp[f"{spec.ffn_hidden_size} feed-forward units"] = _divides(spec.ffn_hidden_size)
     if moe is not None and (shared := moe.shared_ffn_hidden_size):
@@ -66,7 +68,10 @@ def misfits(spec: ModelSpec, *, tp: int, etp: int = 1, ep: int = 1) -> list[Misf
     found = [_misfit("tp", tp, by_tp, spec.num_heads)]
     if moe is not None:
         width, experts = moe.ffn_hidden_size, moe.num_experts
-        found.append(_misfit("etp", etp, {f"{width} units of an expert": _divides(width)}, width))
+        by_etp = {f"{width} units of an expert": _divides(width)}
+        if spec.linear_bias and not engine:
+            by_etp = {"experts, which stay whole as they have biases": lambda size: size == 1}
+        found.append(_misfit("etp", etp, by_etp, width))
         found.append(_misfit("ep", ep, {f"{experts} experts": _divides(experts)}, experts))
     return [misfit for misfit in found if misfit is not None]
 

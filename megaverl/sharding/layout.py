@@ -161,10 +161,12 @@ class Fill(NamedTuple):
     Attributes:
         parts: (which of the weights that it holds, box of that weight, box of the local tensor).
         shape: of the local tensor, padding included.
+        view: how it is seen in the order of the weights; None: it has that order. The boxes are then of the view.
     """
 
     parts: tuple[tuple[int, Box, Box], ...]
     shape: tuple[int, ...]
+    view: Strides | None = None
 
 
 def stack(boxes: Sequence[tuple[int, Box]], rows: int | None = None) -> Fill:
@@ -192,17 +194,22 @@ class LayoutBuilder:
         self._pieces: list[Piece] = []
         self._local_shapes: dict[str, tuple[int, ...]] = {}
         self._global_shapes: dict[str, tuple[int, ...]] = {}
+        self._views: dict[str, tuple[str, Strides]] = {}
 
     def add(self, local: str, weights: Sequence[Weight], fill: Fill) -> None:
         """A local tensor, the weights that it holds, and how they fill it."""
+        seen = local
+        if fill.view is not None:
+            seen = f"{local}.{fill.view}"
+            self._views[seen] = (local, fill.view)
         for number, box, local_box in fill.parts:
-            self._pieces.append(Piece(weights[number].name, box, local, local_box))
+            self._pieces.append(Piece(weights[number].name, box, seen, local_box))
         for weight in weights:
             self._global_shapes[weight.name] = weight.shape
         self._local_shapes[local] = fill.shape
 
     def build(self, quantised: Mapping[str, int | None] | None = None) -> Layout:
-        return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes, quantised or {})
+        return Layout(tuple(self._pieces), self._local_shapes, self._global_shapes, quantised or {}, self._views)
 
 
 def whole_layout(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> Layout:

@@ -10,6 +10,8 @@ Rules (megatron-core 0.16, `models/gpt/gpt_model.py`, `transformer/attention.py`
 - the last stage holds a second copy of tied embeddings when it is not the first stage too;
 - expert-parallel ranks hold neighbouring experts, numbered from zero on each, cut by the expert-tensor size;
   router and shared experts are as the rest of the layer;
+- of gpt-oss, `linear_fc1` has gate and up rows in turn, as its files have columns: a hook behind it puts gates first
+  (`models/build.py`), and experts are not cut;
 - the down-projections of latent attention are whole on every rank, as Transformer Engine's layer spec has them and
   so does our local one (`models/attention.py`; megatron-core's own would cut them).
 """
@@ -22,11 +24,12 @@ from typing import Literal, NamedTuple
 
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import GridError
-from megaverl.sharding.boxes import Box, cut
+from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.fit import misfits
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, join_layouts, stack
 from megaverl.sharding.model_spec import ModelSpec
-from megaverl.sharding.weight import Split, Weight, even_part
+from megaverl.sharding.strided import Strides
+from megaverl.sharding.weight import Split, Weight, even_part, stacked_part
 
 
 def megatron_layouts(
@@ -79,10 +82,12 @@ def megatron_layouts(
 
 
 class _Fused(NamedTuple):
-    """The weights that one parameter holds, and its name (in a decoder layer, the part within the layer)."""
+    """The weights that one parameter holds, its name (in a decoder layer, the part within the layer), and the number
+    of the routed expert that it is of."""
 
     name: str
     weights: tuple[Weight, ...]
+    expert: int | None = None
 
 
 class _Model:
@@ -109,19 +114,21 @@ class _Model:
             name = weight.megatron
             if transformer_engine and weight.transformer_engine is not None:
                 name = weight.transformer_engine
-            if weight.expert is None:
-                fused.setdefault(weight.stage, {}).setdefault(name, []).append(weight)
-            elif isinstance(weight.stage, int):
-                layer = experts.setdefault(weight.stage, {})
-                layer.setdefault(weight.expert, {}).setdefault(name, []).append(weight)
+            numbers = range(spec.moe.num_experts) if weight.is_stacked and spec.moe else (weight.expert,)
+            for expert in numbers:
+                if expert is None:
+                    fused.setdefault(weight.stage, {}).setdefault(name, []).append(weight)
+                elif isinstance(weight.stage, int):
+                    layer = experts.setdefault(weight.stage, {})
+                    layer.setdefault(expert, {}).setdefault(name, []).append(weight)
             if weight.megatron_tied is not None:
                 fused.setdefault("tied", {}).setdefault(weight.megatron_tied, []).append(weight)
         self._fused = {stage: _as_fused(names) for stage, names in fused.items()}
         self._experts = {
-            layer: {expert: _as_fused(names) for expert, names in by_expert.items()}
+            layer: {expert: _as_fused(names, expert) for expert, names in by_expert.items()}
             for layer, by_expert in experts.items()
         }
-        self._fills: dict[tuple[str, tuple[int, ...], int], Fill] = {}
+        self._fills: dict[tuple[object, ...], Fill] = {}
         self._expert_names: dict[int, list[tuple[str, int, int, int]]] = {}
 
     def dense(self, pp_rank: int, tp_rank: int) -> Layout:
@@ -172,16 +179,21 @@ class _Model:
 
     def _layout(self, held: Sequence[tuple[str, _Fused]], tp: int, tp_rank: int) -> Layout:
         builder = LayoutBuilder()
-        for local, (name, weights) in held:
-            key = (name, weights[0].shape, tp_rank)
+        for local, (name, weights, expert) in held:
+            stacked = expert if weights[0].is_stacked else None
+            key = (name, weights[0].shape, tp_rank, stacked)
             if key not in self._fills:
-                self._fills[key] = self._fill(weights, tp, tp_rank)
+                self._fills[key] = self._fill(weights, tp, tp_rank, stacked)
             builder.add(local, weights, self._fills[key])
         return builder.build()
 
-    def _fill(self, weights: Sequence[Weight], tp: int, tp_rank: int) -> Fill:
-        """The boxes that one tensor-parallel rank stacks into a parameter."""
+    def _fill(self, weights: Sequence[Weight], tp: int, tp_rank: int, stacked: int | None) -> Fill:
+        """The boxes that one tensor-parallel rank stacks into a parameter; or that of one expert in an array of all."""
         first = weights[0]
+        if stacked is not None:
+            part = stacked_part(first, range(stacked, stacked + 1), tp, tp_rank)
+            view = None if part.view is None else Strides((1, 0), (0, 0), (1, 1))
+            return Fill(((0, part.box, whole(part.box.shape[1:])),), part.shape[1:], view)
         if first.split is Split.VOCAB:
             rows = self._padded // tp
             low = min(tp_rank * rows, first.shape[0])
@@ -202,8 +214,8 @@ class _Model:
             )
 
 
-def _as_fused(names: dict[str, list[Weight]]) -> list[_Fused]:
-    return [_Fused(name, tuple(weights)) for name, weights in names.items()]
+def _as_fused(names: dict[str, list[Weight]], expert: int | None = None) -> list[_Fused]:
+    return [_Fused(name, tuple(weights), expert) for name, weights in names.items()]
 
 
 def _stage_starts(spec: ModelSpec, shape: GridShape, layer_split: Sequence[int] | None) -> list[int]:

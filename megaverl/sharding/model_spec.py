@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megaverl.errors import ModelError
+from megaverl.sharding.model_config import (
+    AGAIN,
+    MORE_WHOLE_NUMBERS,
+    NUM_EXPERTS,
+    PARTLY_ROTARY,
+    SIGMOID_ROUTED,
+    WIDTH_OF_EXPERTS,
+    computed_otherwise,
+    wrong_numbers,
+)
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -20,77 +29,16 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
     "DeepseekV3ForCausalLM",
     "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
 )
 # Why others that are asked for are not among them (megatron-core 0.16).
 NO_TABLE = {
-    "GptOssForCausalLM": "its files hold a layer's experts in one transposed tensor, gate and up columns in turn, "
-    "which no table describes; megatron-core has the layers",
     "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet needs flash-linear-attention and Transformer Engine, both "
     "for GPUs alone, and reads no packed rows",
     "Llama4ForCausalLM": "megatron-core has no attention within chunks, nor its queries' growing temperature",
     "Gemma3ForCausalLM": "megatron-core's GPTModel has one rotary base where it needs two, and no norms behind "
     "attention and MLP",
 }
-AGAIN = "Copy the file again from its source."
-
-WHOLE_NUMBERS = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "vocab_size",
-    "max_position_embeddings",
-)
-OPTIONAL_NUMBERS = ("num_key_value_heads", "head_dim")
-# The number of experts, as each model calls it; transformers 5 writes the second for Qwen3-MoE too.
-NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-MORE_WHOLE_NUMBERS: dict[str, tuple[str, ...]] = {
-    "MixtralForCausalLM": ("num_experts_per_tok",),
-    "Qwen3MoeForCausalLM": ("num_experts_per_tok", "moe_intermediate_size"),
-    "DeepseekV3ForCausalLM": (
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    ),
-    "Glm4MoeForCausalLM": ("num_experts_per_tok", "moe_intermediate_size"),
-}
-MORE_OPTIONAL_NUMBERS = {
-    "DeepseekV3ForCausalLM": ("q_lora_rank", "n_group", "topk_group", "n_shared_experts"),
-    "Glm4MoeForCausalLM": ("n_group", "topk_group", "n_shared_experts"),
-}
-# Whose routers score by a sigmoid, with a bias and shared experts, behind first layers that have none.
-SIGMOID_ROUTED = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
-# Rotary embeddings turn a fraction of each head, by default so much.
-PARTLY_ROTARY = {"Glm4MoeForCausalLM": 0.5}
-
-# Where a config.json may ask for something else: the key, and the only value (besides none) that is computed.
-ONLY: dict[str, tuple[tuple[str, Any], ...]] = {
-    "": (
-        ("quantization_config", None),
-        ("attn_logit_softcapping", None),
-        ("final_logit_softcapping", None),
-        ("mlp_bias", False),
-        ("use_bidirectional_attention", False),
-    ),
-    "MixtralForCausalLM": (("router_jitter_noise", 0.0),),
-    "Qwen3MoeForCausalLM": (
-        ("decoder_sparse_step", 1),
-        ("mlp_only_layers", []),
-        ("shared_expert_intermediate_size", 0),
-    ),
-    "DeepseekV3ForCausalLM": (
-        ("moe_layer_freq", 1),
-        ("scoring_func", "sigmoid"),
-        ("topk_method", "noaux_tc"),
-        ("rope_interleave", True),
-    ),
-}
-# These apply a window wherever `sliding_window` is a number; Qwen's wait for `use_sliding_window`.
-ALWAYS_WINDOWED = ("MistralForCausalLM", "MixtralForCausalLM")
-
 # Other names of the numbers of an `outline`, by the most usual one.
 OTHER_NAMES = {
     "vocab_size": ("vocab_size", "padded_vocab_size"),
@@ -167,11 +115,15 @@ class ModelSpec:
         rope_scaling: None for plain rotary embeddings, else the Hugging Face dictionary (`rope_type`, ...).
         moe: the routed experts; None: every layer has a plain MLP.
         mla: multi-head latent attention; None: plain attention.
-        activation: of the gate in the MLP; `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`.
+        activation: of the gate in the MLP; `gelu_tanh` is Hugging Face's `gelu_pytorch_tanh`; `clamped_swiglu`
+            (gpt-oss): gate sigmoid(1.702 gate) (up + 1), with gate at most 7 and up within 7 of zero.
         norm_plus_one: norms multiply by weight + 1 (Gemma), Megatron's `layernorm_zero_centered_gamma`.
         rotary_fraction: of each head, from its first dimension on, that rotary embeddings turn.
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size) (Gemma).
         sliding_window: tokens of attention's window; None: full attention.
+        full_attention_every: counted from one, so many-th layers have no window; None: all have it.
+        linear_bias: all linear layers of the decoder have a bias, experts and routers among them.
+        attention_sinks: attention's softmax has one more score for each head, learned, of nothing.
         is_tabled: whether all of this was read as Megatron's tables need it. False: an `outline`, whose numbers are
             as good as the config.json tells them.
         source: the config.json of an outline.
@@ -196,10 +148,13 @@ class ModelSpec:
     rotary_fraction: float = 1.0
     moe: MoESpec | None = None
     mla: MLASpec | None = None
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
     norm_plus_one: bool = False
     scale_embeddings: bool = False
     sliding_window: int | None = None
+    full_attention_every: int | None = None
+    linear_bias: bool = False
+    attention_sinks: bool = False
     is_tabled: bool = True
     source: str = ""
     trusts_code: bool = False
@@ -251,7 +206,7 @@ class ModelSpec:
                 f"{', '.join(ARCHITECTURES)}. "
                 "Under actor.engine=fsdp any architecture trains that transformers builds."
             )
-        problems = [*_wrong_numbers(architecture, config)] or [*_computed_otherwise(architecture, config)]
+        problems = [*wrong_numbers(architecture, config)] or [*computed_otherwise(architecture, config)]
         if problems:
             raise ModelError("\n".join(f"{source}: {problem}" for problem in problems))
         return cls(**_read(architecture, config))
@@ -305,77 +260,12 @@ def _outlined(config: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
-def _wrong_numbers(architecture: str, config: dict[str, Any]) -> Iterator[str]:
-    """What is missing in this config.json, or is no number that a model can have."""
-    needed = [*WHOLE_NUMBERS, *MORE_WHOLE_NUMBERS.get(architecture, ())]
-    if architecture in MORE_WHOLE_NUMBERS:
-        needed.append(next((key for key in NUM_EXPERTS if key in config), NUM_EXPERTS[0]))
-    optional = (*OPTIONAL_NUMBERS, *MORE_OPTIONAL_NUMBERS.get(architecture, ()))
-    for key in (*needed, "rms_norm_eps"):
-        if key not in config:
-            yield f"the key {key!r} is missing. {AGAIN}"
-    for key in (*needed, *(key for key in optional if config.get(key) is not None)):
-        if key in config and (type(config[key]) is not int or config[key] < 1):
-            yield f"{key} is {config[key]!r}; expected a whole number above 0. {AGAIN}"
-    eps = config.get("rms_norm_eps", 1.0)
-    if type(eps) not in (int, float) or not eps > 0:
-        yield f"rms_norm_eps is {eps!r}; expected a number above 0. {AGAIN}"
-
-
-def _computed_otherwise(architecture: str, config: dict[str, Any]) -> Iterator[str]:
-    """What this config.json asks for and would not be given."""
-    rope = config.get("rope_parameters") or {}
-    whole_heads = () if architecture in PARTLY_ROTARY else (("partial_rotary_factor", 1.0),)
-    for key, value in (*ONLY[""], *whole_heads, *ONLY.get(architecture, ())):
-        found = config.get(key, rope.get(key))
-        if found is not None and found != value:
-            yield f"{key} is {found!r}; only {value!r} is computed. Use another model."
-    activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
-    if architecture == "GemmaForCausalLM":
-        # as transformers and vLLM read it: Gemma's first folders say gelu in hidden_act, and mean its tanh form
-        legacy = "hidden_activation" not in config and activation == "gelu"
-        if activation != "gelu_pytorch_tanh" and not legacy:
-            yield f"hidden_act is {activation!r}; only gelu_pytorch_tanh is computed. Use another model."
-    elif activation != "silu":
-        yield f"hidden_act is {activation!r}; only silu is computed. Use another model."
-    yield from _windows(architecture, config)
-    if architecture in MORE_WHOLE_NUMBERS:
-        yield from _impossible_experts(config)
-
-
-def _windows(architecture: str, config: dict[str, Any]) -> Iterator[str]:
-    """A sliding window that some token of the longest sequence would feel."""
-    window = config.get("sliding_window")
-    if window is None or window >= config["max_position_embeddings"]:
-        return
-    everywhere = architecture in ALWAYS_WINDOWED
-    used = config.get("use_sliding_window", everywhere)
-    if used and (everywhere or config["num_hidden_layers"] > config.get("max_window_layers", 28)):
-        yield (
-            f"use_sliding_window with a window of {window} tokens; only full attention is computed. Use another "
-            f"model, or set {'sliding_window to null' if everywhere else 'use_sliding_window to false'} and train "
-            "with full attention."
-        )
-
-
-def _impossible_experts(config: dict[str, Any]) -> Iterator[str]:
-    num_experts = next(config[key] for key in NUM_EXPERTS if key in config)
-    if config["num_experts_per_tok"] > num_experts:
-        yield f"num_experts_per_tok is {config['num_experts_per_tok']}, of {num_experts} experts. {AGAIN}"
-    groups = config.get("n_group") or 1
-    if num_experts % groups or (config.get("topk_group") or 1) > groups:
-        yield f"n_group is {groups} and topk_group {config.get('topk_group')}, of {num_experts} experts. {AGAIN}"
-    dense = config.get("first_k_dense_replace") or 0
-    if type(dense) is not int or not 0 <= dense < config["num_hidden_layers"]:
-        yield f"first_k_dense_replace is {dense!r}, of {config['num_hidden_layers']} layers. {AGAIN}"
-
-
 def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
     num_heads = config["num_attention_heads"]
     # transformers 5 writes `rope_parameters`; older files hold `rope_theta` and `rope_scaling`.
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    is_gemma = architecture == "GemmaForCausalLM"
+    is_gemma, is_gpt_oss = architecture == "GemmaForCausalLM", architecture == "GptOssForCausalLM"
     fields = {
         "architecture": architecture,
         "num_layers": config["num_hidden_layers"],
@@ -387,7 +277,7 @@ def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
         # Gemma's folders leave the key out, for theirs are always tied
         "tie_embeddings": bool(config.get("tie_word_embeddings", is_gemma)),
-        "qkv_bias": architecture == "Qwen2ForCausalLM" or bool(config.get("attention_bias", False)),
+        "qkv_bias": architecture == "Qwen2ForCausalLM" or is_gpt_oss or bool(config.get("attention_bias", False)),
         "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM") or bool(config.get("use_qk_norm")),
         "norm_eps": config["rms_norm_eps"],
         "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
@@ -410,12 +300,15 @@ def _read(architecture: str, config: dict[str, Any]) -> dict[str, Any]:
         )
         # every head has keys and values of its own, whatever num_key_value_heads says
         fields |= {"mla": mla, "num_kv_heads": num_heads, "head_dim": mla.qk_nope_head_dim + mla.qk_rope_head_dim}
+    if is_gpt_oss:
+        fields |= {"sliding_window": config.get("sliding_window", 128), "full_attention_every": 2}
+        fields |= {"activation": "clamped_swiglu", "linear_bias": True, "attention_sinks": True}
     return fields
 
 
 def _read_experts(architecture: str, config: dict[str, Any]) -> MoESpec:
     by_sigmoid = architecture in SIGMOID_ROUTED
-    width = config["intermediate_size" if architecture == "MixtralForCausalLM" else "moe_intermediate_size"]
+    width = config["intermediate_size" if architecture in WIDTH_OF_EXPERTS else "moe_intermediate_size"]
     return MoESpec(
         num_experts=next(config[key] for key in NUM_EXPERTS if key in config),
         experts_per_token=config["num_experts_per_tok"],

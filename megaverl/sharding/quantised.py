@@ -49,6 +49,7 @@ def quantised_tensors(weights: Sequence[Weight]) -> dict[str, None]:
         for weight in weights
         if weight.vllm is not None
         and len(weight.shape) == 2
+        and not weight.is_stacked
         and weight.split is not Split.VOCAB
         and not weight.megatron.startswith(ROUTER)
     }

@@ -202,6 +202,11 @@ class Strides(NamedTuple):
             math.ceil((size - first) / step) for size, first, step in zip(permuted, self.first, self.step, strict=True)
         )
 
+    def behind(self, count: int) -> Strides:
+        """Of an array that has so many axes more in front, which stay as they are."""
+        axes = (*range(count), *(count + axis for axis in self.axes))
+        return Strides(axes, (0,) * count + self.first, (1,) * count + self.step)
+
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor seen so, sharing its storage."""
         every = zip(self.first, self.step, strict=True)

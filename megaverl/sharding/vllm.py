@@ -13,7 +13,9 @@ Rules (vLLM 0.32, `model_executor/layers/linear.py`, `vocab_parallel_embedding.p
   rank's columns]: all experts, cut by the tensor-parallel size;
 - with expert parallelism the tensor-parallel ranks divide the experts instead, each whole: neighbouring ones
   ("linear") or every n-th ("round_robin"), one more on the first ranks where the number does not divide
-  (`fused_moe/expert_map_manager.py`). Router and shared experts stay as they are.
+  (`fused_moe/expert_map_manager.py`). Router and shared experts stay as they are;
+- gpt-oss's experts are as in its files, but `[expert, out, in]`; `w2_bias` is on the first rank alone, unless ranks
+  divide the experts, and zero on the others.
 Kernels that repack the experts after loading (FlashInfer, CPU grouped GEMM) hold something else: not laid out. Of a
 quantised engine the layout says the same, and which tensors are quantised; where their scales are, the engine does.
 """
@@ -24,12 +26,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from megaverl.errors import GridError
-from megaverl.sharding.boxes import Box, cut
+from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.fit import misfits, shares_kv_heads
 from megaverl.sharding.layout import Fill, Layout, LayoutBuilder, stack
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantised import QUANTIZATIONS, quantised_tensors
-from megaverl.sharding.weight import Split, Weight, even_part
+from megaverl.sharding.weight import Split, Weight, even_part, stacked_part
 
 # vLLM's DEFAULT_VOCAB_PADDING_SIZE; the tests compare it with the installed one.
 VOCAB_PADDING = 64
@@ -66,10 +68,13 @@ def vllm_layouts(
         raise GridError("\n".join(problems))
     fused: dict[str, list[Weight]] = {}
     experts: dict[str, dict[int, list[Weight]]] = {}
+    stacked: dict[str, Weight] = {}
     for weight in weights:
         if weight.vllm is None:
             continue
-        if weight.expert is None:
+        if weight.is_stacked:
+            stacked[weight.vllm] = weight
+        elif weight.expert is None:
             fused.setdefault(weight.vllm, []).append(weight)
         else:
             experts.setdefault(weight.vllm, {}).setdefault(weight.expert, []).append(weight)
@@ -89,8 +94,10 @@ def vllm_layouts(
             if spec.moe and expert_parallel:
                 placement = expert_placement if spec.moe.num_groups > 1 else "linear"
                 _add_experts(builder, experts, experts_of(spec.moe.num_experts, tp_size, tp_rank, placement), 1, 0)
+                _add_stacked(builder, stacked, experts_of(spec.moe.num_experts, tp_size, tp_rank, "linear"), 1, 0)
             elif spec.moe:
                 _add_experts(builder, experts, range(spec.moe.num_experts), tp_size, tp_rank)
+                _add_stacked(builder, stacked, range(spec.moe.num_experts), tp_size, tp_rank)
             layouts[tp_rank] = builder.build(quantised)
         return layouts[tp_rank]
 
@@ -129,6 +136,15 @@ def _fill_experts(weights: Sequence[Weight], num_experts: int, tp_size: int, tp_
     return Fill(parts, (num_experts, *one.shape))
 
 
+def _add_stacked(builder: LayoutBuilder, stacked: dict[str, Weight], held: range, tp_size: int, tp_rank: int) -> None:
+    """Of all layers, what files hold as one array of all experts."""
+    for local, weight in stacked.items():
+        part = stacked_part(weight, held, tp_size, tp_rank)
+        # ranks add up their outputs, to which one of them adds the bias
+        parts = () if weight.split is Split.STACKED_WHOLE and tp_rank else ((0, part.box, whole(part.box.shape)),)
+        builder.add(local, [weight], Fill(parts, part.shape, part.view))
+
+
 def _kind(weights: Sequence[Weight]) -> _Kind:
     """What decides how a parameter is filled: the same in all layers that are alike."""
     return tuple((weight.split, weight.shape) for weight in weights)
@@ -157,7 +173,7 @@ def _part(weight: Weight, spec: ModelSpec, tp_size: int, tp_rank: int) -> Box:
 
 def _problems(weights: Sequence[Weight], spec: ModelSpec, tp_size: int, expert_parallel: bool) -> Iterator[str]:
     """What `rollout.tp` does not divide."""
-    found = misfits(spec, tp=tp_size, etp=1 if expert_parallel else tp_size)
+    found = misfits(spec, tp=tp_size, etp=1 if expert_parallel else tp_size, engine=True)
     yield from (f"rollout.tp={tp_size} {misfit.reason}" for misfit in found)
     expert = next((weight for weight in weights if weight.expert is not None), None)
     if expert and spec.moe and expert_parallel and spec.moe.num_experts < tp_size:

@@ -9,6 +9,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from megaverl.sharding.boxes import Box, cut, whole
+from megaverl.sharding.strided import Strides
 
 
 class Split(Enum):
@@ -16,6 +17,9 @@ class Split(Enum):
 
     VOCAB, COLUMN, Q, K, V, GATE and UP divide the output rows (axis 0), ROW the input columns (axis 1).
     Q, K, V and GATE, UP also say which part of a fused tensor a weight is.
+    STACKED ones hold all routed experts of a layer along axis 0, each transposed, `[in, out]`, or as a bias:
+    STACKED_OUT is divided along the outputs, STACKED_IN along the inputs, STACKED_WHOLE (a bias on outputs that ranks
+    add up) not at all.
     """
 
     REPLICATED = "replicated"
@@ -27,6 +31,9 @@ class Split(Enum):
     V = "v"
     GATE = "gate"
     UP = "up"
+    STACKED_OUT = "stacked out"
+    STACKED_IN = "stacked in"
+    STACKED_WHOLE = "stacked whole"
 
 
 class Weight(NamedTuple):
@@ -43,7 +50,7 @@ class Weight(NamedTuple):
         transformer_engine: the same under Transformer Engine's layer spec, where it differs.
         vllm: name of vLLM's parameter, or None when vLLM has no use for it.
         megatron_tied: name of the second copy that the last stage holds when it is not the first one too.
-        expert: its number among the layer's routed experts; None: no routed expert's.
+        expert: its number among the layer's routed experts; None: no routed expert's, or that of all of them.
     """
 
     name: str
@@ -55,6 +62,11 @@ class Weight(NamedTuple):
     transformer_engine: str | None = None
     megatron_tied: str | None = None
     expert: int | None = None
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether it holds all routed experts of a layer."""
+        return self.split in (Split.STACKED_OUT, Split.STACKED_IN, Split.STACKED_WHOLE)
 
 
 def shapes_of(weights: Iterable[Weight]) -> dict[str, tuple[int, ...]]:
@@ -69,6 +81,34 @@ def even_part(weight: Weight, tp: int, tp_rank: int) -> Box:
     axis = 1 if weight.split is Split.ROW else 0
     run = weight.shape[axis] // tp
     return cut(weight.shape, axis, tp_rank * run, (tp_rank + 1) * run)
+
+
+class StackedPart(NamedTuple):
+    """Some experts of a weight that holds all, `[experts, in, out]` or `[experts, out]`, and the local array of them.
+
+    Attributes:
+        box: of the weight.
+        shape: of the local array, `[experts, out, in]` or `[experts, out]`.
+        view: how that is seen in the order of the weight.
+    """
+
+    box: Box
+    shape: tuple[int, ...]
+    view: Strides | None
+
+
+def stacked_part(weight: Weight, experts: range, tp: int, tp_rank: int) -> StackedPart:
+    """One of `tp` parts of neighbouring experts, which must exist."""
+    axis = {Split.STACKED_OUT: len(weight.shape) - 1, Split.STACKED_IN: 1}.get(weight.split)
+    start, stop = [experts.start] + [0] * (len(weight.shape) - 1), [experts.stop, *weight.shape[1:]]
+    if axis is not None:
+        run = weight.shape[axis] // tp
+        start[axis], stop[axis] = tp_rank * run, (tp_rank + 1) * run
+    box = Box(tuple(start), tuple(stop))
+    if len(box.shape) == 2:
+        return StackedPart(box, box.shape, None)
+    view = Strides((0, 2, 1), (0, 0, 0), (1, 1, 1))
+    return StackedPart(box, view.shape_of(box.shape), view)
 
 
 NUMBER = re.compile(r"\d+")

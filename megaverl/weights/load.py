@@ -26,6 +26,7 @@ from megaverl.weights.stored import (
     read_header,
     read_weight_map,
     stored_arrays,
+    with_views,
 )
 from megaverl.weights.torch_dist import locate
 from megaverl.weights.torch_dist_index import IndexedArray, is_torch_dist, read_arrays
@@ -234,6 +235,7 @@ def _refuse(folder: Path, problems: Sequence[str]) -> None:
 
 EMBEDDING_KEY = "embedding.word_embeddings.weight"
 HEAD_KEY = "output_layer.weight"
+RECORDS = ("manifest.json", "conversion.json")  # which runs and conversions leave beside an index
 BESIDE_KEY = "value_head.weight"  # of a critic on the actor's backbone
 
 
@@ -262,8 +264,14 @@ class OpenedCheckpoint:
         """Where the weights lie in the arrays.
 
         Raises:
-            CheckpointError: arrays that are missing, of another shape, or no weights of this model: names them all.
+            CheckpointError: arrays that are missing, of another shape, or no weights of this model: names them all; or
+                a checkpoint of others whose experts have another order.
         """
+        if spec.activation == "clamped_swiglu" and not any((self.folder / name).is_file() for name in RECORDS):
+            raise CheckpointError(
+                f"{self.folder}: neither a run nor a conversion of megaverl wrote it. Others hold an expert's gates "
+                f"first; those of {spec.architecture} are in turn here. Take the model's Hugging Face folder."
+            )
         if self.as_critic:
             weights = [w._replace(megatron=BESIDE_KEY) if w.megatron == HEAD_KEY else w for w in weights]
         found = checkpoint_layout(
@@ -277,8 +285,8 @@ class OpenedCheckpoint:
         return found
 
     def arrays(self, layout: Layout) -> dict[str, StoredArray]:
-        """The arrays that the layout names, with the places of their elements."""
-        return locate({name: self.index[name] for name in layout.local_shapes})
+        """The arrays that the layout names and their views, with the places of their elements."""
+        return with_views(locate({name: self.index[name] for name in layout.local_shapes}), layout)
 
     def _check(self, layout: Layout) -> None:
         shapes = layout.local_shapes

@@ -52,6 +52,21 @@ class StoredArray:
     def nbytes(self) -> int:
         return whole(self.shape).numel * self.dtype.itemsize
 
+    def transposed(self, axes: Sequence[int]) -> StoredArray:
+        """The same elements, the axes in this order."""
+
+        def moved(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(values[axis] for axis in axes)
+
+        extents = [
+            extent._replace(
+                box=Box(moved(extent.box.start), moved(extent.box.stop)),
+                strides=moved(extent.strides or row_major(extent.box.shape)),
+            )
+            for extent in self.extents
+        ]
+        return StoredArray(moved(self.shape), self.dtype, extents)
+
     @cached_property
     def index(self) -> BoxIndex:
         return BoxIndex([extent.box for extent in self.extents])
@@ -72,6 +87,11 @@ def stored_arrays(stored: Mapping[str, StoredTensor]) -> dict[str, StoredArray]:
         name: StoredArray(tensor.shape, DTYPES[tensor.dtype], [Extent(whole(tensor.shape), tensor.file, tensor.offset)])
         for name, tensor in stored.items()
     }
+
+
+def with_views(arrays: Mapping[str, StoredArray], layout: Layout) -> dict[str, StoredArray]:
+    """With the views that a layout has of them, which transpose alone."""
+    return {**arrays, **{name: arrays[local].transposed(view.axes) for name, (local, view) in layout.views.items()}}
 
 
 class StoredArrayReader:

@@ -22,7 +22,16 @@ from megaverl.models.context_attention import (
     pack_part_varlen,
 )
 from megaverl.models.packing import MicroBatch, Pack, Predicting, pack, spread
-from tests.models.test_packing import GROUPS, HEADS, KV_HEADS, attention, drawn, varlen
+from tests.models.test_packing import (
+    GROUPS,
+    HEADS,
+    KV_HEADS,
+    attention,
+    attention_config,
+    drawn,
+    varlen,
+    with_sinks,
+)
 
 SIZES = st.sampled_from([2, 3, 4])
 
@@ -31,22 +40,24 @@ def test_each_rank_has_an_early_and_a_late_chunk() -> None:
     assert [own_places(8, Part(rank, 2)).tolist() for rank in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
-def of_a_rank(window: int | None, rank: int, size: int) -> ContextAttention:
+def of_a_rank(window: int | None, rank: int, size: int, *, sinks: bool = False) -> ContextAttention:
     """With keys and values that are gathered already; `tests/workers` gather them between ranks."""
-    config = SimpleNamespace(window_size=None if window is None else (window - 1, 0))
     group = SimpleNamespace(rank=lambda: rank, size=lambda: size)
-    attends = ContextAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=group))
+    groups = SimpleNamespace(cp=group, tp=None)
+    attends = ContextAttention(attention_config(window, sinks=sinks), 1, None, "self", pg_collection=groups)
     attends._whole_row = lambda key, value: (key, value)  # type: ignore[method-assign]
+    with_sinks(attends)
     return attends
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_a_row_of_one_sequence_is_attended_from_by_its_ranks(window: int | None) -> None:
+def test_a_row_of_one_sequence_is_attended_from_by_its_ranks(window: int | None, sinks: bool) -> None:
     q, k, v = (torch.randn(12, 2, heads, 8, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS))
-    expected = attention(window)(q, k, v, None)
+    expected = attention(window, sinks=sinks)(q, k, v, None)
     for rank in range(3):
         own = own_places(12, Part(rank, 3))
-        torch.testing.assert_close(of_a_rank(window, rank, 3)(q[own], k, v, None), expected[own])
+        torch.testing.assert_close(of_a_rank(window, rank, 3, sinks=sinks)(q[own], k, v, None), expected[own])
 
 
 @settings(max_examples=100)
@@ -55,12 +66,15 @@ def test_a_row_of_one_sequence_is_attended_from_by_its_ranks(window: int | None)
     groups=GROUPS,
     window=st.sampled_from([None, 1, 3, 100]),
     size=SIZES,
+    sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_the_ranks_outputs_are_those_of_the_whole_row(
-    laid: Pack, groups: list[tuple[int, list[int]]], window: int | None, size: int, seed: int
+    laid: Pack, groups: list[tuple[int, list[int]]], window: int | None, size: int, sinks: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
+    if sinks:
+        laid = pack_part
     shared = [common for common, own in groups for _ in own]
     lengths = [common + tokens for common, own in groups for tokens in own]
     numbers = [number for number, (_, own) in enumerate(groups) for _ in own]
@@ -69,7 +83,7 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
     total = len(whole.source)
     row = [drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)]
     q, k, v = (x.unsqueeze(1) for x in row)
-    expected = attention(window)(q, k, v, None, packed_seq_params=whole).squeeze(1)
+    expected = attention(window, sinks=sinks)(q, k, v, None, packed_seq_params=whole).squeeze(1)
     outputs, places = [], []
     for rank in range(size):
         packing = laid(lengths, shared, numbers, **options, part=Part(rank, size))
@@ -78,7 +92,8 @@ def test_the_ranks_outputs_are_those_of_the_whole_row(
         assert torch.equal(packing.source, whole.source) and torch.equal(packing.positions, whole.positions[own])
         assert torch.equal(packing.starts, whole.starts)
         with mock.patch.dict(sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}):
-            outputs.append(of_a_rank(window, rank, size)(q[own], k, v, None, packed_seq_params=packing).squeeze(1))
+            attends = of_a_rank(window, rank, size, sinks=sinks)
+            outputs.append(attends(q[own], k, v, None, packed_seq_params=packing).squeeze(1))
         places.append(own)
     order = torch.cat(places).argsort()
     found = torch.cat(outputs)[order]

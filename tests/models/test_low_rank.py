@@ -16,12 +16,11 @@ from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
-from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.reshard import Resharder
-from tests.sharding.specs import make_spec
+from tests.sharding.specs import PLAIN, make_spec
 
 RANK, SCALING = 2, 1.5
 Tensors = dict[str, torch.Tensor]
@@ -37,7 +36,7 @@ def cut(layout: Layout, full: Tensors) -> Tensors:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", PLAIN)
 def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
     spec = make_spec(architecture)

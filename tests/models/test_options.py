@@ -108,6 +108,7 @@ def test_virtual_stages_need_layers() -> None:
         ({"rope_type": "linear", "factor": 2}, {"seq_len_interpolation_factor": 2.0}),
         ({"type": "linear", "factor": 4.0}, {"seq_len_interpolation_factor": 4.0}),
         (LLAMA3, {"rope_scaling": True, "rope_scaling_factor": 8.0}),
+        ({"rope_type": "yarn", "factor": 4.0}, {"position_embedding_type": "yarn"}),
     ],
 )
 def test_rotary_embeddings(scaling: dict[str, Any] | None, expected: dict[str, Any]) -> None:
@@ -118,7 +119,7 @@ def test_rotary_embeddings(scaling: dict[str, Any] | None, expected: dict[str, A
 @pytest.mark.parametrize(
     "scaling",
     [
-        {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.5},
         {"type": "dynamic", "factor": 2.0},
         LLAMA3 | {"original_max_position_embeddings": 4096},
         LLAMA3 | {"high_freq_factor": 8.0},
@@ -128,7 +129,7 @@ def test_a_scaling_that_would_be_computed_wrongly_is_refused(scaling: dict[str, 
     with pytest.raises(ModelError) as caught:
         rope_options(replace(make_spec(), rope_scaling=scaling))
     assert str(scaling) in str(caught.value)
-    assert "Supported: none, linear, and llama3" in str(caught.value)
+    assert "Supported: none, linear, yarn without attention_factor, and llama3" in str(caught.value)
 
 
 def test_the_configuration_says_what_the_model_is() -> None:

@@ -25,9 +25,25 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 GROUPS = st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(1, 6), min_size=1, max_size=4)), max_size=4)
 
 
-def attention(window: int | None) -> CausalAttention:
-    config = SimpleNamespace(window_size=None if window is None else (window - 1, 0))
-    return CausalAttention(config, 1, None, "self")
+def attention_config(window: int | None, *, sinks: bool) -> SimpleNamespace:
+    return SimpleNamespace(
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=None,
+        softmax_type="learnable" if sinks else "vanilla",
+        num_attention_heads=HEADS,
+        tensor_model_parallel_size=1,
+        params_dtype=torch.float64,
+    )
+
+
+def attention(window: int | None, *, sinks: bool = False) -> CausalAttention:
+    return with_sinks(CausalAttention(attention_config(window, sinks=sinks), 1, None, "self"))
+
+
+def with_sinks(attends: CausalAttention) -> CausalAttention:
+    if attends.softmax_offset is not None:
+        attends.softmax_offset.data.copy_(torch.tensor([1.0, -0.5, 0.25, 2.0]))
+    return attends
 
 
 def drawn(length: int, heads: int) -> torch.Tensor:
@@ -61,12 +77,15 @@ def varlen(
     groups=GROUPS,
     window=st.sampled_from([None, 1, 3, 100]),
     multiple_of=st.sampled_from([1, 4]),
+    sinks=st.booleans(),
     seed=st.integers(0, 99),
 )
 def test_attention_over_a_packed_row_is_that_of_each_sequence(
-    laid: Pack, groups: list[tuple[int, list[int]]], window: int | None, multiple_of: int, seed: int
+    laid: Pack, groups: list[tuple[int, list[int]]], window: int | None, multiple_of: int, sinks: bool, seed: int
 ) -> None:
     torch.manual_seed(seed)
+    if sinks:
+        laid = pack  # FlashAttention 2 has none
     shared = [common for common, own in groups for _ in own]
     lengths = [common + tokens for common, own in groups for tokens in own]
     numbers = [number for number, (_, own) in enumerate(groups) for _ in own]
@@ -78,7 +97,8 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
 
     row = [drawn(total, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS)]
     with mock.patch.dict(sys.modules, {"flash_attn": SimpleNamespace(flash_attn_varlen_func=varlen)}):
-        out = attention(window)(*(x.unsqueeze(1) for x in row), None, packed_seq_params=packing).squeeze(1)
+        attends = attention(window, sinks=sinks)
+        out = attends(*(x.unsqueeze(1) for x in row), None, packed_seq_params=packing).squeeze(1)
     assert out.shape == (total, HEADS * DIM) and out.isfinite().all(), "also what fills the row up"
     weights = torch.zeros(total, HEADS * DIM, dtype=torch.float64)
     expected = torch.zeros((), dtype=torch.float64)
@@ -92,7 +112,7 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
         places = [places_of[(owner if at < common else number) * 20 + at] for at in range(length)]
         assert packing.positions[places].tolist() == list(range(length))
         assert int(packing.starts[number]) == places[common] if common < length else True
-        alone = attention(window)(*(x[places].unsqueeze(1) for x in row), None).squeeze(1)
+        alone = attends(*(x[places].unsqueeze(1) for x in row), None).squeeze(1)
         torch.testing.assert_close(out[places], alone, rtol=1e-10, atol=1e-10)
         factor = torch.randn(length, HEADS * DIM, dtype=torch.float64)
         weights[places] += factor
@@ -102,6 +122,28 @@ def test_attention_over_a_packed_row_is_that_of_each_sequence(
     of_row = torch.autograd.grad((out * weights).sum(), row)
     for mine, theirs in zip(of_row, torch.autograd.grad(expected, row), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sink_is_one_more_score_of_nothing(window: int | None) -> None:
+    """As arXiv 2508.10925, section 2.2, says; and its gradient."""
+    torch.manual_seed(0)
+    q, k, v = (drawn(7, heads).requires_grad_() for heads in (HEADS, KV_HEADS, KV_HEADS))
+    attends = attention(window, sinks=True)
+    sinks = attends.softmax_offset
+    assert sinks is not None
+    found = attends(*(x.unsqueeze(1) for x in (q, k, v)), None).squeeze(1)
+    keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) / DIM**0.5
+    behind = torch.arange(7)[:, None] - torch.arange(7)
+    scores = scores.masked_fill((behind < 0) | (behind >= (window or 7)), float("-inf"))
+    beside = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, 7, 1)], dim=-1)
+    expected = torch.einsum("hqk,khd->qhd", beside.softmax(-1)[..., :-1], values).flatten(1)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    factor = torch.randn_like(found)
+    of_found, of_expected = (torch.autograd.grad((x * factor).sum(), [q, k, v, sinks]) for x in (found, expected))
+    for mine, theirs in zip(of_found, of_expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
 
 
 def test_own_parts_look_back_at_a_beginning_that_is_computed_once() -> None:
@@ -117,8 +159,10 @@ def test_own_parts_look_back_at_a_beginning_that_is_computed_once() -> None:
 
 
 def test_flash_attention_packs_where_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def config(dtype: torch.dtype, head_dim: int = 64, *, latent: bool = False) -> Any:
-        return SimpleNamespace(params_dtype=dtype, kv_channels=head_dim, multi_latent_attention=latent)
+    def config(dtype: torch.dtype, head_dim: int = 64, *, latent: bool = False, softmax: str = "vanilla") -> Any:
+        return SimpleNamespace(
+            params_dtype=dtype, kv_channels=head_dim, multi_latent_attention=latent, softmax_type=softmax
+        )
 
     assert build.packer(config(torch.bfloat16)) is pack, "there is no CUDA device"
     monkeypatch.setattr(flash_attention, "why_not", lambda: "")
@@ -126,6 +170,7 @@ def test_flash_attention_packs_where_it_computes(monkeypatch: pytest.MonkeyPatch
     assert build.packer(config(torch.float32)) is build.packer(config(torch.bfloat16, 264)) is pack
     assert build.packer(config(torch.bfloat16, 36)) is pack
     assert build.packer(config(torch.bfloat16, latent=True)) is pack, "its values have another head size"
+    assert build.packer(config(torch.bfloat16, softmax="learnable")) is pack, "it has no sinks"
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])

@@ -10,10 +10,20 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megaverl.sharding.layout import Layout
-from megaverl.sharding.model_spec import ARCHITECTURES, SIGMOID_ROUTED, MLASpec, ModelSpec, MoESpec
+from megaverl.sharding.model_config import SIGMOID_ROUTED
+from megaverl.sharding.model_spec import ARCHITECTURES, MLASpec, ModelSpec, MoESpec
 from megaverl.sharding.weight import Split, Weight
 
-ROUTED = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeForCausalLM")
+ROUTED = (
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeForCausalLM",
+    "GptOssForCausalLM",
+)
+UNCUT = "GptOssForCausalLM"  # whose experts have biases, and so no tensor parallelism of their own
+# Whose weights lie in engines as in files; experts that lie transposed are views, which layouts have.
+PLAIN = tuple(architecture for architecture in ARCHITECTURES if architecture != UNCUT)
 DENSE = tuple(architecture for architecture in ARCHITECTURES if architecture not in ROUTED)
 # What a tiny folder of an architecture needs beside the sizes that all share, in Hugging Face's words.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -44,13 +54,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
     },
+    "GptOssForCausalLM": {"num_local_experts": 6, "intermediate_size": 128, "num_key_value_heads": 4},
 }
 
 
 def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> ModelSpec:
     """A spec small enough to write out every element."""
     latent = architecture == "DeepseekV3ForCausalLM"
-    gemma = architecture == "GemmaForCausalLM"
+    gemma, gpt_oss = architecture == "GemmaForCausalLM", architecture == "GptOssForCausalLM"
     fields = {
         "architecture": architecture,
         "num_layers": 4,
@@ -61,18 +72,27 @@ def make_spec(architecture: str = "Qwen2ForCausalLM", **changes: object) -> Mode
         "head_dim": 4 if latent else 2,
         "vocab_size": 50,
         "tie_embeddings": False,
-        "qkv_bias": architecture in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM"),
+        "qkv_bias": architecture in ("Qwen2ForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM"),
         "qk_norm": architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Glm4MoeForCausalLM"),
         "norm_eps": 1e-5,
         "rope_theta": 1e4,
         "max_positions": 64,
-        "activation": "gelu_tanh" if gemma else "silu",
+        "activation": "gelu_tanh" if gemma else "clamped_swiglu" if gpt_oss else "silu",
         "norm_plus_one": gemma,
         "scale_embeddings": gemma,
+        "sliding_window": 8 if gpt_oss else None,
+        "full_attention_every": 2 if gpt_oss else None,
+        "linear_bias": gpt_oss,
+        "attention_sinks": gpt_oss,
         "moe": make_experts(architecture) if architecture in ROUTED else None,
         "mla": MLASpec(8, 6, 2, 2, 3) if latent else None,
     }
     return ModelSpec(**(fields | changes))  # type: ignore[arg-type]
+
+
+def expert_tp(architecture: str) -> dict[str, int]:
+    """What a grid says where `tp` is above 1."""
+    return {"etp": 1} if architecture == UNCUT else {}
 
 
 def make_experts(

@@ -27,6 +27,29 @@ CONFIG = {
 }
 
 
+# as openai/gpt-oss-20b's, made smaller
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "experts_per_token": 4,
+    "attention_bias": True,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+}
+
+
 def spec(without: str = "", **changes: Any) -> ModelSpec:
     return ModelSpec.from_config({key: value for key, value in (CONFIG | changes).items() if key != without})
 
@@ -36,6 +59,14 @@ def test_dimensions_are_carried_over() -> None:
     assert (found.num_layers, found.hidden_size, found.ffn_hidden_size) == (3, 48, 96)
     assert (found.num_heads, found.num_kv_heads, found.head_dim) == (6, 2, 8)
     assert (found.vocab_size, found.max_positions, found.norm_eps) == (101, 512, 1e-6)
+
+
+def test_gpt_oss() -> None:
+    found = spec(**GPT_OSS)
+    assert (found.sliding_window, found.full_attention_every, found.activation) == (128, 2, "clamped_swiglu")
+    assert found.linear_bias and found.qkv_bias and found.attention_sinks
+    assert found.rope_theta == 150000.0 and found.rope_scaling is not None and not found.rope_scaling["truncate"]
+    assert found.moe == MoESpec(32, 4, 96, normalize_weights=True)
 
 
 def test_what_may_be_left_out() -> None:
@@ -85,14 +116,15 @@ def test_the_installed_transformers_is_read_back() -> None:
 
     for architecture in ARCHITECTURES:
         config = getattr(transformers, architecture.replace("ForCausalLM", "Config"))(
-            **{key: value for key, value in CONFIG.items() if key != "architectures"},
+            **{key: value for key, value in CONFIG.items() if key not in ("architectures", "rms_norm_eps")},
             architectures=[architecture],
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            rms_norm_eps=1e-5 if architecture == "GptOssForCausalLM" else 1e-6,
             **({"first_k_dense_replace": 1} if architecture == "DeepseekV3ForCausalLM" else {"head_dim": 8}),
         )
         found = ModelSpec.from_config(config.to_dict())
         assert (found.architecture, found.rope_theta, found.rope_scaling) == (architecture, 1e6, None)
-        assert found.norm_eps == 1e-6
+        assert found.norm_eps == config.rms_norm_eps
         if found.mla is None:
             assert (found.head_dim, found.num_kv_heads) == (8, 2)
 
@@ -102,8 +134,8 @@ def test_the_installed_transformers_is_read_back() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM"),
         (
-            {"architectures": ["GptOssForCausalLM"]},
-            "'GptOssForCausalLM' is not supported by Megatron: its files hold a layer's experts in one tr",
+            {"architectures": ["Gemma3ForCausalLM"]},
+            "'Gemma3ForCausalLM' is not supported by Megatron: megatron-core's GPTModel has one rotary base",
         ),
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
@@ -111,6 +143,16 @@ def test_the_installed_transformers_is_read_back() -> None:
         ({"num_attention_heads": 0}, "num_attention_heads is 0"),
         ({"vocab_size": None}, "vocab_size is None"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; expected a number above 0"),
+        (GPT_OSS | {"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06; only 1e-05 is computed"),
+        (GPT_OSS | {"swiglu_limit": 5.0}, "swiglu_limit is 5.0; only 7.0 is computed"),
+        (
+            GPT_OSS | {"layer_types": ["full_attention"] * 3},
+            "windows are computed in every other layer",
+        ),
+        (
+            GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}},
+            "Write its weights in bfloat16 once, and name that folder",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; only silu is computed"),
         ({"use_sliding_window": True, "sliding_window": 128, "max_window_layers": 2}, "a window of 128 tokens"),
     ],

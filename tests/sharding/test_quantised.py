@@ -12,12 +12,12 @@ from megaverl.models.architectures import weights_of
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantised import held_bytes, landing_parts, matrices, quantised_tensors
 from megaverl.sharding.vllm import vllm_layouts
-from tests.sharding.specs import make_spec, specs
+from tests.sharding.specs import PLAIN, make_spec, specs
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.sampled_from([1, 2, 4]).flatmap(lambda tp: st.tuples(st.just(tp), specs([tp]))),
+    st.sampled_from([1, 2, 4]).flatmap(lambda tp: st.tuples(st.just(tp), specs([tp], PLAIN))),
     st.integers(1, 2000),
     st.booleans(),
 )

@@ -17,8 +17,13 @@ from megaverl.sharding.vllm import VOCAB_PADDING, vllm_layouts
 from tests.launcher import Launcher
 from tests.sharding.specs import CONFIGS, DENSE, ROUTED, element_ids, fill, make_experts, make_spec, specs
 
-# vLLM's Gemma is always tied, its DeepSeek and GLM-4.5 never.
-VLLM_HAS_NONE = (("GemmaForCausalLM", False), ("DeepseekV3ForCausalLM", True), ("Glm4MoeForCausalLM", True))
+# vLLM's Gemma is always tied, its DeepSeek, GLM-4.5 and gpt-oss never.
+VLLM_HAS_NONE = (
+    ("GemmaForCausalLM", False),
+    ("DeepseekV3ForCausalLM", True),
+    ("Glm4MoeForCausalLM", True),
+    ("GptOssForCausalLM", True),
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -73,6 +78,7 @@ def test_what_tp_does_not_divide_is_named(changes: dict[str, int], tp: int, mess
         ("MixtralForCausalLM", (4, 6), 4, False, "rollout.tp=4 does not divide the model's 6 units of an expert"),
         ("Qwen3MoeForCausalLM", (2, 8), 4, True, "the layer's 2 experts are fewer than the rollout.tp 4"),
         ("DeepseekV3ForCausalLM", (4, 3), 4, True, "6 units of the shared experts"),
+        ("GptOssForCausalLM", (4, 8), 4, True, "rollout.tp=4 does not divide the model's 2 key-value heads"),
     ],
 )
 def test_experts_that_cannot_be_divided_are_named(

@@ -17,7 +17,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Weight
-from tests.sharding.specs import make_weights, specs
+from tests.sharding.specs import PLAIN, make_weights, specs
 from tests.weights.simulate import layouts_of
 
 Layouts = Callable[[int], Layout]
@@ -96,7 +96,7 @@ def one_side(draw: st.DrawFn, weights: list[Weight], spec: ModelSpec, world: int
 @st.composite
 def model_cases(draw: st.DrawFn) -> Case:
     """A model that moves from one placement to another, in a world of up to 8 ranks on any nodes."""
-    spec = draw(specs(TP_SIZES))
+    spec = draw(specs(TP_SIZES, PLAIN))
     weights = weights_of(spec)
     world = draw(st.sampled_from([4, 8, 2, 1]))
     source, dest = (one_side(draw, weights, spec, world) for _ in range(2))

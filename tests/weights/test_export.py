@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.sharding.model_spec import ARCHITECTURES
 from tests.launcher import Launcher
+from tests.sharding.specs import expert_tp
 
 GRID = {"tp": 2, "pp": 2}
 
@@ -36,7 +37,8 @@ def test_transformers_loads_it_with_equal_logits(
     (source / "chat_template.jinja").write_text("x")
     target = tmp_path / "export"
     options = {"bucket_bytes": 4096, "shard_bytes": 50_000 if tied else 10**9}
-    results = launch.world(4, "tests.weights.ranks:load_and_export", source=source, folder=target, grid=GRID, **options)
+    grid = GRID | expert_tp(architecture)
+    results = launch.world(4, "tests.weights.ranks:load_and_export", source=source, folder=target, grid=grid, **options)
     assert results == [""] * 4
     assert torch.equal(logits(target), logits(source))
     names = {path.name for path in target.iterdir()}

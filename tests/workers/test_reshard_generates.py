@@ -21,6 +21,7 @@ MORE = {
     "Qwen3MoeForCausalLM": {"moe_intermediate_size": 48},
     # tied and scaled embeddings: weaker layers would say the last token of a prompt again and again
     "GemmaForCausalLM": {"initializer_range": 0.3},
+    "GptOssForCausalLM": {"intermediate_size": 128},  # of which vLLM's CPU kernel wants multiples of 32 on a rank
 }
 DENSE = (
     "LlamaForCausalLM",
@@ -140,6 +141,11 @@ def test_with_experts(launch: Launcher, architecture: str, tp: int, tmp_path: Pa
 @pytest.mark.parametrize("architecture", WITH_EXPERTS)
 def test_an_engine_whose_ranks_hold_whole_experts(launch: Launcher, architecture: str, tmp_path: Path) -> None:
     check(launch, tmp_path, architecture, EXPERT_GRIDS, 2, enable_expert_parallel=True)
+
+
+def test_experts_that_files_hold_transposed_and_in_one_array(launch: Launcher, tmp_path: Path) -> None:
+    """gpt-oss: also sinks, windows in every other layer, YaRN, and a bias that one of the engine's ranks has alone."""
+    check(launch, tmp_path, "GptOssForCausalLM", [{"tp": 2, "etp": 1}, {"pp": 2}, {"dp": 2, "ep": 2}], 2)
 
 
 def test_four_ranks(launch: Launcher, tmp_path: Path) -> None:

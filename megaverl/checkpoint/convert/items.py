@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from megaverl.sharding.boxes import Box, BoxIndex, carry, split, whole
-from megaverl.sharding.plan import Transfer
+from megaverl.sharding.layout import Layout
+from megaverl.sharding.plan import intersect_layouts
 from megaverl.weights.stored import StoredArrayReader
 from megaverl.weights.torch_dist import Frame
 
@@ -57,13 +58,37 @@ class Item:
         return whole(self.shape).numel * self.dtype.itemsize
 
 
-def parts_of(transfers: Iterable[Transfer]) -> dict[str, list[ArrayPart]]:
-    """The parts of every target array, by its name."""
+def parts_of(source_layout: Layout, dest: Layout) -> dict[str, list[ArrayPart]]:
+    """The parts of every target array, by its name. Where the target alone holds a weight transposed, the source's
+    array is to be read so (`ModelSource.arrays`).
+
+    Raises:
+        ReshardError: see `intersect_layouts`.
+    """
     found: dict[str, list[ArrayPart]] = {}
-    for transfer in transfers:
-        part = ArrayPart(transfer.source_local, transfer.source_box, transfer.dest_box)
-        found.setdefault(transfer.dest_local, []).append(part)
+    for transfer in intersect_layouts(source_layout, dest):
+        source, box = transfer.source_local, transfer.source_box
+        local, dest_box = stored_box(dest, transfer.dest_local, transfer.dest_box)
+        if transfer.dest_local != local and source in source_layout.views:
+            source, box = stored_box(source_layout, source, box)
+        elif transfer.dest_local != local:
+            source, box = transposed_name(source), last_axes_swapped(box)
+        found.setdefault(local, []).append(ArrayPart(source, box, dest_box))
     return found
+
+
+def stored_box(layout: Layout, local: str, box: Box) -> tuple[str, Box]:
+    """A box of a local array or of a view of it, which swaps its last two axes -> (the array, the box of it)."""
+    return (local, box) if local not in layout.views else (layout.stored_in(local), last_axes_swapped(box))
+
+
+def transposed_name(array: str) -> str:
+    """Of a stored array seen with its last two axes swapped."""
+    return f"{array}.transposed"
+
+
+def last_axes_swapped(box: Box) -> Box:
+    return Box(*((*corner[:-2], corner[-1], corner[-2]) for corner in box))
 
 
 class Parts:

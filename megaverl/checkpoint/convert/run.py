@@ -153,7 +153,7 @@ def convert(request: ConversionRequest) -> None:
         target = _target(source, request)
         if request.verify and source.kind == "megatron":
             index = read_arrays(source.folder)
-            check_checksums({name: index[name] for name in source.arrays}, rank, world)
+            check_checksums({name: index[name] for name in source.layout.local_shapes}, rank, world)
     draft = request.output.with_name(f".{request.output.name}.partial")
     shown = rank == 0 and not request.quiet
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 
+from megaverl.checkpoint.convert.items import transposed_name
 from megaverl.checkpoint.manifest import MANIFEST_FILE, Manifest, newest_whole
 from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
 from megaverl.errors import CheckpointError, DataError, ModelError
@@ -60,7 +61,8 @@ class ModelSource:
         tokenizer: a folder or sentencepiece file with the tokenizer that a run used instead of the model's own.
         config: config.json.
         layout: the model's weights (Hugging Face's names) in the stored arrays.
-        arrays: the stored arrays by local name.
+        arrays: the stored arrays and their views by local name; what a target may hold transposed also seen so
+            (`transposed_name`).
         twins: tensors that a folder stores besides, as copies: name -> the weight that it equals.
         left_out: names of stored arrays that are no weights: optimizer states, buffers.
         file_headers: the headers of the safetensors files that the model came from, where known.
@@ -136,6 +138,11 @@ def _open_hugging_face(folder: Path, model_folder: Path) -> ModelSource:
     if LM_HEAD in extra and (value_head or not spec.tie_embeddings):
         raise ModelError(f"{folder}: {LM_HEAD} beside a value head: a model has one of the two. Remove one of them.")
     arrays = stored_arrays(stored)
+    arrays |= {
+        transposed_name(weight.name): arrays[weight.name].transposed((0, 2, 1))
+        for weight in weights
+        if weight.is_stacked and len(weight.shape) == 3
+    }
     return ModelSource(
         "hugging_face",
         folder,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megaverl.checkpoint.convert.items import ArrayPart, Item, Parts, parts_of
+from megaverl.checkpoint.convert.items import ArrayPart, Item, Parts, parts_of, stored_box
 from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.distributed.grid import GridShape
 from megaverl.errors import ModelError, ReshardError
@@ -63,7 +63,8 @@ def hugging_face_target(
     stored = source.dtypes
     shapes = {weight.name: weight.shape for weight in source.weights}
     dtypes = {name: dtype or stored[name] for name in shapes}
-    parts = parts_of(intersect_layouts(source.layout, whole_layout(shapes.items())))
+    plain = whole_layout(shapes.items())
+    parts = parts_of(source.layout, plain)
     headers = _recorded(source, shapes, dtypes) if shard_bytes is None else None
     if headers is None:
         tensors = [(name, shapes[name], dtypes[name]) for name in shapes]
@@ -138,7 +139,7 @@ def megatron_target(
         prefix=options.prefix,
         transformer_engine=options.transformer_engine,
     )
-    parts = parts_of(intersect_layouts(source.layout, layout))
+    parts = parts_of(source.layout, layout)
     filling = {name: Parts(each) for name, each in parts.items()}
     dtypes = {name: dtype or _widest(source, parts[name]) for name in layout.local_shapes}
     unknown = sorted({str(each) for each in dtypes.values()} - {str(each) for each in STORAGES})
@@ -199,7 +200,7 @@ def _chunks(source: ModelSource, layout: Layout, options: MegatronOptions) -> di
                 boxes.append((key, cut(layout.local_shapes[key], 0, low, low + run)))
         for transfer in intersect_layouts(layout, held):
             if transfer.tensor not in vocabulary:
-                boxes.append((transfer.source_local, transfer.source_box))
+                boxes.append(stored_box(layout, transfer.source_local, transfer.source_box))
         chunks[rank] = [box for box in dict.fromkeys(boxes) if box not in seen]
         seen.update(boxes)
     return {rank: boxes for rank, boxes in chunks.items() if boxes}

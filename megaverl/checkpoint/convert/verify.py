@@ -17,7 +17,7 @@ from megaverl.checkpoint.convert.source import ModelSource
 from megaverl.errors import CheckpointError, ConfigError, ModelError
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import whole_layout
-from megaverl.sharding.plan import MAX_NAMED, intersect_layouts
+from megaverl.sharding.plan import MAX_NAMED
 from megaverl.weights.load import clear_padding, fill
 from megaverl.weights.stored import StoredArrayReader
 
@@ -31,9 +31,8 @@ def compare_bytes(
         CheckpointError: names the weights that differ, and by how many elements.
     """
     shapes = {weight.name: weight.shape for weight in source.weights}
-    before, after = (
-        parts_of(intersect_layouts(each.layout, whole_layout(shapes.items()))) for each in (source, written)
-    )
+    plain = whole_layout(shapes.items())
+    before, after = (parts_of(each.layout, plain) for each in (source, written))
     dtypes = written.dtypes
     items = [Item(name, "", 0, shape, dtypes[name], before[name]) for name, shape in shapes.items()]
     differing: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Each architecture's table of weights, and the registry that finds it by its Hugging Face name."""
 
 from megaverl.errors import ModelError
-from megaverl.models.architectures import deepseek_v3, llama
+from megaverl.models.architectures import deepseek_v3, gpt_oss, llama
 from megaverl.models.architectures.llama import ATTENTION, MLP, QK_NORMS, QKV_BIAS, experts
 from megaverl.models.architectures.table import Layers, build
 from megaverl.sharding.model_spec import ModelSpec
@@ -20,8 +20,9 @@ LAYERS = {
         dense=ATTENTION + QKV_BIAS + QK_NORMS + MLP,
         routed=ATTENTION + QKV_BIAS + QK_NORMS + experts() + deepseek_v3.ROUTER_BIAS + deepseek_v3.SHARED_EXPERTS,
     ),
+    "GptOssForCausalLM": gpt_oss.LAYERS,
 }
-WITH_QKV_BIAS = ("Qwen2ForCausalLM", "Glm4MoeForCausalLM")
+WITH_QKV_BIAS = ("Qwen2ForCausalLM", "Glm4MoeForCausalLM", "GptOssForCausalLM")
 
 
 def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = False) -> list[Weight]:
@@ -37,7 +38,7 @@ def weights_of(spec: ModelSpec, *, value_head: int = 0, beside_logits: bool = Fa
         raise ModelError(f"architecture {spec.architecture!r} has no table of weights. Supported: {', '.join(LAYERS)}.")
     if spec.qkv_bias and spec.architecture not in WITH_QKV_BIAS:
         raise ModelError(
-            f"{spec.architecture} with `attention_bias: true` is not supported: only {' and '.join(WITH_QKV_BIAS)} may "
+            f"{spec.architecture} with `attention_bias: true` is not supported: only {', '.join(WITH_QKV_BIAS)} may "
             "have biases on their attention projections."
         )
     return build(LAYERS[spec.architecture], spec, value_head=value_head, beside_logits=beside_logits)

@@ -35,13 +35,6 @@ class Rule:
     transformer_engine: str | None = None
 
 
-class Layers(NamedTuple):
-    """The rules of a decoder layer with a plain MLP, and of one with routed experts."""
-
-    dense: tuple[Rule, ...] = ()
-    routed: tuple[Rule, ...] = ()
-
-
 EMBEDDING = Rule(
     "model.embed_tokens.weight",
     ("vocab", "hidden"),
@@ -63,6 +56,14 @@ VALUE_HEAD = Rule("score.weight", ("value_heads", "hidden"), Split.REPLICATED, "
 VALUES_BESIDE = replace(VALUE_HEAD, megatron="value_head.weight")  # where the language-model head stays
 
 
+class Layers(NamedTuple):
+    """The rules of a decoder layer with a plain MLP, and of one with routed experts; and of the embedding."""
+
+    dense: tuple[Rule, ...] = ()
+    routed: tuple[Rule, ...] = ()
+    embedding: Rule = EMBEDDING
+
+
 def build(layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bool = False) -> list[Weight]:
     """All weights of a decoder whose layers follow these rules, in the order of the forward pass.
 
@@ -73,8 +74,8 @@ def build(layers: Layers, spec: ModelSpec, *, value_head: int, beside_logits: bo
     has_logits = beside_logits or not value_head
     tied = spec.tie_embeddings and has_logits
     num_dense = spec.num_layers if spec.moe is None else spec.moe.num_dense_layers
-    dense, routed = (_templates(rules, sizes, spec) for rules in layers)
-    weights = [_outside(EMBEDDING, sizes, tied=tied)]
+    dense, routed = (_templates(rules, sizes, spec) for rules in (layers.dense, layers.routed))
+    weights = [_outside(layers.embedding, sizes, tied=tied)]
     for layer in range(spec.num_layers):
         weights += _in_layer(layer, dense if layer < num_dense else routed)
     weights.append(_outside(FINAL_NORM, sizes))
@@ -92,6 +93,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
         "hidden": spec.hidden_size,
         "ffn": spec.ffn_hidden_size,
         "head": spec.head_dim,
+        "heads": spec.num_heads,
         "q": spec.num_heads * spec.head_dim,
         "kv": spec.num_kv_heads * spec.head_dim,
     }
@@ -105,6 +107,7 @@ def _sizes(spec: ModelSpec) -> dict[str, int]:
             "experts": spec.moe.num_experts,
             "expert_bias": spec.moe.num_experts if spec.moe.router_bias else 0,
             "expert_ffn": spec.moe.ffn_hidden_size,
+            "gate_up": 2 * spec.moe.ffn_hidden_size,
             "shared_ffn": spec.moe.shared_ffn_hidden_size,
         }
     if spec.mla is not None:

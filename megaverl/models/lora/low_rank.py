@@ -76,7 +76,7 @@ def low_ranks(weights: Iterable[Weight], targets: str | Sequence[str], rank: int
         ModelError: targets that name nothing here, or what can have no adapter; with what can.
     """
     weights = list(weights)
-    routed = any(weight.expert is not None for weight in weights)
+    routed = any(weight.expert is not None or weight.is_stacked for weight in weights)
     possible = {weight.name.removesuffix(SUFFIX): weight for weight in weights if _is_linear(weight, routed)}
     matches = _matcher(targets)
     chosen = [weight for module, weight in possible.items() if matches(module)]

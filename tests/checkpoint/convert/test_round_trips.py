@@ -14,7 +14,7 @@ from megaverl.checkpoint.convert.source import open_source
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import as_reward_model, assert_same_files, converted, make_model, make_tokenizer
-from tests.sharding.specs import make_spec
+from tests.sharding.specs import expert_tp, make_spec
 
 WITH_EXPERTS = [name for name in ARCHITECTURES if make_spec(name).moe]
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -22,6 +22,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 def grids_of(architecture: str) -> list[dict[str, int]]:
     experts = {"ep": 2, "dp": 2} if architecture in WITH_EXPERTS else {}
+    experts |= expert_tp(architecture)
     return [{}, {"tp": 2, "pp": 2, **experts}, {"tp": 2, "pp": 2, "vpp": 2, **experts}]
 
 

@@ -1,0 +1,52 @@
+"""gpt-oss: biases on every linear layer, attention sinks, and the experts of a layer in one transposed array.
+
+An array `[experts, in, out]` holds gate and up columns in turn. Megatron's and vLLM's parameters hold them as rows, in
+the same order; a hook behind Megatron's `linear_fc1` puts gates first (`models/build.py`), vLLM's activation takes them
+in turn (0.32, `models/gpt_oss.py`).
+"""
+
+from dataclasses import replace
+
+from megaverl.models.architectures import llama
+from megaverl.models.architectures.table import EMBEDDING, Layers, Rule
+from megaverl.sharding.weight import Split
+
+QKV = ("self_attention.linear_qkv", "attn.qkv_proj")
+OUT = ("self_attention.linear_proj", "attn.o_proj")
+ROUTER = ("mlp.router", "mlp.router")
+
+
+def experts(name: str, axes: tuple[str, ...], split: Split, number: int, vllm: str) -> Rule:
+    """All experts of a layer in one array; `number` of Megatron's linear layer."""
+    kind = "bias" if name.endswith("bias") else "weight"
+    return Rule(
+        f"mlp.experts.{name}",
+        ("experts", *axes),
+        split,
+        f"mlp.experts.local_experts.{{}}.linear_fc{number}.{kind}",
+        f"mlp.experts.routed_experts.{vllm}",
+        transformer_engine=f"mlp.experts.linear_fc{number}.{kind}{{}}",
+    )
+
+
+ATTENTION = (
+    llama.norm("input_layernorm", "input_layernorm", "self_attention.linear_qkv"),
+    *(llama.linear(f"self_attn.{part}_proj", (axis, "hidden"), split, QKV) for part, axis, split in llama.PARTS),
+    *(
+        llama.linear(f"self_attn.{part}_proj", (f"{axis}_bias",), split, QKV, "bias")
+        for part, axis, split in llama.PARTS
+    ),
+    llama.linear("self_attn.o_proj", ("hidden", "q"), Split.ROW, OUT),
+    llama.linear("self_attn.o_proj", ("hidden",), Split.REPLICATED, OUT, "bias"),
+    Rule("self_attn.sinks", ("heads",), Split.COLUMN, "self_attention.core_attention.softmax_offset", "attn.sinks"),
+)
+EXPERTS = (
+    llama.norm("post_attention_layernorm", "pre_mlp_layernorm"),
+    llama.linear("mlp.router", ("experts", "hidden"), Split.REPLICATED, ROUTER),
+    llama.linear("mlp.router", ("experts",), Split.REPLICATED, ROUTER, "bias"),
+    experts("gate_up_proj", ("hidden", "gate_up"), Split.STACKED_OUT, 1, "w13_weight"),
+    experts("gate_up_proj_bias", ("gate_up",), Split.STACKED_OUT, 1, "w13_bias"),
+    experts("down_proj", ("expert_ffn", "hidden"), Split.STACKED_IN, 2, "w2_weight"),
+    experts("down_proj_bias", ("hidden",), Split.STACKED_WHOLE, 2, "w2_bias"),
+)
+LAYERS = Layers(routed=ATTENTION + EXPERTS, embedding=replace(EMBEDDING, vllm="model.embedding.weight"))
