@@ -170,7 +170,10 @@ def known_to_both() -> list[str]:
     import transformers
     from vllm.model_executor.models import registry
 
-    return sorted(name for name in registry._TEXT_GENERATION_MODELS if hasattr(transformers, name))
+    through_transformers = {name for name in registry._TRANSFORMERS_SUPPORTED_MODELS if name.endswith("ForCausalLM")}
+    return sorted(
+        name for name in registry._TEXT_GENERATION_MODELS.keys() | through_transformers if hasattr(transformers, name)
+    )
 
 
 def write_folder(architecture: str, folder: Path, sizes: dict[str, Any]) -> dict[str, tuple[int, ...]]:
