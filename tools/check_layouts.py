@@ -82,6 +82,9 @@ MORE: dict[str, dict[str, Any]] = {
     | {"vocab_size_per_layer_input": 130, "hidden_size_per_layer_input": 16, "global_head_dim": 16},
     "Lfm2ForCausalLM": {"block_dim": 64, "block_ff_dim": 128, "layer_types": ["conv", "full_attention", "conv"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    # experts as wide as `intermediate_size` says; vLLM would believe the other
+    "FlexOlmoForCausalLM": {"moe_intermediate_size": LEFT_OUT},
+    "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": LEFT_OUT},
     "HYV3ForCausalLM": {"first_k_dense_replace": 1},
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
