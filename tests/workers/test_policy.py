@@ -1,18 +1,27 @@
-"""Mean, 99.9th percentile and largest of differences, as of all of them sorted; and what they lead to after a start."""
+"""Mean, 99.9th percentile and largest of differences, as of all of them sorted; and what they lead to after a start.
+
+And the state of an entropy bonus that is steered.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megaverl.algorithms import AdaptiveEntropy, FixedKL
 from megaverl.config import load_config
 from megaverl.errors import TrainingStopped
 from megaverl.platform import platform
+from megaverl.trainer.roles import Roles
 from megaverl.workers.policy import DifferenceStats, LogProbDifference, check_first_comparison
+from megaverl.workers.remote import RemoteWorker
 from tests.algorithms.strategies import PROPERTY
 from tests.launcher import Launcher
 
@@ -88,3 +97,23 @@ def test_a_tolerance_of_one_s_own(dtype: torch.dtype) -> None:
     for found in (MIXTURE, BROKEN):
         with pytest.raises(TrainingStopped, match="allowed are 7.5 for any token"):
             check(found, dtype, "rollout.logprob_tolerance=7.5")
+
+
+def test_an_adaptive_entropy_bonus_goes_on_where_it_was() -> None:
+    def roles(bonus: AdaptiveEntropy | None, actor: Any = None) -> Roles:
+        own = actor or SimpleNamespace(entropy=bonus)
+        return Roles(actor=own, rollout=None, reward=None, critic=None, reference=None, kl=FixedKL(0.1))
+
+    first = roles(AdaptiveEntropy(0.01, target=0.5, step=0.005))
+    first.actor.entropy.update(0.1)
+    state = json.loads(json.dumps(first.kl_state()))
+    second = roles(AdaptiveEntropy(0.01, target=0.5, step=0.005))
+    second.load_kl_state(state)
+    assert second.actor.entropy.weight == pytest.approx(0.015)
+    for without in (roles(None), roles(None, RemoteWorker("actor"))):
+        without.load_kl_state(state)
+        assert without.kl_state() == FixedKL(0.1).state_dict()
+    agents = Roles(actor=first.actor, rollout=None, reward=None, critic=None, reference=None, kl=FixedKL(0.1))
+    agents.agents = {"a": first, "b": roles(None)}
+    assert set(agents.kl_state()) == {"a", "b"}
+    agents.load_kl_state(json.loads(json.dumps(agents.kl_state())))
