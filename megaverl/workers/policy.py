@@ -367,7 +367,7 @@ def _said(found: DifferenceStats, config: Config, limit: str) -> str:
     compared = config.reshard.check_every >= 0
     weights = "have the same weights" if compared else "may have other weights (reshard.check_every=-1 compares none)"
     return (
-        f"the log-probs that {config.rollout.engine} reports and those that Megatron computes for the same tokens "
+        f"the log-probs that {config.rollout.engine} reports and those that the actor computes for the same tokens "
         f"differ by {found.mean:.3g} in the mean, for 99.9 % of the tokens by up to {found.p999:.3g}, at most by "
         f"{found.largest:.3g}; {limit}. Both {weights}. Sampling fields such as top_p or penalties that only the "
         "engine applies do this, and an architecture that both compute differently. If the difference is only "

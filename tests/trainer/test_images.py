@@ -74,3 +74,20 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(launch: Launcher, argumen
     ended = launch.command(again, logs=tmp_path / "third", environment=fault.environment())
     assert ended.codes == [0, 0] and "1 of 2 steps" in ended.text, ended.text
     assert differences(remains(runs["killed"] / "run"), remains(runs["whole"] / "run")) == []
+
+
+def test_adapters_on_the_tower_are_merged_into_the_engine(
+    launch: Launcher, arguments: list[str], tmp_path: Path
+) -> None:
+    """`all-linear` means the tower's layers too; from the second step on the engine reads images with theirs."""
+    more = ["algorithm={name: grpo, group_size: 2}", "actor.freeze=[]", "actor.optimizer.lr=0.02"]
+    more.append("actor.lora={rank: 2, alpha: 8, targets: all-linear}")
+    ended = launch.command([*arguments, *more, f"run.dir={tmp_path / 'runs'}"], logs=tmp_path / "logs")
+    assert ended.codes == [0, 0], ended.text
+    for found in metrics_of(tmp_path / "runs" / "run").values():
+        assert 0 < found["rollout/logprob_diff_max"] < 1e-4 and found["actor/grad_norm"] > 0
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    after = load_file(tmp_path / "runs" / "run" / "hf" / "model.safetensors")
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, after[name])}
+    assert {name.split(".")[0] for name in changed} >= {"visual", "model"}
+    assert all(name.endswith("weight") and before[name].dim() == 2 for name in changed)
