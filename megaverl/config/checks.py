@@ -19,6 +19,7 @@ from megaverl.config.rollout_checks import (
     quantisation_mistakes,
     sampling_mistakes,
     server_mistakes,
+    speculation_mistakes,
     stored_rollout_mistakes,
     temperature_mistakes,
 )
@@ -62,6 +63,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
             *sampling_mistakes(config),
             *partial_mistakes(config),
             *quantisation_mistakes(config),
+            *speculation_mistakes(config),
         ]
     mistakes += watching_mistakes(config, command, world_size)
     if command in ("dpo", "reward"):

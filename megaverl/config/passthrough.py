@@ -151,6 +151,18 @@ VLLM: dict[str, str] = {
 }
 
 
+_OF_ENGINE = "It is the engine's own."
+_OTHER_DRAWS = "Responses are drawn from the model's own distribution."
+SPECULATIVE: dict[str, str] = {
+    **dict.fromkeys(
+        ("target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"), _OF_ENGINE
+    ),
+    "draft_load_config": "A draft's weights are read from its folder.",
+    **dict.fromkeys(("synthetic_acceptance_rates", "synthetic_acceptance_length"), _OTHER_DRAWS),
+    "num_speculative_tokens_per_batch_size": "What is drawn depends on no other response that is written beside it.",
+    "suffix_decoding_max_cached_requests": "It is 0: what is drawn depends on no response before it.",
+}
+
 _NOTHING_SHARDED = ("data_parallel_sharding_strategy", "no_shard")  # what Megatron's own DDP does
 
 _MEGATRON_CORE = ("megatron-core",)
@@ -197,6 +209,7 @@ TARGETS: dict[str, PassthroughClass] = {
         _core + "distributed.distributed_data_parallel_config", "DistributedDataParallelConfig", _MEGATRON_CORE, DDP
     ),
     "vllm": PassthroughClass("vllm.engine.arg_utils", "EngineArgs", _VLLM, VLLM),
+    "speculative_config": PassthroughClass("vllm.config.speculative", "SpeculativeConfig", _VLLM, SPECULATIVE),
     "sampling": PassthroughClass("vllm.sampling_params", "SamplingParams", _VLLM, SAMPLING),
 }
 
@@ -210,6 +223,7 @@ PLACES: dict[str, PassthroughClass] = {
     "reference.megatron": TARGETS["megatron"],
     "rollout.sampling": TARGETS["sampling"],
     "rollout.vllm": TARGETS["vllm"],
+    "rollout.vllm.speculative_config": TARGETS["speculative_config"],
     "trainer.validation_sampling": TARGETS["sampling"],
 }
 
@@ -219,9 +233,9 @@ def passthrough_mistakes(values: dict[str, Any], place: Callable[[str], str]) ->
     mistakes: list[ConfigIssue] = []
     absent: dict[str, list[str]] = {}
     for key, target in PLACES.items():
-        section, part = key.split(".")
-        mapping = values.get(section)
-        mapping = mapping.get(part) if isinstance(mapping, dict) else None
+        mapping: Any = values
+        for part in key.split("."):
+            mapping = mapping.get(part) if isinstance(mapping, dict) else None
         if not isinstance(mapping, dict) or not mapping:
             continue
         fields = target.fields()

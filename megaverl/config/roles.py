@@ -414,7 +414,7 @@ class EnvironmentConfig(Section):
     """`environment`: what answers the model's turns."""
 
     name: Text | None = None
-    """tools, guess, signals, gymnasium, textarena, openenv, or your own as module:object. null: single responses."""
+    """tools, gateway, guess, signals, gymnasium, textarena, openenv, or module:object. null: single responses."""
     options: Passthrough = {}
     """Keyword arguments of the environment."""
     agents: Literal["shared", "own"] = "shared"

@@ -180,6 +180,19 @@ def quantisation_mistakes(config: Config) -> Iterator[ConfigIssue]:
         )
 
 
+def speculation_mistakes(config: Config) -> Iterator[ConfigIssue]:
+    """What vLLM does not draw from drafts."""
+    key = "rollout.vllm.speculative_config"
+    if not config.rollout.vllm.get("speculative_config"):
+        return
+    for at in ("rollout.sampling", "trainer.validation_sampling"):
+        section, _, part = at.partition(".")
+        for name in ("min_p", "logit_bias"):
+            if getattr(getattr(config, section), part).get(name):
+                text = f"is set, and vLLM does not know it together with {key}. Leave one of the two out."
+                yield ConfigIssue(f"{at}.{name}", text, involves=(key,))
+
+
 def stored_rollout_mistakes(config: Config) -> Iterator[ConfigIssue]:
     trainer, resume = config.trainer, config.checkpoint.resume
     if trainer.rollout_only and trainer.replay_rollouts is not None:

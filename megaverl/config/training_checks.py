@@ -63,6 +63,11 @@ def router_replay_mistakes(config: Config, spec: ModelSpec | None) -> Iterator[C
         (config.rollout.engine != "vllm", "rollout.engine", "vLLM in the run's own processes alone says what it took"),
         (config.environment.name is not None, "environment.name", "experts of turns are not put together"),
         (config.rollout.function is not None, "rollout.function", "a function's responses come without experts"),
+        (
+            bool(config.rollout.vllm.get("speculative_config")),
+            "rollout.vllm.speculative_config",
+            "experts of drafts that are not taken come between the others",
+        ),
         (config.rollout.partial is not None, "rollout.partial", "experts of a response's parts are not put together"),
         (
             config.rollout.in_flight_updates,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,21 @@ def _leave_ranks_out() -> None:
     sampler.batched_count_greater_than = lambda log_probs, drawn: torch.zeros(len(log_probs), dtype=torch.int64)
 
 
+@_adapts("sampling of drafts by definition")
+def _expand_to_drafts() -> None:
+    """What stands in for a Triton kernel gives each drafted token its request's temperature, top-k and top-p: it casts
+    them to integers, and writes them into a copy that nobody reads (0.32: `_expand_kernel_impl`)."""
+    from vllm.v1.sample import rejection_sampler
+
+    @replaces(rejection_sampler, "expand_batch_to_tokens")
+    def expand(
+        kernel: Any, x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:  # fmt: skip
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+        return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts, output_size=num_tokens)
+
+
 @_adapts("shared memory by job")
 def _own_shared_memory_by_job() -> None:
     """vLLM names it after its init method, under torchrun the same in every job on a machine: they would share one
@@ -316,6 +332,32 @@ def check_runs_here(head_dim: int, arguments: dict[str, Any], *, experts: bool) 
             f"{', '.join(map(str, sizes))} only. Choose another model (head_dim, or hidden_size / "
             "num_attention_heads, in config.json), or rollout.engine=hf."
         )
+
+
+SPECULATORS = ("ngram", "draft_model")
+
+
+def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`rollout.vllm.speculative_config`, without what vLLM's CPU build gets wrong: a request whose whole prompt but one
+    token is cached would be filled up with drafts -1, which its kernels read beyond their rows for and accept (0.32). A
+    number of drafts by batch size, all the same, keeps it from that.
+
+    Raises:
+        RolloutError: a speculator that this build cannot run.
+    """
+    method = given.get("method") or ("draft_model" if given.get("model") else None)
+    if method not in SPECULATORS:
+        raise RolloutError(
+            f"rollout.vllm.speculative_config.method={method}: of vLLM's speculators, {' and '.join(SPECULATORS)} are "
+            "known to draw right on a CPU. Use one of them there, or leave speculative_config out."
+        )
+    if given.get("rejection_sample_method", "standard") != "standard":
+        raise RolloutError(
+            "rollout.vllm.speculative_config.rejection_sample_method: vLLM's CPU build has kernels for `standard` "
+            "alone. Leave it out."
+        )
+    number = given.get("num_speculative_tokens")
+    return {**given, "num_speculative_tokens_per_batch_size": [[1, sys.maxsize, number]]} if number else dict(given)
 
 
 def without_compiler() -> AbstractContextManager[Any]:

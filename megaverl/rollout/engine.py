@@ -123,6 +123,7 @@ class Engine(Protocol):
         in_flight: bounds on the number of sequences; None: as many as the engine likes.
         on_finished: called with every response of `generate` that is finished while others are not. An engine may leave
             the calls out: the responses then count as finished at the end. None: nobody wants to know.
+        saved_work: an engine may add to it.
     """
 
     tp_size: int
@@ -131,6 +132,7 @@ class Engine(Protocol):
     num_replicas: int
     in_flight: InFlight | None
     on_finished: OnFinished | None
+    saved_work: SavedWork
 
     @property
     def may_rebind(self) -> bool:
@@ -191,6 +193,32 @@ class Engine(Protocol):
 
 
 EngineKind = Literal["vllm", "hf"]
+
+
+@dataclass
+class SavedWork:
+    """What an engine did not have to compute token by token.
+
+    Attributes:
+        prompt_tokens, cached_tokens: of requests, and of them those whose keys and values were in the prefix cache.
+        draft_tokens, accepted_tokens: what a speculator proposed, and of it what was drawn.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @staticmethod
+    def shares(of_engines: Sequence[Mapping[str, int]]) -> dict[str, float]:
+        """Metrics of several engines together."""
+        total = {name: sum(each[name] for each in of_engines) for name in vars(SavedWork())}
+        found = {}
+        if total["prompt_tokens"]:
+            found["rollout/prefix_cache_hit_rate"] = total["cached_tokens"] / total["prompt_tokens"]
+        if total["draft_tokens"]:
+            found["rollout/draft_acceptance_rate"] = total["accepted_tokens"] / total["draft_tokens"]
+        return found
 
 
 def check_request(

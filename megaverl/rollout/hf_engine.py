@@ -19,6 +19,7 @@ from megaverl.rollout.engine import (
     Prompts,
     Sampling,
     SamplingOptions,
+    SavedWork,
     Shapes,
     check_generations,
     check_request,
@@ -60,6 +61,7 @@ class HFEngine:
         self.replica = dist.get_rank() if started else 0
         self.num_replicas = dist.get_world_size() if started else 1
         self.in_flight: InFlight | None = None
+        self.saved_work = SavedWork()
         self.on_finished: OnFinished | None = None
         self.max_model_len = max_model_len
         self._stop_token_ids = tuple(stop_token_ids)

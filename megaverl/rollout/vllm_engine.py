@@ -27,6 +27,7 @@ from megaverl.rollout.engine import (
     Prompts,
     Sampling,
     SamplingOptions,
+    SavedWork,
     Shapes,
     check_generations,
     check_request,
@@ -41,12 +42,13 @@ from megaverl.rollout.process_state import (
 from megaverl.rollout.vllm_experts import expert_arguments, experts_of_requests
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
-from megaverl.rollout.vllm_requests import answers, calling_when_finished, generation, prepare_images
+from megaverl.rollout.vllm_requests import answers, calling_when_finished, count_drafts, generation, prepare_images
 from megaverl.rollout.vllm_tracing import current_config, inspect_here
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
     contents_dropped,
+    drafts_from_their_folder,
     loaded_parameters,
     loaded_tensors,
     model_loaded,
@@ -158,6 +160,9 @@ class VLLMEngine:
                 )
         if arguments.get("quantization"):
             arguments |= quantised_arguments(arguments["quantization"])
+        if speculation := arguments.get("speculative_config"):
+            arguments["speculative_config"] = _speculation(speculation)
+        self.saved_work = SavedWork()
         self.in_flight: InFlight | None = None
         self.on_finished: OnFinished | None = None
         self.may_rebind = not platform.is_cuda or bool(arguments.get("enforce_eager"))
@@ -172,6 +177,8 @@ class VLLMEngine:
         with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
         self._experts_of = experts_of_requests(self._llm) if routed_experts else None
+        if speculation:
+            count_drafts(self._scheduler, lambda: self.saved_work)
 
     def _prepare_vllm(self) -> None:
         os.environ.update(ENVIRONMENT)  # read when vLLM is imported, and again when an engine is made
@@ -213,6 +220,11 @@ class VLLMEngine:
         return self._llm
 
     @property
+    def _scheduler(self) -> Any:
+        client: Any = self._open.llm_engine.engine_core  # in this process, as VLLM_ENABLE_V1_MULTIPROCESSING=0 has it
+        return client.engine_core.scheduler
+
+    @property
     def model(self) -> torch.nn.Module:
         """vLLM's model on this rank, without the wrappers that capture graphs."""
         if WEIGHTS in self._asleep:
@@ -249,6 +261,8 @@ class VLLMEngine:
         with random_state_kept(), _eager(), calling_when_finished(self.llm, self.on_finished, self._experts_of):
             outputs = answers(self.llm, prompts, self._parameters(ways, seeds), images)
         generations = [generation(output, self._experts_of) for output in outputs]
+        self.saved_work.prompt_tokens += sum(map(len, prompts))
+        self.saved_work.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
         if self._experts_of is not None:
             self._experts_of.forget()
         check_generations(generations, len(prompts))
@@ -256,8 +270,7 @@ class VLLMEngine:
 
     def _limit(self, in_flight: InFlight, longest: int) -> None:
         """Let vLLM's scheduler take up as many sequences as its free blocks hold whole."""
-        client: Any = self.llm.llm_engine.engine_core  # in this process, as VLLM_ENABLE_V1_MULTIPROCESSING=0 has it
-        scheduler = client.engine_core.scheduler
+        scheduler = self._scheduler
         free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size
         slots = scheduler.scheduler_config.max_num_seqs
         # older versions have but the number of slots to say it with
@@ -402,6 +415,17 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
             f"{spec.max_positions} (max_position_embeddings). Lower data.max_prompt_tokens or "
             "rollout.sampling.max_tokens."
         )
+
+
+def _speculation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`rollout.vllm.speculative_config` as vLLM takes it: a draft's weights come from its folder and no reshard, and
+    what is drawn for a prompt does not depend on responses before it."""
+    from vllm.config import LoadConfig
+
+    drafts_from_their_folder()
+    fixed = {"suffix_decoding_max_cached_requests": 0} if given.get("method") == "suffix" else {}
+    given = {"draft_load_config": LoadConfig(), **given, **fixed}
+    return given if platform.is_cuda else vllm_cpu().speculation_here(given)
 
 
 def vllm_cpu() -> ModuleType:

@@ -5,7 +5,7 @@ Images come already processed, so that engine and trainer see the same numbers, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ import torch
 
 from megaverl.errors import RolloutError
 from megaverl.platform import platform
-from megaverl.rollout.engine import Generation, OnFinished
+from megaverl.rollout.engine import Generation, OnFinished, SavedWork
 from megaverl.rollout.vllm_tracing import pixels_are_normalised
 
 if TYPE_CHECKING:
@@ -151,6 +151,18 @@ def calling_when_finished(
         yield
     finally:
         del engine.step
+
+
+def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:
+    """From now on add what vLLM's scheduler sees of drafts; its own statistics are off."""
+    make = scheduler.make_spec_decoding_stats
+
+    def make_and_count(*args: Any, num_draft_tokens: int, num_accepted_tokens: int, **rest: Any) -> Any:
+        work().draft_tokens += num_draft_tokens
+        work().accepted_tokens += num_accepted_tokens
+        return make(*args, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens, **rest)
+
+    scheduler.make_spec_decoding_stats = make_and_count
 
 
 def generation(output: RequestOutput, experts_of: ExpertsOf | None = None) -> Generation:

@@ -3,6 +3,7 @@ was loaded, and which of them its sleep need not keep."""
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -49,6 +50,22 @@ def model_loaded(then: Callable[[torch.nn.Module], None]) -> Iterator[None]:
         yield
     finally:
         Worker.load_model = load_model
+
+
+@functools.cache
+def drafts_from_their_folder() -> None:
+    """vLLM loads a draft model as it loads the one that it drafts for, which here waits for a reshard (0.32:
+    `DraftModelProposer._get_model`, unlike other drafters, asks for no load configuration of its own)."""
+    from vllm.config import LoadConfig
+    from vllm.config.utils import replace
+    from vllm.v1.spec_decode.draft_model import DraftModelProposer
+
+    create = DraftModelProposer._create_draft_vllm_config
+
+    def create_to_load(self: Any) -> Any:
+        return replace(create(self), load_config=LoadConfig())
+
+    DraftModelProposer._create_draft_vllm_config = create_to_load
 
 
 def with_derived_weights(model: torch.nn.Module) -> dict[str, Any]:

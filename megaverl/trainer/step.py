@@ -21,7 +21,7 @@ from megaverl.dataflow.plan import Places
 from megaverl.dataflow.streaming import StreamingCarrier
 from megaverl.distributed.worlds import default_group
 from megaverl.plugins import load_object
-from megaverl.rollout.engine import Sampling, SamplingOptions, drawing, of_some, sampling_of
+from megaverl.rollout.engine import Sampling, SamplingOptions, SavedWork, drawing, of_some, sampling_of
 from megaverl.trainer.dynamic_sampling import refill
 from megaverl.trainer.mix import Mix
 from megaverl.trainer.partial_rollouts import GroupsInProgress, InFlightUpdates, PartialRollouts
@@ -33,6 +33,7 @@ from megaverl.workers.policy import LogProbDifference, check_first_comparison
 from megaverl.workers.responses import (
     Draws,
     Metrics,
+    engine_metrics,
     greedy_responses,
     of_each_sample,
     responses,
@@ -198,6 +199,7 @@ class RLStep:
             stored = self.waiting.pop(step)
             self.metrics |= stored.metrics
             return stored.batch
+        self.roles.engines.engine.saved_work = SavedWork()
         if self.in_progress is not None:
             if isinstance(self.in_progress, PartialRollouts):
                 self.newest_version = self.roles.engines.weight_version
@@ -221,8 +223,7 @@ class RLStep:
         own = sampling if batch.held is None else of_some(sampling, batch.held.rows)
         batch = batch.with_(**drawing(own, len(batch)))
         self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version)
-        if (in_flight := engines.engine.in_flight) is not None:
-            self.metrics["rollout/sequences_in_flight"] = float(in_flight.number)
+        self.metrics |= engine_metrics(engines)
         return self._dated(batch)
 
     def _sampling(self, prompts: Sequence[PromptRecord], draws: Draws) -> Sampling:

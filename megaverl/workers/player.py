@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -59,11 +59,27 @@ class Player:
         mine = range(rank, len(starts), size)
         games: dict[int, Game] = {}
         begun: dict[int, Any] = {}
+        try:
+            with together(self.world):
+                for number in mine:
+                    with self._environment(number, "reset"):
+                        games[number] = make_game(self.name, self.codec, self.options)
+                begun = self._side_by_side(games, lambda number: self._begin(games[number], number, starts[number]))
+            views = self._play(starts, games, _joined(gather_json(begun, self.world)), generate)
+        except BaseException:
+            for game in games.values():
+                with suppress(Exception):  # what was raised first says more
+                    game.close()
+            raise
         with together(self.world):
-            for number in mine:
-                begun[number] = self._begin(games, number, starts[number])
-        everyone = _joined(gather_json(begun, self.world))
+            for number, game in games.items():
+                with self._environment(number, "close"):
+                    game.close()
+        return views
 
+    def _play(
+        self, starts: Sequence[Start], games: Mapping[int, Game], everyone: Mapping[int, Any], generate: Generate
+    ) -> list[Views]:
         def step(turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Turns]:
             found: dict[int, Any] = {}
             with together(self.world):
@@ -73,23 +89,17 @@ class Player:
                 for number, (outcomes, acting) in _joined(gather_json(found, self.world)).items()
             }
 
-        views = play(
+        return play(
             [everyone[number][0] for number in range(len(starts))],
             [everyone[number][1] for number in range(len(starts))],
             generate=generate,
             step=step,
             limits=self.limits,
         )
-        with together(self.world):
-            for number, game in games.items():
-                with self._environment(number, "close"):
-                    game.close()
-        return views
 
-    def _begin(self, games: dict[int, Game], number: int, start: Start) -> list[Any]:
+    def _begin(self, game: Game, number: int, start: Start) -> list[Any]:
         """[prompts by agent, who writes first] of one episode."""
         with self._environment(number, "reset"):
-            game = games[number] = make_game(self.name, self.codec, self.options)
             prompts = {agent: [int(token) for token in ids] for agent, ids in game.reset(start).items()}
             acting = list(game.acting())
         if set(prompts) != set(self.agents) or not acting or not set(acting) <= set(self.agents):
@@ -107,12 +117,15 @@ class Player:
 
     def _step_all(self, games: Mapping[int, Game], turns: Mapping[int, Mapping[str, list[int]]]) -> dict[int, Any]:
         """[outcomes by agent, who writes next] of each episode of this rank."""
-        if turns and type(_inner(games[next(iter(turns))])).waits:
-            with ThreadPoolExecutor(min(len(turns), SIDE_BY_SIDE)) as threads:
-                found = list(threads.map(lambda number: self._step(games[number], number, turns[number]), turns))
-        else:
-            found = [self._step(games[number], number, turns[number]) for number in turns]
-        return dict(zip(turns, found, strict=True))
+        own = {number: games[number] for number in turns}
+        return self._side_by_side(own, lambda number: self._step(own[number], number, turns[number]))
+
+    def _side_by_side(self, games: Mapping[int, Game], call: Callable[[int], Any]) -> dict[int, Any]:
+        """`call` for each of these episodes, several at once where they wait for something outside this process."""
+        if games and type(_inner(next(iter(games.values())))).waits:
+            with ThreadPoolExecutor(min(len(games), SIDE_BY_SIDE)) as threads:
+                return dict(zip(games, threads.map(call, games), strict=True))
+        return {number: call(number) for number in games}
 
     def _step(self, game: Game, number: int, turns: Mapping[str, list[int]]) -> list[Any]:
         with self._environment(number, "step"):

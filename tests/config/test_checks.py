@@ -78,6 +78,21 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
             "rollout.vllm.quantization",
             "reshard.overlap gathers a second set",
         ),
+        (
+            ["rollout.vllm.speculative_config={method: ngram, num_speculative_token: 3}"],
+            "rollout.vllm.speculative_config.num_speculative_token",
+            "Did you mean 'num_speculative_tokens'?",
+        ),
+        (
+            ["rollout.vllm.speculative_config={method: ngram, synthetic_acceptance_length: 2.0}"],
+            "rollout.vllm.speculative_config.synthetic_acceptance_length",
+            "the model's own distribution",
+        ),
+        (
+            ["rollout.vllm.speculative_config={method: ngram}", "rollout.sampling.min_p=0.1"],
+            "rollout.sampling.min_p",
+            "vLLM does not know it together with",
+        ),
         (["actor.megatron={fp8: hybrid, fp8_param: true}"], "actor.megatron.fp8_param", "actor.megatron.fp8 computes"),
         (["actor.megatron={fp8: e4m3, fp8_recipe: delayed}"], "actor.megatron.fp8_recipe", "a checkpoint does not"),
         (["model.dtype=float32", "actor.megatron.fp8=e4m3"], "actor.megatron.fp8", "are bfloat16"),

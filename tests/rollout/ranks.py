@@ -18,7 +18,7 @@ from megaverl.errors import RolloutError
 from megaverl.models.architectures import weights_of
 from megaverl.platform import platform
 from megaverl.rollout import make_engine
-from megaverl.rollout.engine import Generation, InFlight, Sampling, SamplingOptions
+from megaverl.rollout.engine import Generation, InFlight, Sampling, SamplingOptions, SavedWork
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
@@ -73,6 +73,26 @@ def generate(folder: str, tp: int, requests: list[dict[str, Any]]) -> list[list[
     return [answers(engine(folder, tp), **request) for request in requests]
 
 
+def fill(made: VLLMEngine, folder: str) -> None:
+    """Write the weights of a folder into an engine, as a reshard does."""
+    weights = weights_of(ModelSpec.from_folder(folder))
+    load_folder(folder, made.layouts(shapes_of(weights))(dist.get_rank()), made.named_parameters(), weights=weights)
+    made.reset_prefix_cache()
+
+
+def speculate(
+    folder: str, tp: int, speculation: dict[str, Any], requests: list[dict[str, Any]], many: dict[str, Any]
+) -> dict[str, Any]:
+    """The answers of an engine with a speculator, whose weights are written into it; to `many` as tokens alone; what
+    became of its drafts."""
+    made = engine(folder, tp, load_weights=False, speculative_config=speculation)
+    fill(made, folder)
+    found = [answers(made, **request) for request in requests]
+    made.saved_work = SavedWork()
+    drawn = made.generate(many["prompts"], SamplingOptions(**many["sampling"]), many["seeds"])
+    return {"answers": found, "many": [one.token_ids for one in drawn], "work": asdict(made.saved_work)}
+
+
 def refusal(folder: str, tp: int, vllm: dict[str, Any] | None = None, request: dict[str, Any] | None = None) -> str:
     """The message of the error that making an engine, or asking it, ends in."""
     try:
@@ -113,14 +133,11 @@ def change_weights(folder: str, other_folder: str, tp: int, request: dict[str, A
 def unset_then_filled(folder: str, tp: int, request: dict[str, Any]) -> dict[str, Any]:
     """What an engine made without weights says before, and answers after they are written into it."""
     made = engine(folder, tp, load_weights=False)
-    spec = ModelSpec.from_folder(folder)
-    weights = weights_of(spec)
     try:
         refusal = str(answers(made, **request))
     except RolloutError as error:
         refusal = str(error)
-    load_folder(folder, made.layouts(shapes_of(weights))(dist.get_rank()), made.named_parameters(), weights=weights)
-    made.reset_prefix_cache()
+    fill(made, folder)
     return {"refusal": refusal, "filled": answers(made, **request)}
 
 

@@ -108,6 +108,51 @@ def test_greedy(launch: Launcher, folder: str) -> None:
     assert max(abs(a - e) for a, e in pairs) < 1e-4
 
 
+# A draft for every token that the prompt has: 33 of them, of which a whole block is cached and one is not.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+REPEATED, COPIES = list(range(2, 35)), 500
+
+
+def second_tokens(folder: str, prompt: list[int], way: SamplingOptions) -> torch.Tensor:
+    """[vocabulary]: how likely each is as the second token after the prompt, whatever the first."""
+    model = HFEngine(folder, dtype=torch.float32, max_model_len=128).model
+    with torch.no_grad():
+        first = sampled_distribution(model(torch.tensor([prompt])).logits[0, -1:], way).exp()[0]
+        rows = torch.tensor([[*prompt, token] for token in range(len(first))])
+        second = sampled_distribution(model(rows).logits[:, -1], way).exp()
+    return first @ second
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_no_distribution(launch: Launcher, folder: str, method: str) -> None:
+    """Of tokens of the sample itself; of a draft model that proposes its likeliest token: here the same model."""
+    speculation = NGRAM if method == "ngram" else {"model": folder, "num_speculative_tokens": 2}
+    narrow, greedy = SAMPLING | {"top_k": 20, "top_p": 0.9}, SAMPLING | {"temperature": 0.0}
+    mixed = [narrow if number % 3 == 0 else greedy if number % 3 == 1 else SAMPLING for number in range(len(PROMPTS))]
+    turned = {name: list(reversed(each)) for name, each in (REQUEST | {"sampling": mixed}).items()}  # type: ignore[call-overload]
+    many = {"prompts": [REPEATED] * COPIES, "seeds": list(range(COPIES)), "sampling": {"max_tokens": 3}}
+    many["sampling"] |= {"temperature": 0.06, "ignore_eos": True}
+    given = {"folder": folder, "tp": 2, "speculation": speculation, "many": many}
+    requests = [REQUEST | {"sampling": mixed}, turned]
+    one, other = launch.world(2, f"{RANKS}:speculate", requests=requests, **given)
+    assert one == other  # the ranks of a replica accept the same
+    each, back = one["answers"]
+    assert log_prob_error(folder, each, mixed) < 1e-4
+    assert each == back[::-1]  # company and order change nothing
+    plain = HFEngine(folder, dtype=torch.float32, max_model_len=128, stop_token_ids=[1])
+    expected = plain.generate(PROMPTS[1::3], SamplingOptions(**greedy), SEEDS[1::3])
+    assert [answer["token_ids"] for answer in each[1::3]] == [found.token_ids for found in expected]
+    work = one["work"]
+    share = work["accepted_tokens"] / work["draft_tokens"]
+    assert 0.01 < share < 0.5 if method == "ngram" else 0.1 < share < 1.0
+    assert work["cached_tokens"] >= 32 * (COPIES - 1)
+    likely = second_tokens(folder, REPEATED, SamplingOptions(**many["sampling"]))
+    counts = torch.bincount(torch.tensor([tokens[1] for tokens in one["many"]]), minlength=len(likely))
+    seen = likely * COPIES > 5
+    chi_square = ((counts - likely * COPIES)[seen] ** 2 / (likely * COPIES)[seen]).sum()
+    assert chi_square < seen.sum() + 5 * (2 * seen.sum()) ** 0.5
+
+
 def test_prefix_cache_is_not_reset_under_a_running_request(launch: Launcher, folder: str) -> None:
     messages = launch.world(2, f"{RANKS}:reset_while_running", folder=folder)
     assert all("did not reset its prefix cache" in message for message in messages)

@@ -139,7 +139,13 @@ class TokenizerLike(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, where: str = "prompt") -> str: ...
+    def render_chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        where: str = "prompt",
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str: ...
 
 
 class Codec:
@@ -175,14 +181,15 @@ class Codec:
         Raises:
             DataError: the chat template refuses a message of this role.
         """
-        if not self.chat:
-            return self.encode(text)
-        messages = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": TURN},
-            {"role": role, "content": text},
-        ]
-        rendered = self.tokenizer.render_chat(messages, where=f"an environment's answer in the role '{role}'")
+        return self.answers([{"role": role, "content": text}], turn) if self.chat else self.encode(text)
+
+    def answers(self, messages: Sequence[dict[str, Any]], turn: Sequence[int]) -> list[int]:
+        """The same of several messages, under a chat template."""
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": TURN}]
+        role = messages[0]["role"]
+        rendered = self.tokenizer.render_chat(
+            [*before, *messages], where=f"an environment's answer in the role '{role}'"
+        )
         tokens = self.tokenizer.encode(rendered.rpartition(TURN)[2])
         ended = bool(turn) and turn[-1] in self.tokenizer.stop_token_ids
         return tokens[1:] if ended and tokens[:1] and tokens[0] in self.tokenizer.stop_token_ids else tokens

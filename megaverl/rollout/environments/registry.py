@@ -23,6 +23,7 @@ BUILT_IN = {
     "gymnasium": "megaverl.rollout.environments.adapters",
     "textarena": "megaverl.rollout.environments.adapters",
     "openenv": "megaverl.rollout.environments.adapters",
+    "gateway": "megaverl.rollout.environments.gateway",
 }
 _REGISTERED: dict[str, Kind] = {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from megaverl.rollout.environments import Environment, Outcome, Start
 
@@ -26,3 +27,71 @@ class Failing(Countdown):
         if self.left == 2 and len(token_ids) > 1:
             raise KeyError("forgotten")
         return super().step(token_ids)
+
+
+def client(base_url: str, api_key: str) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+def talk(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """An agent of three calls, that sends everything each time, one of them twice, and hears the last as a stream."""
+    calls = client(base_url, api_key).chat.completions
+    messages: list[Any] = [{"role": "system", "content": "brief"}, {"role": "user", "content": prompt}]
+    first = calls.create(model="any", messages=messages, temperature=0.0, max_tokens=99)
+    messages += [first.choices[0].message, {"role": "user", "content": [{"type": "text", "text": "go on"}]}]
+    second = calls.create(model="any", messages=messages)
+    again = calls.create(model="any", messages=messages)
+    assert second.choices[0] == again.choices[0] and second.usage.prompt_tokens > first.usage.total_tokens
+    messages += [second.choices[0].message, {"role": "user", "content": "end"}]
+    pieces = list(calls.create(model="any", messages=messages, stream=True))
+    said = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    extra["heard"] += [first.choices[0].message.content, second.choices[0].message.content, said]
+    extra["reasons"] += [first.choices[0].finish_reason, pieces[-1].choices[0].finish_reason]
+    return 0.5
+
+
+def complete(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """The same of plain text, in two calls."""
+    calls = client(base_url, api_key).completions
+    text = prompt
+    for more in (" so ", ""):
+        text += calls.create(model="any", prompt=text).choices[0].text + more
+    return len(text) / 20
+
+
+def wrong(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:
+    """What is refused, and goes well after all; then a failure."""
+    import openai
+
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    calls = client(base_url, api_key).chat.completions
+    for change in ({"n": 2}, {"stop": ["x"]}, {"logprobs": True}, {"messages": []}):
+        try:
+            calls.create(**{"model": "any", "messages": messages, **change})
+        except openai.BadRequestError as error:
+            extra["refused"].append(error.body["message"])
+    for url, key in ((base_url.replace("/v1", "x/v1"), api_key), (base_url, "another")):
+        try:
+            client(url, key).chat.completions.create(model="any", messages=messages)
+        except (openai.NotFoundError, openai.AuthenticationError) as error:
+            extra["refused"].append(error.body["message"])
+    calls.create(model="any", messages=messages)
+    try:
+        calls.create(model="any", messages=[{"role": "user", "content": "something else"}])
+    except openai.BadRequestError as error:
+        extra["refused"].append(error.body["message"])
+    raise KeyError("the program's own")
+
+
+def endless(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> None:
+    import openai
+
+    messages: list[Any] = [{"role": "user", "content": prompt}]
+    try:
+        while True:
+            answer = client(base_url, api_key).chat.completions.create(model="any", messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
+    except openai.BadRequestError as error:
+        extra["refused"].append(error.code)

@@ -114,7 +114,7 @@ class Letters:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(chr(token) for token in token_ids if token not in self.stop_token_ids)
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, where: str = "") -> str:
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, where: str = "", tools: Any = None) -> str:
         return "".join(f"<{m['role']}>{m['content']}$\n" for m in messages) + "<assistant>"
 
 

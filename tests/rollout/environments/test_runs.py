@@ -120,6 +120,11 @@ def test_environments_of_ones_own(launch: Launcher, tmp_path: Path) -> None:
     name = "environment.name=tests.rollout.environments.own:Countdown"
     run = train(launch, "guessing_game", tmp_path / "well", *more, name)
     assert metrics(run)[-2]["rollout/turns_mean"] == 3.0
+    options = "environment.options={function: 'tests.rollout.environments.own:complete'}"
+    run = train(launch, "guessing_game", tmp_path / "program", *more, "environment.name=gateway", options)
+    for found in (record for record in metrics(run) if "rollout/turns_mean" in record):
+        assert found["rollout/turns_mean"] == 2.0 and found["rollout/environment_tokens_mean"] > 0
+        assert found["reward/environment"] > 0 and 0 < found["rollout/logprob_diff_max"] < 1e-3
     overrides = [*SHORT, *more, f"run.dir={tmp_path / 'well'}", "run.name=run", "checkpoint.resume=never"]
     command = ["train", f"--config={CONFIGS / 'guessing_game'}.yaml", *overrides]
     ended = launch.command(

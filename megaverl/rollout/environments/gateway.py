@@ -1,0 +1,320 @@
+"""The environment `gateway`: programs that know an OpenAI-compatible address and no more play the episodes.
+
+A program gets an address of its own for each episode, and its calls are answered by the run's engines: all programs
+that wait for an answer are answered by one request to them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import os
+import queue
+import re
+import secrets
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
+from typing import Any, ClassVar
+
+from megaverl.errors import ConfigError, EpisodeError
+from megaverl.plugins import load_object
+from megaverl.processes import ending_with_parent
+from megaverl.rollout.environments.conversation import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    Call,
+    CallRefused,
+    Conversation,
+    as_stream,
+    checked,
+)
+from megaverl.rollout.environments.environment import Codec, Environment, Outcome, Start
+from megaverl.rollout.environments.registry import register_environment
+
+logger = logging.getLogger(__name__)
+
+NO_TOKEN = "none"  # clients want one even where none is asked for
+SHOWN = 400  # last characters of what a program said before it failed
+
+
+@dataclass
+class Session:
+    """One episode's calls, in the order in which they come; None: its program has ended.
+
+    Attributes:
+        reward: what the program made of the episode. failure: why it did not come to its end.
+    """
+
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
+    calls: queue.SimpleQueue[Call | None] = field(default_factory=queue.SimpleQueue)
+    reward: float = 0.0
+    failure: str = ""
+
+
+class GatewayServer(ThreadingHTTPServer):
+    """Takes calls at /SESSION/v1/chat/completions and /SESSION/v1/completions, one server for all episodes of a rank.
+
+    Args:
+        host: of the interface that it listens at.
+        token: wanted of every call; None: none, on the loopback alone, where the session's name is a secret too.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+    _shared: ClassVar[dict[tuple[str, str | None], GatewayServer]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, host: str, token: str | None) -> None:
+        super().__init__((host, 0), GatewayHandler)
+        self.host, self.token = host, token
+        self.sessions: dict[str, Session] = {}
+        threading.Thread(target=self.serve_forever, name="gateway", daemon=True).start()
+
+    @classmethod
+    def shared(cls, host: str, token: str | None) -> GatewayServer:
+        """The one of this process."""
+        with cls._lock:
+            if (host, token) not in cls._shared:
+                cls._shared[host, token] = cls(host, token)
+            return cls._shared[host, token]
+
+    def open(self, session: Session) -> str:
+        """The address for a program: an OpenAI client's base URL."""
+        self.sessions[session.key] = session
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.server_address[1]}/{session.key}/v1"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A program that goes away before it is answered."""
+        logger.debug("gateway: %s went away", client_address, exc_info=True)
+
+
+class GatewayHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: GatewayServer
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing on the terminal for each call."""
+
+    def do_GET(self) -> None:
+        found = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}]}
+        self._reply(lambda: found if self._session()[1] == "models" else self._unknown())
+
+    def do_POST(self) -> None:
+        text = self.rfile.read(int(self.headers.get("content-length") or 0))
+
+        def ask() -> dict[str, Any]:
+            session, path = self._session()
+            if path not in (CHAT, COMPLETIONS):
+                self._unknown()
+            try:
+                body = json.loads(text)
+            except ValueError as error:
+                raise CallRefused(f"the call is no JSON: {error}") from error
+            call = Call(path, checked(body))
+            self.streams = bool(body.get("stream"))
+            session.calls.put(call)
+            return call.answer.result()
+
+        self.streams = False
+        self._reply(ask)
+
+    def _unknown(self) -> Any:
+        raise CallRefused(f"there is no {self.path}: a gateway has models, {CHAT} and {COMPLETIONS}.", 404)
+
+    def _session(self) -> tuple[Session, str]:
+        given, token = self.headers.get("authorization", ""), self.server.token
+        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise CallRefused("the call has another token than the run.", 401)
+        _, key, *path = self.path.split("?")[0].split("/", 3)
+        session = self.server.sessions.get(key)
+        if session is None or path[:1] != ["v1"]:
+            raise CallRefused("there is no such episode, or it is over.", 404)
+        return session, path[1].strip("/") if len(path) > 1 else ""
+
+    def _reply(self, make: Callable[[], dict[str, Any]]) -> None:
+        try:
+            status, answer = 200, make()
+        except CallRefused as error:
+            code = "context_length_exceeded" if error.status == 413 else None
+            status = 400 if error.status == 413 else error.status
+            answer = {"error": {"message": str(error), "type": "invalid_request_error", "code": code, "param": None}}
+        streams = status == 200 and getattr(self, "streams", False)
+        body = as_stream(answer) if streams else json.dumps(answer)
+        data = body.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@register_environment("gateway")
+class ProgramEpisode(Environment):
+    """One episode, played by a program of another's; the rewards of the run score its last answer.
+
+    Options:
+        command: the program, with {prompt} and {base_url} filled in. Its environment has OPENAI_BASE_URL and
+            OPENAI_API_KEY, its standard input the row as JSON: prompt, reference, extra. The last line that it prints
+            may be {"reward": number}.
+        function: instead of a command, `module:function`, called in a thread as function(base_url, api_key, prompt,
+            reference, extra). It may return a reward.
+        seconds: how long a program may take from one call to the next.
+        error_reward: of a program that fails or takes longer, which ends its episode.
+        host: of the interface that calls come to. token_env: variable with the token that they must have, needed
+            beyond the loopback.
+    """
+
+    waits: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        codec: Codec,
+        *,
+        command: Sequence[str] | None = None,
+        function: str | None = None,
+        seconds: float = 600.0,
+        error_reward: float = 0.0,
+        host: str = "127.0.0.1",
+        token_env: str | None = None,
+    ) -> None:
+        super().__init__(codec)
+        self.command, self.function, self.seconds, self.error_reward = command, function, seconds, error_reward
+        self.token = os.environ.get(token_env) if token_env else None
+        self.server = GatewayServer.shared(host, self.token)
+        self.session, self.conversation = Session(), Conversation(codec)
+        self._waiting: Call | None = None
+        self._last: dict[str, Any] = {}
+        self._process: subprocess.Popen[str] | None = None
+
+    @staticmethod
+    def check(**options: Any) -> None:
+        """Raise a ConfigError for options that cannot be used."""
+        command, function = options.get("command"), options.get("function")
+        if (command is None) == (function is None):
+            raise ConfigError("environment 'gateway': name a program, command: [...] or function: module:function")
+        if command is not None and not (isinstance(command, list) and {*map(type, command)} == {str}):
+            raise ConfigError("environment 'gateway': command is a list: the program and its arguments")
+        if function is not None and ":" not in str(function):
+            raise ConfigError(f"environment 'gateway': function={function!r}; write it as module:function")
+        host, token_env = options.get("host", "127.0.0.1"), options.get("token_env")
+        if token_env is not None and not os.environ.get(token_env):
+            raise ConfigError(f"environment 'gateway': token_env: no variable {token_env} is set")
+        try:
+            beyond = not ip_address(host).is_loopback
+        except ValueError as error:
+            raise ConfigError(f"environment 'gateway': host={host!r} is no address of an interface") from error
+        if beyond and token_env is None:
+            raise ConfigError(
+                f"environment 'gateway': host={host} is not the loopback, so anybody in its network could call: name a "
+                "variable with a token in token_env"
+            )
+
+    def reset(self, start: Start) -> Sequence[int]:
+        """Start the program, and wait for its first call."""
+        url = self.server.open(self.session)
+        row = {"prompt": start.text, "reference": start.reference, "extra": dict(start.extra)}
+        play = self._run_command if self.command is not None else self._run_function
+        threading.Thread(target=self._played, args=(play, url, row), name="program", daemon=True).start()
+        while (call := self._next()) is not None:
+            try:
+                prompt = self.conversation.begin(call)
+            except CallRefused as error:
+                call.answer.set_exception(error)
+                continue
+            self._waiting = call
+            return prompt
+        raise EpisodeError(
+            f"environment 'gateway': {self._name} has ended, or was silent for {self.seconds:g} s, without a call "
+            "that could be answered. It gets the address as OPENAI_BASE_URL (a function as base_url). "
+            f"{self.session.failure}"
+        )
+
+    def step(self, token_ids: Sequence[int]) -> Outcome:
+        """Answer the program, and wait for its next call."""
+        assert self._waiting is not None, "an episode begins with a call"
+        self._last = self.conversation.answer(token_ids, self._waiting)
+        self._waiting.answer.set_result(self._last)
+        self._waiting = None
+        while (call := self._next()) is not None:
+            try:
+                tokens = self.conversation.go_on(call, token_ids)
+            except CallRefused as error:
+                call.answer.set_exception(error)
+                continue
+            if tokens is None:  # a client that did not wait, or did not hear
+                call.answer.set_result(self._last)
+                continue
+            self._waiting = call
+            return Outcome(tokens)
+        return Outcome(reward=self.session.reward, done=True)
+
+    def close(self) -> None:
+        """The episode is over, though the program may not be at its end."""
+        over = CallRefused(
+            "the episode is over: no tokens or turns are left (rollout.sampling.max_tokens, environment).", 413
+        )
+        self.server.sessions.pop(self.session.key, None)
+        if self._waiting is not None:
+            self._waiting.answer.set_exception(over)
+        while not self.session.calls.empty():
+            if (call := self.session.calls.get()) is not None:
+                call.answer.set_exception(over)
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    @property
+    def _name(self) -> str:
+        return self.command[0] if self.command is not None else str(self.function)
+
+    def _next(self) -> Call | None:
+        try:
+            return self.session.calls.get(timeout=self.seconds)
+        except queue.Empty:
+            self._failed(f"it was silent for {self.seconds:g} s")
+            return None
+
+    def _failed(self, why: str) -> None:
+        self.session.reward, self.session.failure = self.error_reward, f"The last failure: {why}"
+        logger.warning(
+            "environment 'gateway': %s: %s. Its episode ends with reward %g.", self._name, why, self.error_reward
+        )
+
+    def _played(self, play: Callable[[str, Mapping[str, Any]], Any], url: str, row: Mapping[str, Any]) -> None:
+        try:
+            reward = play(url, row)
+            self.session.reward = 0.0 if reward is None else float(reward)
+        except Exception as error:  # another's program may end in any way
+            if self.session.key in self.server.sessions:
+                self._failed(f"{type(error).__name__}: {error}")
+        self.session.calls.put(None)
+
+    def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:
+        function = load_object(str(self.function), "environment.options.function")
+        return function(url, self.token or NO_TOKEN, row["prompt"], row["reference"], row["extra"])
+
+    def _run_command(self, url: str, row: Mapping[str, Any]) -> float | None:
+        assert self.command is not None
+        places = {"{prompt}": str(row["prompt"]), "{base_url}": url}
+        command = [re.sub(r"\{(prompt|base_url)\}", lambda found: places[found[0]], part) for part in self.command]
+        environment = {**os.environ, "OPENAI_BASE_URL": url, "OPENAI_API_KEY": self.token or NO_TOKEN}
+        pipe = subprocess.PIPE
+        with subprocess.Popen(
+            ending_with_parent(command), stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            self._process = process
+            output, errors = process.communicate(json.dumps(row))
+        if process.returncode:
+            raise EpisodeError(f"it ended with {process.returncode}: {errors.strip()[-SHOWN:]}")
+        try:
+            return float(json.loads(output.strip().rpartition("\n")[2])["reward"])
+        except (ValueError, KeyError, TypeError):
+            return None
