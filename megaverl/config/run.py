@@ -200,7 +200,8 @@ class RewardConfig(Section):
     """The least and the most that it can be, after shape and before weight: [0, 1]."""
     options: Passthrough = {}
     """Keyword arguments of the reward. An entry may also be written as {NAME: options}, with weight and the like
-    beside it: {judge: {url: ..., model: ...}, weight: 0.5}."""
+    beside it: {judge: {url: ..., model: ...}, weight: 0.5}; {url: ..., model: ..., token_env: ...} alone is a reward
+    model behind `megaverl serve reward`."""
 
     @property
     def label(self) -> str:
@@ -218,6 +219,9 @@ def _with_name(entry: Any) -> Any:
     """{NAME: {options}, ...} as {name: NAME, options: {...}, ...}."""
     if not isinstance(entry, dict) or entry.keys() & {"name", "function", "path", "options"}:
         return entry
+    if "url" in entry:
+        own = {key: value for key, value in entry.items() if key in RewardConfig.model_fields}
+        return {**own, "name": "served", "options": {key: entry[key] for key in entry.keys() - own.keys()}}
     named = [key for key, value in entry.items() if key not in RewardConfig.model_fields and isinstance(value, dict)]
     if len(named) != 1:
         return entry

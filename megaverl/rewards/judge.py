@@ -1,4 +1,5 @@
-"""The rewards `judge`, a language model that grades behind an OpenAI-compatible endpoint, and `grader`, any service.
+"""The rewards `judge`, a language model that grades behind an OpenAI-compatible endpoint, `served`, a reward model on
+vLLM's server, and `grader`, any service.
 
 A sample that gets no grade, after all attempts, is NaN: it is left out of the step, and is never a 0.
 """
@@ -219,6 +220,67 @@ def _schema(low: float, high: float) -> dict[str, Any]:
         "additionalProperties": False,
     }
     return {"type": "json_schema", "json_schema": {"name": "grade", "strict": True, "schema": schema}}
+
+
+def _classify(url: str) -> str:
+    return f"{url.rstrip('/').removesuffix('/v1').removesuffix('/classify')}/classify"
+
+
+def _check_served(url: str, model: str, **service: Any) -> None:
+    ServiceOptions(_classify(url), **service).check()
+
+
+@register_reward("served", batched=True, check=_check_served, may_fail=True)
+def served(
+    samples: list[RewardSample],
+    *,
+    url: str,
+    model: str,
+    token_env: str | None = None,
+    timeout_seconds: float = 60.0,
+    retries: int = 5,
+    deadline_seconds: float = 600.0,
+    concurrent: int = 16,
+    budget: int | None = None,
+    job: str | None = None,
+) -> list[float]:
+    """What a reward model behind `megaverl serve reward` gives, before any activation; NaN where it gave nothing.
+
+    Args:
+        url: the server's root. model: its name there, the folder that it was started with.
+        token_env and what follows: see `ServiceOptions`.
+
+    It reads the row's conversation and the answer as its own chat template writes them; without one, the texts as they
+    stand, one after the other.
+    """
+    service = Service.shared(
+        ServiceOptions(_classify(url), token_env, timeout_seconds, retries, deadline_seconds, concurrent, budget, job)
+    )
+    requests = [{"model": model, "messages": _conversation(each), **AS_IT_STANDS} for each in samples]
+    found = service.ask_all(requests, _logit, instead=_as_text)
+    return [math.nan if score is None else score for score in found]
+
+
+AS_IT_STANDS = {"use_activation": False, "add_generation_prompt": False, "add_special_tokens": False}
+
+
+def _conversation(sample: RewardSample) -> list[dict[str, str]]:
+    before = sample.messages or [{"role": "user", "content": sample.prompt}]
+    answer = sample.response if sample.transcript is None else sample.transcript
+    return [*map(dict, before), {"role": "assistant", "content": answer}]
+
+
+def _as_text(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The same for a model without a chat template."""
+    *before, answer = (message["content"] for message in request["messages"])
+    return {"model": request["model"], "input": "\n\n".join(before) + answer, "use_activation": False}
+
+
+def _logit(answer: Any) -> float:
+    [found] = answer["data"]
+    if len(found["probs"]) != 1 or not math.isfinite(found["probs"][0]):
+        raise ValueError(f"{found['probs']} of {len(found['probs'])} labels; a reward model has one, and a number")
+    return float(found["probs"][0])
 
 
 def _check_grader(url: str, **service: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ class RewardSample:
             `response` is the last turn alone; None if not known.
         finish_reason: `stop` (the model ended it) or `length` (it was cut off); None if not known.
         num_tokens: of the response, with its end of sequence; None if not known.
+        messages: the conversation that the prompt is, before a chat template; None if not known.
     """
 
     prompt: str
@@ -30,6 +31,7 @@ class RewardSample:
     finish_reason: str | None = None
     num_tokens: int | None = None
     transcript: str | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
 
 
 @dataclass(frozen=True)

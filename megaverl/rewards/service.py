@@ -20,6 +20,7 @@ from megaverl.errors import RewardError
 PASSING = (408, 409, 425, 429)  # and 500 and above: the same request may succeed later
 OURS = {401: "the token", 403: "the token", 404: "the address, or the model's name", 405: "the address"}
 LONGEST_WAIT, CACHED = 30.0, 100_000
+JOB_HEADER = "X-Megaverl-Job"
 
 
 class Unanswered(Exception):
@@ -36,6 +37,7 @@ class ServiceOptions:
 
     timeout_seconds: of one attempt. retries: further attempts. deadline_seconds: of one call for all of its samples,
     waits included. concurrent: requests at once. budget: requests of this process in the whole run; None: any number.
+    job: a name by which a service that several jobs share tells them apart.
     """
 
     url: str
@@ -45,6 +47,7 @@ class ServiceOptions:
     deadline_seconds: float = 600.0
     concurrent: int = 16
     budget: int | None = None
+    job: str | None = None
 
     def check(self) -> None:
         """Raise a ValueError for what cannot be used."""
@@ -68,13 +71,15 @@ class Service:
     """A client of one service; safe to call from several threads.
 
     Attributes:
-        sent, failed: attempts, and requests without an answer. from_cache: those that were not sent.
+        sent, failed: attempts, and requests without an answer. from_cache: those that were not sent. tokens: that
+            answers say they have cost.
     """
 
     options: ServiceOptions
     sent: int = 0
     failed: int = 0
     from_cache: int = 0
+    tokens: int = 0
     last_failure: str = ""
     _cache: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -90,6 +95,13 @@ class Service:
     def known(cls) -> list[Service]:
         """Those of this process."""
         return list(cls._shared.values())
+
+    @classmethod
+    def costs(cls) -> dict[str, int]:
+        """Metrics: of all of this process, since it began."""
+        names = {"requests": "sent", "failed_requests": "failed", "cached_requests": "from_cache", "tokens": "tokens"}
+        known = cls.known()
+        return {f"reward/service_{name}": sum(getattr(each, own) for each in known) for name, own in names.items()}
 
     def ask_all(
         self,
@@ -117,6 +129,8 @@ class Service:
         headers = {}
         if options.token_env is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(options.token_env, '')}"
+        if options.job is not None:
+            headers[JOB_HEADER] = options.job
         limits = httpx.Limits(max_connections=options.concurrent)
         with httpx.Client(headers=headers, limits=limits, trust_env=False) as client:
 
@@ -210,7 +224,12 @@ class Service:
             raise _TryAgain(f"status {status}", _retry_after(response.headers.get("retry-after")))
         if status >= 300:
             raise Unsupported(f"{self.options.url}: status {status}: {body[:200].decode('utf-8', 'replace')!r}")
-        return json.loads(body)
+        answer = json.loads(body)
+        used = answer.get("usage") if isinstance(answer, dict) else None
+        if isinstance(used, dict) and isinstance(used.get("total_tokens"), int):
+            with self._lock:
+                self.tokens += used["total_tokens"]
+        return answer
 
     def _spend(self) -> None:
         with self._lock:

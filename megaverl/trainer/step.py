@@ -254,6 +254,7 @@ class RLStep:
         start = time.perf_counter()
         scores = self.roles.reward.score(rollouts)
         self.metrics |= score_metrics(scores, time.perf_counter() - start + self._early_seconds)
+        self.metrics |= self.roles.reward.service_costs()
         self._early_seconds = 0.0
         return scores
 

@@ -18,7 +18,7 @@ from megaverl.data.held_rows import of_all
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.data.prompts import Message
 from megaverl.data.tokenizers import Tokenizer, load_tokenizer
-from megaverl.distributed.collectives import gather_host_rows, together
+from megaverl.distributed.collectives import gather_host_rows, reduce_json, together
 from megaverl.errors import DataError, ModelError, RewardError
 from megaverl.platform import flash_attention, platform
 from megaverl.plugins import call_object
@@ -103,6 +103,7 @@ class RewardRole:
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
         self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
         self._failed: RewardError | None = None
+        self._spent: dict[str, int] = {}
 
     def score_some(self, part: RolloutBatch, rows: Sequence[int], num_samples: int) -> None:
         """Score samples of a batch that is not whole yet, those of them that are this rank's, ahead of `score`.
@@ -170,6 +171,16 @@ class RewardRole:
             )
         return Scores(total, components, correct)
 
+    def service_costs(self) -> dict[str, float]:
+        """What services were asked by all ranks since the last call; every rank takes part. Empty: nobody asks any."""
+        if not any(component.function.may_fail for component in self.reward.components):
+            return {}
+        now = Service.costs()
+        spent = {name: count - self._spent.get(name, 0) for name, count in now.items()}
+        self._spent = now
+        total = reduce_json(spent, lambda every: {name: sum(each[name] for each in every) for name in now}, self.world)
+        return {name: float(count) for name, count in total.items()}
+
     @staticmethod
     def _why() -> str:
         """What services said last, to this rank."""
@@ -206,6 +217,7 @@ class RewardRole:
             extra=batch.columns["extra"][row],
             num_tokens=num_tokens,
             finish_reason=batch.columns["finish_reason"][row],
+            messages=batch.columns["messages"][row] if "messages" in batch.columns else None,
         )
 
     def response(self, batch: RolloutBatch, row: int) -> str:

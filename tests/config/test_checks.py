@@ -81,7 +81,7 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         (
             ["rollout.vllm.speculative_config={method: ngram, num_speculative_token: 3}"],
             "rollout.vllm.speculative_config.num_speculative_token",
-            "Did you mean 'num_speculative_tokens'?",
+            "Did you mean `num_speculative_tokens`?",
         ),
         (
             ["rollout.vllm.speculative_config={method: ngram, synthetic_acceptance_length: 2.0}"],

@@ -7,11 +7,13 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from megaverl.config.run import rewards_as_list
 from megaverl.errors import RewardError
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rewards.judge import delimited, fill, majority
@@ -180,6 +182,36 @@ def test_the_same_is_asked_once(upstream: Upstream) -> None:
 def test_a_budget_is_not_passed(upstream: Upstream) -> None:
     found = judged(upstream, budget=4)
     assert sum(map(math.isnan, found)) == 2 and len(upstream.requests) == 4
+
+
+def test_a_served_model_reads_conversations_or_where_it_has_no_template_texts(upstream: Upstream) -> None:
+    def answer(request: dict[str, Any], before: int) -> Any:
+        if "messages" in request and request["model"] == "plain":
+            return 400, {}, b"no chat template"
+        number = int(request["input"][-1] if "input" in request else request["messages"][-1]["content"][-1])
+        return {"data": [{"probs": [number - 2.5]}], "usage": {"total_tokens": 7}}
+
+    upstream.answer = answer
+    rows = [replace(each, messages=[{"role": "system", "content": "S"}]) for each in SAMPLES]
+    given = {"url": upstream.url.removesuffix("/v1"), "job": "mine"}
+    expected = [number - 2.5 for number in range(6)]
+    [chat] = rewards_as_list([{**given, "model": "m", "weight": 2.0}])
+    assert build_reward([chat]).score(rows).total == [2 * each for each in expected]
+    assert build_reward(rewards_as_list([{**given, "model": "plain"}])).score(rows[3:]).total == expected[3:]
+    path, headers, request = upstream.requests[0]
+    assert path == "/classify" and headers["X-Megaverl-Job"] == "mine" and request["use_activation"] is False
+    assert request["messages"][0] == {"role": "system", "content": "S"}
+    texts = [request["input"] for _, _, request in upstream.requests if "input" in request]
+    assert sorted(texts) == [f"Sresponse {number}" for number in (3, 4, 5)]
+    assert Service.costs() == {
+        "reward/service_requests": 12,
+        "reward/service_failed_requests": 0,
+        "reward/service_cached_requests": 0,
+        "reward/service_tokens": 63,
+    }
+    upstream.answer = lambda request, before: {"data": [{"probs": [0.5, 0.5]}]}
+    [lost] = build_reward({"name": "served", **given, "model": "two", "retries": 0}).score(SAMPLES[:1]).total
+    assert math.isnan(lost)
 
 
 def test_a_server_without_structured_outputs(upstream: Upstream) -> None:

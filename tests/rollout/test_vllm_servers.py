@@ -13,15 +13,22 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
 
+from megaverl.data.tokenizers import load_tokenizer
+from megaverl.errors import RewardError
 from megaverl.processes import ending_with_parent
+from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.server_api import ExpectedModel, ServerRefused, VLLMServer
 from megaverl.sharding.model_spec import ModelSpec
+from tests.checkpoint.convert.folders import as_reward_model
 from tests.faults.runs import arguments
 from tests.launcher import Launcher, free_port
 from tests.trainer.conftest import ROOT, make_inputs
 
-TOKEN = "secret"
+TOKEN, REWARD_TOKEN = "secret", "another"
+TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
 # What is told of a run besides: its rewards, in order, let things happen to the servers.
 REWARD = """
 import os, signal
@@ -69,9 +76,25 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ports(inputs: Path) -> Iterator[tuple[str, str]]:
+def classifier(inputs: Path) -> Path:
+    """A reward model with a chat template of its own."""
+    made = as_reward_model(inputs / "model", inputs / "classifier")
+    tokenizer = load_tokenizer(inputs / "tokenizer.model")
+    tokenizer.backend.chat_template = TEMPLATE
+    tokenizer.save(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def reward_port(inputs: Path, ports: tuple[str, str]) -> str:
+    return (inputs / "reward_port").read_text()
+
+
+@pytest.fixture(scope="module")
+def ports(inputs: Path, classifier: Path) -> Iterator[tuple[str, str]]:
     """Of two servers, that answer."""
-    first, second = str(free_port()), str(free_port())
+    first, second, reward = str(free_port()), str(free_port()), str(free_port())
+    (inputs / "reward_port").write_text(reward)
     command = [
         sys.executable,
         "-m",
@@ -80,12 +103,19 @@ def ports(inputs: Path) -> Iterator[tuple[str, str]]:
         f"{first},{second}",
         str(inputs / "model"),
     ]
+    vllm = "--enforce-eager --dtype float32 --kv-cache-memory-bytes 20000000 --block-size 32 --max-model-len 64"
+    told = [str(classifier), "--port", reward, "--token-env", "REWARD_TOKEN", "--per-job", "3", f"--vllm={vllm}"]
+    environment = {**os.environ, "TEST_REWARD_SERVER": json.dumps(told), "REWARD_TOKEN": REWARD_TOKEN}
     with (inputs / "servers.log").open("w") as log:
         servers = subprocess.Popen(
-            ending_with_parent([*command, *SERVE, "--api-key", TOKEN]), stdout=log, stderr=log, cwd=ROOT
+            ending_with_parent([*command, *SERVE, "--api-key", TOKEN]),
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env=environment,
         )
     try:
-        for port in (first, second):
+        for port in (first, second, reward):
             while not _answers(port):
                 with suppress(subprocess.TimeoutExpired):
                     servers.wait(0.2)
@@ -122,6 +152,25 @@ def test_who_is_refused(inputs: Path, ports: tuple[str, str], tmp_path: Path) ->
     assert "serves another model" in problem and "vocab_size" in problem and "hidden_size 64 and not 128" in problem
     with pytest.raises(ServerRefused, match="answers 401 .* it wants a token"):
         VLLMServer(url, None, generating=60.0, loading=60.0).log_probs([1, 2])
+
+
+def test_a_served_reward_model(classifier: Path, reward_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are transformers' own; who has no token, or asks for too much at once, is told so."""
+    monkeypatch.setenv("REWARD_TOKEN", REWARD_TOKEN)
+    url = f"http://127.0.0.1:{reward_port}"
+    messages = [{"role": "user", "content": "reverse 12 ="}]
+    samples = [RewardSample("", str(number), messages=messages) for number in range(10, 20)]
+    options = {"url": url, "model": str(classifier), "token_env": "REWARD_TOKEN", "concurrent": 8, "job": "mine"}
+    found = build_reward({"name": "served", "options": options}).score(samples).total
+    model = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32)
+    tokenizer = load_tokenizer(classifier)
+    for sample, score in zip(samples, found, strict=True):
+        text = f"user:reverse 12 =;assistant:{sample.response};"
+        with torch.no_grad():
+            expected = model(torch.tensor([tokenizer.encode(text)])).logits[0, 0]
+        assert score == pytest.approx(float(expected), abs=1e-4)
+    with pytest.raises(RewardError, match="answers 401"):
+        build_reward({"name": "served", "options": {**options, "token_env": None}}).score(samples)
 
 
 def test_one_joins_and_one_is_killed(launch: Launcher, inputs: Path, ports: tuple[str, str], tmp_path: Path) -> None:

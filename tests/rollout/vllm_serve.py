@@ -9,6 +9,7 @@ FOLDER/PORT.pid. vLLM's CPU build is a package of another name, which its comman
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import multiprocessing
 import os
 import sys
@@ -56,6 +57,15 @@ def main(folder: str, ports: str, model: str, *arguments: str) -> None:
             return
         children.append(child)
         (Path(folder) / f"{port}.pid").write_text(str(child))
+    if (reward := os.environ.get("TEST_REWARD_SERVER")) and (child := os.fork()) == 0:
+        end_with_parent(parent)
+        os.setsid()
+        from megaverl.cli.main import main as megaverl
+
+        sys.exit(megaverl(["serve", "reward", *json.loads(reward)]))
+    elif reward:
+        children.append(child)
+        (Path(folder) / "reward.pid").write_text(str(child))
     for child in children:
         os.waitpid(child, 0)
 

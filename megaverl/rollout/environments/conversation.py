@@ -70,8 +70,8 @@ def as_stream(answer: Mapping[str, Any]) -> str:
     if "message" in choice:
         calls = [{"index": place, **call} for place, call in enumerate(choice["message"].get("tool_calls") or ())]
         piece["delta"] = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    last = {"index": 0, "finish_reason": choice["finish_reason"]}
-    last |= {"delta": {}} if "message" in choice else {"text": ""}
+    rest: dict[str, Any] = {"delta": {}} if "message" in choice else {"text": ""}
+    last = {"index": 0, "finish_reason": choice["finish_reason"], **rest}
     kind = "chat.completion.chunk" if "message" in choice else "text_completion"
     parts = [{**answer, "object": kind, "choices": [each]} for each in (piece, last)]
     return "".join(f"data: {json.dumps(part)}\n\n" for part in parts) + "data: [DONE]\n\n"

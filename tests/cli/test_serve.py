@@ -1,0 +1,85 @@
+"""`megaverl serve reward`: what vLLM's server is started with, and who it answers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from megaverl.cli.options import UsageError
+from megaverl.cli.serve import COMMANDS, PER_JOB, TOKEN, JobQueues, server_command
+
+
+def told(*given: str, **environment: str) -> tuple[list[str], dict[str, str]]:
+    parser = argparse.ArgumentParser()
+    COMMANDS["serve"].add_options(parser)
+    return server_command(parser.parse_args(["reward", *given]), environment)
+
+
+def test_a_classifier_or_a_judge_at_one_interface() -> None:
+    command, more = told("runs/rm/hf", "--port", "9", "--vllm=--max-model-len 64")
+    at = ["--host", "127.0.0.1", "--port", "9", "--middleware", "megaverl.cli.serve.JobQueues"]
+    kind = ["--runner", "pooling", "--convert", "classify"]
+    assert command == ["serve", "runs/rm/hf", *kind, *at, "--max-model-len", "64"]
+    assert more == {PER_JOB: "64"}
+    command, more = told("m", "--judge", "--host", "10.0.0.5", "--token-env", "KEY", "--per-job", "2", KEY="secret")
+    assert "pooling" not in command and "secret" not in command
+    assert more == {PER_JOB: "2", TOKEN: "secret"}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--host", "0.0.0.0", "--token-env", "KEY"], "name one interface"),
+        (["--host", "::"], "name one interface"),
+        (["--host", "10.0.0.5"], "not the loopback"),
+        (["--token-env", "OTHER"], "no variable OTHER"),
+        (["--per-job", "0"], "at least 1"),
+    ],
+)
+def test_what_is_not_served(given: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        told("m", *given, KEY="secret")
+
+
+def test_the_token_is_wanted_everywhere_and_no_job_takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "secret")
+    monkeypatch.setenv(PER_JOB, "2")
+
+    async def scenario() -> list[int]:
+        over = asyncio.Event()
+
+        async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            await over.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        queues, seen = JobQueues(app), []
+
+        async def ask(path: str, job: str | None, token: str = "secret") -> None:
+            headers = [(b"Authorization", f"Bearer {token}".encode())]
+            headers += [(b"x-megaverl-job", job.encode())] if job else []
+
+            async def send(message: dict[str, Any]) -> None:
+                if message["type"] == "http.response.start":
+                    seen.append(message["status"])
+                elif message["body"]:
+                    assert "message" in json.loads(message["body"])["error"]
+
+            scope = {"type": "http", "path": path, "headers": headers, "client": ("10.0.0.9", 1)}
+            await queues(scope, None, send)
+
+        await asyncio.gather(ask("/classify", "a", token="wrong"), ask("/v1/models", "a", token=""))
+        assert seen == [401, 401]
+        waiting = [asyncio.create_task(ask("/classify", job)) for job in ("a", "a", "b", None)]
+        await asyncio.sleep(0)
+        await asyncio.gather(ask("/classify", "a"), *(asyncio.create_task(asyncio.sleep(0)) for _ in range(3)))
+        assert seen == [401, 401, 429] and queues.running == {"a": 2, "b": 1, "10.0.0.9": 1}
+        over.set()
+        await asyncio.gather(*waiting, ask("/health", None, token=""), ask("/classify", "a"))
+        assert not queues.running
+        return seen
+
+    assert asyncio.run(scenario())[3:] == [200] * 6
