@@ -66,6 +66,11 @@ def rows_of_rank(num_samples: int, rank: int, size: int) -> range:
     return range(num_samples * rank // size, num_samples * (rank + 1) // size)
 
 
+def blocks_of(rows: range, size: int) -> list[range]:
+    """Neighbours, `size` together; fewer at the end."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
 def groups_of_ranks(group_ids: Sequence[int], size: int) -> list[range]:
     """As `rows_of_rank`, of whole groups, for all ranks: neighbours of one number are never parted."""
     firsts = [row for row, group in enumerate(group_ids) if row == 0 or group != group_ids[row - 1]]

@@ -83,6 +83,10 @@ class Service:
     last_failure: str = ""
     _cache: OrderedDict[str, Any] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _slots: threading.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = threading.Semaphore(self.options.concurrent)  # of all calls together
 
     _shared: ClassVar[dict[ServiceOptions, Service]] = {}
 
@@ -186,7 +190,9 @@ class Service:
                 break
             self._spend()
             try:
-                return read(self._post(client, request, min(self.options.timeout_seconds, left)))
+                with self._slots:
+                    answer = self._post(client, request, min(self.options.timeout_seconds, left))
+                return read(answer)
             except _TryAgain as error:
                 problem, wait = str(error), error.wait
             except (ValueError, KeyError, TypeError, IndexError) as error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from megaverl.algorithms import policy_filtration
 from megaverl.config.algorithm import FILTERS
 from megaverl.data.batch import RolloutBatch
-from megaverl.data.batching import rows_of_rank
+from megaverl.data.batching import blocks_of, rows_of_rank
 from megaverl.data.held_rows import of_all
 from megaverl.data.prefix_packing import SequenceLengths
 from megaverl.data.prompts import Message
@@ -90,6 +92,10 @@ class LearnedReward:
     model: ScoringModel | RemoteWorker
 
 
+SIDE_BY_SIDE = 16  # parts of a batch of which services are asked at once
+T = TypeVar("T")
+
+
 class RewardRole:
     """Scores responses by rules and functions, spread over the ranks of `world`, and by models on all of them."""
 
@@ -103,25 +109,48 @@ class RewardRole:
         self.reward, self.tokenizer, self.world, self.learned = reward, tokenizer, world, list(learned)
         self._scored: dict[int, list[float]] = {}  # samples that came early: total, correct, components
         self._failed: RewardError | None = None
+        self._asked: list[Future[None]] = []
+        self._threads = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward") if self._waits else None
         self._spent: dict[str, int] = {}
+
+    @property
+    def _waits(self) -> bool:
+        """Whether services are asked, and none is another's function, which may know one thread alone."""
+        functions = [component.function for component in self.reward.components]
+        ours = (str(each.function.__module__).partition(".")[0] == "megaverl" for each in functions)
+        return any(each.may_fail for each in functions) and all(ours)
 
     def score_some(self, part: RolloutBatch, rows: Sequence[int], num_samples: int) -> None:
         """Score samples of a batch that is not whole yet, those of them that are this rank's, ahead of `score`.
 
-        An error is kept until all ranks hear of it there.
+        An error is kept until all ranks hear of it there. What waits for a service is asked beside what comes next.
 
         Args:
             rows: their numbers among the `num_samples` of the batch.
         """
         mine = rows_of_rank(num_samples, dist.get_rank(self.world), dist.get_world_size(self.world))
         places = [place for place, row in enumerate(rows) if row in mine]
-        if places and self._failed is None:
-            try:
-                scored = self._columns(part, places)
-            except RewardError as error:
-                self._failed = error
-                return
-            self._scored |= {rows[place]: row for place, row in zip(places, scored, strict=True)}
+        if not places or self._failed is not None:
+            return
+        if self._threads is not None:
+            self._asked.append(self._threads.submit(self._score_places, part, rows, places))
+        else:
+            self._score_places(part, rows, places)
+        numbered = {rows[place]: place for place in places}
+        for each in self.learned:
+            if isinstance(each.model, TransformersRewardModel):
+                self._kept(partial(each.model.score_some, part, numbered, mine))
+
+    def _score_places(self, part: RolloutBatch, rows: Sequence[int], places: Sequence[int]) -> None:
+        if (scored := self._kept(partial(self._columns, part, places))) is not None:
+            self._scored.update({rows[place]: row for place, row in zip(places, scored, strict=True)})
+
+    def _kept(self, score: Callable[[], T]) -> T | None:
+        try:
+            return score()
+        except RewardError as error:
+            self._failed = error
+            return None
 
     def _columns(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[float]]:
         """Of each of these samples: total, correct, components."""
@@ -132,6 +161,9 @@ class RewardRole:
 
     def _take_scored(self, rows: Sequence[int]) -> list[list[float]] | None:
         """What was scored early, if it was all of these."""
+        for asked in self._asked:
+            asked.result()
+        self._asked.clear()
         scored, failed, self._scored, self._failed = self._scored, self._failed, {}, None
         if failed is not None:
             raise failed
@@ -232,6 +264,7 @@ class RewardRole:
         return self.tokenizer.decode(batch.generated_ids[row, : int(batch.response_lengths[row])].tolist())
 
 
+BLOCK = 8  # samples that it reads together, whenever they come: they round alike
 NO_TOKEN = -1  # as padding: rows of one length have none, and transformers scores the last token that is not padding
 
 
@@ -279,6 +312,8 @@ class TransformersRewardModel:
             raise ModelError(f"{folder}: transformers cannot read it as a sequence classifier: {error}") from error
         model.config.get_text_config().pad_token_id = NO_TOKEN
         model.config.pad_token_id = NO_TOKEN
+        self._waiting: dict[int, list[int]] = {}  # tokens of samples that came early, and their scores
+        self._early: dict[int, float] = {}
         self.model: Any = model.to(platform.device).eval().requires_grad_(False)
         flash_attention.use_in(self.model)
 
@@ -293,19 +328,40 @@ class TransformersRewardModel:
         Raises:
             RewardError: on every rank: a response too long for it, or a score that is no number.
         """
-        rows = own_rows(batch, self.world)
-        found = torch.zeros(len(rows))
-        with together(self.world), torch.no_grad():
-            tokens = [self._tokens(batch, place) for place in places_in(batch, rows)]
-            self._check_lengths(tokens, rows)
-            for places in self._micro_batches(tokens):
-                ids = torch.tensor([tokens[place] for place in places], device=platform.device)
-                logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
-                found[places] = logits[:, 0].float().cpu()
-            if not found.isfinite().all():
-                row = rows[int((~found.isfinite()).nonzero()[0, 0])]
-                raise RewardError(f"{self.folder}: the score of response {row} is {found[row - rows[0]]}.")
-        return gather_host_rows(found, self.world)
+        rows, early = own_rows(batch, self.world), self._early
+        self._waiting, self._early = {}, {}
+        with together(self.world):
+            if not early.keys() >= set(rows):
+                early = {}
+                for block in blocks_of(rows, BLOCK):
+                    tokens = [self._tokens(batch, place) for place in places_in(batch, block)]
+                    early |= self._scored(dict(zip(block, tokens, strict=True)))
+        return gather_host_rows(torch.tensor([early[row] for row in rows], dtype=torch.float32), self.world)
+
+    def score_some(self, part: RolloutBatch, places: Mapping[int, int], mine: range) -> None:
+        """Ahead of `scores`, samples of a batch that is not whole yet, in the same blocks, as soon as one is.
+
+        Args:
+            places: in `part`, by the samples' numbers. mine: all that are this rank's.
+        """
+        self._waiting |= {row: self._tokens(part, place) for row, place in places.items()}
+        for block in blocks_of(mine, BLOCK):
+            if self._waiting.keys() >= set(block):
+                self._early |= self._scored({row: self._waiting.pop(row) for row in block})
+
+    @torch.no_grad()
+    def _scored(self, tokens_of: Mapping[int, list[int]]) -> dict[int, float]:
+        """The scores of samples, by their numbers."""
+        rows, tokens, found = list(tokens_of), list(tokens_of.values()), torch.zeros(len(tokens_of))
+        self._check_lengths(tokens, rows)
+        for places in self._micro_batches(tokens):
+            ids = torch.tensor([tokens[place] for place in places], device=platform.device)
+            logits = self.model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+            found[places] = logits[:, 0].float().cpu()
+        if not found.isfinite().all():
+            place = int((~found.isfinite()).nonzero()[0, 0])
+            raise RewardError(f"{self.folder}: the score of response {rows[place]} is {found[place]}.")
+        return dict(zip(rows, found.tolist(), strict=True))
 
     def rows(self, outline: SequenceLengths) -> list[Sequence[int]]:
         """The samples that each rank of the role reads."""
@@ -336,7 +392,7 @@ class TransformersRewardModel:
             )
         return list(batch.columns["messages"][row])
 
-    def _check_lengths(self, tokens: Sequence[Sequence[int]], rows: range) -> None:
+    def _check_lengths(self, tokens: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         for row, ids in zip(rows, tokens, strict=True):
             if limit is not None and len(ids) > limit:

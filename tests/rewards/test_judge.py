@@ -12,12 +12,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megaverl.config.run import rewards_as_list
+from megaverl.data.batch import RolloutBatch
 from megaverl.errors import RewardError
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rewards.judge import delimited, fill, majority
 from megaverl.rewards.service import Service
+from megaverl.rollout.engine import Generation
+from megaverl.workers.reward import RewardRole
 
 Answer = Callable[[dict[str, Any], int], Any]  # request, how many came before with the same body -> what is sent
 
@@ -212,6 +216,45 @@ def test_a_served_model_reads_conversations_or_where_it_has_no_template_texts(up
     upstream.answer = lambda request, before: {"data": [{"probs": [0.5, 0.5]}]}
     [lost] = build_reward({"name": "served", **given, "model": "two", "retries": 0}).score(SAMPLES[:1]).total
     assert math.isnan(lost)
+
+
+def test_services_are_asked_beside_what_comes_next(upstream: Upstream) -> None:
+    """A part of a batch waits for its answers while the next one is asked; never more requests than `concurrent`."""
+    both, most, now, lock = threading.Barrier(2, timeout=30), [0], [0], threading.Lock()
+
+    def answer(request: dict[str, Any], before: int) -> Any:
+        with lock:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+        if of_response(request) in (0, 1):
+            both.wait()  # the two are of different parts
+        with lock:
+            now[0] -= 1
+        return graded(of_response(request))
+
+    upstream.answer = answer
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        reward = build_reward(
+            {"name": "judge", "url": upstream.url, "model": "m", "concurrent": 2, "structured": False}
+        )
+        role = RewardRole(reward, Words(), dist.group.WORLD)  # type: ignore[arg-type]
+        generations = [Generation([number], [0.0], "stop") for number in range(6)]
+        columns = {"prompt": ["p"] * 6, "reference": [None] * 6, "extra": [{}] * 6}
+        whole = RolloutBatch.from_generations([[9]] * 6, generations, columns=columns)
+        for number in range(6):
+            role.score_some(whole.select([number]), [number], 6)
+        assert role.score(whole).total.tolist() == pytest.approx([number / 10 for number in range(6)])
+        assert most == [2] and len(upstream.requests) == 6
+        assert role.service_costs()["reward/service_requests"] == 6
+        assert role.service_costs()["reward/service_requests"] == 0
+    finally:
+        dist.destroy_process_group()
+
+
+class Words:
+    def decode(self, token_ids: list[int]) -> str:
+        return f"response {token_ids[0]}"
 
 
 def test_a_server_without_structured_outputs(upstream: Upstream) -> None:

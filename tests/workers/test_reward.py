@@ -19,10 +19,11 @@ from megaverl.distributed.grid import GridShape
 from megaverl.distributed.groups import ProcessGroupManager
 from megaverl.errors import ModelError, RewardError
 from megaverl.models.tiny import make_tiny_folder
+from megaverl.rewards import build_reward
 from megaverl.rollout.engine import Generation
 from megaverl.workers.fsdp_model import FSDPModel
 from megaverl.workers.pairs import RewardModel
-from megaverl.workers.reward import Scores, TransformersRewardModel, kept_by
+from megaverl.workers.reward import LearnedReward, RewardRole, Scores, TransformersRewardModel, kept_by
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.workers.ranks import experience
 
@@ -78,6 +79,33 @@ def test_token_ids_of_the_same_vocabulary(group: dist.ProcessGroup, folder: Path
     expected = one_by_one(folder, tokens)
     assert torch.allclose(model.scores(batch(tokenizer)), expected, atol=1e-5)
     assert expected.std() > 1e-3
+
+
+def test_samples_that_come_early_get_the_same_scores(
+    group: dist.ProcessGroup, folder: Path, tokenizer: Tokenizer
+) -> None:
+    """To the bit, in whatever order, though some are still missing when others are read."""
+    model = TransformersRewardModel(folder, tokenizer, group, micro_batch_tokens=64)
+    whole = RolloutBatch.concat([batch(tokenizer)] * 5)
+    whole = whole.with_columns(
+        reference=["1"] * 20, extra=[{}] * 20, prompt=[f"{n}" for n in range(20)], finish_reason=["stop"] * 20
+    )
+    role = RewardRole(build_reward("exact_match"), tokenizer, group, [LearnedReward("rm", 1.0, model)])
+    expected = role.score(whole)
+    read: list[int] = []
+    scored, forward = model._scored, model.model.forward
+    model._scored = lambda tokens: [read.extend(tokens), scored(tokens)][1]  # type: ignore[method-assign]
+    order = [19, *range(7), *range(8, 19), 7]
+    for first in range(0, 20, 3):
+        rows = order[first : first + 3]
+        role.score_some(whole.select(rows), rows, 20)
+        assert len(read) == 0 or max(first + 3, 0) > 8
+    assert sorted(read) == list(range(20)), "all were read before the whole was there"
+    model.model.forward = None
+    found = role.score(whole)
+    model.model.forward = forward
+    assert torch.equal(found.total, expected.total) and torch.equal(found.components["rm"], expected.components["rm"])
+    assert torch.equal(role.score(whole).total, expected.total), "the next batch begins anew"
 
 
 def test_text_through_another_tokenizer(
