@@ -254,7 +254,9 @@ def test_engines_on_a_rank_of_their_own(ppo: Run, tmp_path: Path, launch: Launch
 def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
     arguments: list[str], tmp_path: Path, launch: Launcher
 ) -> None:
-    train(launch, [*arguments, *GRPO], tmp_path / "logs")
+    """... that checks drafts: what it says of the tokens that it takes is what the actor says."""
+    drafts = "{method: ngram, num_speculative_tokens: 2, prompt_lookup_min: 1, prompt_lookup_max: 2}"
+    train(launch, [*arguments, *GRPO, f"rollout.vllm.speculative_config={drafts}"], tmp_path / "logs")
     metrics = metrics_of(tmp_path / "runs" / "run")
     assert sorted(metrics) == [1, 2]
     for found in metrics.values():
@@ -262,6 +264,7 @@ def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
         assert not any(name.startswith("critic/") for name in found)
         assert all(math.isfinite(value) for value in found.values())
         assert 0 < found["rollout/logprob_diff_max"] < LOGPROB_LIMIT
+        assert 0 < found["rollout/draft_acceptance_rate"] < 1
     # the two ranks have stages of their own, and neither does what the other does
     assert "stragglers/count" not in metrics[1] and metrics[2]["stragglers/count"] == 0.0
     assert metrics[1]["train/kl"] == pytest.approx(0, abs=1e-5), "the reference is where the actor starts"
