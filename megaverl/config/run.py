@@ -221,7 +221,7 @@ def _with_name(entry: Any) -> Any:
         return entry
     if "url" in entry:
         own = {key: value for key, value in entry.items() if key in RewardConfig.model_fields}
-        return {**own, "name": "served", "options": {key: entry[key] for key in entry.keys() - own.keys()}}
+        return {**own, "name": "served", "options": {key: value for key, value in entry.items() if key not in own}}
     named = [key for key, value in entry.items() if key not in RewardConfig.model_fields and isinstance(value, dict)]
     if len(named) != 1:
         return entry
