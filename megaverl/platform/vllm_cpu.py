@@ -345,11 +345,11 @@ def speculation_here(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         RolloutError: a speculator that this build cannot run.
     """
-    method = given.get("method") or ("draft_model" if given.get("model") else None)
-    if method not in SPECULATORS:
+    if given["method"] not in SPECULATORS:
         raise RolloutError(
-            f"rollout.vllm.speculative_config.method={method}: of vLLM's speculators, {' and '.join(SPECULATORS)} are "
-            "known to draw right on a CPU. Use one of them there, or leave speculative_config out."
+            f"rollout.vllm.speculative_config.method={given['method'] or None}: of vLLM's speculators, "
+            f"{' and '.join(SPECULATORS)} are known to draw right on a CPU. Use one of them there, or "
+            "leave speculative_config out."
         )
     if given.get("rejection_sample_method", "standard") != "standard":
         raise RolloutError(

@@ -42,13 +42,19 @@ from megaverl.rollout.process_state import (
 from megaverl.rollout.vllm_experts import expert_arguments, experts_of_requests
 from megaverl.rollout.vllm_layouts import LoaderLayouts
 from megaverl.rollout.vllm_quantised import in_floating_point, quantised_arguments, quantised_weights
-from megaverl.rollout.vllm_requests import answers, calling_when_finished, count_drafts, generation, prepare_images
+from megaverl.rollout.vllm_requests import (
+    answers,
+    calling_when_finished,
+    count_drafts,
+    generation,
+    prepare_images,
+    speculation,
+)
 from megaverl.rollout.vllm_tracing import current_config, inspect_here
 from megaverl.rollout.vllm_weights import (
     CACHE,
     WEIGHTS,
     contents_dropped,
-    drafts_from_their_folder,
     loaded_parameters,
     loaded_tensors,
     model_loaded,
@@ -160,8 +166,8 @@ class VLLMEngine:
                 )
         if arguments.get("quantization"):
             arguments |= quantised_arguments(arguments["quantization"])
-        if speculation := arguments.get("speculative_config"):
-            arguments["speculative_config"] = _speculation(speculation)
+        if drafts := arguments.get("speculative_config"):
+            arguments["speculative_config"] = speculation(drafts)
         self.saved_work = SavedWork()
         self.in_flight: InFlight | None = None
         self.on_finished: OnFinished | None = None
@@ -177,7 +183,7 @@ class VLLMEngine:
         with to_come, nullcontext() if load_weights else order_kept(), model_loaded(loaded):
             self._llm: LLM | None = _start(str(model_folder), arguments)
         self._experts_of = experts_of_requests(self._llm) if routed_experts else None
-        if speculation:
+        if drafts:
             count_drafts(self._scheduler, lambda: self.saved_work)
 
     def _prepare_vllm(self) -> None:
@@ -415,17 +421,6 @@ def _check_model(spec: ModelSpec, tp_size: int, max_model_len: int) -> None:
             f"{spec.max_positions} (max_position_embeddings). Lower data.max_prompt_tokens or "
             "rollout.sampling.max_tokens."
         )
-
-
-def _speculation(given: Mapping[str, Any]) -> dict[str, Any]:
-    """`rollout.vllm.speculative_config` as vLLM takes it: a draft's weights come from its folder and no reshard, and
-    what is drawn for a prompt does not depend on responses before it."""
-    from vllm.config import LoadConfig
-
-    drafts_from_their_folder()
-    fixed = {"suffix_decoding_max_cached_requests": 0} if given.get("method") == "suffix" else {}
-    given = {"draft_load_config": LoadConfig(), **given, **fixed}
-    return given if platform.is_cuda else vllm_cpu().speculation_here(given)
 
 
 def vllm_cpu() -> ModuleType:

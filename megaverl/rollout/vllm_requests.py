@@ -5,7 +5,7 @@ Images come already processed, so that engine and trainer see the same numbers, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from megaverl.errors import RolloutError
 from megaverl.platform import platform
 from megaverl.rollout.engine import Generation, OnFinished, SavedWork
 from megaverl.rollout.vllm_tracing import pixels_are_normalised
+from megaverl.rollout.vllm_weights import drafts_from_their_folder
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -151,6 +152,24 @@ def calling_when_finished(
         yield
     finally:
         del engine.step
+
+
+def speculation(given: Mapping[str, Any]) -> dict[str, Any]:
+    """`rollout.vllm.speculative_config` as vLLM takes it: a draft's weights come from its folder and no reshard, and
+    what is drawn for a prompt does not depend on responses before it."""
+    method, more = given.get("method") or ("draft_model" if given.get("model") else ""), {}
+    if method == "suffix":
+        more = {"suffix_decoding_max_cached_requests": 0}
+    elif not method.startswith("ngram"):
+        from vllm.config import LoadConfig
+
+        drafts_from_their_folder()
+        more = {"draft_load_config": LoadConfig()}
+    if platform.is_cuda:
+        return {**given, **more}
+    from megaverl.platform import vllm_cpu
+
+    return vllm_cpu.speculation_here({**given, "method": method, **more})
 
 
 def count_drafts(scheduler: Any, work: Callable[[], SavedWork]) -> None:
