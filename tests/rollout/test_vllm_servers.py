@@ -18,6 +18,7 @@ from transformers import AutoModelForSequenceClassification
 
 from megaverl.data.tokenizers import load_tokenizer
 from megaverl.errors import RewardError
+from megaverl.models.tiny import make_tiny_folder
 from megaverl.processes import ending_with_parent
 from megaverl.rewards import RewardSample, build_reward
 from megaverl.rollout.server_api import ExpectedModel, ServerRefused, VLLMServer
@@ -25,7 +26,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from tests.checkpoint.convert.folders import as_reward_model
 from tests.faults.runs import arguments
 from tests.launcher import Launcher, free_port
-from tests.trainer.conftest import ROOT, make_inputs
+from tests.trainer.conftest import MODEL, ROOT, make_inputs
 
 TOKEN, REWARD_TOKEN = "secret", "another"
 TEMPLATE = "{% for message in messages %}{{ message.role }}:{{ message.content }};{% endfor %}"
@@ -78,9 +79,11 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def classifier(inputs: Path) -> Path:
     """A reward model with a chat template of its own."""
-    made = as_reward_model(inputs / "model", inputs / "classifier")
-    tokenizer = load_tokenizer(inputs / "tokenizer.model")
-    tokenizer.backend.chat_template = TEMPLATE
+    tokenizer = load_tokenizer(inputs / "tokenizer.model", chat_template=TEMPLATE)
+    special = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
+    made = as_reward_model(
+        make_tiny_folder(inputs / "base", "Qwen3ForCausalLM", **MODEL, **special), inputs / "classifier"
+    )
     tokenizer.save(made)
     return made
 
