@@ -9,10 +9,10 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +36,20 @@ ADAPTATIONS: list[Adaptation] = []
 _adapts = functools.partial(adaptation, ADAPTATIONS)
 
 
-@_adapts("quiet expected warnings")
-def _quiet_expected_warnings() -> None:
-    """vLLM looks at every attribute of every module to replace its Triton kernels, deprecated ones too."""
-    warnings.filterwarnings("ignore", message=".*torch.distributed.reduce_op.*", category=FutureWarning)
+@_adapts("kernels in vLLM's modules alone")
+def _look_for_kernels_in_vllm() -> None:
+    """To replace its Triton kernels vLLM looks at every attribute of every module: at deprecated ones of torch, which
+    warn, and at llvmlite's (numba), on which it fails."""
+    from vllm.triton_utils import dispatcher
+
+    @replaces(dispatcher, "_rebind_kernels")
+    def rebind(everywhere: Any, overrides: Any) -> None:
+        own = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "vllm"}
+        dispatcher.sys = SimpleNamespace(modules=own)
+        try:
+            everywhere(overrides)
+        finally:
+            dispatcher.sys = sys
 
 
 @_adapts("weights beside packed copies")

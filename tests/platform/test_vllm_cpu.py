@@ -17,7 +17,7 @@ ONE_TOKEN = 2 * 4 * 2 * 32 * 4  # bytes: keys and values, layers, heads, dimensi
 
 def test_the_list_is_whole_and_says_why() -> None:
     assert [adaptation.name for adaptation in ADAPTATIONS] == [
-        "quiet expected warnings",
+        "kernels in vLLM's modules alone",
         "weights beside packed copies",
         "experts beside packed copies",
         "quantised products by definition",
@@ -26,6 +26,7 @@ def test_the_list_is_whole_and_says_why() -> None:
         "attention without a wrapper",
         "images without torchvision",
         "no ranks of drawn tokens",
+        "sampling of drafts by definition",
         "shared memory by job",
     ]
     assert all(len(adaptation.reason) > 20 for adaptation in ADAPTATIONS)

@@ -145,7 +145,7 @@ def test_drafts_change_no_distribution(launch: Launcher, folder: str, method: st
     assert [answer["token_ids"] for answer in each[1::3]] == [found.token_ids for found in expected]
     work = one["work"]
     share = work["accepted_tokens"] / work["draft_tokens"]
-    assert 0.01 < share < 0.5 if method == "ngram" else 0.1 < share < 1.0
+    assert 0 < share < 0.5 if method == "ngram" else 0.1 < share < 1.0, share
     assert work["cached_tokens"] >= 32 * (COPIES - 1)
     likely = second_tokens(folder, REPEATED, SamplingOptions(**many["sampling"]))
     counts = torch.bincount(torch.tensor([tokens[1] for tokens in one["many"]]), minlength=len(likely))

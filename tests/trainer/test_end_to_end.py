@@ -264,7 +264,7 @@ def test_grpo_on_a_pipeline_with_a_tensor_parallel_engine(
         assert not any(name.startswith("critic/") for name in found)
         assert all(math.isfinite(value) for value in found.values())
         assert 0 < found["rollout/logprob_diff_max"] < LOGPROB_LIMIT
-        assert 0 < found["rollout/draft_acceptance_rate"] < 1
+        assert 0 <= found["rollout/draft_acceptance_rate"] < 1
     # the two ranks have stages of their own, and neither does what the other does
     assert "stragglers/count" not in metrics[1] and metrics[2]["stragglers/count"] == 0.0
     assert metrics[1]["train/kl"] == pytest.approx(0, abs=1e-5), "the reference is where the actor starts"
