@@ -113,14 +113,23 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1,
 REPEATED, COPIES = list(range(2, 35)), 500
 
 
-def second_tokens(folder: str, prompt: list[int], way: SamplingOptions) -> torch.Tensor:
-    """[vocabulary]: how likely each is as the second token after the prompt, whatever the first."""
+def third_tokens(folder: str, prompt: list[int], way: SamplingOptions) -> torch.Tensor:
+    """[vocabulary]: how likely each is as the third token after the prompt; but for those that almost never begin."""
     model = HFEngine(folder, dtype=torch.float32, max_model_len=128).model
-    with torch.no_grad():
-        first = sampled_distribution(model(torch.tensor([prompt])).logits[0, -1:], way).exp()[0]
-        rows = torch.tensor([[*prompt, token] for token in range(len(first))])
-        second = sampled_distribution(model(rows).logits[:, -1], way).exp()
-    return first @ second
+    begun: dict[tuple[int, ...], float] = {(): 1.0}
+    found = torch.zeros(SIZES["vocab_size"])
+    for place in range(3):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens] for tokens in begun])).logits[:, -1]
+        rows = torch.tensor(list(begun.values()))[:, None] * sampled_distribution(logits, way).exp()
+        if place == 2:
+            found = rows.sum(0)
+        begun = {
+            (*tokens, token): float(row[token])
+            for tokens, row in zip(begun, rows, strict=True)
+            for token in (row > 1e-5).nonzero()[:, 0].tolist()
+        }
+    return found
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
@@ -131,11 +140,10 @@ def test_drafts_change_no_distribution(launch: Launcher, folder: str, method: st
     mixed = [narrow if number % 3 == 0 else greedy if number % 3 == 1 else SAMPLING for number in range(len(PROMPTS))]
     turned = {name: list(reversed(each)) for name, each in (REQUEST | {"sampling": mixed}).items()}  # type: ignore[call-overload]
     many = {"prompts": [REPEATED] * COPIES, "seeds": list(range(COPIES)), "sampling": {"max_tokens": 3}}
-    many["sampling"] |= {"temperature": 0.06, "ignore_eos": True}
-    given = {"folder": folder, "tp": 2, "speculation": speculation, "many": many}
+    many["sampling"] |= {"temperature": 0.1, "ignore_eos": True}
+    given = {"folder": folder, "tp": 1, "speculation": speculation, "many": many}
     requests = [REQUEST | {"sampling": mixed}, turned]
-    one, other = launch.world(2, f"{RANKS}:speculate", requests=requests, **given)
-    assert one == other  # the ranks of a replica accept the same
+    [one] = launch.world(1, f"{RANKS}:speculate", requests=requests, **given)
     each, back = one["answers"]
     assert log_prob_error(folder, each, mixed) < 1e-4
     # company and order change nothing; what is cached rounds otherwise
@@ -145,10 +153,10 @@ def test_drafts_change_no_distribution(launch: Launcher, folder: str, method: st
     assert [answer["token_ids"] for answer in each[1::3]] == [found.token_ids for found in expected]
     work = one["work"]
     share = work["accepted_tokens"] / work["draft_tokens"]
-    assert 0 < share < 0.5 if method == "ngram" else 0.1 < share < 1.0, share
+    assert 0.1 < share < 1.0
     assert work["cached_tokens"] >= 32 * (COPIES - 1)
-    likely = second_tokens(folder, REPEATED, SamplingOptions(**many["sampling"]))
-    counts = torch.bincount(torch.tensor([tokens[1] for tokens in one["many"]]), minlength=len(likely))
+    likely = third_tokens(folder, REPEATED, SamplingOptions(**many["sampling"]))
+    counts = torch.bincount(torch.tensor([tokens[2] for tokens in one["many"]]), minlength=len(likely))
     seen = likely * COPIES > 5
     chi_square = ((counts - likely * COPIES)[seen] ** 2 / (likely * COPIES)[seen]).sum()
     assert chi_square < seen.sum() + 5 * (2 * seen.sum()) ** 0.5
