@@ -89,6 +89,7 @@ class Service:
         self._slots = threading.Semaphore(self.options.concurrent)  # of all calls together
 
     _shared: ClassVar[dict[ServiceOptions, Service]] = {}
+    _told: ClassVar[dict[str, int]] = {}
 
     @classmethod
     def shared(cls, options: ServiceOptions) -> Service:
@@ -99,6 +100,12 @@ class Service:
     def known(cls) -> list[Service]:
         """Those of this process."""
         return list(cls._shared.values())
+
+    @classmethod
+    def spent(cls) -> dict[str, int]:
+        """Metrics: of all of this process, since the last call."""
+        before, cls._told = cls._told, cls.costs()
+        return {name: count - before.get(name, 0) for name, count in cls._told.items()}
 
     @classmethod
     def costs(cls) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -208,6 +208,11 @@ class SavedWork:
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+
+    def add_cached(self, prompts: Prompts, cached: Iterable[int]) -> None:
+        """Of each prompt, how many of its tokens were in the cache."""
+        self.prompt_tokens += sum(map(len, prompts))
+        self.cached_tokens += sum(cached)
 
     @staticmethod
     def shares(of_engines: Sequence[Mapping[str, int]]) -> dict[str, float]:

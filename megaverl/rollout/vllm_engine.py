@@ -267,8 +267,7 @@ class VLLMEngine:
         with random_state_kept(), _eager(), calling_when_finished(self.llm, self.on_finished, self._experts_of):
             outputs = answers(self.llm, prompts, self._parameters(ways, seeds), images)
         generations = [generation(output, self._experts_of) for output in outputs]
-        self.saved_work.prompt_tokens += sum(map(len, prompts))
-        self.saved_work.cached_tokens += sum(output.num_cached_tokens or 0 for output in outputs)
+        self.saved_work.add_cached(prompts, (output.num_cached_tokens or 0 for output in outputs))
         if self._experts_of is not None:
             self._experts_of.forget()
         check_generations(generations, len(prompts))

@@ -111,7 +111,6 @@ class RewardRole:
         self._failed: RewardError | None = None
         self._asked: list[Future[None]] = []
         self._threads = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="reward") if self._waits else None
-        self._spent: dict[str, int] = {}
 
     @property
     def _waits(self) -> bool:
@@ -207,11 +206,8 @@ class RewardRole:
         """What services were asked by all ranks since the last call; every rank takes part. Empty: nobody asks any."""
         if not any(component.function.may_fail for component in self.reward.components):
             return {}
-        now = Service.costs()
-        spent = {name: count - self._spent.get(name, 0) for name, count in now.items()}
-        self._spent = now
-        total = reduce_json(spent, lambda every: {name: sum(each[name] for each in every) for name in now}, self.world)
-        return {name: float(count) for name, count in total.items()}
+        added = reduce_json(Service.spent(), lambda each: {k: sum(r[k] for r in each) for k in each[0]}, self.world)
+        return {name: float(count) for name, count in added.items()}
 
     @staticmethod
     def _why() -> str:

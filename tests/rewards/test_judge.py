@@ -85,6 +85,7 @@ def completion(text: str) -> dict[str, Any]:
 @pytest.fixture
 def upstream() -> Iterator[Upstream]:
     Service._shared.clear()
+    Service._told = {}
     server = Upstream()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
