@@ -30,7 +30,7 @@ from megaverl.data.batch import RolloutBatch
 from megaverl.data.datasets import PromptRecord
 from megaverl.errors import DataError, RolloutError
 from megaverl.rollout.engine import Generation, Sampling, SamplingOptions, drawing, of_each
-from megaverl.workers.responses import Draws, Metrics, engine_metrics, rollout_batch, rollout_metrics
+from megaverl.workers.responses import Draws, Metrics, rollout_batch, rollout_metrics
 from megaverl.workers.rollout import AgentRollouts, Rollout
 
 PARTIAL_FILE = "partial.safetensors"  # in a checkpoint
@@ -166,7 +166,7 @@ class GroupsInProgress:
         return sum(len(part.token_ids) for part in parts)
 
     def _measured(self, rollout: Rollout, batch: RolloutBatch, seconds: float, generated: int) -> Metrics:
-        found = rollout_metrics(batch, seconds, rollout.weight_version) | engine_metrics(rollout)
+        found = rollout_metrics(batch, seconds, rollout.weight_version) | rollout.engine_metrics()
         return found | {"rollout/throughput_tokens_per_sec": generated / seconds}
 
     def _finished(self, groups: Sequence[PartialGroup]) -> RolloutBatch:

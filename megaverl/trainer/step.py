@@ -33,7 +33,6 @@ from megaverl.workers.policy import LogProbDifference, check_first_comparison
 from megaverl.workers.responses import (
     Draws,
     Metrics,
-    engine_metrics,
     greedy_responses,
     of_each_sample,
     responses,
@@ -223,7 +222,7 @@ class RLStep:
         own = sampling if batch.held is None else of_some(sampling, batch.held.rows)
         batch = batch.with_(**drawing(own, len(batch)))
         self.metrics |= rollout_metrics(batch, time.perf_counter() - start, engines.weight_version)
-        self.metrics |= engine_metrics(engines)
+        self.metrics |= engines.engine_metrics()
         return self._dated(batch)
 
     def _sampling(self, prompts: Sequence[PromptRecord], draws: Draws) -> Sampling:

@@ -14,14 +14,12 @@ from megaverl.data.datasets import PromptRecord
 from megaverl.data.held_rows import HeldRows, Readers, as_held, of_all
 from megaverl.data.images import COLUMN, image_column
 from megaverl.data.prefix_packing import SequenceLengths
-from megaverl.distributed.collectives import reduce_json
 from megaverl.errors import RolloutError
 from megaverl.rollout.engine import (
     Generation,
     Images,
     Sampling,
     SamplingOptions,
-    SavedWork,
     of_each,
     of_some,
     sampling_options,
@@ -242,15 +240,6 @@ def rollout_metrics(batch: RolloutBatch, seconds: float, weight_version: int) ->
         **_turn_metrics(batch),
         "rollout/weight_version": float(weight_version),
     }
-
-
-def engine_metrics(engines: Rollout | AgentRollouts) -> Metrics:
-    """What is worth knowing of the engines since their `saved_work` was set to none; every rank takes part."""
-    engine, found = engines.engine, {}
-    if engine.in_flight is not None:
-        found["rollout/sequences_in_flight"] = float(engine.in_flight.number)
-    counted = vars(engine.saved_work if engine.tp_rank == 0 else SavedWork())  # a replica's ranks count alike
-    return found | dict(reduce_json(counted, SavedWork.shares, engines.world))
 
 
 def _turn_metrics(batch: RolloutBatch) -> Metrics:

@@ -18,7 +18,16 @@ from megaverl.distributed.ragged import RaggedBatch
 from megaverl.distributed.worlds import Fabric
 from megaverl.platform import platform
 from megaverl.plugins import call_object
-from megaverl.rollout.engine import Engine, Generation, Images, Sampling, SamplingOptions, check_generations, of_some
+from megaverl.rollout.engine import (
+    Engine,
+    Generation,
+    Images,
+    Sampling,
+    SamplingOptions,
+    SavedWork,
+    check_generations,
+    of_some,
+)
 from megaverl.rollout.replicas import split_prompts
 from megaverl.weights.reshard import ReshardStats
 from megaverl.workers.server_sync import ServerSync
@@ -55,6 +64,14 @@ class Rollout:
         finally:
             self._stays_awake = False
             self._sleep()
+
+    def engine_metrics(self) -> dict[str, float]:
+        """What is worth knowing of the engines since their `saved_work` was set to none; every rank takes part."""
+        engine, found = self.engine, {}
+        if engine.in_flight is not None:
+            found["rollout/sequences_in_flight"] = float(engine.in_flight.number)
+        counted = vars(engine.saved_work if engine.tp_rank == 0 else SavedWork())  # a replica's ranks count alike
+        return found | dict(reduce_json(counted, SavedWork.shares, self.world))
 
     def _wake(self) -> None:
         if self.sync is not None:
@@ -255,6 +272,10 @@ class AgentRollouts:
     @property
     def world(self) -> dist.ProcessGroup:
         return next(iter(self.rollouts.values())).world
+
+    def engine_metrics(self) -> dict[str, float]:
+        """As `Rollout.engine_metrics`: they share the engines."""
+        return next(iter(self.rollouts.values())).engine_metrics()
 
     def source_changes(self) -> None:
         """To be called before the actors' weights change."""

@@ -55,6 +55,9 @@ class Counting(Rollout):
     def awake(self) -> Any:
         return nullcontext()
 
+    def engine_metrics(self) -> dict[str, float]:
+        return {}
+
     def reset_prefix_cache(self) -> None:
         self.resets += 1
 
