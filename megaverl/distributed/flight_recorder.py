@@ -12,8 +12,9 @@ import os
 import re
 import time
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch._C import _distributed_c10d
 
@@ -75,3 +76,46 @@ def describe(entry: Mapping[str, Any], groups: Mapping[str, Mapping[str, str]], 
 
 # A device has come to it, or it waits there behind another.
 _STATES = {"scheduled": "queued", "started": "begun"}
+
+
+class Collectives(NamedTuple):
+    """What a process sent into collectives of one kind, in one group.
+
+    Attributes:
+        ranks: of the group; empty: torch does not say. calls: how many. nbytes: of all inputs.
+    """
+
+    ranks: tuple[int, ...]
+    operation: str
+    calls: int
+    nbytes: int
+
+
+def collectives(since: int) -> tuple[list[Collectives], bool]:
+    """Those that this process began after a moment (nanoseconds since 1970), and whether that is all of them: the
+    recorder keeps the last ones only. Messages between two ranks are in it under NCCL alone."""
+    found: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    is_whole = True
+    for name in _DUMPS:
+        if (dump := getattr(_distributed_c10d, name, None)) is None:
+            continue
+        trace = json.loads(dump())
+        entries, groups = trace.get("entries", ()), trace.get("pg_config", {})
+        if entries and entries[0]["record_id"] > 0 and entries[0]["time_created_ns"] >= since:
+            is_whole = False
+        for entry in entries:
+            if entry["time_created_ns"] < since:
+                continue
+            number, what = entry["process_group"]
+            ranks = re.findall(r"\d+", groups.get(number, {}).get("ranks", "") or what.partition("(")[2])
+            operation = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
+            sums = found.setdefault((tuple(map(int, ranks)), operation), [0, 0])
+            sums[0] += 1
+            sums[1] += sum(
+                _BYTES_OF.get(t, 1) * prod(n) for t, n in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
+            )
+    return [Collectives(*key, *sums) for key, sums in sorted(found.items())], is_whole
+
+
+# torch's names of dtypes there; of others (8-bit floats, integers, booleans) it is one byte.
+_BYTES_OF = {"Float": 4, "Double": 8, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2}

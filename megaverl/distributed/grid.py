@@ -110,6 +110,19 @@ class GridShape:
         """The rank that stands there."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
+    def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """The ranks that share all but one coordinate with `rank`, by that dimension; only where there are several."""
+        every = [self.coords(other) for other in range(self.world_size)]
+        found: dict[str, tuple[int, ...]] = {}
+        for dims in (DIMS, EXPERT_DIMS):
+            for dim in dims:
+                others = [each for each in dims if each != dim]
+                place = [getattr(every[rank], each) for each in others]
+                alike = [n for n, it in enumerate(every) if [getattr(it, each) for each in others] == place]
+                if len(alike) > 1:
+                    found.setdefault(dim, tuple(alike))
+        return found
+
     def __str__(self) -> str:
         extra = "".join(
             f" {name}{size}" for name, size in (("cp", self.cp), ("ep", self.ep), ("vpp", self.vpp or 1)) if size > 1

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megaverl.config.watching import ProfileConfig, py_spy
+from megaverl.distributed.flight_recorder import collectives
 from megaverl.errors import ConfigError, DataError
 from megaverl.monitoring.timeline import Timeline
 from megaverl.processes import ending_with_parent
@@ -29,6 +30,7 @@ NEED_A_GPU = ("memory", "nvtx", "cuda")
 SECONDS_TO_START, SECONDS_TO_WRITE = 10.0, 60.0  # that py-spy may take, to begin and for its file
 _SET_PTRACER, _ANYBODY = 0x59616D61, ctypes.c_ulong(-1)
 _FILE = re.compile(r"rank_(\d+)\.(stages|torch)\.json(?:\.gz)?")
+_COLLECTIVES = re.compile(r"rank_(\d+)\.collectives\.json")
 
 
 class Profiler:
@@ -36,6 +38,9 @@ class Profiler:
 
     Args:
         timeline: of this rank: its stages go into the trace, and to NVTX.
+
+    Attributes:
+        dims: ranks of a group -> what of a grid it is, such as "actor tp".
 
     Raises:
         ConfigError: a tool of CUDA's, and no GPU.
@@ -48,7 +53,8 @@ class Profiler:
         self._steps = frozenset(chosen.steps if here else ())
         self._chosen, self._run_dir, self._rank, self._timeline, self._warn = chosen, run_dir, rank, timeline, warn
         self._running: int | None = None
-        self._begin = 0  # of the step, by time.perf_counter_ns
+        self._begin = self._began_at = 0  # of the step, by time.perf_counter_ns and time.time_ns
+        self.dims: dict[tuple[int, ...], str] = {}
         self._open: list[tuple[str, AbstractContextManager[None]]] = []
         if self._steps and not _has_gpu() and (absent := [tool for tool in chosen.tools if tool in NEED_A_GPU]):
             raise ConfigError(
@@ -70,7 +76,7 @@ class Profiler:
             self._steps -= {step}
             self._warn(f"run.profile: {error}; step {step} is not profiled")
             return
-        self._running, self._begin = step, time.perf_counter_ns()
+        self._running, self._begin, self._began_at = step, time.perf_counter_ns(), time.time_ns()
         for tool in self._chosen.tools:
             around = TOOLS[tool](self, folder / f"rank_{self._rank}")
             try:
@@ -96,10 +102,13 @@ class Profiler:
                 around.__exit__(None, None, None)
             except Exception as error:
                 self._warn(f"run.profile: {tool} of step {step} is not written: {type(error).__name__}: {error}")
-        path = step_folder(self._run_dir, step) / f"rank_{self._rank}.stages.json"
         events = self._timeline.trace_events(self._begin)
+        found, is_whole = collectives(self._began_at)
+        rows = [[self.dims.get(each.ranks, ""), *each] for each in found]
         try:
-            path.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
+            for name, what in (("stages", {"traceEvents": events}), ("collectives", {"all": is_whole, "rows": rows})):
+                path = step_folder(self._run_dir, step) / f"rank_{self._rank}.{name}.json"
+                path.write_text(json.dumps(what), encoding="utf-8")
         except OSError as error:
             self._warn(f"run.profile: {error}")
 
@@ -235,7 +244,7 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
     stages, traces, others = dict[int, list[dict[str, Any]]](), dict[int, list[dict[str, Any]]](), list[Path]()
     for path in sorted(step_folder(run_dir, step).glob("rank_*")):
         if (match := _FILE.fullmatch(path.name)) is None:
-            others.append(path)
+            others += [] if _COLLECTIVES.fullmatch(path.name) else [path]
         else:
             (stages if match[2] == "stages" else traces)[int(match[1])] = _events(path)
     timeline = run_dir / "timeline.json"
@@ -257,6 +266,22 @@ def write_step_trace(run_dir: Path, step: int | None = None, output: Path | None
     part.write_bytes(gzip.compress(text, 5) if output.suffix == ".gz" else text)
     os.replace(part, output)
     return output, others
+
+
+def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
+    """What each rank sent into collectives in a step (the last that was profiled), as lines of a table; none where no
+    rank has said."""
+    known = profiled_steps(run_dir)
+    lines = []
+    for path in sorted(step_folder(run_dir, step or (known[-1] if known else 0)).glob("rank_*.collectives.json")):
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rank = path.name.partition(".")[0].replace("_", " ")
+        for dim, ranks, operation, calls, nbytes in found["rows"]:
+            group = dim or (f"ranks {', '.join(map(str, ranks))}" if ranks else "all of its world")
+            lines.append(f"{rank:<9}{group:<24}{operation:<22}{calls:>7} calls {nbytes / 1e6:>12,.3f} MB")
+        if not found["all"]:
+            lines.append(f"{rank:<9}... the first of them are lost: set TORCH_NCCL_TRACE_BUFFER_SIZE to more than 2000")
+    return lines
 
 
 def _events(path: Path) -> list[dict[str, Any]]:

@@ -101,6 +101,9 @@ class Trainer:
                 self.timeline.roles[each.name] = here[-1]
         self.stragglers = self._stragglers(job)
         self.rate = self._rate(job.fabric.placement.size if job else dist.get_world_size())
+        for role, trainable in self.roles.trained.items() if config.run.profile.steps else ():
+            for dim, ranks in trainable.model.grid.shape.groups_of(trainable.model.grid.rank).items():
+                self.profiler.dims[ranks] = ", ".join(filter(None, [self.profiler.dims.get(ranks), f"{role} {dim}"]))
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None

@@ -94,3 +94,23 @@ def test_torch_writes_into_the_runs_folder(tmp_path: Path, monkeypatch: pytest.M
     assert os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == f"{tmp_path}/nccl_trace_rollout_on_ranks_0_1_rank_"
     flight_recorder.write_into(tmp_path / "other")
     assert os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"].startswith(f"{tmp_path}/nccl_trace")
+
+
+def test_what_went_into_collectives_is_added_up_by_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step: its beginning on, in bytes of each dtype; and it is said where the recorder has lost some."""
+    entries = (
+        entry(0, "completed", 9.0),  # before the step
+        entry(1, "completed", 4.0),
+        entry(2, "completed", 3.0, input_sizes=[[8], [2, 2]], input_dtypes=["Float", "Bool"]),
+        entry(3, "started", 2.0, profiling_name="nccl:all_gather", process_group=["0", "default_pg"]),
+    )
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda: trace(*entries), raising=False)
+    monkeypatch.setattr(_distributed_c10d, "_dump_fr_trace_json", trace)
+    begin = NOW - 5_000_000_000
+    size = 4096 * 1024 * 2
+    expected = [((), "all_gather", 1, size), ((0, 1), "all_reduce", 2, size + 8 * 4 + 4)]
+    assert flight_recorder.collectives(begin) == (expected, True)
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", lambda: trace(*entries[1:]), raising=False)
+    assert flight_recorder.collectives(begin) == (expected, False)
+    monkeypatch.setattr(_distributed_c10d, "_dump_nccl_trace_json", trace, raising=False)
+    assert flight_recorder.collectives(begin) == ([], True)

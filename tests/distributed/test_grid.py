@@ -89,3 +89,19 @@ def test_a_rank_outside_the_grid(rank: int) -> None:
 def test_a_grid_is_written_short() -> None:
     assert str(GridShape(tp=2, pp=4, dp=3)) == "tp2 pp4 dp3"
     assert str(GridShape(tp=2, cp=2, pp=4, vpp=2, dp=2, ep=2)) == "tp2 pp4 dp2 cp2 ep2 vpp2"
+
+
+@given(shapes())
+def test_the_groups_of_a_rank_share_all_but_one_coordinate(shape: GridShape) -> None:
+    """Each dimension's groups cut the world into parts of its size, which agree on who is in which."""
+    groups = [shape.groups_of(rank) for rank in range(shape.world_size)]
+    sizes = {"tp": shape.tp, "cp": shape.cp, "dp": shape.dp, "pp": shape.pp}
+    sizes |= {"etp": shape.expert_tp, "ep": shape.ep, "edp": shape.expert_dp}
+    for dim, size in sizes.items():
+        for rank, mine in enumerate(groups):
+            if size == 1:
+                assert dim not in mine
+                continue
+            assert len(mine[dim]) == size and rank in mine[dim]
+            assert {getattr(shape.coords(other), dim) for other in mine[dim]} == set(range(size))
+            assert all(groups[other][dim] == mine[dim] for other in mine[dim])

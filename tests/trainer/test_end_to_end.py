@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from megaverl.monitoring.profiler import write_step_trace
+from megaverl.monitoring.profiler import collective_lines, write_step_trace
 from tests.docs.pages import ROOT, table_names
 from tests.launcher import Launcher
 from tests.trainer.conftest import command_arguments
@@ -176,6 +176,9 @@ def test_a_profiled_step_is_one_trace_of_all_ranks(ppo: Run) -> None:
             inside = [event["name"] for event in mine if begin <= event["ts"] and event["ts"] + event["dur"] <= end]
             assert any(part in name for name in inside), stage
     assert {beat["rank"] for beat in _ranks_of(ppo.folder)} == {0, 1}
+    tp = [line.split() for line in collective_lines(ppo.folder) if "actor tp" in line]
+    assert {(line[0], line[1]) for line in tp} == {("rank", "0"), ("rank", "1")}, "the actor is at TP2, on both"
+    assert any("all_reduce" in line and float(line[-2]) > 0 for line in tp)
 
 
 def _ranks_of(run: Path) -> list[dict[str, Any]]:
