@@ -28,11 +28,13 @@ VERIFIER = """
 import json, sys
 import reasoning_gym
 
-given = json.load(sys.stdin)
-dataset = reasoning_gym.create_dataset(given["name"], **given["options"])
-score = float(dataset.score_answer(given["answer"], dataset[given["index"]]))
-print("\\n" + json.dumps(score))
+scores = []
+for given in json.load(sys.stdin):
+    dataset = reasoning_gym.create_dataset(given["name"], **given["options"])
+    scores.append(float(dataset.score_answer(given["answer"], dataset[given["index"]])))
+print("\\n" + json.dumps(scores))
 """
+AT_ONCE = 16  # answers in one process: to make one takes as long as several of them
 
 
 class ReasoningGymRows:
@@ -136,26 +138,50 @@ def reasoning_gym_score(
 ) -> list[float]:
     """What reasoning-gym's own verifier of the row's task gives the answer: 1 if it is right, less for others.
 
-    The verifier runs confined (see `Sandbox`), since some let sympy evaluate what the model wrote. One that takes too
-    long, or raises, gives 0.
+    The verifiers run confined (see `Sandbox`), since some let sympy evaluate what the model wrote; several in one
+    process, and each alone where that does not come to its end. One that takes too long, or raises, gives 0.
 
     Args:
         tags: the answer is what stands in the last <answer>...</answer>, and there is none without; false: it is the
             whole response. workers: verifiers at once, on each rank. seconds, memory_mb: of one.
     """
-    plan: list[ConfinedProgram | None] = []
-    for sample in samples:
+    asked: list[tuple[int, dict[str, Any]]] = []
+    for number, sample in enumerate(samples):
         task = sample.extra.get(COLUMN)
         if task is None:
             raise ValueError("the row is of no reasoning-gym task; name one: data.train=reasoning_gym:chain_sum")
         name, options = read_task(task["task"])
         found = ANSWER.findall(sample.response) if tags else [sample.response]
-        given = {"name": name, "options": options, "index": task["index"], "answer": found[-1].strip() if found else ""}
-        plan.append(ConfinedProgram(VERIFIER, json.dumps(given)) if found else None)
+        if found:
+            given = {"name": name, "options": options, "index": task["index"], "answer": found[-1].strip()}
+            asked.append((number, given))
     box = Sandbox.shared(SandboxLimits(seconds, memory_mb, preload=("reasoning_gym",)), workers)
-    outcomes = iter(box.run_all([program for program in plan if program is not None]))
-    scores = []
-    for program in plan:
-        outcome = next(outcomes) if program is not None else None
-        scores.append(float(outcome.output.split()[-1]) if outcome is not None and outcome.passed else 0.0)
+    size = min(AT_ONCE, -(-len(asked) // workers)) or 1
+    parts = [asked[first : first + size] for first in range(0, len(asked), size)]
+    scores = [0.0] * len(samples)
+    alone = []
+    for part, values in zip(parts, _verified(box, parts), strict=True):
+        if values is None:  # one of them is why: each is asked by itself
+            alone += [[each] for each in part]
+        else:
+            for (number, _), value in zip(part, values, strict=True):
+                scores[number] = value
+    for part, values in zip(alone, _verified(box, alone), strict=True):
+        scores[part[0][0]] = values[0] if values is not None else 0.0
     return scores
+
+
+def _verified(box: Sandbox, parts: list[list[tuple[int, dict[str, Any]]]]) -> list[list[float] | None]:
+    """The scores of each part; None where its process did not come to its end, or says something else."""
+    outcomes = box.run_all([ConfinedProgram(VERIFIER, json.dumps([given for _, given in part])) for part in parts])
+    found: list[list[float] | None] = []
+    for part, outcome in zip(parts, outcomes, strict=True):
+        try:
+            values = json.loads(outcome.output.strip().rpartition("\n")[2]) if outcome.passed else None
+        except ValueError:
+            values = None
+        if isinstance(values, list) and len(values) == len(part):
+            found.append([float(value) for value in values])
+        else:
+            found.append(None)
+    return found

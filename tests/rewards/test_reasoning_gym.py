@@ -84,6 +84,10 @@ def test_the_verifiers_score(tmp_path: Path) -> None:
     assert found[:-1] == pytest.approx(expected[:-1]) and found[-1] < 0.1 and not file.exists()
     assert sorted({found[0], found[3]}) == [1.0] and found[4] < 1
     assert build_reward({"name": "reasoning_gym", "tags": False}).score(samples[1:2]).total == [1.0]
+    # what ends its process takes nothing from those that were asked with it
+    add(integrals[2], "<answer>__import__('os')._exit(3)</answer>", 0.0)
+    again = build_reward({"name": "reasoning_gym", "workers": 1}).score([samples[-1], *samples[:-1]]).total
+    assert again == [0.0, *found]
 
 
 def test_the_command_line_looks_through_a_task(capsys: pytest.CaptureFixture[str]) -> None:
