@@ -40,7 +40,7 @@ class Profiler:
         timeline: of this rank: its stages go into the trace, and to NVTX.
 
     Attributes:
-        dims: ranks of a group -> what of a grid it is, such as "actor tp".
+        dims: ranks of a group (none: of all) -> what of a grid it is, such as "actor tp".
 
     Raises:
         ConfigError: a tool of CUDA's, and no GPU.
@@ -278,7 +278,7 @@ def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
         rank = path.name.partition(".")[0].replace("_", " ")
         for dim, ranks, operation, calls, nbytes in found["rows"]:
             group = dim or (f"ranks {', '.join(map(str, ranks))}" if ranks else "all of its world")
-            lines.append(f"{rank:<9}{group:<24}{operation:<22}{calls:>7} calls {nbytes / 1e6:>12,.3f} MB")
+            lines.append(f"{rank:<9}{group:<32}{operation:<22}{calls:>7} calls {nbytes / 1e6:>12,.3f} MB")
         if not found["all"]:
             lines.append(f"{rank:<9}... the first of them are lost: set TORCH_NCCL_TRACE_BUFFER_SIZE to more than 2000")
     return lines

@@ -101,13 +101,21 @@ class Trainer:
                 self.timeline.roles[each.name] = here[-1]
         self.stragglers = self._stragglers(job)
         self.rate = self._rate(job.fabric.placement.size if job else dist.get_world_size())
-        for role, trainable in self.roles.trained.items() if config.run.profile.steps else ():
-            for dim, ranks in trainable.model.grid.shape.groups_of(trainable.model.grid.rank).items():
-                self.profiler.dims[ranks] = ", ".join(filter(None, [self.profiler.dims.get(ranks), f"{role} {dim}"]))
+        if config.run.profile.steps:
+            self.profiler.dims = self._named_groups()
         self.next_step = 0
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
         self.leave = PreemptionHandler()
+
+    def _named_groups(self) -> dict[tuple[int, ...], str]:
+        """What the groups of this rank are in its models' grids, by their ranks. The group of all has no ranks there."""
+        found: dict[tuple[int, ...], list[str]] = {}
+        for role, trainable in self.roles.trained.items():
+            grid = trainable.model.grid
+            for dim, ranks in grid.shape.groups_of(grid.rank).items():
+                found.setdefault(() if len(ranks) == grid.shape.world_size else ranks, []).append(f"{role} {dim}")
+        return {ranks: ", ".join(names) for ranks, names in found.items()}
 
     def _stragglers(self, job: Job | None) -> Stragglers | None:
         """Ranks of the same roles do the same, on the same stage of the actor's pipeline."""
