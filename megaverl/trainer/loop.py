@@ -109,7 +109,7 @@ class Trainer:
         self.leave = PreemptionHandler()
 
     def _named_groups(self) -> dict[tuple[int, ...], str]:
-        """What the groups of this rank are in its models' grids, by their ranks. The group of all has no ranks there."""
+        """What this rank's groups are in its models' grids, by their ranks; the group of all has none there."""
         found: dict[tuple[int, ...], list[str]] = {}
         for role, trainable in self.roles.trained.items():
             grid = trainable.model.grid
