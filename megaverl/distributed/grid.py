@@ -111,10 +111,11 @@ class GridShape:
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def groups_of(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The ranks that share all but one coordinate with `rank`, by that dimension; only where there are several."""
+        """The ranks that share all but one coordinate with `rank`, by that dimension; only where there are several, and
+        those of experts where these are cut over ranks."""
         every = [self.coords(other) for other in range(self.world_size)]
         found: dict[str, tuple[int, ...]] = {}
-        for dims in (DIMS, EXPERT_DIMS):
+        for dims in (DIMS, EXPERT_DIMS) if self.ep > 1 else (DIMS,):
             for dim in dims:
                 others = [each for each in dims if each != dim]
                 place = [getattr(every[rank], each) for each in others]

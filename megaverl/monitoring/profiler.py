@@ -278,7 +278,7 @@ def collective_lines(run_dir: Path, step: int | None = None) -> list[str]:
         rank = path.name.partition(".")[0].replace("_", " ")
         for dim, ranks, operation, calls, nbytes in found["rows"]:
             group = dim or (f"ranks {', '.join(map(str, ranks))}" if ranks else "all of its world")
-            lines.append(f"{rank:<9}{group:<32}{operation:<22}{calls:>7} calls {nbytes / 1e6:>12,.3f} MB")
+            lines.append(f"{rank:<9}{operation:<20}{calls:>6} calls {nbytes / 1e6:>12,.3f} MB  {group}")
         if not found["all"]:
             lines.append(f"{rank:<9}... the first of them are lost: set TORCH_NCCL_TRACE_BUFFER_SIZE to more than 2000")
     return lines
