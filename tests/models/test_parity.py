@@ -90,6 +90,13 @@ def test_latent_attention_without_a_query_latent_and_with_yarn(launch: Launcher,
     assert_parity(launch, folder, reference_logits(folder), {"tp": 2, "pp": 2})
 
 
+def test_yarn(launch: Launcher, tmp_path: Path) -> None:
+    """As Qwen's folders turn it on: bounds that are rounded, and the usual factor on queries and keys."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM", rope_parameters=yarn)
+    assert_parity(launch, folder, reference_logits(folder), {"tp": 2, "pp": 2})
+
+
 def test_virtual_stages_and_sequence_parallel(launch: Launcher, tmp_path: Path) -> None:
     folder = make_tiny_folder(tmp_path, "Qwen3ForCausalLM", tie_embeddings=True)
     expected = reference_logits(folder)
