@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -92,6 +93,7 @@ class ReportServer(ThreadingHTTPServer):
     def address(self) -> str:
         """Where a browser finds it."""
         host = str(self.server_address[0])
+        host = socket.gethostname() if host in ("0.0.0.0", "::") else host  # of every interface
         shown = f"[{host}]" if ":" in host else host
         return f"http://{shown}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
 

@@ -319,7 +319,9 @@ def test_a_page_is_served_while_the_run_goes_on(tmp_path: Path, folder: Path) ->
             assert httpx.get(server.address).status_code == 503
         finally:
             server.shutdown()
-    assert ReportServer([folder], "127.0.0.1", 0, None).address.endswith("/")
+    for host, shown in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", socket.gethostname())):
+        with ReportServer([folder], host, 0, None) as server:
+            assert server.address == f"http://{shown}:{server.server_port}/"
 
 
 def test_serving_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
