@@ -3,6 +3,8 @@
 # Exit code of a run that was asked to leave (SIGTERM, SIGUSR1) and has saved what it had: start it again
 # (EX_TEMPFAIL of sysexits.h).
 SAVED_AND_LEFT = 75
+# Of one that has saved, and goes on at once in new processes: the agent that started its ranks starts them again.
+STARTS_AGAIN = 76
 # The other exit codes of a command besides 0.
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 

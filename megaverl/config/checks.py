@@ -59,6 +59,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
             *optimizer_mistakes(config),
             *router_replay_mistakes(config, spec),
             *stored_rollout_mistakes(config),
+            *_replanning(config),
             *temperature_mistakes(config),
             *sampling_mistakes(config),
             *partial_mistakes(config),
@@ -93,6 +94,13 @@ def _model(config: Config, command: str) -> tuple[ModelSpec | None, list[ConfigI
         return read(config.model.path), []
     except ModelError as error:
         return None, [ConfigIssue("model.path", str(error))]
+
+
+def _replanning(config: Config) -> Iterator[ConfigIssue]:
+    if config.run.replan and not config.trainer.replan_every:
+        yield ConfigIssue("run.replan", "takes what trainer.replan_every finds, which is 0. Set it, such as to 50.")
+    if config.run.replan and not config.checkpoint.save_interval:
+        yield ConfigIssue("run.replan", "takes another layout at a checkpoint. Set checkpoint.save_interval.")
 
 
 def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:

@@ -108,7 +108,11 @@ def load_config(
         raise InvalidConfig(mistakes, source.name)
     if command in REINFORCING:
         warnings += algorithm_warnings(config)
-    config.note(warnings, [line for line in (choice, reason) if line], chosen)
+    if config.run.replan and not chosen:
+        warnings.append(
+            "run.replan: no key is auto, so that the layout stays; trainer.replan_every tells of better ones"
+        )
+    config.note(warnings, [line for line in (choice, reason) if line], chosen, _make_of(source))
     return config
 
 

@@ -41,6 +41,9 @@ class RunConfig(Section):
     hardware: Text | None = None
     """What keys that are `auto` are chosen for: h100 or another name that `megaverl plan --hardware` knows, or a file
     of one's own. null: the GPU that this machine shows, or two processor cores."""
+    replan: bool = False
+    """Take the better layout that trainer.replan_every finds: at the next checkpoint the run ends its processes and
+    goes on from it in new ones. Only keys that are `auto` change."""
     timeout_minutes: PositiveFloat = 10.0
     """How long a rank waits for the others before it stops."""
     log_with: Annotated[list[Backend], AS_LIST] = ["jsonl", "tensorboard"]
@@ -251,6 +254,9 @@ class LoopConfig(Section):
     """Fields of SamplingParams that differ in validation from rollout.sampling."""
     pass_at: Annotated[list[Positive], BeforeValidator(lambda v: [v] if isinstance(v, int) else v)] = [1]
     """The k of each pass@k; none above validation_samples."""
+    replan_every: NonNegative = 0
+    """Look for a better layout every so many steps, by the lengths and times that were measured, and say what it would
+    gain (plan/gain). 0: never."""
     operators: list[Function] = []
     """Functions of your own, as module:function, that add operators to the step's flow, to watch or to change what
     flows: each is called with the DataFlow (megaverl flow show)."""

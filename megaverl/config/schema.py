@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +39,7 @@ from megaverl.config.run import (
 from megaverl.config.section import Paths, Section
 from megaverl.config.signatures import signature_of
 from megaverl.config.watching import AlertConfig
+from megaverl.errors import ConfigError
 
 # What a preference loss reads of the reference.
 FROZEN = (
@@ -100,6 +102,7 @@ class Config(Section):
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _choices: tuple[str, ...] = PrivateAttr(default=())
     _chosen: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _make: Callable[[Mapping[str, Any]], Config] | None = PrivateAttr(default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -132,8 +135,21 @@ class Config(Section):
         """Key -> value, for those that were `auto`."""
         return self._chosen
 
-    def note(self, warnings: list[str], choices: list[str], chosen: dict[str, Any] | None = None) -> None:
+    def layered(self, settings: Mapping[str, Any]) -> Config:
+        """With settings (key -> value) laid over what was written, as if they had been written too; without checks."""
+        if self._make is None:
+            raise ConfigError("this configuration was not made by load_config.")
+        return self._make(settings)
+
+    def note(
+        self,
+        warnings: list[str],
+        choices: list[str],
+        chosen: dict[str, Any] | None = None,
+        make: Callable[[Mapping[str, Any]], Config] | None = None,
+    ) -> None:
         self._warnings, self._choices, self._chosen = tuple(warnings), tuple(choices), chosen or {}
+        self._make = make
 
     @property
     def uses_critic(self) -> bool:

@@ -11,10 +11,7 @@ import json
 import math
 import os
 import statistics
-import subprocess
-import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,12 +22,14 @@ from megaverl.planner.costs import FORWARD_KERNELS
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import RANGES, Hardware
 from megaverl.planner.job import Machine, PlannedJob, find_spec, make_job
-from megaverl.planner.operators import StepLoad, micro_batches, operations
-from megaverl.processes import ending_with_parent
+from megaverl.planner.operators import StepLoad, operations
+from megaverl.planner.trial_steps import MeasuredOperator, real_steps
 
-ROUNDS = 5
-WARM_UP = 2  # steps
+ROUNDS = 8
+BETWEEN_MESSAGES = 8  # products, some tenths of a millisecond
+STEPS = 10  # of a probe
 RESPONSE = 32  # tokens
+Clock = Callable[[], float]
 PROMPT = 12  # about as many have the task's prompts
 PROBE: dict[str, Any] = {
     "hidden_size": 192,
@@ -46,22 +45,6 @@ PROBE_KEYS = (
     "actor.micro_batch_tokens=256",
     "reference.micro_batch_tokens=256",
     "reward=exact_match",
-)
-OPERATORS = (
-    "rollout",
-    "reward",
-    "old_log_probs",
-    "ref_log_probs",
-    "values",
-    "advantages",
-    "critic_update",
-    "actor_update",
-    "reshard",
-)
-SETTLED = (
-    "checkpoint={save_interval: 0, export_hf: false}",
-    "trainer.validate_every=0",
-    "trainer.validate_at_start=false",
 )
 
 
@@ -111,23 +94,17 @@ class Probe:
 
         inputs = make_inputs(folder / f"model_{layers}", PROBE | {"num_hidden_layers": layers})
         keys = [*PROBE_KEYS, *sampling(engine, RESPONSE), *inputs, *more]
-        found = real_steps(folder / f"run_{layers}_{ranks}", keys, ranks, 7)
+        found = real_steps(folder / f"run_{layers}_{ranks}", keys, ranks, STEPS).operators
         config = load_config(None, keys, check_paths=False, world_size=ranks)
         return cls(make_job(config, find_spec(config), ranks, Machine(gpus_per_node=ranks)), found)
 
     def beyond(self, name: str, hardware: Hardware) -> float:
-        """Seconds of an operator on a rank that its prediction lacks; negative where that is too much."""
+        """Seconds of an operator that its prediction lacks; negative where that is too much."""
         found = operations(StepLoad(self.job, hardware, LengthDistribution.fixed(PROMPT, RESPONSE), None))
         (operator,) = (each for each in found if each.name == name)
         measured = self.measured[name]
-        return (measured.work if hardware.cores is not None else measured.seconds * len(operator.ranks)) / len(
-            operator.ranks
-        ) - operator.work / len(operator.ranks)
-
-    def micro_batches(self, hardware: Hardware) -> int:
-        """Of a pass over a step's samples."""
-        load = StepLoad(self.job, hardware, LengthDistribution.fixed(PROMPT, RESPONSE), None)
-        return micro_batches(load, self.job.actor, 1)[1]
+        alone = hardware.cores is not None and len(operator.ranks) == 1  # it waits for nobody: its own work is its time
+        return (measured.work if alone else measured.seconds) - operator.seconds
 
 
 def sampling(engine: str, tokens: int) -> list[str]:
@@ -135,7 +112,7 @@ def sampling(engine: str, tokens: int) -> list[str]:
     return [f"rollout={{engine: {engine}, sampling: {{max_tokens: {tokens}, ignore_eos: true}}}}"]
 
 
-def make_inputs(folder: Path, model: dict[str, Any]) -> list[str]:
+def make_inputs(folder: Path, model: dict[str, Any], kind: str = "Qwen3ForCausalLM") -> list[str]:
     """A tiny model with its tokenizer, and prompts; the keys that name them."""
     from megaverl.data.tasks import make_task
     from megaverl.data.tokenizers import load_tokenizer
@@ -146,52 +123,9 @@ def make_inputs(folder: Path, model: dict[str, Any]) -> list[str]:
         task.save(folder)
         tokenizer = load_tokenizer(task.train_tokenizer(folder / "tokenizer.model"))
         special: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "vocab_size": tokenizer.vocab_size}
-        make_tiny_folder(folder / "model", "Qwen3ForCausalLM", **model | special)
+        make_tiny_folder(folder / "model", kind, **model | special)
         tokenizer.save(folder / "model")
     return [f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}"]
-
-
-@dataclass(frozen=True)
-class MeasuredOperator:
-    """An operator, or "step": the median over the steps of a run.
-
-    Attributes:
-        seconds: of the slowest rank. work: seconds of processors, over all ranks; without waits.
-    """
-
-    seconds: float
-    work: float
-
-
-def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> dict[str, MeasuredOperator]:
-    """Run the trainer; operator -> what it took, and "step", from the trace of all ranks without the first steps.
-
-    Raises:
-        MegaverlError: the run failed.
-    """
-    own = [f"run={{name: run, dir: {folder}, nproc: {ranks}, log_with: jsonl}}", f"trainer.steps={steps}"]
-    command = [sys.executable, "-m", "megaverl", "train", *keys, *own, *SETTLED]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(ending_with_parent(command), env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise MegaverlError(f"calibrate: {' '.join(command)} failed.\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    events = json.loads((folder / "run" / "timeline.json").read_text(encoding="utf-8"))["traceEvents"]
-    seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    work: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
-    for event in events:
-        facts = event.get("args", {})
-        if event["ph"] == "X" and facts.get("step") is not None and facts["step"] >= WARM_UP:
-            seconds[event["name"]][facts["step"]].append(event["dur"] / 1e6)
-            work[event["name"]][facts["step"]] += facts.get("processor_us", 0.0) / 1e6
-    operators = [name for name in seconds if name in OPERATORS]
-    for number in list(seconds["step"]):
-        work["step"][number] = sum(work[name][number] for name in operators)
-    return {
-        name: MeasuredOperator(
-            statistics.median(max(each) for each in seconds[name].values()), statistics.median(work[name].values())
-        )
-        for name in (*operators, "step")
-    }
 
 
 def measure_rates(ranks: int) -> dict[str, Any]:
@@ -229,6 +163,9 @@ def describe(name: str, measured: dict[str, Any], ranks: int) -> Hardware:
         memory_efficiency=1.0,
         node_gb_s=link,
         node_latency_us=measured["all_reduce_us"],
+        send_latency_us=measured["send_us"],
+        message_work=measured["message_work"],
+        weights_gb_s=measured.get("weights_gb_s"),
         network_gb_s=link,
         network_latency_us=measured["all_reduce_us"],
         link_efficiency=1.0,
@@ -268,9 +205,9 @@ def fit(hardware: Hardware, probes: Sequence[Probe]) -> Hardware:
     hardware = _with(hardware, decode_step_ms=mean("rollout", hardware) / RESPONSE * 1e3)
     hardware = settled("backward_factor", "actor_update", 1)
     hardware = _with(hardware, update_ms=mean("actor_update", hardware) / updates * 1e3)
-    messages = cut.job.spec.num_layers * 2 * cut.micro_batches(hardware)
-    more = cut.beyond("ref_log_probs", hardware) / messages * 1e6
-    return _with(hardware, node_latency_us=hardware.node_latency_us + more)
+    lacking, latency = cut.beyond("ref_log_probs", hardware), hardware.node_latency_us
+    of_each = lacking - cut.beyond("ref_log_probs", _with(hardware, node_latency_us=latency + 1))  # a microsecond more
+    return _with(hardware, node_latency_us=latency + lacking / of_each)
 
 
 def _with(hardware: Hardware, **fields: float) -> Hardware:
@@ -297,17 +234,14 @@ def main() -> None:
     size = 64 * 2**20 if device.type == "cuda" else 8 * 2**20
     whole = torch.ones(size, device=device)
     found["memory_gb_s"] = 2 * whole.nbytes / _seconds(lambda: whole.add_(1.0), device) / 1e9
+    if device.type == "cpu":
+        found["weights_gb_s"] = _weights_rate()
     queries = torch.randn(1, 4, 256, 64, device=device, dtype=dtype)
     mask = torch.ones(256, 256, device=device, dtype=torch.bool).tril()
     attend = torch.nn.functional.scaled_dot_product_attention
     taken = _seconds(lambda: attend(queries, queries, queries, attn_mask=mask), device)
     found["attention"] = 4 * 256 * 256 * 4 * 64 / taken
-    small, large = torch.ones(1024, device=device), torch.ones(2**21, device=device)
-    reduce = torch.distributed.all_reduce
-    found["all_reduce_us"] = _seconds(lambda: reduce(small), device) * 1e6
-    world = torch.distributed.get_world_size()
-    moved = 2 * large.nbytes * (world - 1) / world
-    found["all_reduce_gb_s"] = moved / _seconds(lambda: reduce(large), device) / 1e9
+    found |= _messages(device)
     if device.type == "cuda":
         found["memory_gb"] = torch.cuda.get_device_properties(device).total_memory / 1e9
     if rank == 0:
@@ -335,15 +269,70 @@ def _products(device: Any, dtype: Any, *, large: bool = False) -> list[tuple[flo
     return sorted(best.items())
 
 
-def _seconds(work: Callable[[], object], device: Any) -> float:
-    """Median of some rounds of enough turns, with all ranks at it at once."""
+def _weights_rate() -> float:
+    """GB/s at which a product of one row reads its weights: others than those of the product before."""
+    import torch
+
+    weights = [torch.randn(1152, 384) for _ in range(32)]
+    row = torch.randn(1, 384)
+
+    def over_all() -> None:
+        for each in weights:
+            torch.nn.functional.linear(row, each)
+
+    return sum(each.nbytes for each in weights) / _seconds(over_all, row.device) / 1e9
+
+
+def _messages(device: Any) -> dict[str, float]:
+    """Latency and bandwidth of messages, and which part of their time a processor works on them.
+
+    Where ranks share processors a message comes after work, as in a step: who waited has to be woken, which takes
+    longer than a message takes that follows another.
+    """
+    import torch
+
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    small, large = torch.ones(2**13, device=device), torch.ones(2**21, device=device)
+    reduce, other = torch.distributed.all_reduce, rank ^ 1
+    rows = torch.randn(128, 256, device=device)
+
+    def work() -> None:
+        for _ in range(BETWEEN_MESSAGES if device.type == "cpu" else 0):
+            rows @ rows.T
+
+    def there_and_back() -> None:
+        work()
+        for sends in (rank < other, rank > other):
+            if other < world:
+                torch.distributed.send(small, other) if sends else torch.distributed.recv(small, other)
+
+    def together() -> None:
+        work()
+        reduce(small)
+
+    def taken(turn: Callable[[], object], clock: Clock = time.perf_counter) -> float:
+        return max(1e-7, _seconds(turn, device, clock) - (_seconds(work, device, clock) if device.type == "cpu" else 0))
+
+    reduced = taken(together)
+    share = taken(together, time.process_time) / reduced if device.type == "cpu" else 0.0
+    rate = 2 * large.nbytes * (world - 1) / world / _seconds(lambda: reduce(large), device, time.perf_counter) / 1e9
+    found = {"all_reduce_us": reduced * 1e6, "send_us": taken(there_and_back) / 2 * 1e6}
+    return found | {"message_work": min(1.0, share), "all_reduce_gb_s": rate}
+
+
+def _seconds(work: Callable[[], object], device: Any, clock: Clock = time.process_time) -> float:
+    """The fastest of some rounds of enough turns, with all ranks at it at once: other programs only make it slower.
+
+    Args:
+        clock: on a CPU; of this process's own work alone, or that on the wall where ranks wait for each other.
+    """
     import torch
 
     def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    clock = time.perf_counter if device.type == "cuda" else time.process_time  # others may be at work
+    clock = time.perf_counter if device.type == "cuda" else clock
     work()
     wait()
     begin = clock()
@@ -360,7 +349,7 @@ def _seconds(work: Callable[[], object], device: Any) -> float:
             work()
         wait()
         rounds.append((clock() - begin) / int(count))
-    return statistics.median(rounds)
+    return min(rounds)
 
 
 if __name__ == "__main__":

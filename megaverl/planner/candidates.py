@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megaverl.config import Config
@@ -193,3 +196,35 @@ def uneven_split(num_layers: int, pp: int, vpp: int | None) -> dict[str, int] | 
     between = -(-num_layers // pp)
     ends, odd = divmod(num_layers - (pp - 2) * between, 2)
     return dict.fromkeys(UNEVEN, ends) if not odd and 0 < ends <= between else None
+
+
+def shown(settings: Settings) -> Settings:
+    """Settings without those that are the default of their key."""
+    plain = {"actor.vpp": None, "actor.etp": None, "actor.cp": 1, "actor.ep": 1}
+    return {key: value for key, value in settings.items() if not (key in plain and plain[key] == value)}
+
+
+def read_choice(config: Config, world: int) -> dict[str, Any]:
+    """What `chosen.json` says for so many ranks; empty where it says nothing, is torn, or is of a run that does not go
+    on."""
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # goes on from what it has saved itself
+    if config.checkpoint.resume == "never" and not restarted:
+        return {}
+    try:
+        said = json.loads(config.chosen_file.read_text(encoding="utf-8"))
+        return said if said["ranks"] == world and isinstance(said["settings"], dict) else {}
+    except (ValueError, KeyError, TypeError, OSError):
+        return {}
+
+
+def write_choice(config: Config, world: int, settings: Settings, measured: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """So that a run that goes on on as many ranks takes these settings; whole or not at all.
+
+    Args:
+        measured: settings and factors of layouts that the run was on.
+    """
+    said = {"ranks": world, "settings": settings, "measured": list(measured)}
+    part = config.chosen_file.with_name(f"{config.chosen_file.name}.part")
+    part.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+    os.replace(part, config.chosen_file)
+    return config.chosen_file

@@ -18,6 +18,7 @@ from megaverl.planner.stages import padded_vocab_size
 from megaverl.sharding.model_spec import ModelSpec
 
 FORWARD_KERNELS = 14  # of a layer: norms, products, rotation, attention, activation, residuals
+CONTEXT_KERNELS = 14  # of attention in a second part, and of keys and values put in order
 FLASH_BACKWARD = 2.5  # operations of attention's backward pass by those of its forward pass (arXiv 2307.08691, 3.1)
 OPTIMIZER_BYTES = 34  # of a parameter and step: float32 weight and moments read and written, gradient, 16-bit weight
 GEMM_ROWS = 16  # least rows of a product on tensor cores
@@ -38,6 +39,10 @@ class Duration:
     @property
     def seconds(self) -> float:
         return self.compute + self.wait
+
+    def work(self, hardware: Hardware) -> float:
+        """Seconds of its processor: where ranks share cores, messages are a part of their work."""
+        return self.compute + (0.0 if hardware.cores is None else hardware.message_work * self.wait)
 
     def __add__(self, other: Duration) -> Duration:
         return Duration(self.compute + other.compute, self.wait + other.wait)
@@ -114,6 +119,8 @@ class Links:
     def send(self, nbytes: float, stride: int) -> float:
         """From one rank to that `stride` further on."""
         rate, latency = self._link(2, stride)
+        if self.hardware.send_latency_us is not None:
+            latency = self.hardware.send_latency_us * 1e-6
         return latency + nbytes / rate
 
 
@@ -137,8 +144,16 @@ class ModelCosts:
         if rows <= 0 or count <= 0:
             return 0.0
         flops = 2 * rows * inner * columns
+        computed = flops / (self.peak * self.hardware.matmul_share(flops))
+        if self.hardware.weights_gb_s is not None:
+            return count * (computed + self.read(self.itemsize * inner * columns))
         moved = self.itemsize * (rows * inner + inner * columns + rows * columns)
-        return count * max(flops / (self.peak * self.hardware.matmul_share(flops)), moved / self.memory)
+        return count * max(computed, moved / self.memory)
+
+    def read(self, weights: float) -> float:
+        """Of reading so many bytes of weights for products."""
+        rate = self.hardware.weights_gb_s
+        return weights / (self.memory if rate is None else rate * 1e9)
 
     def moved(self, nbytes: float) -> float:
         """Of elementwise work on so many bytes."""
@@ -174,7 +189,11 @@ class ModelCosts:
         backward = (
             2 * products + FLASH_BACKWARD * attention + self.hardware.backward_factor * (beside + kernels * self.kernel)
         )
-        ring = self._ring(tokens, grid)
+        nbytes = self._context_bytes(tokens, grid)
+        ring = self.links.gather(nbytes, grid.cp, tp)
+        if self.hardware.cores is not None and grid.cp > 1:  # gathered first; then attention comes in two parts
+            again, factor = CONTEXT_KERNELS * self.kernel + self.moved(4 * nbytes), self.hardware.backward_factor
+            return LayerPasses(Duration(forward + again, wait + ring), Duration(backward + factor * again, wait + ring))
         return LayerPasses(
             Duration(forward, wait + max(0.0, ring - attention)),
             Duration(backward, wait + max(0.0, 2 * ring - FLASH_BACKWARD * attention)),
@@ -272,12 +291,10 @@ class ModelCosts:
         wait += 2 * self.links.gather(size * arriving * spec.hidden_size, etp)
         return products, moved, wait
 
-    def _ring(self, tokens: float, grid: GridShape) -> float:
-        """Keys and values of the other context-parallel ranks."""
-        if grid.cp == 1:
-            return 0.0
+    def _context_bytes(self, tokens: float, grid: GridShape) -> float:
+        """Of keys and values of all context-parallel ranks; on this many there is nothing to gather: 1."""
         width = 2 * max(self.spec.num_kv_heads / grid.tp, 1) * self.spec.head_dim
-        return self.links.gather(self.itemsize * tokens * grid.cp * width, grid.cp, grid.tp)
+        return self.itemsize * tokens * grid.cp * width
 
 
 def layers_of(spec: ModelSpec) -> dict[bool, int]:

@@ -23,6 +23,7 @@ from megaverl.planner.memory import UTILIZATION, kv_bytes_per_token
 BUCKETS = 64  # of equal probability, of a distribution of lengths
 NUM_SEQS = 256  # vLLM's default of max_num_seqs
 PREFILL_TOKENS = 8192.0  # of a pass of the engine over prompts
+CACHE_PASSES = 3  # of transformers' cache, which a token is appended to by copying it whole
 DECODE_KERNELS = 6  # of a decoding layer, after fusion; a captured graph launches them all at once
 
 
@@ -132,11 +133,15 @@ class EngineCosts:
         if spec.moe is not None and self.expert_weights:
             missed = (1 - spec.moe.experts_per_token / spec.moe.num_experts) ** batch
             read += self.expert_weights * (1 - missed)
-        read += batch * context * self.cache_bytes
+        cache = batch * context * self.cache_bytes
         # layers one after the other: each is bound by memory or by its products
         flops = self._token_flops * max(batch, 1.0) / self.tp
         share = hardware.matmul_share(flops / (4 * spec.num_layers)) if hardware.cores else hardware.matmul_share(1e15)
-        compute = max(read / model.memory, flops / (model.peak * share))
+        computed = flops / (model.peak * share)
+        if hardware.weights_gb_s is None:
+            compute = max((read + cache) / model.memory, computed)
+        else:
+            compute = model.read(read) + cache / model.memory + computed
         kernels = FORWARD_KERNELS if hardware.cores else DECODE_KERNELS
         compute += spec.num_layers * kernels * model.kernel
         compute += spec.num_layers * (model.elementwise(batch, self.tp) + self._activation(batch))
@@ -228,6 +233,8 @@ def engine_costs(job: PlannedJob, model: ModelCosts, lengths: LengthDistribution
         left = hardware.memory_gb * 1e9 * share - engine.weights - lookup
         most = min(most, left / (engine.cache_bytes * lengths.tokens))
     engine.most = max(1.0, most)
+    if job.config.rollout.engine == "hf":
+        engine.cache_bytes *= CACHE_PASSES
     return engine
 
 

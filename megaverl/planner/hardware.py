@@ -38,8 +38,12 @@ class Hardware:
         attention_efficiency: share of the peak that attention's kernel reaches.
         memory_gb_s, memory_efficiency: bandwidth of memory, and the share of it that is reached.
         elementwise_efficiency: the same of norms, activations and the like; None: memory_efficiency.
+        weights_gb_s: at which a product reads its weights, in addition to its operations, as processors copy them into
+            blocks first; None: with the memory's bandwidth, beside them.
         node_gb_s, node_latency_us: to ranks of the same node, and the time of a message before its first byte.
         network_gb_s, network_latency_us: to ranks of other nodes.
+        send_latency_us: the latency of a message from one rank to one other, where it is not that of collectives.
+        message_work: share of a message's time in which its rank's processor works on it, where ranks share cores.
         link_efficiency: share of a link that collectives reach.
         host_gb_s: to host memory, for what is offloaded.
         kernel_us: what each kernel of a layer costs beside its work. backward_factor: elementwise work and kernels
@@ -73,6 +77,9 @@ class Hardware:
     elementwise_efficiency: float | None = None
     backward_factor: float = 2.0
     cores: int | None = None
+    weights_gb_s: float | None = None
+    send_latency_us: float | None = None
+    message_work: float = 0.5
     decode_step_ms: float = 0.0
     decode_sequence_us: float = 0.0
     sample_ms: float = 0.0
@@ -191,6 +198,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "memory_gb_s": (0.1, 100_000),
     "memory_efficiency": (0.01, 1),
     "elementwise_efficiency": (0.0001, 1),
+    "weights_gb_s": (0.01, 100_000),
+    "send_latency_us": (0, 1e6),
+    "message_work": (0, 1),
     "node_gb_s": (0.01, 10_000),
     "node_latency_us": (0, 1e6),
     "network_gb_s": (0.001, 10_000),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 
@@ -51,6 +51,13 @@ class Operation:
     def cores(self) -> float:
         """Processors that it keeps at work, on the mean."""
         return self.work / self.seconds if self.seconds else 0.0
+
+    def times(self, factor: float) -> Operation:
+        """The same, so many times as long."""
+        if factor == 1.0:
+            return self
+        lanes = tuple((what, rank, begin * factor, end * factor) for what, rank, begin, end in self.lanes)
+        return replace(self, seconds=self.seconds * factor, work=self.work * factor, lanes=lanes)
 
 
 class StepLoad:
@@ -115,7 +122,7 @@ def operations(load: StepLoad) -> list[Operation]:
     generated = rollout_duration(job, load.actor, load.lengths)
     ranks = job.rollout.ranks
     own = load.samples / len(ranks) * hardware.sample_ms * 1e-3
-    work = ((generated.compute if hardware.cores is None else generated.seconds) + own) * len(ranks)
+    work = (generated.work(hardware) + own) * len(ranks)
     found = [_operation(load, "rollout", "rollout", ranks, (), generated.seconds + own, work)]
     reward_ranks = job.placement.ranks["reward"]
     own = ceil(load.samples / len(reward_ranks)) * hardware.sample_ms * 1e-3
@@ -133,9 +140,9 @@ def operations(load: StepLoad) -> list[Operation]:
         if kind == "update":
             found.append(_operation(load, name, role.name, role.ranks, ("advantages",), *models[name]))
     ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
-    moving = reshard_seconds(load)
-    shares = len(ranks) if hardware.cores else 0  # copies are a processor's work where there is no other engine
-    found.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), moving, moving * shares))
+    moving = Duration(wait=reshard_seconds(load))
+    work = moving.work(hardware) * len(ranks)
+    found.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), moving.seconds, work))
     return found
 
 
@@ -172,9 +179,7 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
     hop = _hop(load, role, batch)
     passes = [(stage.forward.seconds, stage.backward.seconds) for stage in stages]
     span, lanes = pipeline(passes, number, hop, forward_only=not update, chunks=role.grid.vpp or 1)
-    # on processors that ranks share, messages are their work too
-    both = load.hardware.cores is not None
-    busy = [number * sum(p.seconds if both else p.compute for p in _pieces(s, update)) for s in stages]
+    busy = [number * sum(piece.work(load.hardware) for piece in _pieces(stage, update)) for stage in stages]
     per_stage = len(role.ranks) // role.grid.pp
     beside = load.hardware.micro_batch_ms * 1e-3 * number * (2 if update else 1)
     work = (sum(busy) + beside * role.grid.pp) * per_stage
@@ -192,7 +197,7 @@ def _over_samples(load: StepLoad, role: Role, kind: str) -> tuple[float, float, 
         for turn in range(times)
         for what, rank, begin, stop in first
     )
-    work += (closing.seconds if both else closing.compute) * len(role.ranks)
+    work += closing.work(load.hardware) * len(role.ranks)
     return times * (span + closing.seconds) + offload, times * work, all_lanes
 
 

@@ -8,9 +8,8 @@ that is slower and takes less memory is looked at only where the one before it d
 from __future__ import annotations
 
 import heapq
-import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megaverl.errors import ConfigError
 from megaverl.gpus import gpu_name
 from megaverl.planner.advice import shortages, yaml_text
 from megaverl.planner.buffers import BufferOptions
-from megaverl.planner.candidates import SHARE, SHARES, Candidates, Key, Settings, key_of
+from megaverl.planner.candidates import SHARE, SHARES, Candidates, Key, Settings, key_of, read_choice, shown
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, PlannedJob, Role, find_spec, make_job
@@ -37,6 +36,7 @@ from megaverl.sharding.model_spec import ModelSpec
 
 ROOM = 0.97  # of a GPU's memory: fragments between blocks are not counted
 GAIN = 0.01  # of the step, for which a role gets a grid of its own
+TIE = 1e-9
 MOST_COUNTED = 400  # candidates whose memory is counted rank by rank
 
 
@@ -116,6 +116,7 @@ class LayoutSearch:
         keys: those of `AUTO_KEYS` that are chosen; all others stay as the recipe has them.
         staleness: steps that engines on ranks of their own may be ahead; 0 proposes no such engines.
         further: whether offload and the engine's share of the memory are chosen too, where grids do not fit without.
+        factors: of settings, by which their operators take longer than the hardware's description says.
     """
 
     def __init__(
@@ -130,14 +131,16 @@ class LayoutSearch:
         machine: Machine | None = None,
         staleness: int = 0,
         further: bool = True,
+        factors: Callable[[Settings], Mapping[str, float]] = lambda settings: {},
     ) -> None:
+        self.factors = factors
         self.make, self.spec, self.world, self.hardware = make, spec, world, hardware
         self.keys, self.staleness, self.further = set(keys), staleness, further
         self.machine = machine or hardware.machine()
         self.config = make({})
         self.counts_memory = hardware.cores is None and self.config.rollout.engine == "vllm"
         self.looked_at = self.counted = 0
-        self._engine_seconds: dict[Key, float | None] = {}
+        self._engine_seconds: dict[Key, float] = {}
         self.lengths = lengths or likely_lengths(self.config)
 
     def best(self, number: int = 5) -> Found:
@@ -150,15 +153,22 @@ class LayoutSearch:
         for group in self._candidates():
             self._push_group(waiting, group)
         found: dict[str, Choice] = {}
+        slowed: dict[Key, Choice] = {}  # fits with less for the engine than was predicted first: waits for its turn
         while waiting and len(found) < number and self.counted < MOST_COUNTED:
-            _, _, candidate, job, prediction = heapq.heappop(waiting)
+            seconds, key, candidate, job, prediction = heapq.heappop(waiting)
             if prediction is None:
                 self._push(waiting, candidate)
                 continue
             name = _grid_name(job)
             if name in found:
                 continue
-            choice, is_hopeless = self._counted(candidate, job, prediction)
+            choice, is_hopeless = slowed.pop(key, None), False
+            if choice is None:
+                choice, is_hopeless = self._counted(candidate, job, prediction)
+                if choice is not None and (slower := choice.prediction.step_seconds) > seconds * (1 + TIE):
+                    slowed[key] = choice
+                    heapq.heappush(waiting, (slower, key, candidate, job, choice.prediction))
+                    continue
             if choice is not None:
                 found[name] = self._apart(choice) if self.further else choice
             elif not is_hopeless:
@@ -207,10 +217,10 @@ class LayoutSearch:
             key = key_of(other.engine)
             if key not in self._engine_seconds:
                 entry = self._push(waiting, other)
-                self._engine_seconds[key] = None if entry is None else entry[0] - base[0]
+                if entry is not None:  # else this training layout alone may not go with it
+                    self._engine_seconds[key] = entry[0] - base[0]
                 continue
-            if (seconds := self._engine_seconds[key]) is not None:
-                heapq.heappush(waiting, (base[0] + seconds, key_of(other.settings), other, job, None))
+            heapq.heappush(waiting, (base[0] + self._engine_seconds[key], key_of(other.settings), other, job, None))
 
     def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
         """Predict the fastest of its settings that may fit; None: none may."""
@@ -220,7 +230,7 @@ class LayoutSearch:
                 return None
             if not self.counts_memory or least_bytes(job) <= ROOM * self.machine.memory:
                 self.looked_at += 1
-                prediction = simulate(job, self.hardware, lengths=self.lengths)
+                prediction = self._predict(job, candidate.settings)
                 entry = (prediction.step_seconds, key_of(candidate.settings), candidate, job, prediction)
                 heapq.heappush(waiting, entry)
                 return entry
@@ -240,7 +250,7 @@ class LayoutSearch:
                 if job is None:
                     continue
                 self.looked_at += 1
-                prediction = simulate(job, self.hardware, lengths=self.lengths)
+                prediction = self._predict(job, settings)
                 if prediction.step_seconds < (1 - GAIN) * choice.prediction.step_seconds:
                     tried.append((prediction.step_seconds, key_of(settings), settings, job, prediction))
             for _, _, settings, job, prediction in sorted(tried, key=lambda each: each[:2])[:4]:
@@ -249,6 +259,9 @@ class LayoutSearch:
                     choice = other
                     break
         return choice
+
+    def _predict(self, job: PlannedJob, settings: Settings) -> Prediction:
+        return simulate(job, self.hardware, lengths=self.lengths, factors=self.factors(settings))
 
     def _job(self, settings: Settings) -> PlannedJob | None:
         """None: the run would refuse the settings, or the model or the world does."""
@@ -279,7 +292,7 @@ class LayoutSearch:
                 return None, False
             settings, job = settings | {SHARE: (fitting or 0) / 100}, other
             memory = MemoryModel(job).ranks(job.stage_ranks())
-            missing, prediction = shortages(job, memory, ROOM), simulate(job, self.hardware, lengths=self.lengths)
+            missing, prediction = shortages(job, memory, ROOM), self._predict(job, settings)
         if missing:
             return None, False
         return Choice(settings, job, prediction, max(rank.peak for rank in memory)), False
@@ -340,12 +353,6 @@ def as_text(found: Found, seconds: float, hardware: Hardware) -> str:
     return "\n".join(lines)
 
 
-def shown(settings: Settings) -> Settings:
-    """Settings without those that are the default of their key."""
-    plain = {"actor.vpp": None, "actor.etp": None, "actor.cp": 1, "actor.ep": 1}
-    return {key: value for key, value in settings.items() if not (key in plain and plain[key] == value)}
-
-
 def chosen_recipe(
     found: Found, recipe: str, path: str, overrides: Sequence[str], hardware: Hardware, world: int
 ) -> str:
@@ -390,14 +397,8 @@ def choose(make: Make, keys: tuple[str, ...], world: int) -> tuple[Settings, str
 
 
 def _stored(config: Config, keys: tuple[str, ...], world: int) -> Settings | None:
-    if config.checkpoint.resume == "never" or not config.chosen_file.is_file():
-        return None
-    try:
-        said = json.loads(config.chosen_file.read_text(encoding="utf-8"))
-        settings = dict(said["settings"])
-        return settings if said["ranks"] == world and set(keys) <= set(settings) else None
-    except (ValueError, KeyError, TypeError, OSError):  # not whole, or another program's: chosen anew
-        return None
+    settings: Settings | None = read_choice(config, world).get("settings")
+    return settings if settings is not None and set(keys) <= set(settings) else None
 
 
 def hardware_of(config: Config, world: int) -> Hardware:

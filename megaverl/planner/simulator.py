@@ -6,7 +6,7 @@ of training as far as `rollout.max_staleness` lets them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megaverl.config import Config
@@ -92,6 +92,7 @@ def simulate(
     *,
     lengths: LengthDistribution | None = None,
     traffic: ReshardTraffic | None = None,
+    factors: Mapping[str, float] | None = None,
 ) -> Prediction:
     """Predict a step. Milliseconds of arithmetic, no processes, no torch.
 
@@ -99,13 +100,14 @@ def simulate(
         lengths: of prompts and responses; `default_lengths` where it is not given.
         traffic: of a reshard as the ranks' own plans have it (`make_traffic`, seconds for 1,024 ranks); an estimate of
             the same bytes where it is not given.
+        factors: operator -> what a run has measured of it by what is predicted.
 
     Raises:
         ConfigError: the hardware says nothing of the job's dtype.
     """
     lengths = lengths or default_lengths(job)
     load = StepLoad(job, hardware, lengths, traffic)
-    played = operations(load)
+    played = [op.times((factors or {}).get(op.name, 1.0)) for op in operations(load)]
     ahead = job.config.rollout.max_staleness if job.config.rollout.async_rollout else 0
     steps = 1 if not ahead and job.placement.is_colocated else 2 * ahead + 3
     timed = _play(played, steps, ahead, hardware, job)

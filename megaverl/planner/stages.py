@@ -80,7 +80,9 @@ def pipeline(
     span, lanes = _one_forward_one_backward(stages, played, hop, forward_only)
     if number > played:
         before, _ = _one_forward_one_backward(stages, 2 * size, hop, forward_only)
-        span += (number - played) * (span - before) / (played - 2 * size)
+        busiest = max(forward + (0.0 if forward_only else backward) for forward, backward in stages)
+        # the last turns may have waited less than all that follow
+        span += (number - played) * max(busiest, (span - before) / (played - 2 * size))
     if chunks > 1 and size > 1:
         least = max(number * (forward + (0.0 if forward_only else backward)) for forward, backward in stages)
         shorter = least + max(0.0, span - least) / chunks + 2 * hop * number * (chunks - 1) / chunks

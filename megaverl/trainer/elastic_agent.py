@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, TrainingStopped
+from megaverl.errors import FAILED, INTERRUPTED, MISTAKE, SAVED_AND_LEFT, STARTS_AGAIN, TrainingStopped
 from megaverl.processes import ending_with_parent
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR1)
@@ -111,8 +111,9 @@ def _meet(arguments: argparse.Namespace) -> object:
 
 
 def _restart_only_what_failed() -> None:
-    """`--max-restarts` counts for failures alone. torch's `launch_agent` makes its agent of the class that its module
-    names (torch 2.13, torch/distributed/launcher/api.py), and has no argument for another."""
+    """`--max-restarts` counts for failures alone: a run that wants to start again (`STARTS_AGAIN`) does, however often.
+    torch's `launch_agent` makes its agent of the class that its module names (torch 2.13,
+    torch/distributed/launcher/api.py), and has no argument for another."""
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.launcher import api
 
@@ -121,6 +122,9 @@ def _restart_only_what_failed() -> None:
             result = super()._monitor_workers(worker_group)
             if any(failure.exitcode in STAYS_DOWN for failure in result.failures.values()):
                 self._remaining_restarts = 0
+            elif any(failure.exitcode == STARTS_AGAIN for failure in result.failures.values()):
+                worker_group.spec.max_restarts += 1  # ranks count their restarts by the difference of the two
+                self._remaining_restarts += 1
             return result
 
     api.LocalElasticAgent = Agent  # type: ignore[misc]
@@ -156,7 +160,7 @@ def _explain(exitcodes: dict[int, int], log_hint: str = "") -> int:
     own = {rank: code for rank, code in exitcodes.items() if code != ended_by_agent} or exitcodes
     # A rank that a signal ended is the cause: the others then fail on the connection to it.
     rank, exitcode = min(own.items(), key=lambda item: (item[1] > 0, item[0]))
-    if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT):
+    if exitcode in (FAILED, MISTAKE, INTERRUPTED, SAVED_AND_LEFT, STARTS_AGAIN):
         return exitcode
     if exitcode >= 0:
         print(f"rank {rank} ended with exit code {exitcode}.", file=sys.stderr)

@@ -33,7 +33,7 @@ from megaverl.distributed.placement_resolver import resolve
 from megaverl.distributed.rendezvous import NodeInfo, digests, introduce
 from megaverl.distributed.store import job_store
 from megaverl.distributed.worlds import Fabric, join, of_default_group
-from megaverl.errors import ConfigError
+from megaverl.errors import SAVED_AND_LEFT, ConfigError
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.timeline import Timeline
 from megaverl.monitoring.versions import COMPONENTS
@@ -210,6 +210,8 @@ HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 
 class Leaving(Exception):
     """The run was asked to leave, and nothing is lost: every rank ends with `errors.SAVED_AND_LEFT`."""
+
+    code = SAVED_AND_LEFT
 
 
 class PreemptionHandler:

@@ -30,6 +30,7 @@ from megaverl.trainer.executor import Colocated, Executor
 from megaverl.trainer.job import Job, Leaving, PreemptionHandler, Stages, alone, reporter
 from megaverl.trainer.partial_rollouts import PARTIAL_FILE, PartialRollouts
 from megaverl.trainer.records import Records, sample_records
+from megaverl.trainer.replanning import Replanning
 from megaverl.trainer.saving import Saving, check_origin, export_model, settle_file, tokenizer_digest
 from megaverl.trainer.schedule import read_waiting
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
@@ -107,6 +108,7 @@ class Trainer:
         self.cut_off: StoredRollouts | None = None  # of the next step, from a run that left inside it
         self.stored = RolloutFolder(self.run_dir / "rollouts") if config.trainer.store_rollouts else None
         self.leave = PreemptionHandler()
+        self.replanning = Replanning(config, console, keeps=self.keeps_records)
 
     def _named_groups(self) -> dict[tuple[int, ...], str]:
         """What this rank's groups are in its models' grids, by their ranks; the group of all has none there."""
@@ -159,6 +161,7 @@ class Trainer:
 
     def _steps(self) -> dict[str, float]:
         last, result = self.config.trainer.steps, self._agree(self.next_step, starts=True)
+        self.replanning.begins()
         for step in range(self.next_step, last):
             result = self._agree_until(self.executor.begins_after(step)) or result
             self.one_step(step)
@@ -185,6 +188,7 @@ class Trainer:
         self.resume()
         with self.leave.listening(), self.recording():
             self._agree(self.next_step, starts=True)
+            self.replanning.begins()
             yield
 
     def rollouts(self) -> StoredRollouts:
@@ -251,6 +255,8 @@ class Trainer:
             is_best = self.validation.best.step == done
         if not starts and self.saving.is_due(done, last=last, is_best=is_best):
             self._save(done, best=is_best, wait=last)
+            if not last and self.replanning.agreed(self.executor.control) and self.saving.settle():
+                self.replanning.leave(done)
         self.saving.look()
         if not last and (signal := self.leave.agreed(self.executor.control)):
             self._leave(signal, None)
@@ -265,6 +271,7 @@ class Trainer:
             if self.rate is not None:
                 seconds = found.metrics["train/step_time_ms"] / 1e3
                 found.metrics.update(self.rate.metrics(sequence_lengths(found.rollouts).lengths, seconds))
+            found.metrics.update(self.replanning.look(done, found.metrics, found.rollouts))
             self.records.log(done, found.metrics)
             if self.keeps_records:
                 samples = sample_records(found.rollouts, found.scores, self.roles.reward, trainer.save_samples)

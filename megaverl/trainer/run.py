@@ -14,9 +14,10 @@ from megaverl.checkpoint.training_state import seed_generators
 from megaverl.config import Config
 from megaverl.distributed.collectives import barrier, on_first_rank
 from megaverl.distributed.shared_items import SharedItem
-from megaverl.errors import SAVED_AND_LEFT, ConfigError, DataError, TrainingStopped
+from megaverl.errors import ConfigError, DataError, TrainingStopped
 from megaverl.monitoring.console import Console, redirect_output
 from megaverl.monitoring.versions import write_versions
+from megaverl.planner.candidates import read_choice, write_choice
 from megaverl.platform import platform
 from megaverl.rollout.engine import sampling_options
 from megaverl.rollout.replicas import sample_seed
@@ -34,7 +35,7 @@ def main(
     Args:
         check: of who is where, before anything is built on it; the same on every rank.
 
-    Returns: the exit status: 0, or `errors.SAVED_AND_LEFT` where the run was asked to leave.
+    Returns: the exit status: 0, or what `Leaving` says where the run has saved and left.
 
     What goes wrong is raised: the process that called this shows it and ends.
     """
@@ -68,7 +69,7 @@ def _do(config: Config, command: str, console: Console, job: Job, options: dict[
         COMMANDS[command](config, console, job, options)
     except Leaving as leaving:
         console.print(str(leaving))
-        return SAVED_AND_LEFT
+        return leaving.code
     return 0
 
 
@@ -78,8 +79,8 @@ def prepare_folder(run_dir: Path, config: Config, command: str) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / f"{command}.yaml").write_text(config.to_yaml(), encoding="utf-8")
         if config.chosen:  # a resume on as many ranks reads it again
-            said = {"ranks": int(os.environ.get("WORLD_SIZE", "1")), "settings": config.chosen}
-            config.chosen_file.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+            world = int(os.environ.get("WORLD_SIZE", "1"))
+            write_choice(config, world, config.chosen, read_choice(config, world).get("measured", ()))
         write_versions(run_dir)
     except OSError as error:
         raise ConfigError(f"run.dir: {run_dir} cannot be written ({error}). Name another folder.") from error

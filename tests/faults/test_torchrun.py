@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.errors import FAILED, SAVED_AND_LEFT
+from megaverl.errors import FAILED, SAVED_AND_LEFT, STARTS_AGAIN
 from megaverl.processes import ending_with_parent
 from tests.faults.injector import Fault
 from tests.faults.runs import Remains, arguments, differences, remains
@@ -18,12 +18,14 @@ from tests.trainer.conftest import ROOT, environment
 
 TORCHRUN = "torch.distributed.run"
 FT_LAUNCHER = "nvidia_resiliency_ext.fault_tolerance.launcher"
-# A rank that notes which start of it this is, and ends as it is told to.
+# A rank that notes which start of it this is, and ends as it is told to: by each of its starts, then well.
 RANK = """
 import os, sys
 with open(sys.argv[1] + "/started", "a") as file:
     file.write(os.environ["TORCHELASTIC_RESTART_COUNT"] + " ")
-sys.exit(int(sys.argv[2]))
+codes = [int(code) for code in sys.argv[2].split(",")]
+turn = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+sys.exit(codes[turn] if turn < len(codes) else 0)
 """
 
 
@@ -52,13 +54,22 @@ def test_a_restart_in_the_job(launcher: str, inputs: Path, expected: Remains, tm
     assert differences(remains(tmp_path / "run"), expected) == []
 
 
-@pytest.mark.parametrize(("code", "turns"), [(SAVED_AND_LEFT, 1), (FAILED, 2)])
-def test_only_failures_are_restarted(code: int, turns: int, tmp_path: Path) -> None:
-    """A run that saved because it must leave is not started again."""
+@pytest.mark.parametrize(
+    ("codes", "ends", "turns"),
+    [
+        ([SAVED_AND_LEFT], SAVED_AND_LEFT, 1),
+        ([FAILED, FAILED], FAILED, 2),
+        ([STARTS_AGAIN, STARTS_AGAIN, FAILED], 0, 4),
+    ],
+)
+def test_only_failures_are_counted(codes: list[int], ends: int, turns: int, tmp_path: Path) -> None:
+    """A run that saved because it must leave is not started again; one that wants to be is, beside --max-restarts."""
     (tmp_path / "rank.py").write_text(RANK)
     agent = [sys.executable, "-m", "megaverl.trainer.elastic_agent", "--standalone", "--max-restarts=1"]
     done = subprocess.run(
-        ending_with_parent([*agent, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path), str(code)]),
+        ending_with_parent(
+            [*agent, "--nproc-per-node=1", str(tmp_path / "rank.py"), str(tmp_path), ",".join(map(str, codes))]
+        ),
         capture_output=True,
         text=True,
         timeout=200,
@@ -66,5 +77,5 @@ def test_only_failures_are_restarted(code: int, turns: int, tmp_path: Path) -> N
         env=environment(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)),
         check=False,
     )
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == ends, done.stdout + done.stderr
     assert (tmp_path / "started").read_text().split() == [str(turn) for turn in range(turns)]

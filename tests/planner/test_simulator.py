@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megaverl.cli.main import main
 from megaverl.errors import ConfigError
-from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, MeasuredOperator, Probe, fit
+from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, Probe, fit
 from megaverl.planner.costs import ModelCosts
 from megaverl.planner.generation import LengthDistribution, engine_costs
 from megaverl.planner.hardware import RANGES, Hardware, known
@@ -23,6 +23,7 @@ from megaverl.planner.picture import draw
 from megaverl.planner.report import as_dict, as_text, survey
 from megaverl.planner.simulator import MeasuredRate, Prediction, default_lengths, simulate
 from megaverl.planner.stages import pipeline
+from megaverl.planner.trial_steps import WARM_UP, MeasuredOperator, Watch, steps_of_trace
 from megaverl.sharding.model_spec import ModelSpec
 from tests.planner.jobs import CONFIGS, make, recipe
 
@@ -266,7 +267,9 @@ def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
         spec = replace(SPEC, num_layers=layers, hidden_size=192, ffn_hidden_size=576, num_heads=4, num_kv_heads=4)
         planned = make(spec, world, *PROBE_KEYS, f"rollout={{engine: hf, sampling: {{max_tokens: {RESPONSE}}}}}", *more)
         load = StepLoad(planned, true, LengthDistribution.fixed(PROMPT, RESPONSE), None)
-        return Probe(planned, {op.name: MeasuredOperator(op.seconds, op.work) for op in operations(load)})
+        return Probe(
+            planned, {op.name: MeasuredOperator(op.seconds, op.work / len(op.ranks)) for op in operations(load)}
+        )
 
     cut = probe(6, "actor.tp=2", "reference.tp=2", world=2)
     found = fit(bare, [probe(2), probe(6), cut])
@@ -274,6 +277,32 @@ def test_a_fit_gives_back_what_steps_cost_beyond_the_rates() -> None:
         lengths = LengthDistribution.fixed(PROMPT, RESPONSE)
         want = simulate(planned, true, lengths=lengths).step_seconds
         assert simulate(planned, found, lengths=lengths).step_seconds == pytest.approx(want, rel=0.05)
+
+
+def test_steps_in_which_others_were_at_work_do_not_count(tmp_path: Path) -> None:
+    """Two worlds' first ranks; the slower one is the step's, and the first steps are left out."""
+    events = []
+    for step in range(WARM_UP + 6):
+        disturbed = step % 2 == 0
+        for rank in (0, 3):
+            common = {
+                "ph": "X",
+                "pid": rank,
+                "ts": 1e6 * (10 * step + rank),
+                "dur": 1e6 * (9 if disturbed else 2 + rank),
+            }
+            events.append(common | {"name": "step", "args": {"step": step}})
+            facts = {"step": step, "processor_us": 1e6 * (1 + rank)}
+            events.append(common | {"name": "rollout", "dur": common["dur"] / 2, "args": facts})
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = steps_of_trace(path, lambda begin, end: 0.75 if int(begin // 10) % 2 == 0 else 0.125)
+    assert found.others == 0.125
+    assert found.operators == {"rollout": MeasuredOperator(2.5, 2.5), "step": MeasuredOperator(5.0, 0.0)}
+
+    watch = Watch(0)
+    watch._looks = [(0.0, 1.0), (1.0, 1.0), (2.0, 2.0), (3.0, 2.0)]
+    assert [watch.others(*span) for span in ((0.2, 0.9), (1.1, 1.9), (0.5, 2.5), (2.5, 9.0))] == [0, 1, 1 / 3, 0]
 
 
 def test_a_prediction_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,164 @@
+"""What steps of the real trainer take, operator by operator, on a machine on which other programs may be at work."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megaverl.errors import MegaverlError
+from megaverl.processes import ending_with_parent
+
+WARM_UP = 2  # steps
+WATCH_SECONDS = 0.2
+OPERATORS = (
+    "rollout",
+    "reward",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "advantages",
+    "critic_update",
+    "actor_update",
+    "reshard",
+)
+SETTLED = (
+    "checkpoint={save_interval: 0, export_hf: false}",
+    "trainer.validate_every=0",
+    "trainer.validate_at_start=false",
+)
+
+
+@dataclass(frozen=True)
+class MeasuredOperator:
+    """An operator, or "step": the median over the steps of a run in which nothing else was at work.
+
+    Attributes:
+        seconds: of the slowest rank. work: seconds of a processor, on a rank; without waits.
+    """
+
+    seconds: float
+    work: float
+
+
+@dataclass(frozen=True)
+class MeasuredSteps:
+    """What steps of the trainer took.
+
+    Attributes:
+        operators: by name, and "step".
+        others: processors that other programs kept at work during the steps that count, at most.
+    """
+
+    operators: dict[str, MeasuredOperator]
+    others: float
+
+
+class Watch(threading.Thread):
+    """Looks how much of the machine's processors other programs use while a command runs."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__(daemon=True)
+        self._process, self._done = process, threading.Event()
+        self._looks: list[tuple[float, float]] = []  # (wall clock, seconds of processors that others have used)
+
+    def run(self) -> None:
+        import psutil
+
+        before, busy, others = dict[int, float](), _busy_seconds(), 0.0
+        while not self._done.wait(WATCH_SECONDS):
+            own, now = dict[int, float](), _busy_seconds()
+            with suppress(psutil.NoSuchProcess):
+                root = psutil.Process(self._process)
+                for each in (root, *root.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        times = each.cpu_times()
+                        own[each.pid] = times.user + times.system
+            mine = sum(seconds - before.get(pid, 0.0) for pid, seconds in own.items())
+            others += max(0.0, now - busy - mine)
+            before, busy = own, now
+            self._looks.append((time.time(), others))
+
+    def end(self) -> None:
+        self._done.set()
+        self.join()
+
+    def others(self, begin: float, end: float) -> float:
+        """Processors that others have used between two readings of the wall clock, on the mean."""
+        before = [look for look in self._looks if look[0] <= begin][-1:] or self._looks[:1]
+        after = [look for look in self._looks if look[0] >= end][:1] or self._looks[-1:]
+        if not before or after[0][0] <= before[0][0]:
+            return 0.0
+        return (after[0][1] - before[0][1]) / (after[0][0] - before[0][0])
+
+
+def _busy_seconds() -> float:
+    """Of all processors since the machine began."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+
+
+def real_steps(folder: Path, keys: Sequence[str], ranks: int, steps: int) -> MeasuredSteps:
+    """Run the trainer; what its operators took, from the trace of each world's first rank, without the first steps.
+
+    Of the other steps the quieter half counts: those in which other programs had least of the processors.
+
+    Raises:
+        MegaverlError: the run failed.
+    """
+    own = [f"run={{name: run, dir: {folder}, nproc: {ranks}, log_with: jsonl}}", f"trainer.steps={steps}"]
+    command = [sys.executable, "-m", "megaverl", "train", *keys, *own, *SETTLED]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            ending_with_parent(command), env=environment, stdout=output, stderr=subprocess.STDOUT, text=True
+        )
+        watch = Watch(process.pid)
+        watch.start()
+        failed = process.wait()
+        watch.end()
+        output.seek(0)
+        if failed:
+            raise MegaverlError(f"calibrate: {' '.join(command)} failed.\n{output.read()[-4000:]}")
+    return steps_of_trace(folder / "run" / "timeline.json", watch.others)
+
+
+def steps_of_trace(path: Path, others: Callable[[float, float], float]) -> MeasuredSteps:
+    """Medians over the quieter half of a trace's steps.
+
+    Args:
+        others: (begin, end) on the wall clock -> processors that other programs had meanwhile.
+    """
+    events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    seconds: defaultdict[str, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    work: defaultdict[str, defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
+    disturbed: dict[int, float] = {}
+    for event in events:
+        facts = event.get("args", {})
+        if event["ph"] == "X" and facts.get("step") is not None and facts["step"] >= WARM_UP:
+            name, step = event["name"], facts["step"]
+            seconds[name][step].append(event["dur"] / 1e6)
+            work[name][step] += facts.get("processor_us", 0.0) / 1e6
+            if name == "step":
+                begin = event["ts"] / 1e6
+                disturbed[step] = max(disturbed.get(step, 0.0), others(begin, begin + event["dur"] / 1e6))
+    quiet = sorted(disturbed, key=lambda step: disturbed[step])[: max(3, len(disturbed) // 2)]
+    found = {}
+    for name in (*(name for name in seconds if name in OPERATORS), "step"):
+        spans = [max(seconds[name][step]) for step in quiet if step in seconds[name]]
+        worked = [work[name][step] / len(seconds[name][step]) for step in quiet if step in seconds[name]]
+        if spans:
+            found[name] = MeasuredOperator(statistics.median(spans), statistics.median(worked))
+    return MeasuredSteps(found, max(disturbed[step] for step in quiet))

@@ -1,0 +1,175 @@
+#!/usr/bin/env python3
+"""The layout that `megaverl plan --auto` chooses, beside all others that can run, measured on this machine.
+
+    megaverl plan --calibrate here.json
+    python tools/bench_auto.py --hardware here.json --measured layouts.json --seconds 240
+
+Three tiny models, one with experts, on 2 and on 4 ranks, with many and with few samples: twelve settings. All grids of
+the actor that the rules let through run some steps of the real trainer (Megatron-core, gloo), of which the quieter half
+counts. What is measured is kept in layouts.json: with --seconds a call stops in time, and the next one goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megaverl.config.checks import cross_mistakes  # noqa: E402
+from megaverl.config.loader import layered  # noqa: E402
+from megaverl.planner.calibrate import PROMPT, make_inputs, sampling  # noqa: E402
+from megaverl.planner.candidates import Candidates, Settings, shown  # noqa: E402
+from megaverl.planner.generation import LengthDistribution  # noqa: E402
+from megaverl.planner.hardware import Hardware  # noqa: E402
+from megaverl.planner.job import find_spec  # noqa: E402
+from megaverl.planner.search import LayoutSearch  # noqa: E402
+from megaverl.planner.trial_steps import real_steps  # noqa: E402
+
+STEPS, NEAR = 10, 1.1
+SEARCHED = ("actor.tp", "actor.pp", "actor.ep")
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+MODELS: dict[str, dict[str, Any]] = {
+    "narrow": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4} | HEADS,
+    "wide": {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 4} | HEADS,
+    "experts": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_experts": 4}
+    | {"num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    | HEADS,
+}
+# prompts of a step, responses to each, tokens of a response
+LOADS = {"many samples": (8, 4, 32), "few samples": (4, 2, 16)}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on so many ranks, with so much to do."""
+
+    model: str
+    ranks: int
+    load: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}, {self.ranks} ranks, {self.load}"
+
+    def keys(self, inputs: Path) -> list[str]:
+        """All but those that are searched for."""
+        prompts, group, tokens = LOADS[self.load]
+        kind = "Qwen3MoeForCausalLM" if "num_experts" in MODELS[self.model] else "Qwen3ForCausalLM"
+        return [
+            f"data={{max_prompt_tokens: 16, prompts_per_step: {prompts}}}",
+            f"algorithm={{name: grpo, group_size: {group}, num_mini_batches: 2, kl: {{in: loss, coef: 0.001}}}}",
+            "actor.micro_batch_tokens=256",
+            "reference.micro_batch_tokens=256",
+            "reward=exact_match",
+            *sampling("hf", tokens),
+            *make_inputs(inputs / self.model, MODELS[self.model], kind=kind),
+        ]
+
+    def search(self, inputs: Path, hardware: Hardware) -> LayoutSearch:
+        make = layered(None, self.keys(inputs))
+        lengths = LengthDistribution.fixed(PROMPT, LOADS[self.load][2])
+        spec = find_spec(make({}))
+        return LayoutSearch(make, spec, self.ranks, hardware, keys=SEARCHED, lengths=lengths, further=False)
+
+
+SETTINGS = [Setting(model, ranks, load) for ranks in (2, 4) for load in LOADS for model in MODELS]
+
+
+def layouts(search: LayoutSearch) -> dict[str, Settings]:
+    """By name, all that a run would take."""
+    candidates = Candidates(
+        search.config,
+        search.spec,
+        search.world,
+        search.world,
+        SEARCHED,
+        away=0,
+        staleness=0,
+        counts_memory=False,
+        further=False,
+    )
+    every = [rungs[0] | engine for rungs, engines in candidates.groups() for engine in engines]
+    found = [each for each in every if not cross_mistakes(search.make(each), "train", False, search.world)]
+    return {name_of(each): each for each in found}
+
+
+def name_of(settings: Settings) -> str:
+    """The sizes that are not 1."""
+    sizes = {key.removeprefix("actor."): value for key, value in shown(settings).items() if key in SEARCHED}
+    return " ".join(f"{key}{value}" for key, value in sizes.items() if value != 1) or "dp alone"
+
+
+def measure(inputs: Path, kept: Path, seconds: float, hardware: Hardware) -> dict[str, dict[str, Any]]:
+    """Setting -> layout -> what its steps took."""
+    found: dict[str, dict[str, Any]] = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+    end = time.monotonic() + seconds
+    for setting in SETTINGS:
+        here = found.setdefault(setting.name, {})
+        for name, settings in layouts(setting.search(inputs, hardware)).items():
+            if name in here:
+                continue
+            if time.monotonic() > end:
+                return found
+            chosen = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+            with tempfile.TemporaryDirectory() as runs:
+                steps = real_steps(Path(runs), [*setting.keys(inputs), *chosen], setting.ranks, STEPS)
+            here[name] = asdict(steps)
+            kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+            print(
+                f"{setting.name}: {name} {steps.operators['step'].seconds:.3f} s, others {steps.others:.2f}", flush=True
+            )
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", required=True, help="what megaverl plan --calibrate has written")
+    parser.add_argument("--measured", type=Path, required=True, help="a file that keeps what is measured")
+    parser.add_argument(
+        "--seconds", type=float, default=1e9, help="begin no layout after so many: a second call goes on"
+    )
+    parser.add_argument("--all", action="store_true", help="each layout's seconds, predicted and measured")
+    arguments = parser.parse_args()
+    hardware = Hardware.read(arguments.hardware)
+    near, whole = 0, 0
+    with tempfile.TemporaryDirectory() as folder:
+        measured = measure(Path(folder), arguments.measured, arguments.seconds, hardware)
+        print("| | layouts | chosen | s a step | best | s a step | above the best |")
+        print("| --- | ---: | --- | ---: | --- | ---: | ---: |")
+        for setting in SETTINGS:
+            search = setting.search(Path(folder), hardware)
+            every = layouts(search)
+            if set(every) - set(measured.get(setting.name, {})):
+                continue
+            took = {name: measured[setting.name][name]["operators"]["step"]["seconds"] for name in every}
+            chosen = name_of(search.best(1).choices[0].settings)
+            best = min(took, key=lambda name: took[name])
+            whole, near = whole + 1, near + (took[chosen] <= NEAR * took[best])
+            above = took[chosen] / took[best] - 1
+            row = [
+                setting.name,
+                str(len(every)),
+                chosen,
+                f"{took[chosen]:.3g}",
+                best,
+                f"{took[best]:.3g}",
+                f"{above:.0%}",
+            ]
+            print(f"| {' | '.join(row)} |")
+            for name, settings in every.items() if arguments.all else ():
+                job = search._job(settings)
+                assert job is not None
+                print(f"    {name:16}{search._predict(job, settings).step_seconds:8.3f}{took[name]:8.3f}")
+    print(f"\nwithin {NEAR - 1:.0%} of the best: {near} of {whole} settings")
+
+
+if __name__ == "__main__":
+    main()
