@@ -19,8 +19,8 @@ from megaverl.errors import SAVED_AND_LEFT, STARTS_AGAIN
 
 EXIT_CODES = (
     " Exit codes: 0 done; 1 failed; 2 a mistake in the configuration; 130 interrupted; "
-    f"{SAVED_AND_LEFT} saved and left on SIGTERM or SIGUSR1: start it again to go on; {STARTS_AGAIN} saved, for another "
-    "layout: this command starts the ranks again."
+    f"{SAVED_AND_LEFT} saved and left on SIGTERM or SIGUSR1: start it again to go on; {STARTS_AGAIN} saved, to go on "
+    "on another layout: this command starts the ranks again."
 )
 
 
