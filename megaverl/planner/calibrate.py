@@ -28,6 +28,8 @@ from megaverl.planner.trial_steps import MeasuredOperator, real_steps
 ROUNDS = 8
 BETWEEN_MESSAGES = 8  # products, some tenths of a millisecond
 STEPS = 10  # of a probe
+QUIET = 0.1  # processors of other programs that a measurement bears
+TURNS = 200  # with a message
 RESPONSE = 32  # tokens
 Clock = Callable[[], float]
 PROMPT = 12  # about as many have the task's prompts
@@ -70,6 +72,10 @@ def calibrate(name: str, *, engine: str = "hf", tell: Callable[[str], object] = 
             probes.append(Probe.run(Path(folder), layers, 1, engine))
         tell("the same on two ranks, tensor-parallel")
         probes.append(Probe.run(Path(folder), PROBE_LAYERS[-1], 2, engine, "actor.tp=2", "reference.tp=2"))
+        if (others := max(probe.others for probe in probes)) > QUIET:
+            said = f"other programs had {others:.1f} processors meanwhile: measure again when they have ended"
+            tell(said)
+            hardware = replace(hardware, sources=(*hardware.sources, said))
         return fit(hardware, probes)
 
 
@@ -83,10 +89,12 @@ class Probe:
 
     Attributes:
         measured: operator -> median over the steps.
+        others: processors that other programs had meanwhile.
     """
 
     job: PlannedJob
     measured: dict[str, MeasuredOperator]
+    others: float = 0.0
 
     @classmethod
     def run(cls, folder: Path, layers: int, ranks: int, engine: str, *more: str) -> Probe:
@@ -94,9 +102,11 @@ class Probe:
 
         inputs = make_inputs(folder / f"model_{layers}", PROBE | {"num_hidden_layers": layers})
         keys = [*PROBE_KEYS, *sampling(engine, RESPONSE), *inputs, *more]
-        found = real_steps(folder / f"run_{layers}_{ranks}", keys, ranks, STEPS).operators
+        found = real_steps(folder / f"run_{layers}_{ranks}", keys, ranks, STEPS)
         config = load_config(None, keys, check_paths=False, world_size=ranks)
-        return cls(make_job(config, find_spec(config), ranks, Machine(gpus_per_node=ranks)), found)
+        return cls(
+            make_job(config, find_spec(config), ranks, Machine(gpus_per_node=ranks)), found.operators, found.others
+        )
 
     def beyond(self, name: str, hardware: Hardware) -> float:
         """Seconds of an operator that its prediction lacks; negative where that is too much."""
@@ -311,7 +321,19 @@ def _messages(device: Any) -> dict[str, float]:
         reduce(small)
 
     def taken(turn: Callable[[], object], clock: Clock = time.perf_counter) -> float:
-        return max(1e-7, _seconds(turn, device, clock) - (_seconds(work, device, clock) if device.type == "cpu" else 0))
+        """Of its message: the lower quartile of single turns, as other programs hold some of them up."""
+        if device.type == "cuda":
+            return _seconds(turn, device, clock)
+        both = []
+        for each in (turn, work):
+            torch.distributed.barrier()
+            times = []
+            for _ in range(TURNS):
+                begin = clock()
+                each()
+                times.append(clock() - begin)
+            both.append(statistics.quantiles(times, n=4)[0])
+        return max(1e-5, both[0] - both[1])
 
     reduced = taken(together)
     share = taken(together, time.process_time) / reduced if device.type == "cpu" else 0.0

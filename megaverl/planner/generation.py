@@ -144,7 +144,12 @@ class EngineCosts:
             compute = model.read(read) + cache / model.memory + computed
         kernels = FORWARD_KERNELS if hardware.cores else DECODE_KERNELS
         compute += spec.num_layers * kernels * model.kernel
-        compute += spec.num_layers * (model.elementwise(batch, self.tp) + self._activation(batch))
+        moved = model.elementwise(batch, self.tp) + self._activation(batch)
+        if (
+            hardware.cores is not None
+        ):  # a token's activations stay in the processor's cache: its kernels' times are all
+            moved /= model.slower
+        compute += spec.num_layers * moved
         compute += hardware.decode_step_ms * 1e-3 + batch * hardware.decode_sequence_us * 1e-6
         message = model.itemsize * batch * spec.hidden_size
         return Duration(compute, 2 * spec.num_layers * model.links.all_reduce(message, self.tp))

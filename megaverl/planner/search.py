@@ -93,15 +93,17 @@ class _Candidate:
 
     Attributes:
         rungs: its settings, from the fastest to those that need least memory.
+        share: of the memory, at most for the engine beside these; None: the engine's own.
     """
 
     rungs: Sequence[Settings]
     engine: Settings
     rung: int = 0
+    share: float | None = None
 
     @property
     def settings(self) -> Settings:
-        return self.rungs[self.rung] | self.engine
+        return self.rungs[self.rung] | self.engine | ({} if self.share is None else {SHARE: self.share})
 
 
 # (seconds of a step, ties by settings, ...); without a prediction the seconds are an estimate
@@ -140,7 +142,7 @@ class LayoutSearch:
         self.config = make({})
         self.counts_memory = hardware.cores is None and self.config.rollout.engine == "vllm"
         self.looked_at = self.counted = 0
-        self._engine_seconds: dict[Key, float] = {}
+        self._rollout_seconds: dict[Key, float] = {}  # of engines with all the memory that they may have
         self.lengths = lengths or likely_lengths(self.config)
 
     def best(self, number: int = 5) -> Found:
@@ -201,31 +203,37 @@ class LayoutSearch:
             yield [_Candidate(rungs, engine) for engine in engines]
 
     def _push_group(self, waiting: list[_Entry], group: Sequence[_Candidate]) -> None:
-        """Predict a training layout with one engine. Roles that share all ranks take turns: another engine changes a
-        step by what it changed the first one that was predicted, until the step itself is predicted."""
+        """Predict a training layout with one engine. Roles that share all ranks take turns: with another engine a step
+        takes at least what that engine's rollout takes at best, and the rest, until the step itself is predicted."""
         first, *others = group
         base = self._push(waiting, first)
         if base is None:
             return
         _, _, _, job, prediction = base
         assert prediction is not None
+        rest = prediction.step_seconds - prediction.seconds_of("rollout") - prediction.seconds_of("reshard")
         for other in others:
             other.rung = first.rung
             if not job.placement.is_colocated:
                 self._push(waiting, other)
                 continue
             key = key_of(other.engine)
-            if key not in self._engine_seconds:
-                entry = self._push(waiting, other)
-                if entry is not None:  # else this training layout alone may not go with it
-                    self._engine_seconds[key] = entry[0] - base[0]
-                continue
-            heapq.heappush(waiting, (base[0] + self._engine_seconds[key], key_of(other.settings), other, job, None))
+            if key in self._rollout_seconds:
+                heapq.heappush(waiting, (rest + self._rollout_seconds[key], key_of(other.settings), other, job, None))
+            elif self._push(waiting, other) is not None:  # else this training layout does not go with it
+                at_best = other.rungs[other.rung] | other.engine
+                alone = self._job(at_best)
+                if alone is not None:
+                    self._rollout_seconds[key] = self._predict(alone, at_best).seconds_of("rollout")
 
     def _push(self, waiting: list[_Entry], candidate: _Candidate) -> _Entry | None:
         """Predict the fastest of its settings that may fit; None: none may."""
         while candidate.rung < len(candidate.rungs):
+            candidate.share = None
             job = self._job(candidate.settings)
+            if job is not None and candidate.engine.get(SHARE, 0.0) > (most := self._most_share(job)):
+                candidate.share = most
+                job = self._job(candidate.settings)
             if job is None:
                 return None
             if not self.counts_memory or least_bytes(job) <= ROOM * self.machine.memory:
@@ -236,6 +244,15 @@ class LayoutSearch:
                 return entry
             candidate.rung += 1
         return None
+
+    def _most_share(self, job: PlannedJob) -> float:
+        """Of a GPU's memory for an engine beside gradients and the optimizer that stay there; weights may be shared."""
+        role = job.actor
+        if not self.counts_memory or role.shards is not None or not job.placement.colocated("actor", "rollout"):
+            return 1.0
+        kept = max(_stage_bytes(job, role, stage, generating=True) for stage in range(role.grid.pp))
+        free = 100 * (ROOM - kept / self.machine.memory)
+        return next((share for share in SHARES if share <= free), SHARES[-1]) / 100
 
     def _apart(self, choice: Choice) -> Choice:
         """The same with a grid of its own for the reference or the critic, where the step gains by it."""
@@ -315,18 +332,22 @@ def least_bytes(job: PlannedJob) -> float:
     return max(_stage_bytes(job, role, stage) + model.activations(role.name, stage)[0] for stage in range(role.grid.pp))
 
 
-def _stage_bytes(job: PlannedJob, role: Role, stage: int) -> float:
+def _stage_bytes(job: PlannedJob, role: Role, stage: int, *, generating: bool = False) -> float:
+    """Of weights, gradients and optimizer; while it generates, without weights and what is moved away."""
     trained, (plain, expert) = role.trained, parameters_of_stage(role, stage)
     assert trained is not None
     if trained.lora is not None or trained.offload.parameters:
-        return 0.0 if trained.offload.parameters else job.itemsize * (plain + expert)
+        return 0.0 if trained.offload.parameters or generating else job.itemsize * (plain + expert)
     replicas = role.grid.dp * role.grid.cp
     options = BufferOptions.read(trained.ddp, getattr(role.config, "optimizer", {}), replicas)
     gradients = 4 if options.grads_in_fp32 else job.itemsize
     moments = options.exp_avg_itemsize * options.num_moments  # the second is no smaller than the first
     state = 0.0 if trained.offload.optimizer else (1 - options.offload) * (options.main_itemsize + moments)
     shares = (replicas, role.grid.expert_dp) if options.distributed else (1, 1)
-    return (plain + expert) * (job.itemsize + gradients) + state * (plain / shares[0] + expert / shares[1])
+    each = gradients + job.itemsize
+    if generating:
+        each = 0 if trained.offload.gradients else gradients
+    return (plain + expert) * each + state * (plain / shares[0] + expert / shares[1])
 
 
 def as_text(found: Found, seconds: float, hardware: Hardware) -> str:
