@@ -66,9 +66,13 @@ class Replanned:
 
 
 def factors_of(seconds: Mapping[str, float], prediction: Prediction) -> Factors:
-    """Operator -> measured by predicted seconds, of those that have both."""
+    """Operator -> measured by predicted seconds; of one that has not both, what it is of all together."""
     predicted = {phase.name: phase.seconds for phase in prediction.phases}
-    return {name: taken / predicted[name] for name, taken in seconds.items() if taken > 0 and predicted.get(name)}
+    both = [name for name, taken in predicted.items() if taken > 0 and seconds.get(name, 0.0) > 0]
+    if not both:
+        return {}
+    overall = sum(seconds[name] for name in both) / sum(predicted[name] for name in both)
+    return {name: seconds[name] / predicted[name] if name in both else overall for name in predicted}
 
 
 def replan(config: Config, make: Make, world: int, seen: Observation, known: Mapping[Any, Factors]) -> Replanned:
