@@ -25,7 +25,7 @@ from megaverl.errors import ConfigError
 from megaverl.gpus import gpu_name
 from megaverl.planner.advice import shortages, yaml_text
 from megaverl.planner.buffers import BufferOptions
-from megaverl.planner.candidates import OFFLOAD, SHARE, SHARES, Candidates, Key, Settings, key_of, read_choice, shown
+from megaverl.planner.candidates import SHARE, SHARES, Candidates, Key, Settings, key_of, read_choice, shown
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware, known
 from megaverl.planner.job import GB, Machine, PlannedJob, Role, find_spec, make_job
@@ -200,10 +200,7 @@ class LayoutSearch:
         )
         self._apart_grids = candidates.apart
         for rungs, engines in candidates.groups():
-            # what is moved away takes time in the update, and leaves memory for the engine: neither is faster for sure
-            parts = [rungs[:-1], rungs[-1:]] if len(rungs) > 1 and OFFLOAD in rungs[-1] else [rungs]
-            for part in parts:
-                yield [_Candidate(part, engine) for engine in engines]
+            yield [_Candidate(rungs, engine) for engine in engines]
 
     def _push_group(self, waiting: list[_Entry], group: Sequence[_Candidate]) -> None:
         """Predict a training layout with one engine. Roles that share all ranks take turns: with another engine a step
