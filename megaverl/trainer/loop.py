@@ -40,8 +40,6 @@ from megaverl.workers.remote import RemoteWorker
 # After these a run may leave in the middle of a step: nothing is trained yet.
 SAFE_AFTER = ("rollout", "reward")
 ROLLOUT_FILE = "rollouts.safetensors"
-
-
 PYTHON_THRESHOLD = (700, 10, 10)  # of the garbage collector
 
 
@@ -161,7 +159,6 @@ class Trainer:
 
     def _steps(self) -> dict[str, float]:
         last, result = self.config.trainer.steps, self._agree(self.next_step, starts=True)
-        self.replanning.begins()
         for step in range(self.next_step, last):
             result = self._agree_until(self.executor.begins_after(step)) or result
             self.one_step(step)
@@ -188,7 +185,6 @@ class Trainer:
         self.resume()
         with self.leave.listening(), self.recording():
             self._agree(self.next_step, starts=True)
-            self.replanning.begins()
             yield
 
     def rollouts(self) -> StoredRollouts:
@@ -244,8 +240,7 @@ class Trainer:
             Leaving: the run was asked to leave, and has saved.
         """
         trainer, result = self.config.trainer, {}
-        last, is_best = done == trainer.steps, False
-        self.next_step = done
+        self.next_step, last, is_best = done, done == trainer.steps, False
         self.executor.synchronise(done, starts=starts)
         self.profiler.end(done)
         if not starts:
@@ -255,8 +250,7 @@ class Trainer:
             is_best = self.validation.best.step == done
         if not starts and self.saving.is_due(done, last=last, is_best=is_best):
             self._save(done, best=is_best, wait=last)
-            if not last and self.replanning.agreed(self.executor.control) and self.saving.settle():
-                self.replanning.leave(done)
+            self.replanning.saved(done, self.executor.control, self.saving.settle)
         self.saving.look()
         if not last and (signal := self.leave.agreed(self.executor.control)):
             self._leave(signal, None)
@@ -267,11 +261,10 @@ class Trainer:
         trainer, found = self.config.trainer, self.executor.measured(done)
         slow = self.stragglers.compare(done) if self.stragglers is not None else {}
         if found is not None:
-            found.metrics.update(slow)
+            found.metrics.update(slow | self.replanning.look(done, found.metrics, found.rollouts))
             if self.rate is not None:
                 seconds = found.metrics["train/step_time_ms"] / 1e3
                 found.metrics.update(self.rate.metrics(sequence_lengths(found.rollouts).lengths, seconds))
-            found.metrics.update(self.replanning.look(done, found.metrics, found.rollouts))
             self.records.log(done, found.metrics)
             if self.keeps_records:
                 samples = sample_records(found.rollouts, found.scores, self.roles.reward, trainer.save_samples)

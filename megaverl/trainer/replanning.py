@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import psutil
@@ -46,17 +46,15 @@ class Replanning:
         self._responses: list[int] = []
         self._seconds: list[dict[str, float]] = []
         self._steps = 0
-        self._start = 0.0  # seconds until the first step began
-
-    def begins(self) -> None:
-        """The first step does."""
-        self._start = time.time() - psutil.Process().create_time()
+        self._start = 0.0
 
     def look(self, done: int, metrics: Mapping[str, float], batch: RolloutBatch) -> dict[str, float]:
         """Note a step; where that is due, say what a better layout would gain, as metrics."""
         if not self.every or not self.keeps:
             return {}
         self._steps += 1
+        if self._steps == 1:
+            self._start = self.seconds_until(metrics)
         if self._steps > WARM_UP:
             lengths = sequence_lengths(batch)
             self._prompts += lengths.prompt_lengths
@@ -79,23 +77,28 @@ class Replanning:
         self._say(found, done)
         return {"plan/gain": found.gain, "plan/step_ms": found.before * 1e3, "plan/better_step_ms": found.after * 1e3}
 
-    def agreed(self, group: dist.ProcessGroup | None) -> bool:
-        """Whether the run leaves for a better layout at this checkpoint; every rank of `group` takes part."""
-        if not (self.config.run.replan and self.config.chosen):
-            return False
-        return bool(reduce_json(self.found is not None, any, group))
+    def seconds_until(self, metrics: Mapping[str, float]) -> float:
+        """From the start of this process until its first step, which is over: what a restart takes."""
+        return time.time() - psutil.Process().create_time() - metrics.get("time/step_ms", 0.0) / 1e3
 
-    def leave(self, done: int) -> None:
-        """After a checkpoint: have the run go on on the other layout.
+    def saved(self, done: int, group: dist.ProcessGroup | None, settle: Callable[[], bool]) -> None:
+        """After a checkpoint: where a better layout was found, have the run go on on it. Every rank of `group` comes.
+
+        Args:
+            settle: waits until the checkpoint is whole; False: it is not.
 
         Raises:
-            StartingAgain: always.
+            StartingAgain: it does.
         """
-        found = self.found
-        if found is not None:
+        steps = self.config.trainer.steps
+        if done == steps or not (self.config.run.replan and self.config.chosen):
+            return
+        if not reduce_json(self.found is not None, any, group) or not settle():
+            return
+        if (found := self.found) is not None:
             measured = [*self._measured(), {"settings": dict(self.config.chosen), "factors": found.factors}]
             write_choice(self.config, self._world, found.settings, measured)
-        raise StartingAgain(f"replan: saved after {done} of {self.config.trainer.steps} steps; going on on it.")
+        raise StartingAgain(f"replan: saved after {done} of {steps} steps, which go on on the other layout.")
 
     def _measured(self) -> list[dict[str, Any]]:
         """Layouts that the run was on before; of this one, what it has just measured counts."""
