@@ -111,7 +111,7 @@ class Replanning:
 
     def _say(self, found: Replanned, done: int) -> None:
         if not found.is_better:
-            self.console.print(f"replan: of the layouts that fit none is better by {found.before:.3g} s a step.")
+            self.console.print(f"replan: no layout that fits is better than this one, {found.before:.3g} s a step.")
             return
         settings = " ".join(f"{key}={value}" for key, value in shown(found.settings).items())
         taken = ""
