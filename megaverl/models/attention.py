@@ -18,6 +18,7 @@ platform.adapt_megatron()
 
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region  # noqa: E402
 from megatron.core.transformer.attention import SelfAttention  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
@@ -290,6 +291,18 @@ class LatentAttention(MLASelfAttention):
                 return tuple(self._positions(None, None, each) for each in cached(*args, **kwargs))
 
             self.rotary_pos_emb.get_cached_cos_sin = at_positions
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """What megatron-core 0.19 makes of the specification. To queries without a latent it would give a norm of their
+        own, fused with their projection, which no published model has, or fail for want of Transformer Engine."""
+        if self.config.q_lora_rank is not None:
+            return super()._resolve_qk_norm_config(submodules)
+        from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
+
+        resolver = QKNormConfigResolver(self.config, submodules)
+        resolver.has_q_lora = True  # as if: then it decides on keys and values alone
+        queries = {"linear_q_proj": submodules.linear_q_proj, "linear_q_up_proj": IdentityOp, "q_layernorm": IdentityOp}
+        return {**resolver.resolve(), **queries}
 
     def get_query_key_value_tensors(
         self,

@@ -69,11 +69,18 @@ def block_spec(
             from megaverl.models.engine_attention import EngineAttention  # needs Transformer Engine
 
             layer.submodules.self_attention.submodules.core_attention = EngineAttention
-        if spec.moe is not None and spec.moe.router_bias and hasattr(layer.submodules.mlp.submodules, "router"):
-            layer.submodules.mlp.submodules.router = BiasedRouter
+        parts = _parts_of(layer.submodules.mlp)
+        if spec.moe is not None and spec.moe.router_bias and hasattr(parts, "router"):
+            parts.router = BiasedRouter
     if not with_engine:
         block.layer_norm = RMSNorm
     return block
+
+
+def _parts_of(mlp: Any) -> Any:
+    """The parts of a feed-forward layer's specification: a ModuleSpec has them (megatron-core 0.16), or a function that
+    makes the layer is bound to them (0.19)."""
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
 
 
 def _use_our_parts(layer: ModuleSpec, config: TransformerConfig) -> None:

@@ -107,8 +107,9 @@ class BiasedRouter(TopKRouter):
     the loss says nothing about it.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: TransformerConfig, **others: Any) -> None:
+        """others: process groups, and what later versions of megatron-core say of the layer."""
+        super().__init__(config=config, **others)
         bias = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.expert_bias = nn.Parameter(bias, requires_grad=False)
 

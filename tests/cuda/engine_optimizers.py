@@ -73,3 +73,11 @@ def multi_tensor_l2norm(
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
     for source, into in zip(*tensor_lists, strict=True):
         into.copy_(source * scale)
+
+
+def multi_tensor_scale_tensor(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
+) -> None:
+    """With the factor on the device: what megatron-core 0.19 clips by."""
+    for source, into in zip(*tensor_lists, strict=True):
+        into.copy_(source * scale)

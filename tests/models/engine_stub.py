@@ -185,19 +185,24 @@ class GroupedLinear(Module):
 
 
 class RMSNorm(nn.Module):
+    """`hidden_size` is the name that megatron-core 0.16 gives, `normalized_shape` that of 0.19: TE takes both."""
+
     def __init__(
         self,
-        hidden_size: int,
+        normalized_shape: int | None = None,
         eps: float = 1e-5,
         sequence_parallel: bool = False,
         params_dtype: torch.dtype | None = None,
         zero_centered_gamma: bool = False,
+        hidden_size: int | None = None,
         device: Any = "cuda",
     ) -> None:
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         start = 0.0 if zero_centered_gamma else 1.0
-        self.weight = parameter(hidden_size, value=start, dtype=params_dtype, device=device)
+        size = normalized_shape if normalized_shape is not None else hidden_size
+        assert size is not None
+        self.weight = parameter(size, value=start, dtype=params_dtype, device=device)
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

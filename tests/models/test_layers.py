@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megaverl.models import build
 from megaverl.models.layers import RMSNorm
 
 
@@ -46,3 +48,9 @@ def test_what_it_was_given_stays_as_it_was_and_a_frozen_weight_has_no_gradient()
     assert norm.weight.grad is None
     assert torch.equal(x.detach(), before[0])
     assert torch.equal(grad, before[1])
+
+
+def test_what_a_layer_is_made_of_is_found_in_either_form_of_megatron_core() -> None:
+    parts = SimpleNamespace(router=None)
+    assert build._parts_of(SimpleNamespace(submodules=parts)) is parts  # 0.16's ModuleSpec
+    assert build._parts_of(partial(print, submodules=parts)) is parts  # 0.19's function
