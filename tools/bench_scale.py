@@ -184,7 +184,8 @@ def roles_of(size: int) -> tuple[Any, Any]:
     actor: Any = ModelWorker(model, micro_batch_tokens=16384)
     actor.trainable = SimpleNamespace(model=model, part=(0, 1), gradient_accumulation=1)
     actor.algorithm, actor.seed, actor.is_on_policy = CONFIG.algorithm, 0, False
-    reward = RewardRole(None, None, dist.group.WORLD)  # type: ignore[arg-type]  # asked for rows alone
+    rules: Any = SimpleNamespace(components=[])
+    reward = RewardRole(rules, None, dist.group.WORLD)  # type: ignore[arg-type]  # asked for rows alone
     return SimpleNamespace(actor=actor, reference=actor, reward=reward, critic=None, implicit=None), model
 
 

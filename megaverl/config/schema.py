@@ -52,6 +52,18 @@ FROZEN = (
 )
 
 
+class MadeBy:
+    """What makes a configuration again with other settings; two that say the same are equal whatever made them."""
+
+    def __init__(self, make: Callable[[Mapping[str, Any]], Config] | None = None) -> None:
+        self.make = make
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MadeBy)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Config(Section):
     """A whole run. Made by `load_config`, which also checks what one section alone cannot know."""
 
@@ -102,7 +114,7 @@ class Config(Section):
     _warnings: tuple[str, ...] = PrivateAttr(default=())
     _choices: tuple[str, ...] = PrivateAttr(default=())
     _chosen: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _make: Callable[[Mapping[str, Any]], Config] | None = PrivateAttr(default=None)
+    _made_by: MadeBy = PrivateAttr(default_factory=lambda: MadeBy())
 
     @model_validator(mode="before")
     @classmethod
@@ -137,9 +149,9 @@ class Config(Section):
 
     def layered(self, settings: Mapping[str, Any]) -> Config:
         """With settings (key -> value) laid over what was written, as if they had been written too; without checks."""
-        if self._make is None:
+        if self._made_by.make is None:
             raise ConfigError("this configuration was not made by load_config.")
-        return self._make(settings)
+        return self._made_by.make(settings)
 
     def note(
         self,
@@ -149,7 +161,7 @@ class Config(Section):
         make: Callable[[Mapping[str, Any]], Config] | None = None,
     ) -> None:
         self._warnings, self._choices, self._chosen = tuple(warnings), tuple(choices), chosen or {}
-        self._make = make
+        self._made_by = MadeBy(make)
 
     @property
     def uses_critic(self) -> bool:

@@ -113,4 +113,4 @@ def test_the_preferences_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     arguments = ["check", f"--config={inputs / 'run.yaml'}", f"model.path={inputs / 'model'}", "preference.loss=kto"]
     assert main([*arguments, f"preference.train={tmp_path / 'judged.jsonl'}"]) == 0
     text = capsys.readouterr().out
-    assert "preference.train: 1 rows" in text and "every single response is desirable: kto needs both" in text
+    assert "preference.train: 1 rows" in text and "every single response is desirable: kto and bco need both" in text

@@ -36,7 +36,7 @@ def compare_with_rules(cases: list[dict[str, Any]]) -> list[list[str]]:
         wrong = []
         for rank in range(case["tp"]):
             traced = trace(config, rank, sources).whole(sources)
-            assert not traced.layout.views and not traced.computed
+            assert bool(traced.layout.views) == bool(rules(rank).views) and not traced.computed
             mine, theirs = fill(traced.layout, ids), fill(rules(rank), ids)
             wrong += [f"rank {rank}: {name}: only in one" for name in sorted(mine.keys() ^ theirs.keys())]
             wrong += [

@@ -52,6 +52,7 @@ def loop(lag: int, first: int = 0, leaves_after: int | None = None) -> Any:
     trainer.executor, trainer.next_step, trainer.cut_off = Order(lag), first, None
     trainer.stages, trainer.stored = SimpleNamespace(step=None), None
     trainer.prompts = trainer.records = trainer.run_dir = trainer.stragglers = None
+    trainer.profiler = SimpleNamespace(begin=lambda step: None, end=lambda done: None, close=lambda: None)
     trainer.validation = SimpleNamespace(
         happens=True, is_due=lambda done: done == 2, best=SimpleNamespace(step=-1), note=lambda done, found: None
     )
