@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from importlib import metadata
 from typing import Any
 
 import torch
+from packaging.version import Version
 
 from megaverl.config.roles import LoraConfig
 from megaverl.distributed.collectives import reduce_json
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 # TransformerConfig's coefficients of losses that routers of experts add to the policy's.
 ROUTER_LOSSES = ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+COUNTS_PARTS = Version("0.19")  # of megatron-core: from here on it knows that ranks have parts of a sequence
 
 
 class MegatronModel(TrainingModel):
@@ -200,8 +203,9 @@ class MegatronModel(TrainingModel):
     def _weigh_router_losses(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Make the routers' own losses means over the tokens of the whole mini-batch, padding counted.
 
-        megatron-core multiplies them by the tokens that a rank sees of a micro-batch, and counts on gradients being
-        divided by all tokens afterwards; ours are not, as the policy's loss comes normalised.
+        megatron-core multiplies them by the tokens that a rank sees of a micro-batch, since 0.19 also by the ranks that
+        share a sequence (`attach_and_log_load_balancing_loss` and `apply_z_loss` of `transformer/moe/router.py`), and
+        counts on gradients being divided by all tokens afterwards; ours are not, as the policy's loss comes normalised.
         """
         if not self._router_losses:
             return
@@ -210,7 +214,8 @@ class MegatronModel(TrainingModel):
         speaks = coords.tp == coords.cp == coords.pp == 0  # the others of its replica have the same micro-batches
         mine = shape.cp * sum(batch.tokens.numel() for batch in micro_batches) if speaks else 0
         # each of these ranks sees its part of the sequence
-        factor = shape.tp * shape.cp / reduce_json(mine, sum, self.grid.world)
+        parts = 1 if Version(metadata.version("megatron-core")) >= COUNTS_PARTS else shape.tp * shape.cp
+        factor = parts / reduce_json(mine, sum, self.grid.world)
         for name, given in self._router_losses.items():
             setattr(self.config, name, [each * factor for each in given] if isinstance(given, list) else given * factor)
 
