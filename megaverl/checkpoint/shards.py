@@ -311,7 +311,8 @@ class _CheckedLoading(TorchDistLoadShardedStrategy):
         super().__init__()
         self._is_alone = is_alone
 
-    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> dict[str, Any]:
+    def load(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, *_: Any) -> dict[str, Any]:
+        """0.19 also says how checkpoints are written in the background, which reading them has no part in."""
         tensors = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
         flat, places, names = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict)
         wanted = mcore_to_pyt_state_dict(flat, True)
