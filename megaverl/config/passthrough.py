@@ -22,6 +22,10 @@ _HALF = (
     "Parameters stay in model.dtype, which layouts, checkpoints and the engines know; {role}.megatron.fp8 computes in "
     "8 bits with them."
 )
+_CUT = (
+    "Layouts, checkpoints and the engines know weights as {role}.tp, ep and etp cut them, each tensor for itself, gate "
+    "and up one after the other."
+)
 
 MEGATRON: dict[str, str] = {
     "tensor_model_parallel_size": "Use {role}.tp.",
@@ -54,11 +58,49 @@ MEGATRON: dict[str, str] = {
     ),
     **dict.fromkeys(("params_dtype", "pipeline_dtype", "bf16", "fp16"), _DTYPE),
     "fp8_param": _HALF,
+    **dict.fromkeys(
+        (
+            "tensor_parallel_num_weight_shards",
+            "gtp_weight_remat_size",
+            "expert_tensor_parallel_num_weight_shards",
+            "expert_gtp_weight_remat_size",
+            "moe_mlp_glu_interleave_size",
+            "moe_shared_expert_glu_interleave_size",
+            "moe_single_grouped_weight",
+            "moe_single_grouped_bias",
+            "use_grouped_gemm_for_dense_mlp",
+            "use_grouped_gemm_for_shared_expert",
+        ),
+        _CUT,
+    ),
+    **dict.fromkeys(
+        (
+            "use_mup",
+            "mup_width_mult",
+            "mup_base_hidden_size",
+            "mup_embedding_mult",
+            "mup_output_mult",
+            "mup_base_head_dim",
+            "mup_attn_scale_power",
+        ),
+        "The engines compute no such scales: what is sampled would not be the trained policy.",
+    ),
+    "moe_expert_rank_capacity_factor": "Dropped tokens would make the trained policy another one than the sampled.",
     "calculate_per_token_loss": "Losses cover the global batch; see algorithm.loss_aggregation.",
     "variable_seq_lengths": "Micro-batches are cut to their longest sample; see {role}.micro_batch_tokens.",
     "transformer_impl": "Transformer Engine is used where it is installed and a GPU is there.",
     **dict.fromkeys(
-        ("timers", "grad_scale_func", "finalize_model_grads_func", "no_sync_func", "grad_sync_func", "param_sync_func"),
+        (
+            "timers",
+            "grad_scale_func",
+            "moe_grad_scale_func",
+            "mtp_grad_scale_func",
+            "experimental_attention_variant_loss_scale_func",
+            "finalize_model_grads_func",
+            "no_sync_func",
+            "grad_sync_func",
+            "param_sync_func",
+        ),
         _HOOK,
     ),
 }
@@ -67,6 +109,9 @@ OPTIMIZER: dict[str, str] = {
     **dict.fromkeys(("params_dtype", "bf16", "fp16"), _DTYPE),
     **dict.fromkeys(("fp8_recipe", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
     "timers": _HOOK,
+    "grad_norm_skip_threshold": "Use coordinator.skip_above.",
+    "use_layer_wise_distributed_optimizer": "Use {role}.ddp.use_distributed_optimizer.",
+    "optimizer_cuda_graph": "Megatron-LM's training loop captures its graph; steps are taken here without it.",
 }
 
 SCHEDULER: dict[str, str] = {
@@ -78,7 +123,7 @@ SCHEDULER: dict[str, str] = {
 }
 
 DDP: dict[str, str] = {
-    **dict.fromkeys(("fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
+    **dict.fromkeys(("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
     "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_custom_fsdp"),
@@ -94,6 +139,15 @@ DDP: dict[str, str] = {
             "gradient_reduce_div_fusion",
             "fsdp_double_buffer",
             "fsdp_manual_registration",
+            "fsdp_db_use_persist_buf_on_alloc_fail",
+            "fsdp_all_gather_in_start_param_sync",
+            "megatron_fsdp_main_params_dtype",
+            "megatron_fsdp_main_grads_dtype",
+            "megatron_fsdp_grad_comm_dtype",
+            "megatron_fsdp_use_decoupled_grad",
+            "megatron_fsdp_cuda_graph_mode",
+            "megatron_fsdp_enable_fine_grained_param_gather",
+            "megatron_fsdp_max_pool_double_buffer",
         ),
         "Only Megatron's FSDP reads it, and that is not used. {role}.ddp.use_distributed_optimizer, which is on unless "
         "it is set to false, shards the optimizer over the data-parallel ranks; {role}.engine: fsdp shards gradients "

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from megaverl.config import passthrough
 from megaverl.config.errors import nearest
@@ -54,8 +57,26 @@ def fields_of_vllm() -> list[list[str]]:
 
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_what_megaverl_owns_is_there_to_be_owned(target: PassthroughClass):
-    assert set(target.owned) <= set(target.fields())
+    """In one of the versions of megatron-core that are supported: 0.16 lacks some, of 0.19's one is gone."""
+    missing = set(target.owned) - set(target.fields())
+    if target.distributions == ("megatron-core",) and Version(version("megatron-core")) < Version("0.19"):
+        assert not missing & {"timers", "optimizer", "preserve_fp32_weights"} and len(missing) < len(target.owned) / 2
+    else:
+        assert missing <= {"preserve_fp32_weights"}
     assert target.settable()
+
+
+@pytest.mark.parametrize(
+    ("part", "names"),
+    [
+        ("megatron", r"glu_interleave|single_grouped|weight_remat|num_weight_shards|^mup_|_scale_func$|rank_capacity"),
+        ("ddp", r"fsdp|fp[48]_param"),
+    ],
+)
+def test_what_neither_layouts_nor_engines_know_is_owned_in_every_version(part: str, names: str):
+    """Accepted, it would train another policy than is sampled, or do nothing."""
+    fields = {name for name in TARGETS[part].fields() if re.search(names, name)}
+    assert fields and not fields - TARGETS[part].owned.keys()
 
 
 def test_own_defaults_fit_their_annotations():
