@@ -29,9 +29,13 @@ from megaverl.models.hf_shards import VALUE_HEAD, VALUE_WEIGHT
 from megaverl.models.hf_weights import not_built, weights_of_module
 from megaverl.models.vision import VisionInputs, VisionReader, auto_class_of, tower_of, without_image
 from megaverl.platform import platform
+from megaverl.sharding.model_config import instead_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+
+QUANTISED = "quantization_config"
 
 
 class PolicyModule(nn.Module):
@@ -155,11 +159,14 @@ def build_module(
         liger: with Liger's kernels.
 
     Raises:
-        ModelError: transformers does not build it.
+        ModelError: transformers does not build it, or its weights are quantised.
         ConfigError: Liger's kernels cannot be used here.
     """
     register()
     config = read_config(folder, trust_remote_code=trust_remote_code)
+    if quantised := getattr(config, QUANTISED, None):
+        problem = "its weights are quantised, and what is trained are floating-point numbers."
+        raise ModelError(f"{folder}: {problem} {instead_of(QUANTISED, quantised)}")
     with torch.device("meta"):
         model = _from_config(folder, config, NAME, torch.float32, trust_remote_code)
     reading = RowReading(f"attention is {attention}", attention)

@@ -10,7 +10,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from megaverl.errors import ConfigError, ModelError
-from megaverl.models.architectures import LAYERS, weights_of
+from megaverl.models.architectures import weights_of
 from megaverl.models.vision import VisionReader
 from megaverl.sharding.boxes import Box, cut, whole
 from megaverl.sharding.layout import Layout, join_layouts, whole_layout
@@ -108,7 +108,7 @@ def _weights(
 ) -> list[Weight]:
     """The global arrays of a module; of an architecture with a table as that describes them."""
     known: dict[str, Weight] = {}
-    if spec.architecture in LAYERS:
+    if spec.is_tabled:
         with suppress(ModelError):  # a variant that the table has not, as with biases that Megatron's model lacks
             described = weights_of(spec, value_head=value_head, beside_logits=beside_logits)
             known = {weight.name: weight for weight in described}

@@ -100,7 +100,7 @@ def computed_otherwise(architecture: str, config: dict[str, Any]) -> Iterator[st
     for key, value in (*ONLY[""], *whole_heads, *ONLY.get(architecture, ())):
         found = config.get(key, rope.get(key))
         if found is not None and found != value:
-            yield f"{key} is {found!r}; only {value!r} is computed. {_instead(key, found)}"
+            yield f"{key} is {found!r}; only {value!r} is computed. {instead_of(key, found)}"
     activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
     if architecture == "GemmaForCausalLM":
         # as transformers and vLLM read it: Gemma's first folders say gelu in hidden_act, and mean its tanh form
@@ -114,10 +114,12 @@ def computed_otherwise(architecture: str, config: dict[str, Any]) -> Iterator[st
         yield from _impossible_experts(config)
 
 
-def _instead(key: str, found: Any) -> str:
+def instead_of(key: str, found: Any) -> str:
     """What to do about a value that is not computed."""
-    if key != "quantization_config" or not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
+    if key != "quantization_config":
         return "Use another model."
+    if not isinstance(found, dict) or found.get("quant_method") != "mxfp4":
+        return "Use a folder of the model that is not quantised."
     return (
         "Write its weights in bfloat16 once, and name that folder: transformers' from_pretrained(PATH, dtype='bfloat16'"
         ", quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(FOLDER), and the tokenizer's files."

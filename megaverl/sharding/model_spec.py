@@ -33,11 +33,12 @@ ARCHITECTURES = (
 )
 # Why others that are asked for are not among them (megatron-core 0.16).
 NO_TABLE = {
-    "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet needs flash-linear-attention and Transformer Engine, both "
-    "for GPUs alone, and reads no packed rows",
-    "Llama4ForCausalLM": "megatron-core has no attention within chunks, nor its queries' growing temperature",
-    "Gemma3ForCausalLM": "megatron-core's GPTModel has one rotary base where it needs two, and no norms behind "
-    "attention and MLP",
+    "Qwen3NextForCausalLM": "megatron-core's GatedDeltaNet (0.16 to 0.19) needs flash-linear-attention and Transformer "
+    "Engine, both for GPUs alone, and reads packed rows from 0.19 on",
+    "Llama4ForCausalLM": "megatron-core (0.16 to 0.19) has no attention within chunks, nor its queries' growing "
+    "temperature",
+    "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two, and no norms "
+    "behind attention and MLP",
 }
 # Other names of the numbers of an `outline`, by the most usual one.
 OTHER_NAMES = {

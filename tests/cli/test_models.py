@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import json
+from inspect import signature
 from math import prod
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from megaverl.cli.main import main
 from megaverl.models.architectures import weights_of
 from megaverl.models.supported import ANY, NAMED, Support, support_of
-from megaverl.models.tiny import make_tiny_folder
-from megaverl.sharding.model_spec import ARCHITECTURES, ModelSpec
+from megaverl.models.tiny import TINY, make_tiny_folder
+from megaverl.platform import platform
+from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, ModelSpec
 
 # The test that each word of `megaverl models` stands on, of every architecture that it lists.
 PROOFS = {
@@ -51,6 +56,45 @@ def test_what_is_said_of_them_has_a_test_of_each(what: str) -> None:
         *(mark.args[1] for mark in test.decorator_list if isinstance(mark, ast.Call) and len(mark.args) > 1),
     ]
     assert any("ARCHITECTURES" in {n.id for n in ast.walk(each) if isinstance(n, ast.Name)} for each in iterated)
+
+
+def test_why_megatron_core_cannot_build_what_is_asked_for_most(tmp_path: Path) -> None:
+    """The reasons are told, and true of the version that is installed: whoever meets one that is not, gives a table."""
+    platform.adapt_megatron()
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.ssm import gated_delta_net
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+
+    for architecture, reason in NO_TABLE.items():
+        model_type = architecture.removesuffix("ForCausalLM").lower().replace("qwen3next", "qwen3_next")
+        config = {"architectures": [architecture], "model_type": model_type, **TINY}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert reason in found(tmp_path)["megatron"].why and not found(tmp_path)["megatron"].works
+    fields = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert not {name for name in fields if "attention_chunk" in name or "temperature" in name or "local_base" in name}
+    assert not {name for name in vars(TransformerLayerSubmodules()) if name.startswith("post_") and "norm" in name}
+    assert [name for name in signature(GPTModel.__init__).parameters if name.endswith("_base")] == ["rotary_base"]
+    assert "from fla." in source_of(gated_delta_net)
+
+
+def source_of(module: ModuleType) -> str:
+    """Of a module, or of the files of a package."""
+    path = Path(str(module.__file__))
+    return "".join(each.read_text() for each in ([path] if path.stem != "__init__" else path.parent.glob("*.py")))
+
+
+def test_what_a_table_does_not_describe_is_told_of_fsdp2_all_the_same(tmp_path: Path) -> None:
+    """A mixture of experts whose config.json asks for what Megatron's table lacks; and folders that are quantised."""
+    folder = make_tiny_folder(tmp_path / "model", "Qwen3MoeForCausalLM")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"mlp_only_layers": [0]}))
+    assert not found(folder)["megatron"].works and found(folder)["fsdp"].works
+    for method, said in (("fp8", "Use a folder of the model that is not"), ("mxfp4", "Mxfp4Config(dequantize=True)")):
+        path.write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+        for engine in ("megatron", "fsdp"):
+            assert said in found(folder)[engine].why and not found(folder)[engine].works
 
 
 def test_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_the_installed_transformers_is_read_back() -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "'GPT2LMHeadModel' is not supported. Supported: LlamaForCausalLM"),
         (
             {"architectures": ["Gemma3ForCausalLM"]},
-            "'Gemma3ForCausalLM' is not supported by Megatron: megatron-core's GPTModel has one rotary base",
+            "'Gemma3ForCausalLM' is not supported by Megatron: megatron-core's GPTModel (0.16 to 0.19) has one",
         ),
         ({"architectures": None}, "None is not supported"),
         ({"architectures": []}, "None is not supported"),
