@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megaverl.config.errors import ConfigIssue, InvalidConfig, divisors, listed
 from megaverl.config.fsdp import engine_mistakes
-from megaverl.config.roles import GridConfig, PlacementConfig, TrainedConfig
+from megaverl.config.roles import GridConfig, PlacementConfig, RolloutConfig, TrainedConfig
 from megaverl.config.schema import Config
 from megaverl.distributed.grid import Sizes, grid_problem
 from megaverl.distributed.placement import ROLES, Node, PlacementError, ResolvedPlacement
@@ -104,9 +104,7 @@ def grid_mistakes(
     if command in OFFLINE:
         return
     if spec and spec.is_tabled and config.rollout.engine == "vllm":
-        yield from _engine_against_model(
-            config.rollout.tp, bool(config.rollout.vllm.get("enable_expert_parallel")), spec
-        )
+        yield from _engine_against_model(config.rollout, spec)
     if config.rollout.engine == "hf" and config.rollout.tp > 1:
         yield ConfigIssue(
             "rollout.tp", f"found {config.rollout.tp}; rollout.engine=hf has no tensor parallelism: use 1."
@@ -242,9 +240,13 @@ def _against_world(role: str, grid: GridConfig, world_size: int) -> Iterator[Con
         yield ConfigIssue(f"{role}.ep" if of_experts else role, problem, involves=involves)
 
 
-def _engine_against_model(tp: int, expert_parallel: bool, spec: ModelSpec) -> Iterator[ConfigIssue]:
-    for misfit in misfits(spec, tp=tp, etp=1 if expert_parallel else tp, engine=True):
+def _engine_against_model(rollout: RolloutConfig, spec: ModelSpec) -> Iterator[ConfigIssue]:
+    tp, experts_whole = rollout.tp, bool(rollout.vllm.get("enable_expert_parallel"))
+    for misfit in misfits(spec, tp=tp, etp=1 if experts_whole else tp, engine=True):
         yield ConfigIssue("rollout.tp", f"found {tp}, which {misfit.reason}", involves=("model.path",))
+    if spec.attention_sinks and (method := rollout.vllm.get("quantization")):
+        text = f"found {method!r}; vLLM transposes the model's experts as it loads: they cannot be quantised."
+        yield ConfigIssue("rollout.vllm.quantization", f"{text} Leave it out.", involves=("model.path",))
 
 
 def role_grids(config: Config, megatron_roles: Iterable[str]) -> dict[str, GridSizes | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from megaverl.config import smallest_world
@@ -176,6 +178,14 @@ def test_layers_may_be_spread_unevenly(load):
 
 def test_vllm_may_hold_a_key_value_head_several_times(load):
     assert load("rollout.tp=12").rollout.tp == 12
+
+
+def test_an_engine_whose_experts_lie_transposed_is_not_quantised(mistakes, tmp_path):
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    gpt_oss = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | gpt_oss))
+    found = mistakes("rollout.vllm.quantization=fp8", "model.dtype=bfloat16")
+    assert "vLLM transposes the model's experts" in found["rollout.vllm.quantization"] and len(found) == 1
 
 
 @pytest.mark.parametrize(

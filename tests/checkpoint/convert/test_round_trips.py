@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megaverl.checkpoint.convert.source import open_source
+from megaverl.errors import CheckpointError
 from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.weights.torch_dist_index import read_arrays
 from tests.checkpoint.convert.folders import as_reward_model, assert_same_files, converted, make_model, make_tokenizer
@@ -46,6 +47,14 @@ def test_the_same_bytes_come_back(
         )
         back = converted(on, tmp_path / f"back{number}", "hugging_face", verify=True)
         assert_same_files(folder, back)
+
+
+def test_a_checkpoint_of_others_whose_experts_have_another_order_is_refused(tmp_path: Path) -> None:
+    """gpt-oss's: gates first there, in turn here; what tells them apart is the record of a conversion or of a run."""
+    there = converted(make_model(tmp_path / "hf", "GptOssForCausalLM"), tmp_path / "there", "megatron")
+    (there / "conversion.json").unlink()
+    with pytest.raises(CheckpointError, match="gates first; those of GptOssForCausalLM are in turn here"):
+        open_source(there)
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
