@@ -16,11 +16,13 @@ from megaverl.sharding.boxes import cut as cut_box
 from megaverl.sharding.boxes import whole
 from megaverl.sharding.layout import Layout, Piece, whole_layout
 from megaverl.sharding.megatron import megatron_layouts
+from megaverl.sharding.model_spec import ARCHITECTURES
 from megaverl.sharding.plan import make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Split, Weight
 from megaverl.weights.reshard import Resharder
-from tests.sharding.specs import PLAIN, make_spec
+from megaverl.weights.transfer import viewed
+from tests.sharding.specs import expert_tp, make_spec
 
 RANK, SCALING = 2, 1.5
 Tensors = dict[str, torch.Tensor]
@@ -29,14 +31,15 @@ Tensors = dict[str, torch.Tensor]
 def cut(layout: Layout, full: Tensors) -> Tensors:
     """A rank's local tensors, out of the global ones."""
     local = {name: torch.zeros(shape) for name, shape in layout.local_shapes.items()}
+    held = viewed(layout, local)
     for piece in layout.pieces:
-        place = local[piece.local][piece.local_box.slices]
+        place = held[piece.local][piece.local_box.slices]
         place.copy_(full[piece.tensor][piece.box.slices].reshape(place.shape))
     return local
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("architecture", PLAIN)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     """From TP2 x PP2: factors are global arrays like others, so that one plan brings them and the weights."""
     spec = make_spec(architecture)
@@ -44,7 +47,7 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     adapters = low_ranks(weights, "all-linear", RANK, "actor.lora")
     generator = torch.Generator().manual_seed(0)
     full = {w.name: torch.randn(w.shape, generator=generator) for w in (*weights, *factor_weights(adapters))}
-    grid = GridShape(tp=2, pp=2)
+    grid = GridShape(tp=2, pp=2, **expert_tp(architecture))
     megatron = megatron_layouts(weights, spec, grid, padded_vocab_size=64)
 
     def names(adapter: LowRank, local: str) -> tuple[str, str]:
@@ -54,10 +57,11 @@ def test_merged_in_the_layout_of_the_engine(architecture: str, tp: int) -> None:
     engine: Callable[[int], Layout] = vllm_layouts(weights, spec, tp)
     dest = with_factors(engine, adapters)
     plans = make_plans(source, dest, 4)
-    held = [cut(source(rank), full) for rank in range(4)]
+    held = [viewed(source(rank), cut(source(rank), full)) for rank in range(4)]
     for rank in range(4):
         merge = Merge(engine(rank), adapters, SCALING, torch.float32, torch.device("cpu"))
-        landed = {name: torch.zeros(shape) for name, shape in engine(rank).local_shapes.items()} | merge.factors
+        tensors = {name: torch.zeros(shape) for name, shape in engine(rank).local_shapes.items()} | merge.factors
+        landed = viewed(engine(rank), tensors)
         arriving = [(rank, plans[rank].copies), *plans[rank].receives.items()]
         for peer, transfers in arriving:
             for t in transfers:

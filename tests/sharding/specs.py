@@ -22,7 +22,7 @@ ROUTED = (
     "GptOssForCausalLM",
 )
 UNCUT = "GptOssForCausalLM"  # whose experts have biases, and so no tensor parallelism of their own
-# Whose weights lie in engines as in files; experts that lie transposed are views, which layouts have.
+# Whose weights lie in engines as in files, so that they can be quantised there.
 PLAIN = tuple(architecture for architecture in ARCHITECTURES if architecture != UNCUT)
 DENSE = tuple(architecture for architecture in ARCHITECTURES if architecture not in ROUTED)
 # What a tiny folder of an architecture needs beside the sizes that all share, in Hugging Face's words.
@@ -119,7 +119,7 @@ def specs(draw: st.DrawFn, tp_sizes: Sequence[int], architectures: Sequence[str]
     most = max(tp_sizes)
     architecture = draw(st.sampled_from(architectures))
     num_layers = draw(st.sampled_from([1, 2, 4]))
-    kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8] if architecture != UNCUT else [most, 2 * most]))
     heads = max(kv_heads, most) * draw(st.integers(1, 3))
     sizes: dict[str, object] = {
         "num_layers": num_layers,
@@ -161,15 +161,21 @@ def element_ids(weights: Sequence[Weight]) -> dict[str, np.ndarray]:
 def fill(layout: Layout, ids: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """The local tensors of a layout, holding element ids; padding is zero."""
     tensors = {name: np.zeros(shape, dtype=np.int64) for name, shape in layout.local_shapes.items()}
+    held = seen(layout, tensors)
     for piece in layout.pieces:
-        local = tensors[layout.stored_in(piece.local)]
-        if piece.local in layout.views:
-            view = layout.views[piece.local][1]
-            local = local.transpose(view.axes)[tuple(slice(low, None, by) for low, by in zip(*view[1:], strict=True))]
-        target = local[piece.local_box.slices]
+        target = held[piece.local][piece.local_box.slices]
         assert (target == 0).all(), f"{piece} overlaps another piece"
         target[...] = ids[piece.tensor][piece.box.slices].reshape(target.shape)
     return tensors
+
+
+def seen(layout: Layout, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Local tensors and a layout's views of them."""
+    views = {}
+    for name, (local, view) in layout.views.items():
+        every = tuple(slice(first, None, step) for first, step in zip(view.first, view.step, strict=True))
+        views[name] = tensors[local].transpose(view.axes)[every]
+    return tensors | views
 
 
 def make_weights(shapes: dict[str, tuple[int, ...]]) -> list[Weight]:

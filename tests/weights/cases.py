@@ -17,7 +17,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.plan import Plan, make_plans
 from megaverl.sharding.vllm import vllm_layouts
 from megaverl.sharding.weight import Weight
-from tests.sharding.specs import PLAIN, make_weights, specs
+from tests.sharding.specs import make_weights, specs
 from tests.weights.simulate import layouts_of
 
 Layouts = Callable[[int], Layout]
@@ -54,7 +54,8 @@ def megatron(draw: st.DrawFn, weights: list[Weight], spec: ModelSpec, world: int
     stage = world // pp
     ep, etp = 1, tp
     if spec.moe is not None:
-        sizes = [(e, t) for e in (1, 2, 3) for t in TP_SIZES if stage % (e * t) == 0 and t <= max(TP_SIZES)]
+        of_experts = (1,) if spec.linear_bias else TP_SIZES
+        sizes = [(e, t) for e in (1, 2, 3) for t in of_experts if stage % (e * t) == 0]
         ep, etp = draw(st.sampled_from([(e, t) for e, t in sizes if spec.moe.num_experts % e == 0]))
     grid = GridShape(tp=tp, pp=pp, dp=stage // tp, vpp=vpp, ep=ep, etp=etp)
     padded = -(-spec.vocab_size // tp) * tp + tp * draw(st.integers(0, 2))
@@ -96,7 +97,7 @@ def one_side(draw: st.DrawFn, weights: list[Weight], spec: ModelSpec, world: int
 @st.composite
 def model_cases(draw: st.DrawFn) -> Case:
     """A model that moves from one placement to another, in a world of up to 8 ranks on any nodes."""
-    spec = draw(specs(TP_SIZES, PLAIN))
+    spec = draw(specs(TP_SIZES))
     weights = weights_of(spec)
     world = draw(st.sampled_from([4, 8, 2, 1]))
     source, dest = (one_side(draw, weights, spec, world) for _ in range(2))

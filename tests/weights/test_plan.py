@@ -20,7 +20,7 @@ from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import intersect_layouts, make_plan, make_plans
 from megaverl.sharding.proof import check_plan, check_plans
 from megaverl.sharding.vllm import vllm_layouts
-from tests.sharding.specs import element_ids, fill, make_experts, make_spec, make_weights
+from tests.sharding.specs import element_ids, fill, make_experts, make_spec, make_weights, seen
 from tests.weights.cases import SHAPES, Case, model_cases, random_layouts
 from tests.weights.simulate import Arrays, carry_out, gather, layouts_of, must_fetch, unfair
 
@@ -33,11 +33,11 @@ def execute(case: Case, ids: Arrays) -> None:
     """The plans are proven, fill every rank as gathering and slicing would, and move no element too many."""
     plans = case.plans()
     check_plans(plans)
-    source = [fill(layout, ids) for layout in case.source]
+    source = [seen(layout, fill(layout, ids)) for layout in case.source]
     full = gather(case.source, source)
     expected = [fill(layout, full) for layout in case.dest]
     arrays = [{name: np.zeros_like(array) for name, array in rank.items()} for rank in expected]
-    carry_out(plans, source, arrays)
+    carry_out(plans, source, [seen(layout, rank) for layout, rank in zip(case.dest, arrays, strict=True)])
     for rank, plan in enumerate(plans):
         for name, array in expected[rank].items():
             assert (arrays[rank][name] == array).all(), (rank, name)
