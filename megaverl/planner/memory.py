@@ -37,6 +37,7 @@ from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.quantised import held_bytes, matrices
 
 MB = 2**20  # of `reshard.bucket_mb`
+REST = "between"  # no model runs on the rank
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class MemoryModel:
         return {
             "engine start": max(loading, generate, key=lambda used: sum(used.values())),
             "generate": generate,
+            REST: held | resting,
             "reshard": _sum(held | written | {"buckets": buckets}, loads.get("reshard", {})),
         } | {phase: _sum(held | resting, load) for phase, load in loads.items() if phase != "reshard"}
 
@@ -356,7 +358,7 @@ def _training(
 ) -> dict[str, dict[str, float]]:
     """What is in use in each phase on a rank without an engine."""
     moves = {"reshard": _sum(held | {"buckets": buckets}, loads.get("reshard", {}))} if buckets else {}
-    return moves | {phase: _sum(held, load) for phase, load in loads.items() if phase != "reshard"}
+    return moves | {REST: held} | {phase: _sum(held, load) for phase, load in loads.items() if phase != "reshard"}
 
 
 def _sum(used: dict[str, float], load: dict[str, float]) -> dict[str, float]:

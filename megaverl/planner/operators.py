@@ -17,7 +17,7 @@ from megaverl.planner.costs import (
     attention_parameters,
     layers_of,
 )
-from megaverl.planner.generation import LengthDistribution, rollout_duration
+from megaverl.planner.generation import LengthDistribution, engine_costs, rollout_duration
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import PlannedJob, Role
 from megaverl.planner.stages import padded_vocab_size, pipeline
@@ -120,10 +120,12 @@ def operations(load: StepLoad) -> list[Operation]:
     job, hardware = load.job, load.hardware
     models = {name: _over_samples(load, role, kind) for name, role, kind in scored(job)}
     generated = rollout_duration(job, load.actor, load.lengths)
-    ranks = job.rollout.ranks
+    ranks, copied = job.rollout.ranks, slept_seconds(load)
     own = load.samples / len(ranks) * hardware.sample_ms * 1e-3
     work = (generated.work(hardware) + own) * len(ranks)
-    found = [_operation(load, "rollout", "rollout", ranks, (), generated.seconds + own, work)]
+    seconds = generated.seconds + own
+    lanes = _around(job, [("wake", 0.0), ("rollout", seconds), ("sleep", copied or 0.0)], sleeps=copied is not None)
+    found = [_operation(load, "rollout", "rollout", ranks, (), seconds + (copied or 0.0), work, lanes)]
     reward_ranks = job.placement.ranks["reward"]
     own = ceil(load.samples / len(reward_ranks)) * hardware.sample_ms * 1e-3
     found.append(_operation(load, "reward", "reward", reward_ranks, ("rollout",), own, own * len(reward_ranks)))
@@ -141,9 +143,33 @@ def operations(load: StepLoad) -> list[Operation]:
             found.append(_operation(load, name, role.name, role.ranks, ("advantages",), *models[name]))
     ranks = tuple(sorted({*job.actor.ranks, *job.rollout.ranks}))
     moving = Duration(wait=reshard_seconds(load))
-    work = moving.work(hardware) * len(ranks)
-    found.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), moving.seconds, work))
+    work, seconds = moving.work(hardware) * len(ranks), moving.seconds + (copied or 0.0)
+    lanes = _around(job, [("wake", copied or 0.0), ("reshard", moving.seconds)], sleeps=copied is not None)
+    found.append(_operation(load, "reshard", "rollout", ranks, ("actor_update",), seconds, work, lanes))
     return found
+
+
+def _around(job: PlannedJob, parts: Sequence[tuple[str, float]], *, sleeps: bool) -> tuple[Lane, ...]:
+    """What an engine does one after the other, on its first rank; nothing is said of one that does not sleep."""
+    found, at = [], 0.0
+    for what, seconds in parts if sleeps else ():
+        found.append((what, job.rollout.ranks[0], at, at + seconds))
+        at += seconds
+    return tuple(found)
+
+
+def slept_seconds(load: StepLoad) -> float | None:
+    """Of copying an engine's weights to the host when it sleeps, and as long back when its weights wake for a reshard
+    (`workers.weight_sync`: none where actor and engines share their ranks, as the reshard writes all of them anew);
+    None: it does not sleep. Memory is mapped and unmapped in no time."""
+    job, config = load.job, load.job.config
+    if not config.rollout.sleep or config.rollout.engine != "vllm" or load.hardware.cores is not None:
+        return None
+    if job.placement.colocated("actor", "rollout") and not config.reshard.overlap:
+        return 0.0
+    fields, spec, tp = config.rollout.vllm, job.spec, job.rollout.tp
+    embedding = (1 if fields.get("quantization") else load.actor.itemsize) * spec.vocab_size * spec.hidden_size / tp
+    return (engine_costs(job, load.actor, load.lengths).weights + embedding) / (load.hardware.host_gb_s * 1e9)
 
 
 def _operation(

@@ -11,7 +11,8 @@ import numpy as np
 
 from megaverl.planner.job import GB, PlannedJob
 from megaverl.planner.memory import phases_of
-from megaverl.planner.report import Capacity, nodes_text, num_nodes, parts_of
+from megaverl.planner.report import Capacity, memory_over_time, nodes_text, num_nodes, parts_of
+from megaverl.planner.stages import MORE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +29,8 @@ COLOURS = {
     "activations": "#009E73",
     "buckets": "#CC79A7",
 }
-STEP_COLOURS = ("#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#E69F00", "#009E73", "#F0E442", "#999999")
-MOST_LANES = 24
+STEP_COLOURS = ("#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#E69F00", "#009E73", "#F0E442", "#999999", "#7A4A1E")
+MOST_LANES, PALE = 24, "#d9d9d9"
 GREYS = (0.85, 0.35)  # of the reserve's parts, from first to last
 
 
@@ -40,18 +41,20 @@ def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
 
     job = capacity.job
     predicted = capacity.prediction is not None
-    figure = Figure(figsize=(15, 14 if predicted else 10.5), layout="constrained")
+    figure = Figure(figsize=(15, 17 if predicted else 10.5), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(
         f"{job.config.run.name}: {job.world:,} ranks on {nodes_text(job)}, actor {job.actor.grid}, "
         f"vLLM tp{job.rollout.tp} x {job.rollout.num_engines}",
         fontsize=14,
     )
-    heights = (1.25, 1, 0.8) if predicted else (1.25, 1)
+    heights = (1.25, 1, 0.8, 0.5) if predicted else (1.25, 1)
     grid = figure.add_gridspec(len(heights), 2, width_ratios=(1, 1.15), height_ratios=heights)
     panels = [[figure.add_subplot(grid[row, column]) for column in range(2)] for row in range(2)]
     if predicted:
-        _step(figure.add_subplot(grid[2, :]), capacity)
+        step = figure.add_subplot(grid[2, :])
+        ranks = _step(step, capacity)
+        _held(figure.add_subplot(grid[3, :], sharex=step), capacity, ranks)
     _placement(panels[0][0], capacity)
     _who_to_whom(figure, panels[0][1], capacity)
     _fill(panels[1][0], capacity)
@@ -64,9 +67,9 @@ def draw(capacity: Capacity, path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _step(axes: Axes, capacity: Capacity) -> None:
+def _step(axes: Axes, capacity: Capacity) -> list[int]:
     """The predicted step as the report of a run draws one: a row for each role, and for each of its pipeline's stages,
-    bars of what runs when."""
+    bars of what runs when; a line where an engine sleeps or wakes. The ranks whose rows these are."""
     found = capacity.prediction
     assert found is not None
     rows: dict[tuple[str, int], list[tuple[str, float, float]]] = {}
@@ -75,10 +78,12 @@ def _step(axes: Axes, capacity: Capacity) -> None:
         for what, rank, begin, end in lanes:
             rows.setdefault((phase.role, rank), []).append((what, begin, end))
     names = list(dict.fromkeys(what for bars in rows.values() for what, _, _ in bars))
+    colours = {name: STEP_COLOURS[number % len(STEP_COLOURS)] for number, name in enumerate(names)} | {MORE: PALE}
     for number, bars in enumerate(list(rows.values())[:MOST_LANES]):
         for what, begin, end in bars:
-            colour = STEP_COLOURS[names.index(what) % len(STEP_COLOURS)]
-            axes.barh(number, end - begin, left=begin, height=0.75, color=colour, linewidth=0)
+            width = 1.5 if what in ("sleep", "wake") else 0  # points, as these may take no time
+            paint: dict[str, Any] = {"color": colours[what], "edgecolor": colours[what], "linewidth": width}
+            axes.barh(number, end - begin, left=begin, height=0.75, **paint)
     several = len({rank for _, rank in rows}) > 1
     labels = [f"{role} · {rank}" if several else role for role, rank in list(rows)[:MOST_LANES]]
     axes.set_yticks(range(len(labels)), labels)
@@ -88,8 +93,26 @@ def _step(axes: Axes, capacity: Capacity) -> None:
         f"a step, predicted: {found.step_seconds:.1f} s, {found.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU "
         f"{found.mfu:.1%} (a row for each role and the first rank of each of its stages)"
     )
-    handles = [axes.barh(0, 0, color=STEP_COLOURS[n % len(STEP_COLOURS)]) for n in range(len(names))]
+    handles = [axes.barh(0, 0, color=colours[name]) for name in names]
     axes.legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return sorted({rank for _, rank in list(rows)[:MOST_LANES]})
+
+
+def _held(axes: Axes, capacity: Capacity, ranks: Sequence[int]) -> None:
+    """Memory of these ranks through the predicted step, each operator at its busiest."""
+    assert capacity.prediction is not None
+    for number, rank in enumerate(ranks):
+        spans = memory_over_time(capacity.prediction, capacity.memory[rank])
+        times = [at for begin, end, _, _ in spans for at in (begin, end)]
+        held = [nbytes / GB for _, _, _, nbytes in spans for _ in range(2)]
+        colour = STEP_COLOURS[number % len(STEP_COLOURS)]
+        axes.plot(times, held, color=colour, label=f"rank {rank}", alpha=0.8)
+    axes.axhline(capacity.job.machine.memory / GB, color="#b00000", linewidth=2)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("GB")
+    axes.set_title("memory through the step, at the busiest moment of each operator")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, ncols=2, fontsize=8)
 
 
 def _placement(axes: Axes, capacity: Capacity) -> None:

@@ -16,12 +16,14 @@ from megaverl.planner.fsdp import Passes, described, of_tensor_rank, passes_of
 from megaverl.planner.generation import LengthDistribution
 from megaverl.planner.hardware import Hardware
 from megaverl.planner.job import GB, PlannedJob
-from megaverl.planner.memory import MemoryModel, RankMemory, phases_of
-from megaverl.planner.simulator import Prediction, default_lengths, simulate
+from megaverl.planner.memory import REST, MemoryModel, RankMemory, phases_of
+from megaverl.planner.simulator import PredictedPhase, Prediction, default_lengths, simulate
 from megaverl.planner.traffic import KINDS, ReshardTraffic, make_traffic
 
 LINKS = ("nvlink", "network")
 WIDTH = 110  # columns of the text
+INSTANT = 1e-9  # seconds
+INDENTED: dict[str, Any] = {"initial_indent": "  ", "subsequent_indent": "    "}
 BASIS = {
     "weights": "weights, gradients and optimizer: megatron-core's buffers and distributed optimizer, to the byte; "
     "under megatron.fp8 with the copies that Transformer Engine keeps",
@@ -157,6 +159,45 @@ def fsdp_passes(job: PlannedJob) -> dict[str, Passes]:
     return found
 
 
+Span = tuple[float, float, str, float]
+
+
+def memory_over_time(found: Prediction, memory: RankMemory) -> list[Span]:
+    """(begin, end, what, bytes in use at its busiest) of a rank through a step: what it works on, and what it holds
+    between these, engines asleep where they sleep. One after the other from 0 on, without gaps; what runs ahead of its
+    step is where it runs while this one does."""
+    step, pieces = found.step_seconds, []
+    for phase in found.phases:
+        if memory.rank in phase.ranks and phase.seconds > INSTANT:
+            begin = phase.begin % step
+            begin = 0.0 if step - begin < INSTANT else begin
+            end = begin + phase.seconds
+            pieces.append((begin, min(end, step), phase))
+            if end - step > INSTANT:
+                pieces.append((0.0, end - step, phase))
+    spans: list[Span] = []
+    at, resting = 0.0, memory.phases.get(REST, 0.0)
+    for begin, end, phase in sorted(pieces, key=lambda piece: piece[0]):
+        if begin - at > INSTANT:
+            spans.append((at, begin, REST, resting))
+            at = begin
+        spans.append((at, end, phase.name, memory.phases.get(_moment(phase), resting)))
+        at = end
+    return spans + ([(at, step, REST, resting)] if step - at > INSTANT else [])
+
+
+def _moment(phase: PredictedPhase) -> str:
+    """The phase of `RankMemory` that an operator is."""
+    kinds = {"rollout": "generate", "reshard": "reshard", "reward": REST, "advantages": REST}
+    return kinds.get(phase.name, f"{phase.role} {'update' if phase.name.endswith('_update') else 'forward'}")
+
+
+def sleep_and_wake(found: Prediction) -> list[tuple[str, float, float]]:
+    """(sleep or wake, begin, end) of the engines, in the order of their begin; in no time where nothing is copied."""
+    lanes = [lane for phase in found.phases for lane in phase.lanes if lane[0] in ("sleep", "wake")]
+    return sorted(((what, begin, end) for what, _, begin, end in lanes), key=lambda each: each[1])
+
+
 def num_nodes(job: PlannedJob) -> int:
     return -(-job.world // job.machine.gpus_per_node)
 
@@ -253,11 +294,21 @@ def _step_as_dict(capacity: Capacity) -> dict[str, Any] | None:
         "seconds": found.step_seconds,
         "phases": {phase.name: [phase.begin, phase.end] for phase in found.phases},
         "critical_path": [list(part) for part in found.critical_path],
+        "sleep_and_wake": [list(each) for each in sleep_and_wake(found)],
+        "memory_over_time": _memory_by_ranks(found, capacity.memory),
         "tokens": found.tokens,
         "tokens_per_second_per_gpu": found.tokens_per_second_per_gpu,
         "mfu": found.mfu,
         "mfu_of_updates": found.update_mfu,
     }
+
+
+def _memory_by_ranks(found: Prediction, memory: Sequence[RankMemory]) -> list[dict[str, Any]]:
+    """Ranks that hold as much all through the step stand together."""
+    alike: dict[tuple[Span, ...], list[int]] = {}
+    for each in memory:
+        alike.setdefault(tuple(memory_over_time(found, each)), []).append(each.rank)
+    return [{"ranks": ranks_text(ranks), "spans": [list(span) for span in spans]} for spans, ranks in alike.items()]
 
 
 def _step(capacity: Capacity) -> Iterator[str]:
@@ -278,6 +329,11 @@ def _step(capacity: Capacity) -> Iterator[str]:
         beside = f"{share:>7.0%} of the step" if share else "   beside other operators"
         yield f"  {phase.name:<16}{phase.begin:>10.2f} to{phase.end:>9.2f} s{beside}"
     yield "  critical path: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in found.critical_path)
+    if slept := sleep_and_wake(found):
+        yield "  engines: " + ", ".join(f"{what} at {begin:.2f} s ({end - begin:.2f} s)" for what, begin, end in slept)
+    fullest = max(capacity.memory, key=lambda each: each.peak)
+    held = ", ".join(f"{what} {nbytes / GB:.1f}" for _, _, what, nbytes in memory_over_time(found, fullest))
+    yield from textwrap.wrap(f"memory of rank {fullest.rank} through it, GB: {held}", WIDTH, **INDENTED)
 
 
 def _verdict(capacity: Capacity) -> Iterator[str]:

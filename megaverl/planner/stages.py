@@ -8,6 +8,8 @@ from typing import Any
 
 from megaverl.errors import GridError
 
+MORE = "more micro-batches"
+
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
     """Rows of the embedding after padding (`megaverl.models.options.padded_vocab_size`, which needs torch)."""
@@ -64,8 +66,8 @@ def pipeline(
 ) -> tuple[float, list[tuple[str, int, float, float]]]:
     """Play one forward, one backward (Narayanan et al. 2021, arXiv 2104.04473).
 
-    After so many micro-batches that the schedule repeats, the rest is added in proportion; virtual stages divide what
-    the pipeline waits by their number.
+    After so many micro-batches that the schedule repeats, the rest is added in proportion, as one lane (`MORE`) of each
+    stage; virtual stages divide what the pipeline waits by their number.
 
     Args:
         stages: (forward, backward) seconds of each over one micro-batch.
@@ -83,6 +85,8 @@ def pipeline(
         busiest = max(forward + (0.0 if forward_only else backward) for forward, backward in stages)
         # the last turns may have waited less than all that follow
         span += (number - played) * max(busiest, (span - before) / (played - 2 * size))
+        ends = {stage: end for _, stage, _, end in sorted(lanes, key=lambda lane: lane[3])}
+        lanes += [(MORE, stage, end, span) for stage, end in ends.items()]
     if chunks > 1 and size > 1:
         least = max(number * (forward + (0.0 if forward_only else backward)) for forward, backward in stages)
         shorter = least + max(0.0, span - least) / chunks + 2 * hop * number * (chunks - 1) / chunks

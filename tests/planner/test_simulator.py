@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megaverl.cli.main import main
+from megaverl.distributed.placement import parse_ranks
 from megaverl.errors import ConfigError
 from megaverl.planner.calibrate import PROBE_KEYS, PROMPT, RESPONSE, Probe, fit
 from megaverl.planner.costs import ModelCosts
@@ -20,7 +21,7 @@ from megaverl.planner.hardware import RANGES, Hardware, known
 from megaverl.planner.job import PlannedJob, find_spec, make_job
 from megaverl.planner.operators import StepLoad, operations, parameters_of_stage
 from megaverl.planner.picture import draw
-from megaverl.planner.report import as_dict, as_text, survey
+from megaverl.planner.report import as_dict, as_text, memory_over_time, sleep_and_wake, survey
 from megaverl.planner.simulator import MeasuredRate, Prediction, default_lengths, simulate
 from megaverl.planner.stages import pipeline
 from megaverl.planner.trial_steps import WARM_UP, MeasuredOperator, Watch, steps_of_trace
@@ -320,6 +321,35 @@ def test_a_prediction_is_printed_and_drawn(tmp_path: Path, capsys: pytest.Captur
     assert main([*command, "--hardware", "h200", "--response-tokens", "900"]) == 0
     said = capsys.readouterr().out
     assert "141 GB each" in said and "responses of 900 (up to" in said
+
+
+@pytest.mark.parametrize("more", [("actor={tp: 2, pp: 2}",), SPLIT, ASYNC], ids=["together", "split", "ahead"])
+def test_memory_through_a_step_is_that_of_what_each_rank_works_on(more: tuple[str, ...]) -> None:
+    """Engines that sleep copy their weights only where no reshard of their own ranks writes them anew."""
+    planned = job(*more, "rollout.sleep=true")
+    capacity, awake = survey(planned, H100), survey(job(*more, "rollout.sleep=false"), H100).prediction
+    found = capacity.prediction
+    assert found is not None and awake is not None
+    moments = {"rollout": "generate", "old_log_probs": "actor forward", "actor_update": "actor update"}
+    for memory in capacity.memory:
+        spans = memory_over_time(found, memory)
+        assert all(end == begin for (_, end, *_), (begin, *_) in zip(spans, spans[1:], strict=False))
+        assert spans[0][0] == 0 and spans[-1][1] == pytest.approx(found.step_seconds)
+        assert all(end > begin for begin, end, *_ in spans)
+        held = {what: nbytes for _, _, what, nbytes in spans}
+        assert ("rollout" in held) == (memory.rank in planned.rollout.ranks)
+        assert ("actor_update" in held) == (memory.rank in planned.actor.ranks)
+        assert all(held[name] == memory.phases[moment] for name, moment in moments.items() if name in held)
+        assert min(held.values()) == memory.phases["between"]
+    told = as_dict(capacity)["step"]["memory_over_time"]
+    assert sum(len(parse_ranks(each["ranks"])) for each in told) == planned.world
+    slept = sleep_and_wake(found)
+    assert [what for what, *_ in slept] == ["wake", "sleep", "wake"]
+    copied = slept[1][2] - slept[1][1]
+    weights = capacity.memory[planned.rollout.ranks[0]].engine.weights if more in (SPLIT, ASYNC) else 0
+    assert copied == pytest.approx(weights / (H100.host_gb_s * 1e9), rel=0.02)
+    for name in ("rollout", "reshard"):
+        assert found.seconds_of(name) - awake.seconds_of(name) == pytest.approx(copied, abs=1e-6)
 
 
 def test_a_step_of_70b_is_predicted_in_milliseconds_of_arithmetic() -> None:
