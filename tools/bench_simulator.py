@@ -39,7 +39,7 @@ from megaverl.planner.trial_steps import real_steps  # noqa: E402
 from megaverl.sharding.model_spec import ModelSpec  # noqa: E402
 
 STEPS, RESPONSE = 12, 40
-QUIET, ATTEMPTS = 0.05, 3  # processors of other programs, above which a layout is measured again, so often at most
+QUIET = 0.05  # processors of other programs, above which a layout is measured again
 MODELS: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4},
     "large": {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8},
@@ -110,18 +110,20 @@ def predict(layout: Layout, inputs: Path, hardware: Hardware) -> Prediction:
 Kept = dict[str, dict[str, Any]]
 
 
-def measure(layouts: Iterable[Layout], inputs: Path, kept: Path | None, seconds: float) -> Kept:
+def measure(layouts: Iterable[Layout], inputs: Path, kept: Path | None, seconds: float, attempts: int) -> Kept:
     """Layout -> what its operators took, and how many processors other programs had meanwhile.
 
     Args:
         kept: what it has is not measured again, unless other programs were at work.
         seconds: after so many no other layout is begun.
+        attempts: of a layout, where other programs were at work; with 0 nothing is measured.
     """
     found: Kept = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.is_file() else {}
     end = time.monotonic() + seconds
-    for layout in layouts:
-        for _ in range(ATTEMPTS):
-            before = found.get(layout.name, {"others": float("inf")})
+    none: dict[str, Any] = {"others": float("inf")}  # those that are not there come first, then the most disturbed
+    for layout in sorted(layouts, key=lambda each: -found.get(each.name, none)["others"]):
+        for _ in range(attempts):
+            before = found.get(layout.name, none)
             if before["others"] <= QUIET or time.monotonic() > end:
                 break
             with tempfile.TemporaryDirectory() as runs:
@@ -197,11 +199,11 @@ def table(columns: dict[str, Sequence[Row]]) -> list[str]:
     return [*lines, "", *(f"{name}: {summary(rows)}" for name, rows in columns.items())]
 
 
-def against_measured(hardware: Hardware, kept: Path | None, seconds: float, phases: bool) -> None:
+def against_measured(hardware: Hardware, kept: Path | None, seconds: float, attempts: int, phases: bool) -> None:
     """Print the table of this machine's layouts."""
     with tempfile.TemporaryDirectory() as folder:
         inputs = Path(folder)
-        measured = measure(LAYOUTS, inputs, kept, seconds)
+        measured = measure(LAYOUTS, inputs, kept, seconds, attempts)
         steps, work = [], []
         for layout in LAYOUTS:
             if layout.name not in measured:
@@ -228,6 +230,9 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=1e9, help="begin no layout after so many: a second call goes on"
     )
+    parser.add_argument(
+        "--attempts", type=int, default=3, help="so often is a layout measured beside other programs; 0: not at all"
+    )
     parser.add_argument("--phases", action="store_true", help="each operator's seconds, too")
     parser.add_argument("--published", action="store_true", help="beside what others have published")
     arguments = parser.parse_args()
@@ -236,7 +241,8 @@ def main() -> None:
     elif arguments.hardware is None:
         parser.error("--hardware FILE is needed: megaverl plan --calibrate FILE")
     else:
-        against_measured(Hardware.read(arguments.hardware), arguments.measured, arguments.seconds, arguments.phases)
+        hardware = Hardware.read(arguments.hardware)
+        against_measured(hardware, arguments.measured, arguments.seconds, arguments.attempts, arguments.phases)
 
 
 if __name__ == "__main__":
