@@ -134,6 +134,9 @@ def transformer_config(
         options["bias_dropout_fusion"] = False  # its experts refuse it beside biases
     if not platform.is_cuda:
         options |= CPU_OPTIONS
+    fields = config_class.__dataclass_fields__
+    # whole layers: so is the default, of which megatron-core (0.16 to 0.19) warns on every rank
+    options["cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"] = []
     options |= coerce(config_class, overrides or {}, "megatron")
     options |= {
         "tensor_model_parallel_size": shape.tp,
