@@ -124,6 +124,7 @@ SCHEDULER: dict[str, str] = {
 
 DDP: dict[str, str] = {
     **dict.fromkeys(("fp8_param_gather", "fp4_param_gather", "reuse_grad_buf_for_mxfp8_param_ag"), _HALF),
+    "num_buckets": "Megatron-LM's training loop alone reads it. Use {role}.ddp.bucket_size.",
     "average_in_collective": "Losses are normalised over the global batch, so gradients are summed.",
     **dict.fromkeys(
         ("use_megatron_fsdp", "use_custom_fsdp"),

@@ -70,7 +70,7 @@ def test_what_megaverl_owns_is_there_to_be_owned(target: PassthroughClass):
     ("part", "names"),
     [
         ("megatron", r"glu_interleave|single_grouped|weight_remat|num_weight_shards|^mup_|_scale_func$|rank_capacity"),
-        ("ddp", r"fsdp|fp[48]_param"),
+        ("ddp", r"fsdp|fp[48]_param|num_buckets"),
     ],
 )
 def test_what_neither_layouts_nor_engines_know_is_owned_in_every_version(part: str, names: str):
