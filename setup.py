@@ -105,6 +105,8 @@ EXTRAS_REQUIRE = {
     "openenv": ["websockets>=13"],
     # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
     "mcp": ["mcp>=2"],
+    # A harness of others that is trained as it is, in the tests: environment.name=gateway.
+    "agents": ["pydantic-ai-slim[openai]>=2.60"],
     # Python's stacks of a step: run.profile.tools=py_spy.
     "profile": ["py-spy>=0.4"],
     # The documents as a site: mkdocs serve.

@@ -240,7 +240,18 @@ def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
         content = "".join(part["text"] for part in content)
     role = "system" if message.get("role") == "developer" else str(message.get("role"))
     kept = {name: message[name] for name in ("tool_calls", "tool_call_id", "name") if message.get(name)}
+    if isinstance(kept.get("tool_calls"), list):
+        kept["tool_calls"] = [_plain_call(each) for each in kept["tool_calls"]]
     return {"role": role, "content": content or "", **kept}
+
+
+def _plain_call(call: Any) -> Any:
+    """A tool call whose arguments are written in one way: programs read them and write them anew."""
+    try:
+        function = {**call["function"], "arguments": json.dumps(json.loads(call["function"]["arguments"]))}
+    except (ValueError, KeyError, TypeError):
+        return call
+    return {**call, "function": function}
 
 
 def _text(call: Call) -> str:

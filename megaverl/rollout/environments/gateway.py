@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import math
 import os
 import queue
 import re
@@ -16,6 +17,7 @@ import secrets
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -42,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 NO_TOKEN = "none"  # clients want one even where none is asked for
 SHOWN = 400  # last characters of what a program said before it failed
+NEXT, END = "next", "end"  # how an agent that the run does not start gets an episode, and ends it
+OFFER_SECONDS = 20.0  # that such an agent waits for one before it asks again
 
 
 @dataclass
@@ -57,33 +61,67 @@ class Session:
     reward: float = 0.0
     failure: str = ""
 
+    def end(self, body: Any) -> None:
+        """Its agent says that it is over.
+
+        Raises:
+            CallRefused: with a reward that is no number.
+        """
+        reward = body.get("reward", 0.0) if isinstance(body, dict) else None
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise CallRefused('an episode ends with {"reward": number}.')
+        self.reward = float(reward)
+        self.calls.put(None)
+
 
 class GatewayServer(ThreadingHTTPServer):
     """Takes calls at /SESSION/v1/chat/completions and /SESSION/v1/completions, one server for all episodes of a rank.
 
+    An agent that the run does not start asks for an episode at /next, and ends it with a reward at /SESSION/v1/end.
+
     Args:
-        host: of the interface that it listens at.
+        host, port: of the interface that it listens at; port 0: any.
         token: wanted of every call; None: none, on the loopback alone, where the session's name is a secret too.
     """
 
     daemon_threads = True
     request_queue_size = 128
-    _shared: ClassVar[dict[tuple[str, str | None], GatewayServer]] = {}
+    _shared: ClassVar[dict[tuple[str, int, str | None], GatewayServer]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, host: str, token: str | None) -> None:
-        super().__init__((host, 0), GatewayHandler)
+    def __init__(self, host: str, port: int, token: str | None) -> None:
+        super().__init__((host, port), GatewayHandler)
         self.host, self.token = host, token
+        self.offers: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
         self.sessions: dict[str, Session] = {}
         threading.Thread(target=self.serve_forever, name="gateway", daemon=True).start()
 
     @classmethod
-    def shared(cls, host: str, token: str | None) -> GatewayServer:
-        """The one of this process."""
+    def shared(cls, host: str, port: int, token: str | None) -> GatewayServer:
+        """The one of this process.
+
+        Raises:
+            ConfigError: the port is another program's.
+        """
         with cls._lock:
-            if (host, token) not in cls._shared:
-                cls._shared[host, token] = cls(host, token)
-            return cls._shared[host, token]
+            if (host, port, token) not in cls._shared:
+                try:
+                    cls._shared[host, port, token] = cls(host, port, token)
+                except OSError as error:
+                    raise ConfigError(f"environment 'gateway': {host}:{port} cannot be listened at: {error}") from error
+            return cls._shared[host, port, token]
+
+    def offered(self) -> dict[str, Any]:
+        """The next episode that no agent plays yet, as JSON; None if none opens for a while."""
+        end = time.monotonic() + OFFER_SECONDS
+        while (left := end - time.monotonic()) > 0:
+            try:
+                key, offer = self.offers.get(timeout=left)
+            except queue.Empty:
+                break
+            if key in self.sessions:  # it has not waited too long
+                return {"episode": offer}
+        return {"episode": None}
 
     def open(self, session: Session) -> str:
         """The address for a program: an OpenAI client's base URL."""
@@ -105,19 +143,29 @@ class GatewayHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         found = {"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "megaverl"}]}
-        self._reply(lambda: found if self._session()[1] == "models" else self._unknown())
+
+        def ask() -> dict[str, Any]:
+            if self.path.strip("/") == NEXT:
+                self._check_token()
+                return self.server.offered()
+            return found if self._session()[1] == "models" else self._unknown()
+
+        self._reply(ask)
 
     def do_POST(self) -> None:
         text = self.rfile.read(int(self.headers.get("content-length") or 0))
 
         def ask() -> dict[str, Any]:
             session, path = self._session()
-            if path not in (CHAT, COMPLETIONS):
+            if path not in (CHAT, COMPLETIONS, END):
                 self._unknown()
             try:
-                body = json.loads(text)
+                body = json.loads(text or "{}")
             except ValueError as error:
                 raise CallRefused(f"the call is no JSON: {error}") from error
+            if path == END:
+                session.end(body)
+                return {}
             call = Call(path, checked(body))
             self.streams = bool(body.get("stream"))
             session.calls.put(call)
@@ -129,10 +177,13 @@ class GatewayHandler(BaseHTTPRequestHandler):
     def _unknown(self) -> Any:
         raise CallRefused(f"there is no {self.path}: a gateway has models, {CHAT} and {COMPLETIONS}.", 404)
 
-    def _session(self) -> tuple[Session, str]:
+    def _check_token(self) -> None:
         given, token = self.headers.get("authorization", ""), self.server.token
         if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
             raise CallRefused("the call has another token than the run.", 401)
+
+    def _session(self) -> tuple[Session, str]:
+        self._check_token()
         _, key, *path = self.path.split("?")[0].split("/", 3)
         session = self.server.sessions.get(key)
         if session is None or path[:1] != ["v1"]:
@@ -166,9 +217,11 @@ class ProgramEpisode(Environment):
             may be {"reward": number}.
         function: instead of a command, `module:function`, called in a thread as function(base_url, api_key, prompt,
             reference, extra). It may return a reward.
-        seconds: how long a program may take from one call to the next.
+        outside: True instead of either: agents that somebody else has started ask for episodes at `port`.
+        seconds: how long a program may take from one call to the next; an agent from outside also to the first.
         error_reward: of a program that fails or takes longer, which ends its episode.
-        host: of the interface that calls come to. token_env: variable with the token that they must have, needed
+        host: of the interface that calls come to. port: there; each rank of a node has one more than the last. 0: any,
+            which programs that the run starts are told. token_env: variable with the token that they must have, needed
             beyond the loopback.
     """
 
@@ -180,15 +233,19 @@ class ProgramEpisode(Environment):
         *,
         command: Sequence[str] | None = None,
         function: str | None = None,
+        outside: bool = False,
         seconds: float = 600.0,
         error_reward: float = 0.0,
         host: str = "127.0.0.1",
+        port: int = 0,
         token_env: str | None = None,
     ) -> None:
         super().__init__(codec)
-        self.command, self.function, self.seconds, self.error_reward = command, function, seconds, error_reward
+        self.command, self.function, self.outside = command, function, outside
+        self.seconds, self.error_reward = seconds, error_reward
         self.token = os.environ.get(token_env) if token_env else None
-        self.server = GatewayServer.shared(host, self.token)
+        own = port + int(os.environ.get("LOCAL_RANK", "0")) if port else 0
+        self.server = GatewayServer.shared(host, own, self.token)
         self.session, self.conversation = Session(), Conversation(codec)
         self._waiting: Call | None = None
         self._last: dict[str, Any] = {}
@@ -197,9 +254,17 @@ class ProgramEpisode(Environment):
     @staticmethod
     def check(**options: Any) -> None:
         """Raise a ConfigError for options that cannot be used."""
-        command, function = options.get("command"), options.get("function")
-        if (command is None) == (function is None):
-            raise ConfigError("environment 'gateway': name a program, command: [...] or function: module:function")
+        command, function, outside = options.get("command"), options.get("function"), options.get("outside", False)
+        if (command is not None) + (function is not None) + bool(outside) != 1:
+            raise ConfigError(
+                "environment 'gateway': name a program, command: [...] or function: module:function, or set "
+                "outside: true, for agents that the run does not start"
+            )
+        port = options.get("port", 0)
+        if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16:
+            raise ConfigError(f"environment 'gateway': port={port!r} is no port")
+        if outside and not port:
+            raise ConfigError("environment 'gateway': outside: true needs a port, where agents ask for episodes")
         if command is not None and not (isinstance(command, list) and {*map(type, command)} == {str}):
             raise ConfigError("environment 'gateway': command is a list: the program and its arguments")
         if function is not None and ":" not in str(function):
@@ -221,8 +286,11 @@ class ProgramEpisode(Environment):
         """Start the program, and wait for its first call."""
         url = self.server.open(self.session)
         row = {"prompt": start.text, "reference": start.reference, "extra": dict(start.extra)}
-        play = self._run_command if self.command is not None else self._run_function
-        threading.Thread(target=self._played, args=(play, url, row), name="program", daemon=True).start()
+        if self.outside:
+            self.server.offers.put((self.session.key, {"base_url": url, **row}))
+        else:
+            play = self._run_command if self.command is not None else self._run_function
+            threading.Thread(target=self._played, args=(play, url, row), name="program", daemon=True).start()
         while (call := self._next()) is not None:
             try:
                 prompt = self.conversation.begin(call)
@@ -272,6 +340,8 @@ class ProgramEpisode(Environment):
 
     @property
     def _name(self) -> str:
+        if self.outside:
+            return f"an agent at {self.server.host}:{self.server.server_address[1]}/{NEXT}"
         return self.command[0] if self.command is not None else str(self.function)
 
     def _next(self) -> Call | None:

@@ -95,3 +95,23 @@ def endless(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any
             messages += [answer.choices[0].message, {"role": "user", "content": "more"}]
     except openai.BadRequestError as error:
         extra["refused"].append(error.code)
+
+
+def harness(base_url: str, api_key: str, prompt: str, reference: Any, extra: Any) -> float:
+    """An agent of pydantic-ai, which knows an address and no more: a tool that it calls by itself, and two runs."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    agent = Agent(OpenAIChatModel("any", provider=OpenAIProvider(base_url, api_key)), system_prompt="brief")
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """The sum of two numbers."""
+        extra["heard"].append(f"{a} + {b}")
+        return a + b
+
+    first = agent.run_sync(prompt)
+    second = agent.run_sync("go on", message_history=first.all_messages())
+    extra["heard"] += [first.output, second.output]
+    return 0.25

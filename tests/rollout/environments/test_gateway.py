@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +34,23 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> HFEngine:
     return HFEngine(folder, dtype=torch.float32, max_model_len=200, stop_token_ids=Letters.stop_token_ids)
 
 
+class Says:
+    """An engine that draws these texts, one after the other."""
+
+    def __init__(self, *texts: str) -> None:
+        self._turns = [[ord(letter) for letter in text] for text in texts]
+
+    def generate(self, prompts: Sequence[Sequence[int]], *_: Any) -> list[Generation]:
+        return [Generation(turn, [-1.0] * len(turn), "stop") for turn in (self._turns.pop(0) for _ in prompts)]
+
+
 def played(
-    engine: HFEngine, options: Mapping[str, Any], extra: Any = None, *, chat: bool = True, limits: Limits = LIMITS
+    engine: HFEngine | Says,
+    options: Mapping[str, Any],
+    extra: Any = None,
+    *,
+    chat: bool = True,
+    limits: Limits = LIMITS,
 ) -> tuple[View, list[Generation]]:
     """The view of one episode, and what the engine drew for it."""
     check_options("gateway", options)
@@ -78,6 +98,65 @@ def test_tokens_that_were_drawn_are_kept_and_only_what_is_new_is_tokenised(engin
     assert view.tokens == expected
     assert heard["heard"] == [Letters().decode(each.token_ids) for each in drawn]
     assert heard["reasons"] == [drawn[0].finish_reason, drawn[2].finish_reason]
+
+
+def test_a_published_harness_is_trained_as_it_is() -> None:
+    """pydantic-ai's own loop: the model's tool call, its answer, and a second run on the messages of the first."""
+    pytest.importorskip("pydantic_ai", reason="pip install 'megaverl[agents]' (pydantic-ai)")
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>$'
+    extra: dict[str, list[str]] = {"heard": []}
+    limits = Limits(max_turns=4, turn_tokens=90, total_tokens=300)
+    view, _ = played(Says(call, "It is 5.$", "No more.$"), {"function": f"{OWN}:harness"}, extra, limits=limits)
+    assert extra["heard"] == ["2 + 3", "It is 5.", "No more."] and view.rewards == [0.0, 0.0, 0.25]
+    assert view.prompt == written("<system>brief$\n<user>say$\n<assistant>")
+    own = [token for token, is_own in zip(view.tokens, view.own, strict=True) if is_own]
+    assert own == written(f"{call}It is 5.$No more.$")
+    between = "\n<tool>5$\n<assistant>", "\n<user>go on$\n<assistant>"
+    assert view.tokens == written(f"{call}{between[0]}It is 5.${between[1]}No more.$")
+
+
+def test_an_agent_that_nobody_here_starts_takes_an_episode_and_ends_it(
+    engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = {"outside": True, "port": port, "token_env": "GATEWAY_TOKEN", "seconds": 60.0}
+    with ThreadPoolExecutor() as pool:
+        agent = pool.submit(agent_from_outside, f"http://127.0.0.1:{port}")
+        view, drawn = played(engine, options, {"more": 1})
+        refused, episode, said = agent.result()
+    assert refused == [401, 400] and (episode["prompt"], episode["extra"]) == ("say", {"more": 1})
+    assert said == Letters().decode(drawn[0].token_ids) and view.rewards == [0.75]
+    with pytest.raises(ConfigError, match="cannot be listened at"), socket.create_server(("127.0.0.1", 0)) as other:
+        ProgramEpisode(Codec(Letters(), chat=True), outside=True, port=other.getsockname()[1])
+
+
+def agent_from_outside(url: str) -> tuple[list[int], Any, str]:
+    """What it was refused with, the episode that it got, and the policy's answer."""
+    refused, found = [], None
+
+    def ask(where: str, token: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        call = urllib.request.Request(where, data, {"Authorization": f"Bearer {token}"})
+        with urllib.request.urlopen(call) as answer:
+            return json.load(answer)
+
+    while found is None:
+        try:
+            found = ask(f"{url}/next", "secret" if refused else "another")["episode"]
+        except urllib.error.HTTPError as error:
+            refused.append(error.code)
+        except urllib.error.URLError:  # the run has not come to its first episode
+            continue
+    message = {"role": "user", "content": found["prompt"]}
+    answer = ask(f"{found['base_url']}/chat/completions", "secret", {"messages": [message]})
+    try:
+        ask(f"{found['base_url']}/end", "secret", {"reward": "much"})
+    except urllib.error.HTTPError as error:
+        refused.append(error.code)
+    ask(f"{found['base_url']}/end", "secret", {"reward": 0.75})
+    return refused, found, answer["choices"][0]["message"]["content"]
 
 
 def test_plain_text(engine: HFEngine) -> None:
@@ -135,6 +214,9 @@ def test_a_command_finds_address_and_row(engine: HFEngine, tmp_path: Path) -> No
     [
         ({}, "name a program"),
         ({"command": "agent"}, "command is a list"),
+        ({"outside": True}, "needs a port"),
+        ({"outside": True, "function": "a:b", "port": 1}, "name a program"),
+        ({"outside": True, "port": 70000}, "is no port"),
         ({"function": "agent"}, "write it as module:function"),
         ({"command": ["agent"], "host": "0.0.0.0"}, "is not the loopback"),
         ({"command": ["agent"], "host": "everywhere"}, "no address of an interface"),
