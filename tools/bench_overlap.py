@@ -5,6 +5,7 @@
     python tools/bench_overlap.py --costs rollout=1,reward=0.3,actor_update=1
     python tools/bench_overlap.py --real                             # the work itself: a tiny model, engine and actor
     python tools/bench_overlap.py --partial                          # responses of very different lengths, one rank
+    python tools/bench_overlap.py --reshard                          # weights that travel while the critic updates
 
 Every run is a real one of `megaverl train` on a tiny model: with simulated costs each operator, when its own work is
 done, sleeps until its time is over. Of the last steps the median is shown, with the longest stage: the work that one
@@ -14,6 +15,12 @@ world does in a step. An asynchronous run has reached its aim where a step takes
 many small layers, whose decoding steps cost much the same for few sequences and many. How long each response gets is
 drawn from a log-normal distribution whose 99th percentile is ten times its median. Tokens that are trained on are
 counted per second of whole steps, once their lengths are those of the distribution; the aim is 1.8 times as many.
+
+--reshard: the same PPO run without and with `reshard.overlap`, one after the other on two ranks that have all roles.
+The actor is cut in two, and each rank's engine has the whole model, so that half of the weights travel and the rest is
+copied (`reshard.alias: never`). Of each run the median time for which a step waits for the reshard; what is hidden is
+1 - (with / without), and beside it stands what the run itself says. The aim is 70 %; losses and rewards of both runs
+must be the same to the bit.
 """
 
 from __future__ import annotations
@@ -57,6 +64,7 @@ FIRST = 5  # steps until the pipeline is full and every kernel was used once
 MEDIAN, LONGEST = 48, 960  # tokens of a response, with --partial
 SIGMA = math.log(10) / 2.3263  # of the logarithms: the 99th percentile is ten times the median
 GAIN = 1.8
+HIDDEN = 0.7
 
 
 def main() -> int:
@@ -65,6 +73,8 @@ def main() -> int:
         return be_rank(json.loads(arguments.as_rank), arguments.rest)
     if arguments.partial:
         return compare_partial(arguments)
+    if arguments.reshard:
+        return compare_reshard(arguments)
     costs = {} if arguments.real else parse_costs(arguments.costs)
     with tempfile.TemporaryDirectory(prefix="megaverl_overlap_") as folder:
         given = make_arguments(Path(folder), arguments)
@@ -85,7 +95,9 @@ def parse() -> argparse.Namespace:
     described.add_argument("--costs", default="", metavar="STAGE=SECONDS,...", help="what the operators take")
     described.add_argument("--real", action="store_true", help="no sleeping: engine and actor on two ranks")
     described.add_argument("--partial", action="store_true", help="rollout.partial against waiting for all responses")
-    described.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="of both, with --partial")
+    described.add_argument("--reshard", action="store_true", help="reshard.overlap against waiting for the reshard")
+    more = "of both, with --partial or --reshard"
+    described.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=more)
     described.add_argument("--steps", type=int, default=16)
     described.add_argument("--staleness", type=int, default=3, help="rollout.max_staleness of the asynchronous run")
     described.add_argument("--json", metavar="FILE")
@@ -213,6 +225,49 @@ def compare_partial(arguments: argparse.Namespace) -> int:
     if arguments.json:
         Path(arguments.json).write_text(json.dumps({"rows": rows, "gain": gain}, indent=2) + "\n", encoding="utf-8")
     return 0
+
+
+def compare_reshard(arguments: argparse.Namespace) -> int:
+    """Both kinds of run, one after the other, and the share that is hidden."""
+    with tempfile.TemporaryDirectory(prefix="megaverl_reshard_") as name:
+        folder = Path(name)
+        given = [
+            *make_arguments(folder, arguments, hidden=512, layers=6),
+            "actor={tp: 2, ddp: {overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 2000000}}",
+            "reshard.alias=never",
+            *arguments.set,
+        ]
+        rows: list[dict[str, Any]] = []
+        records = []
+        for kind, overlap in (("waits", "false"), ("overlap", "true")):
+            records.append(run_and_read(kind, folder, [*given, f"reshard.overlap={overlap}"], {}, ranks=2))
+            rows.append({"kind": kind} | {column: median(records[-1], key, scale) for column, key, scale in COLUMNS})
+    print(f"{'':<10}" + "".join(f"{column:>18}" for column, *_ in COLUMNS))
+    for row in rows:
+        print(f"{row['kind']:<10}" + "".join(f"{row[column]:>18.3f}" for column, *_ in COLUMNS))
+    hidden = 1 - rows[1]["waits, s"] / rows[0]["waits, s"]
+    learnt = [[[record[key] for key in LEARNT] for record in run] for run in records]
+    same = learnt[0] == learnt[1]
+    verdict = "reached" if hidden >= HIDDEN and same else "not reached"
+    print(f"hidden: {hidden:.0%} of the reshard; losses the same to the bit: {same}; aim {HIDDEN:.0%}: {verdict}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"rows": rows, "hidden": hidden}, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+COLUMNS = (
+    ("waits, s", "time/reshard_ms", 1e-3),
+    ("moves, s", "reshard/seconds", 1.0),
+    ("says hidden", "reshard/hidden_fraction", 1.0),
+    ("actor update, s", "time/actor_update_ms", 1e-3),
+    ("critic update, s", "time/critic_update_ms", 1e-3),
+    ("step, s", "train/step_time_ms", 1e-3),
+)
+LEARNT = ("actor/loss", "actor/grad_norm", "critic/loss", "critic/grad_norm", "reward/mean", "train/kl")
+
+
+def median(records: list[Any], key: str, scale: float) -> float:
+    return statistics.median(record.get(key, 0.0) for record in records) * scale
 
 
 def long_tailed(kind: str, folder: Path, given: list[str]) -> dict[str, Any]:

@@ -8,6 +8,7 @@
     python tools/fault_campaign.py --trainer fsdp           # actor, critic and reference under FSDP2
     python tools/fault_campaign.py --partial                # the same points of a run that keeps unfinished responses
     python tools/fault_campaign.py --in-flight              # points of one whose engine takes weights inside a step
+    python tools/fault_campaign.py --overlap                # points of one whose weights travel meanwhile
 
 The run is PPO on two ranks, actor and critic on grids of their own over both, with everything that has a state
 (adaptive KL, schedules, validation with a best score, checkpoints at every step, milestones). For every point a line:
@@ -37,6 +38,8 @@ from tests.faults.injector import Fault, Kind
 from tests.faults.points import (
     IN_FLIGHT,
     IN_FLIGHT_POINTS,
+    OVERLAP,
+    OVERLAP_POINTS,
     PARTIAL,
     PARTIAL_POINTS,
     POINTS,
@@ -65,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trainer", choices=TRAINERS, default="megatron", help="actor.engine, and the other roles'")
     parser.add_argument("--partial", action="store_true", help="with rollout.partial")
     parser.add_argument("--in-flight", action="store_true", help="with rollout.in_flight_updates, an engine of its own")
-    names = [*POINTS, *PARTIAL_POINTS, *IN_FLIGHT_POINTS, *SERVER_POINTS]
+    parser.add_argument("--overlap", action="store_true", help="with reshard.overlap")
+    names = [*POINTS, *PARTIAL_POINTS, *IN_FLIGHT_POINTS, *OVERLAP_POINTS, *SERVER_POINTS]
     parser.add_argument("--points", metavar="NAMES", help=f"some of: {'; '.join(names)}")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all runs here")
     given = parser.parse_args(argv)
@@ -77,11 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         points, settings = POINTS | PARTIAL_POINTS, PARTIAL
     elif given.in_flight:
         points, settings = IN_FLIGHT_POINTS, IN_FLIGHT
+    elif given.overlap:
+        points, settings = OVERLAP_POINTS, OVERLAP
     chosen = [name for name in points if given.points is None or name in given.points]
     if given.engine == "server" and given.trainer != "megatron":
         parser.error("--trainer: the points of --engine server are of a Megatron actor")
-    if (given.engine == "server") + given.partial + given.in_flight > 1:
-        parser.error("--partial, --in-flight and --engine server are runs of their own; use one of them")
+    if (given.engine == "server") + given.partial + given.in_flight + given.overlap > 1:
+        parser.error("--partial, --in-flight, --overlap and --engine server are runs of their own; use one of them")
     if not chosen:
         parser.error(f"--points: found {given.points!r}; there are: {'; '.join(points)}")
     folder = Path(given.keep) if given.keep else Path(tempfile.mkdtemp(prefix="megaverl_faults_"))
@@ -120,7 +126,7 @@ def campaign(
         print(f"{what}; an untouched run takes {max(ended.seconds):.1f} s", flush=True)
         print(COLUMNS.format("point", "rank", "step", "exit codes", "within", "goes on from", "seconds", "the same?"))
         for number, name in enumerate(chosen):
-            fault = of_kind((POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS)[name], kind)
+            fault = of_kind((POINTS | PARTIAL_POINTS | IN_FLIGHT_POINTS | OVERLAP_POINTS)[name], kind)
             if not _try(launch, inputs, folder / f"{number:02}", name, fault, expected, more):
                 bad.append(name)
     print(f"{len(chosen) - len(bad)} of {len(chosen)} end bit-identical ({time.monotonic() - start:.0f} s)")

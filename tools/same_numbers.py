@@ -36,7 +36,19 @@ sys.path.insert(0, str(ROOT))  # a checkout needs no installation of megaverl
 
 DEFAULT_STEPS = 6
 # Metrics of what a step costs, which no two runs share; patterns of names.
-COSTS = ("time", "time/*", "*_ms", "*/seconds", "*_per_sec", "*/mfu", "gpu/*", "memory/*", "busy/*", "reward/service_*")
+COSTS = (
+    "time",
+    "time/*",
+    "*_ms",
+    "*/seconds",
+    "*_per_sec",
+    "*/mfu",
+    "gpu/*",
+    "memory/*",
+    "busy/*",
+    "reward/service_*",
+    "*/hidden_fraction",
+)
 # Variables by which a user or an administrator chooses kernels and threads.
 KERNEL_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "VLLM_")
 # One thread a rank, and no GPU, whatever the machine has.

@@ -64,6 +64,7 @@ def cross_mistakes(config: Config, command: str, check_paths: bool, world_size: 
             *sampling_mistakes(config),
             *partial_mistakes(config),
             *quantisation_mistakes(config),
+            *_overlap(config),
             *speculation_mistakes(config),
         ]
     mistakes += watching_mistakes(config, command, world_size)
@@ -101,6 +102,29 @@ def _replanning(config: Config) -> Iterator[ConfigIssue]:
         yield ConfigIssue("run.replan", "takes what trainer.replan_every finds, which is 0. Set it, such as to 50.")
     if config.run.replan and not config.checkpoint.save_interval:
         yield ConfigIssue("run.replan", "takes another layout at a checkpoint. Set checkpoint.save_interval.")
+
+
+def _overlap(config: Config) -> Iterator[ConfigIssue]:
+    """What does not go together with weights that are written over an engine's while the actor's step ends."""
+    if not config.reshard.overlap:
+        return
+    rollout = config.rollout
+    for key, is_set, why in (
+        ("rollout.async_rollout", rollout.async_rollout, "engines generate with the old weights all the time"),
+        ("rollout.sleep", rollout.sleep, "the engine's memory is for training until both updates are over"),
+        ("rollout.engine", rollout.engine == "server", "servers read their weights from a folder"),
+        (
+            "rollout.vllm.quantization",
+            rollout.vllm.get("quantization") is not None,
+            "weights are quantised, and compared, where they land part by part",
+        ),
+        ("actor.offload", config.actor.offload.parameters, "the actor's weights leave the device after its update"),
+        ("environment.agents", config.environment.agents == "own", "actors take turns on one engine"),
+        ("mix", any(entry.update != "reward_model" for entry in config.mix), "the actor is updated once more"),
+    ):
+        if is_set:
+            text = f"is set, but with {key} it cannot hold: {why}. Leave one of the two out."
+            yield ConfigIssue("reshard.overlap", text, involves=(key,))
 
 
 def _needed(config: Config, command: str) -> Iterator[ConfigIssue]:

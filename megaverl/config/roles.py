@@ -440,8 +440,8 @@ class ReshardConfig(Section):
     process_vm_readv), which is tried before the first transfer; a line says why not. never: all that travels goes
     through the process group."""
     overlap: bool = False
-    """Move the next weights into a second set of the engine's weights, in the background; implies alias: never. Every
-    loop of this version waits for the move at once: it costs the memory of the second set and hides nothing."""
+    """Weights go to the engine as the actor's last optimizer step makes them, bucket by bucket with
+    actor.ddp.overlap_param_gather, and while the critic updates, which then follows the actor."""
     check_every: Annotated[int, Field(ge=-1)] = 0
     """Reshards between comparisons of fingerprints of all weights on both sides; 0: the first only. -1: never."""
     timeout_minutes: PositiveFloat | None = None

@@ -171,13 +171,6 @@ def quantisation_mistakes(config: Config) -> Iterator[ConfigIssue]:
     if config.model.dtype == "float32":
         text = f"found {found(method)}, and vLLM quantises engines of 16 bits only. Set model.dtype=bfloat16."
         yield ConfigIssue(key, text, involves=("model.dtype",))
-    if config.reshard.overlap:
-        yield ConfigIssue(
-            key,
-            f"found {found(method)}, but reshard.overlap gathers a second set of floating-point weights. Leave one of "
-            "the two out.",
-            involves=("reshard.overlap",),
-        )
 
 
 def speculation_mistakes(config: Config) -> Iterator[ConfigIssue]:
@@ -427,8 +420,6 @@ def server_mistakes(config: Config) -> Iterator[ConfigIssue]:
             "found 'own'; servers hold one actor's weights. Use agents: shared.",
             involves=("rollout.engine",),
         )
-    if config.reshard.overlap:
-        yield ConfigIssue("reshard.overlap", "is set, but servers read their weights from a folder. Leave it out.")
     yield from _server_sampling(config)
 
 

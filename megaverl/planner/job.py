@@ -150,7 +150,7 @@ class PlannedJob:
         away = self.config.actor.offload.parameters
         shared = self.placement.colocated("actor", "rollout")
         alike = self.config.actor.engine == "megatron" or self.itemsize == ITEMSIZE["float32"]  # FSDP's are float32
-        return shared and alike and self.config.reshard.alias == "auto" and not self.config.reshard.overlap and not away
+        return shared and alike and self.config.reshard.alias == "auto" and not away
 
     @property
     def actor(self) -> Role:

@@ -199,15 +199,13 @@ class MemoryModel:
         """What is in use in each phase; `held` always is, each of `loads` in the phase that it is of."""
         engine, config = self._engine, self.job.config
         own = {"engine weights": engine.weights - aliased, "KV cache": max(0.0, engine.cache)}
-        if config.reshard.overlap:  # the next weights, beside the present ones
-            own["engine weights"] += engine.weights
         resting = {} if config.rollout.sleep else own
         generate = held | own | {"activations": engine.workspace}
         # vLLM allocates all weights before the actor's take the place of some, and its cache after that
         loading = held | {"engine weights": engine.weights}
         # `workers.weight_sync`: between sleeping and waking, the weights alone
         written = own
-        if config.rollout.sleep and self.job.placement.is_colocated and not config.reshard.overlap:
+        if config.rollout.sleep and self.job.placement.is_colocated:
             written = {"engine weights": own["engine weights"]}
         return {
             "engine start": max(loading, generate, key=lambda used: sum(used.values())),

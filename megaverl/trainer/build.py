@@ -258,6 +258,7 @@ class Builder:
             config=reshard,
             timeout=self._reshard_timeout,
             plan=on_load.plan if on_load is not None else None,
+            background=dist.new_group(timeout=self._reshard_timeout) if reshard.overlap else None,
         )
         return Rollout(engine, world, sync)
 
@@ -292,6 +293,7 @@ class Builder:
             config=config.reshard,
             timeout=self._reshard_timeout,
             group=group,
+            background=join_some(fabric, "weights in the background", members) if config.reshard.overlap else None,
         )
         return sync, Rollout(engine, default_group(), sync) if engine is not None else None
 
@@ -426,8 +428,7 @@ class Builder:
         """All prompts of `sources`, checked."""
         columns = self.columns(needs_answer=needs_answer)
         with together():
-            dataset = PromptDataset.load(list(sources), self.encoder(), columns)
-        return dataset
+            return PromptDataset.load(list(sources), self.encoder(), columns)
 
     def prompts(self) -> Prompts:
         """The training prompts, as steps take them."""
@@ -437,8 +438,7 @@ class Builder:
             return PromptStream(dataset, dataset.sampler(data.prompts_per_step, seed, shuffle=data.shuffle))
         columns, buffer = self.columns(), data.shuffle_buffer if data.shuffle else 1
         with together():
-            stream = StreamedPrompts(data.train, self.encoder(), columns, seed=seed, shuffle_buffer=buffer)
-        return stream
+            return StreamedPrompts(data.train, self.encoder(), columns, seed=seed, shuffle_buffer=buffer)
 
     @property
     def run_dir(self) -> Path:

@@ -39,9 +39,11 @@ from megaverl.trainer.schedule import Schedule, WaitingSamples
 from megaverl.trainer.step import RLStep
 from megaverl.trainer.stored_rollouts import RolloutFolder, StoredRollouts
 from megaverl.trainer.validation import Evaluation, Validation
+from megaverl.weights.reshard import HIDDEN
 from megaverl.workers.model import TrainingModel
 from megaverl.workers.reward import Scores
 from megaverl.workers.trainable import TrainableModel
+from megaverl.workers.weight_sync import WeightSync
 
 
 class Disaggregated(Executor):
@@ -167,6 +169,8 @@ class Disaggregated(Executor):
             updates = max(0, step - max(self._done, self.config.algorithm.critic_warmup_steps))
             groups.trains_from = (self.roles.sync.weight_version if self.roles.sync else 0) + updates
             groups.take_weights = partial(self._agree_inside, self.schedule.in_flight_after(step, self.lag))
+        if isinstance(self.roles.sync, WeightSync):
+            self.roles.sync.announce = partial(self.waiting.announce, step + 1)
         split = self.config.uses_critic and not self.placement.colocated("actor", "critic")
         for role, client in self.clients.items():  # who updates at the same time is decided on together
             both = split and step >= self.config.algorithm.critic_warmup_steps
@@ -258,9 +262,11 @@ class Disaggregated(Executor):
             start = time.perf_counter()
             with self.stages("reshard"):
                 self.step.reshard(done > warm_up)
+            found, measured = self.step.metrics, self._measured[done - 1]
             if self.fabric.has("rollout"):  # what is received is measured where it arrives
-                self._measured[done - 1] |= self.step.metrics
-                self._measured[done - 1]["time/reshard_ms"] = (time.perf_counter() - start) * 1e3
+                measured |= {**found, "time/reshard_ms": (time.perf_counter() - start) * 1e3}
+            elif HIDDEN in found:  # and behind which work it went, where it comes from
+                measured[HIDDEN] = found[HIDDEN]
 
     def measured(self, done: int) -> Measured | None:
         """Every world's first rank tells the reporter what it measured."""

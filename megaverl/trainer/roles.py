@@ -18,7 +18,7 @@ from megaverl.workers.remote import RemoteWorker
 from megaverl.workers.reward import RewardRole
 from megaverl.workers.rollout import AgentRollouts, Rollout
 from megaverl.workers.trainable import TrainableModel
-from megaverl.workers.weight_sync import SynchronisesWeights
+from megaverl.workers.weight_sync import SynchronisesWeights, WeightSync
 
 REWARD_MODEL = "reward_model"  # in a checkpoint, and to the coordinator
 
@@ -141,6 +141,8 @@ def make_roles(builder: Builder, fabric: Fabric | None = None, *, generates: boo
     if generates and shares and not isinstance(actor, RemoteWorker):
         rollout = builder.rollout(actor.model)
         sync = rollout.sync
+    if config.reshard.overlap and isinstance(sync, WeightSync) and not isinstance(actor, RemoteWorker):
+        actor.trainable.sender = sync
     return Roles(
         actor=actor,
         rollout=rollout,

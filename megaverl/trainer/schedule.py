@@ -104,6 +104,7 @@ class WaitingSamples:
         self._source = placement.islands[0][0]
         self._engines = [rank for rank in placement.ranks["rollout"] if rank not in placement.islands[0]]
         self._sent, self._paused = PendingSends(), 0.0
+        self._announced = 0
         self._kept: dict[int, StoredRollouts] = {}
         self._samplers: dict[int, dict[str, Any]] = {}
 
@@ -120,17 +121,23 @@ class WaitingSamples:
         own = {name: value for name, value in metrics.items() if name.startswith(KEPT)}
         self._kept[step] = StoredRollouts(step, version, values["rollouts"], values.get("scores"), own)
 
+    def announce(self, done: int) -> None:
+        """Tell the engines, once, that they get the weights of so many steps; the actor's first rank does."""
+        if self._fabric.rank != self._source or done <= self._announced:
+            return
+        self._announced = done
+        self._sent.forget_done()
+        for rank in self._engines:
+            self._sent.add(send_json(self._fabric, "weights", rank, done))
+
     def wait_for_weights(self, done: int, span: Callable[[str], AbstractContextManager[Any]]) -> None:
         """As far ahead as they may be, the engines pause until the actor is done with a step.
 
         Args:
             span: opened with "pause" around that.
         """
-        if self._fabric.rank == self._source:
-            self._sent.forget_done()
-            for rank in self._engines:
-                self._sent.add(send_json(self._fabric, "weights", rank, done))
-        elif self._fabric.rank in self._engines:
+        self.announce(done)
+        if self._fabric.rank in self._engines:
             start = time.perf_counter()
             with span("pause"):
                 receive_json(self._fabric, "weights", self._source)

@@ -127,11 +127,13 @@ class RLStep:
             flow.add_operator(Operator("implicit_rewards", self.implicit_rewards, takes, role="actor"))
             inputs.append("implicit_rewards")
         flow.add_operator(Operator("advantages", self.advantages, tuple(inputs), ("experience",), role="actor"))
-        if self.config.uses_critic:
-            flow.add_operator(Operator("critic_update", self.update_critic, ("experience", "step"), (), role="critic"))
-        flow.add_operator(
-            Operator("actor_update", self.update_actor, ("experience", "step"), ("updated",), role="actor")
-        )
+        updated = ("experience", "step")
+        updates = [Operator("actor_update", self.update_actor, updated, ("updated",), role="actor")]
+        if self.config.uses_critic:  # weights that go at once have all of its time
+            place = len(updates) if self.config.reshard.overlap else 0
+            updates.insert(place, Operator("critic_update", self.update_critic, updated, (), role="critic"))
+        for update in updates:
+            flow.add_operator(update)
         if self.replayed is None:
             flow.add_operator(Operator("reshard", self.reshard, ("updated",), (), role=("actor", "rollout")))
         if self.config.mix:
@@ -423,12 +425,7 @@ class RLStep:
         """The engine gets the new weights."""
         if not updated or self.roles.sync is None:
             return
-        stats = self.roles.sync.reshard()
-        self.metrics |= {
-            "reshard/seconds": stats.seconds,
-            "reshard/bytes_received": float(stats.bytes_received),
-            "reshard/bytes_local": float(stats.bytes_local),
-        }
+        self.metrics |= self.roles.sync.reshard().metrics()
 
     def trust_engine(self) -> None:
         """Do not compare its log-probs with those of the actor here."""

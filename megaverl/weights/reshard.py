@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from megaverl.distributed.collectives import reduce_json, together
 from megaverl.distributed.failures import GRACE_SECONDS, Failures, record_event, wait, wait_for_event
 from megaverl.errors import ReshardError
 from megaverl.platform import platform
+from megaverl.sharding.layout import Layout
 from megaverl.sharding.plan import Plan
 from megaverl.sharding.proof import check_plan
 from megaverl.sharding.weight import listed
@@ -43,10 +45,9 @@ from megaverl.weights.transports.shared_folder import SharedFolder
 # Each takes what it can carry and leaves the rest to the next.
 TRANSPORTS: tuple[TransportKind, ...] = (Alias, LocalCopy, CrossMemory, CudaIpc, SharedFolder, PointToPoint)
 
-OVERLAPS_QUANTISED = (
-    "reshard.overlap gathers a second set of the engine's weights in floating point, and a quantised engine "
-    "(rollout.vllm.quantization) takes them part by part. Leave one of the two out."
-)
+HIDDEN = "reshard/hidden_fraction"
+# Of a version that moves in the background: each makes transports of its own, with an agreement or two in each run.
+MAX_PARTS = 8
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class ReshardStats:
     Attributes:
         bytes_local: copied within the rank.
         bytes_sent, bytes_received: to and from other ranks.
-        seconds: that this rank spent in the run; with overlap, in the background and at the boundary.
+        seconds: that this rank spent in the run, in the background too.
+        hidden_seconds: of these, while the main thread made new weights or did something else; None: it waited.
         num_messages: sends and receives.
         bytes_aliased: in tensors that share their storage with the source, of which nothing moved.
         version: of the weights that the destination now holds.
@@ -69,14 +71,24 @@ class ReshardStats:
     num_messages: int
     bytes_aliased: int = 0
     version: int = 0
+    hidden_seconds: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """Under the names that a step's metrics have them by."""
+        found = {
+            "reshard/seconds": self.seconds,
+            "reshard/bytes_received": float(self.bytes_received),
+            "reshard/bytes_local": float(self.bytes_local),
+        }
+        return found if self.hidden_seconds is None else found | {HIDDEN: self.hidden_seconds / self.seconds}
 
 
 class Resharder:
     """Moves one set of weights into another's layout, in place, as often as asked.
 
     Making one is collective over `group`, and so is every run. Between `start` and `finish` the source's tensors
-    must stay as they are, and the destination holds neither version whole, unless `overlap` moves the new one
-    into a set of its own. After a run that failed the destination counts as inconsistent until a whole one has passed.
+    must stay as they are, and the destination holds neither version whole. After a run that failed the destination
+    counts as inconsistent until a whole one has passed.
 
     Args:
         plan: this rank's plan; checked here.
@@ -86,15 +98,18 @@ class Resharder:
         group: the ranks of the plan, in order; None: all.
         options: how weights may be moved. With `alias`, destination tensors that share the source's storage change when
             the source does: call `source_changes` before.
-        overlap: move in the background, into a second set of the destination's tensors; nothing is aliased.
+        background: the same ranks once more, for transports that work in a thread while the main threads use `group`:
+            every version after the first moves there, in parts. None: nothing does.
+        in_order: sets of source tensors, in the order in which they get their new values on this rank; what is in none
+            comes last. It says what is in which part.
         changing: the weights that the source changes or `options.never_alias` speaks of; the others travel until they
             have arrived whole, and then no more. None: all.
         quantised: the weights that the destination holds in 8 bits. Of them, `dest_tensors` has the shape of the
             layout and the dtype in which they travel, on the meta device: their place is in here.
 
     Raises:
-        ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit,
-            too little memory for a second set. Nothing has moved then.
+        ReshardError: a plan that is not exact, parameters that do not fit their layout, dtypes that do not fit. Nothing
+            has moved then.
     """
 
     def __init__(
@@ -105,7 +120,8 @@ class Resharder:
         group: dist.ProcessGroup | None = None,
         options: TransportOptions | None = None,
         *,
-        overlap: bool = False,
+        background: dist.ProcessGroup | None = None,
+        in_order: Sequence[Collection[str]] = (),
         changing: Collection[str] | None = None,
         quantised: QuantisedDestination | None = None,
     ) -> None:
@@ -113,10 +129,6 @@ class Resharder:
         self.inconsistent: str | None = "no version has been moved yet"
         self._plan, self._group = plan, group
         options = options or TransportOptions()
-        if overlap:
-            options = replace(options, alias=False)
-            if quantised is not None:
-                raise ReshardError(OVERLAPS_QUANTISED)
         self._timeout = options.timeout
         with together(group) if plan.world > 1 else nullcontext():
             check_plan(plan)
@@ -125,37 +137,29 @@ class Resharder:
         source, dest = dict(source_tensors), dict(dest_tensors)
         sides = {"source": (plan.source_layout, source), "destination": (plan.dest_layout, dest)}
         dtypes = agree_on_dtypes(sides, group)
-        self._buffer: DoubleBuffer | None = None
-        moving = group
-        if overlap:
-            with together(group) if plan.world > 1 else nullcontext():
-                self._buffer = DoubleBuffer(dest, options.may_rebind)
-            dest = self._buffer.tensors
-            if plan.world > 1:
-                # a group of its own: what moves in the background must not meet the main thread's collectives
-                ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-                everyone = len(ranks) == dist.get_world_size()
-                moving = dist.new_group(ranks, timeout=options.timeout, use_local_synchronization=not everyone)
         self._failures = Failures(group, plan.rank, options.timeout)
         wire, converts = wire_dtypes(dtypes), converting(dtypes)
         views = viewed(plan.source_layout, source), viewed(plan.dest_layout, dest)
-        self._job = TransferJob(plan, *views, wire, converts, moving, options, self._failures)
+        self._job = TransferJob(plan, *views, wire, converts, group, options, self._failures)
         self._all_transports = self._transports = assign(self._job, quantised)
         self._aliases = [transport for transport in self._transports if isinstance(transport, Alias)]
-        self._later_transports = self._transports
+        self._later_transports, later = self._transports, self._job
         if changing is not None:
             changing = frozenset(changing)
             if quantised is not None:
                 quantised = quantised.changing(changing)
                 changing |= quantised.tensors
             later = replace(self._job, plan=plan.only(changing.__contains__))
-            self._later_transports = assign(later, quantised)
-        # the second set of an overlapped run is another one every time
-        self._to_arrive = 2 if overlap and options.may_rebind else 1
+            if background is None:
+                self._later_transports = assign(later, quantised)
+        self._parts: list[list[Transport]] = []
+        if background is not None:
+            self._later_transports = self._take_parts(replace(later), background, in_order)
+        self.brings_all = True  # the next run: not only what changes
         travels = bool(plan.sends or plan.receives)
         self._anything_travels = plan.world > 1 and reduce_json(travels, any, group)
         self._background: Future[tuple[Moved, float]] | None = None
-        self._started = False
+        self._started = self._hides = False
 
     def run(self) -> ReshardStats:
         """Bring the destination up to date. Every rank of the group takes part.
@@ -166,18 +170,26 @@ class Resharder:
         self.start()
         return self.finish()
 
-    def start(self) -> None:
-        """Set the next version going; with `overlap` it moves by itself, and the destination stays whole."""
+    def start(self, final: FinalParts | None = None) -> None:
+        """Set the next version going.
+
+        Args:
+            final: of a version that moves in the background, which parts of the source have their new values; those
+                that have not follow when they do. None: all have.
+        """
         assert not self._started, "finish() the version that was started"
         begin = time.perf_counter()
         self._started = True
-        self._transports = self._all_transports if self._to_arrive else self._later_transports
-        if self._buffer is not None:
-            self._background = in_background(self._move)
-        else:
-            with torch.no_grad(), self._writing():
-                for transport in self._transports:
-                    transport.start(self.version + 1)
+        self._transports = self._all_transports if self.brings_all else self._later_transports
+        self._hides = final is not None
+        with torch.no_grad(), self._writing():
+            for transport in self._transports:
+                transport.start(self.version + 1)
+            if self._parts and not self.brings_all:
+                if final is None:
+                    final = FinalParts(self.num_parts)
+                    final.after(None)
+                self._background = in_background(partial(self._move, final))
         self._seconds = time.perf_counter() - begin
 
     def finish(self) -> ReshardStats:
@@ -189,27 +201,26 @@ class Resharder:
         assert self._started, "start() comes first"
         begin = time.perf_counter()
         with torch.no_grad(), self._writing():
-            if self._background is not None and self._buffer is not None:
-                moved, seconds = self._background.result()
-                self._seconds += seconds
-                begin = time.perf_counter()
-                self._agree()
-                self._buffer.swap()
-            else:
-                moved = self._finish_transports()
-                self._agree()
+            moved, moving = Moved(), 0.0
+            if self._background is not None:
+                moved, moving = self._background.result()
+            arrived = time.perf_counter()
+            moved = moved.plus(finished(self._transports))
+            self._agree()
         self.version += 1
         self.inconsistent = None
-        self._to_arrive = max(0, self._to_arrive - 1)
-        self._started, self._background = False, None
+        self.brings_all, self._started, self._background = False, False, None
+        here, last = self._seconds + time.perf_counter() - begin, time.perf_counter() - arrived
+        seconds = max(here, self._seconds + moving + last)
         return ReshardStats(
             bytes_local=moved.local,
             bytes_sent=moved.sent,
             bytes_received=moved.received,
-            seconds=self._seconds + time.perf_counter() - begin,
+            seconds=seconds,
             num_messages=moved.messages,
             bytes_aliased=moved.aliased,
             version=self.version,
+            hidden_seconds=seconds - here if self._hides else None,
         )
 
     def source_changes(self) -> None:
@@ -222,7 +233,7 @@ class Resharder:
 
     def destination_lost(self) -> None:
         """Its tensors hold nothing any more: the next run brings all weights, those that do not change as well."""
-        self._to_arrive = max(1, self._to_arrive)
+        self.brings_all = True
 
     def check_whole(self) -> None:
         """Refuse to use a destination that holds parts of two versions.
@@ -245,29 +256,44 @@ class Resharder:
     def _writing(self) -> Iterator[None]:
         """Around everything that writes to the destination."""
         wanted = self.version + 1
-        if self._buffer is None:
-            self.inconsistent = f"version {wanted} is being written over version {self.version}"
+        self.inconsistent = f"version {wanted} is being written over version {self.version}"
         try:
             yield
         except Exception as error:
             self._started, self._background = False, None
-            self._to_arrive = max(1, self._to_arrive)
-            if self._buffer is None:
-                self.inconsistent = f"the reshard from version {self.version} to {wanted} failed ({error})"
+            self.brings_all = True
+            self.inconsistent = f"the reshard from version {self.version} to {wanted} failed ({error})"
             raise
 
-    def _move(self) -> Moved:
-        for transport in self._transports:
-            transport.start(self.version + 1)
-        return self._finish_transports()
+    def _take_parts(
+        self, job: TransferJob, background: dist.ProcessGroup, in_order: Sequence[Collection[str]]
+    ) -> list[Transport]:
+        """Make `_parts` of all that moves; what shares storage stays, and is looked at when all have moved."""
+        aliases = Alias.take(job)
+        left = replace(job.plan, copies=tuple(job.copies))
+        first = parts_of(job.plan.source_layout, in_order, self._group)
+        named = frozenset().union(*first)
+        plans = [*(left.only(part.__contains__) for part in first), left.only(lambda tensor: tensor not in named)]
+        job = replace(job, group=background, options=replace(job.options, alias=False))
+        self._parts = [assign(replace(job, plan=plan)) for plan in plans]
+        return [] if aliases is None else [aliases]
 
-    def _finish_transports(self) -> Moved:
-        moved = Moved()
-        for transport in self._transports:
-            moved = moved.plus(transport.finish())
-        if platform.is_cuda:
-            torch.cuda.current_stream().synchronize()
-        return moved
+    @property
+    def num_parts(self) -> int:
+        """Of a version that moves in the background; the same on every rank."""
+        return len(self._parts)
+
+    def _move(self, final: FinalParts) -> tuple[Moved, float]:
+        """One part after the other, the same order on every rank: what moved, and the seconds that this took."""
+        moved, seconds = Moved(), 0.0
+        for number, transports in enumerate(self._parts):
+            final.wait_for(number, self._timeout)
+            start = time.perf_counter()
+            for transport in transports:
+                transport.start(self.version + 1)
+            moved = moved.plus(finished(transports))
+            seconds += time.perf_counter() - start
+        return moved, seconds
 
     def _agree(self) -> None:
         """Every rank has got here with the same version: one number from each. Nothing if nothing travels."""
@@ -302,60 +328,93 @@ def assign(job: TransferJob, quantised: QuantisedDestination | None = None) -> l
     return found
 
 
-# Left free beside the second set: allocations of the generation that goes on meanwhile.
-HEADROOM = 1.05
+def finished(transports: Sequence[Transport]) -> Moved:
+    """Finish them, on the device too."""
+    moved = Moved()
+    for transport in transports:
+        moved = moved.plus(transport.finish())
+    if platform.is_cuda:
+        torch.cuda.current_stream().synchronize()
+    return moved
 
 
-class DoubleBuffer:
-    """`reshard.overlap`: tensors like the destination's, padding included, and the swap at the boundary.
+def parts_of(
+    source: Layout, in_order: Sequence[Collection[str]], group: dist.ProcessGroup | None
+) -> list[frozenset[str]]:
+    """The weights of each part that a version moves in, but the last part, which has all others; the same on every
+    rank, and all take part.
+
+    A weight of which several ranks hold some goes with the part in which the last of them has its new values.
 
     Args:
-        may_rebind: the destination's tensors may take other storage; else the swap is a copy on the device.
+        source: what this rank has. in_order: as `Resharder` has it.
+    """
+    number = min(MAX_PARTS, reduce_json(len(in_order), max, group)) if dist.is_initialized() else 0
+    if number < 2:
+        return []
+    places = {local: at for at, names in enumerate(in_order) for local in names}
+    mine: dict[str, int] = {}
+    for piece in source.pieces:
+        at = places.get(source.stored_in(piece.local))
+        part = number - 1 if at is None else at * number // len(in_order)
+        mine[piece.tensor] = max(part, mine.get(piece.tensor, 0))
 
-    Raises:
-        ReshardError: there is no memory for a second set.
+    def latest(reports: list[dict[str, int]]) -> list[list[str]]:
+        parts = {name: max(report.get(name, 0) for report in reports) for name in set().union(*reports)}
+        return [sorted(name for name, part in parts.items() if part == at) for at in range(number - 1)]
+
+    return [frozenset(names) for names in reduce_json(mine, latest, group)]
+
+
+class FinalParts:
+    """Which parts of a version have their new values on this rank: said by the thread that trains, waited for by the
+    one that moves them.
+
+    Args:
+        num_parts: of the version.
+        num_steps: in how many steps the new values come here.
     """
 
-    def __init__(self, dest: Mapping[str, torch.Tensor], may_rebind: bool) -> None:
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in dest.values())
-        free = platform.free_memory()
-        if needed * HEADROOM > free:
-            raise ReshardError(
-                f"reshard.overlap needs {needed:,} bytes for a second set of the engine's weights, and {free:,} are "
-                "free on this rank. Set reshard.overlap=false, or lower rollout.vllm.gpu_memory_utilization."
-            )
-        self._dest, self._may_rebind = dest, may_rebind
-        self.tensors = {name: tensor.detach().clone() for name, tensor in dest.items()}
+    def __init__(self, num_parts: int, num_steps: int = 1) -> None:
+        self._num_parts, self._num_steps = num_parts, num_steps
+        self._condition, self._final = threading.Condition(), 0
+        self._event: torch.cuda.Event | None = None
 
-    def swap(self) -> None:
-        """The staged version becomes the destination's."""
-        for name, staged in self.tensors.items():
-            target = self._dest[name]
-            if self._may_rebind:
-                target.data, staged.data = staged.data, target.data
-            else:
-                target.detach().copy_(staged)
+    def after(self, step: int | None) -> None:
+        """So many of the steps, None: all of them, are behind what the current stream has been given."""
+        event = record_event()
+        with self._condition:
+            self._final = self._num_parts if step is None else step * self._num_parts // self._num_steps
+            self._event = event
+            self._condition.notify_all()
+
+    def wait_for(self, part: int, timeout: timedelta | None) -> None:
+        """Until a part has its new values, on the device too.
+
+        Raises:
+            ReshardError: that took longer than `timeout`.
+        """
+        with self._condition:
+            seconds = None if timeout is None else timeout.total_seconds()
+            if not self._condition.wait_for(lambda: self._final > part, seconds):
+                raise ReshardError(f"an optimizer step has not made new weights within {seconds:g} s.")
+            event = self._event
+        wait_for_event(event, timeout)
 
 
 Result = TypeVar("Result")
 
 
-def in_background(function: Callable[[], Result]) -> Future[tuple[Result, float]]:
-    """Run `function` in a thread, on a stream behind what the current one has been given: its result, and seconds."""
-    future: Future[tuple[Result, float]] = Future()
-    stream = torch.cuda.Stream() if platform.is_cuda else None
-    if stream is not None:
-        stream.wait_stream(torch.cuda.current_stream())
+def in_background(function: Callable[[], Result]) -> Future[Result]:
+    """Run `function` in a thread, on a stream of its own, that is behind what the function waits for alone."""
+    future: Future[Result] = Future()
 
     def run() -> None:
-        start = time.perf_counter()
         try:
             platform.start()  # the current device belongs to the thread
+            stream = torch.cuda.Stream() if platform.is_cuda else None
             with torch.no_grad(), torch.cuda.stream(stream) if stream is not None else nullcontext():
-                result = function()
-                if stream is not None:
-                    stream.synchronize()
-            future.set_result((result, time.perf_counter() - start))
+                future.set_result(function())
         except BaseException as error:  # raised again where the result is asked for
             future.set_exception(error)
 

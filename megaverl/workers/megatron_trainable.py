@@ -81,6 +81,12 @@ class MegatronTrainable(TrainableModel):
             for index, chunk in enumerate(model.chunks)
         ]
         self._overlap_param_gather = ddp_config.overlap_param_gather
+        if self._overlap_param_gather:
+            names = {id(parameter): name for name, parameter in model.parameters.items()}
+            model.in_order = [
+                frozenset(names[id(p)] for bucket in group.buckets for p in bucket.params if id(p) in names)
+                for group in self._gathered_groups
+            ]
         self._is_distributed = ddp_config.use_distributed_optimizer
         self.optimizer = get_megatron_optimizer(
             config, self.chunks, use_gloo_process_groups=False, pg_collection=grid.pg_collection
@@ -107,8 +113,15 @@ class MegatronTrainable(TrainableModel):
     def _step(self) -> None:
         self.optimizer.step_with_ready_grads()
         if self._overlap_param_gather:
-            for chunk in self.chunks:
-                chunk.start_param_sync(force_sync=True)
+            for number, group in enumerate(self._gathered_groups, start=1):
+                group.start_param_sync(force_sync=True)
+                if self._sends_to is not None:
+                    self._sends_to.final(number)
+
+    @property
+    def _gathered_groups(self) -> list[Any]:
+        """Buckets whose parameters are gathered together, in the order of DistributedDataParallel.start_param_sync."""
+        return [g for chunk in self.chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
 
     @property
     def _buffers(self) -> list[Any]:

@@ -337,7 +337,8 @@ def run_updates(
                 trainable.model, batch, outline, planned.micro_batches, given, part=part, replays=replays
             )
             micro = prepare(micro) if prepare else micro
-            reports.append(trainable.update(micro, loss, float(mini.denominators.num_tokens)))
+            is_last = len(reports) + 1 == role.algorithm.num_epochs * role.algorithm.num_mini_batches
+            reports.append(trainable.update(micro, loss, float(mini.denominators.num_tokens), is_last=is_last))
             sums = add_metrics(sums, reports[-1].sums)
     shares = {name: sums.pop(name) for name in list(sums) if name.rpartition("/")[2] == "loss"}
     return {

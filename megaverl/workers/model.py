@@ -63,6 +63,8 @@ class TrainingModel(ABC):
         weights, layout_of: what a Hugging Face folder or an engine has of it; the `held_` ones have a value head
             besides, if it is beside logits.
         files_dtype: of the folders that `export` writes; None: that of the parameters.
+        in_order: sets of `parameters` that get their new values together, in the order of an optimizer step; none: all
+            of them at its end.
         adapters: what is trained instead of these, if there are any.
         on_device: whoever reads or writes the weights does so inside; outside they may be away (`workers/offload.py`).
     """
@@ -84,6 +86,7 @@ class TrainingModel(ABC):
     layout_of: Callable[[int], Layout]
     held_layout_of: Callable[[int], Layout]
     files_dtype: torch.dtype | None = None
+    in_order: Sequence[frozenset[str]] = ()
     adapters: AdapterSet | None = None
     on_device: AbstractContextManager[Any] = nullcontext()
     _head: OutputLayer | None = None

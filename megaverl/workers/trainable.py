@@ -15,7 +15,7 @@ from megaverl.algorithms.loss import clip_factor
 from megaverl.algorithms.metrics import MetricSums, add_metrics
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import reduce_json
-from megaverl.errors import TrainingStopped
+from megaverl.errors import ReshardError, TrainingStopped
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
 from megaverl.weights.fingerprint import model_identity
@@ -97,6 +97,18 @@ class Islands(Protocol):
         """When the step is taken, or skipped."""
 
 
+class SendsWeights(Protocol):
+    """Takes new weights to where they are used: `megaverl.workers.weight_sync.WeightSync`."""
+
+    @property
+    def is_under_way(self) -> bool: ...
+    def begin(self) -> None:
+        """The optimizer step begins behind which no weight changes until these are used."""
+
+    def final(self, number: int | None = None) -> None:
+        """So many sets of `TrainingModel.in_order` have their new values; None: all weights have, begun or not."""
+
+
 class TrainableModel(ABC):
     """A `TrainingModel` that takes updates: what is the same whoever computes gradients and steps.
 
@@ -106,6 +118,7 @@ class TrainableModel(ABC):
 
     Attributes:
         before_step: called when the optimizer is about to change weights and its state.
+        sender: new weights go from here, as soon as the last update of a step has made them. None: they are fetched.
         scheduler: of the learning rate and the weight decay; a subclass makes it, as it needs the optimizer.
     """
 
@@ -119,6 +132,8 @@ class TrainableModel(ABC):
         self.base_identity = model_identity(model.layout_of, model.parameters, model.grid.world) if adapted else ""
         self.coordinator: DecidesUpdates | None = None
         self.islands: Islands | None = None
+        self.sender: SendsWeights | None = None
+        self._sends_to: SendsWeights | None = None  # in an optimizer step, as its weights are made
         self._is_updating = False
         self._gradients: Offload | None = None
         self._optimizer_state: Offload | None = None
@@ -229,19 +244,30 @@ class TrainableModel(ABC):
         """(which, of how many): the share of a batch that this model trains on."""
         return self.islands.part if self.islands is not None else (0, 1)
 
-    def update(self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float = 1.0) -> UpdateReport:
+    def update(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float = 1.0, *, is_last: bool = False
+    ) -> UpdateReport:
         """One optimizer step on this data-parallel rank's share of a mini-batch. Every rank takes part.
 
         Args:
             tokens: of the whole mini-batch, that the loss is taken over.
+            is_last: no other update comes before the next reshard.
 
         Raises:
             TrainingStopped: the loss or the gradient is not finite; the weights are left as they were.
+            ReshardError: the weights are on their way since the update that was the last.
         """
+        if self.sender is not None and self.sender.is_under_way:
+            raise ReshardError(
+                f"{self.model.role}: an update after the last of its step, whose weights are on their way to the "
+                "engines. Set reshard.overlap=false."
+            )
         with self.updating():
-            return self._update(micro_batches, loss, tokens)
+            return self._update(micro_batches, loss, tokens, self.sender if is_last else None)
 
-    def _update(self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float) -> UpdateReport:
+    def _update(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss, tokens: float, sender: SendsWeights | None
+    ) -> UpdateReport:
         self._zero_gradients()
         reports = self._forward_backward(micro_batches, loss)
         sums = self._reduce(reports)
@@ -257,10 +283,16 @@ class TrainableModel(ABC):
             if self._optimizer_state is not None:
                 self._optimizer_state.onload()
             self.before_step()
+        self._sends_to = sender if self.islands is None else None  # islands change weights after the step
+        if self._sends_to is not None:
+            self._sends_to.begin()
+        if decision.applies:
             self._step()
         self._take_schedule_to(decision.schedule_step + decision.applies)
         if self.islands is not None:
             self.islands.after_update()
+        if sender is not None:
+            sender.final()
         return UpdateReport(sums, grad_norm, learning_rate, not decision.applies)
 
     def _decide(self, sums: MetricSums, grad_norm: float, tokens: float, found_inf: bool) -> UpdateDecision:

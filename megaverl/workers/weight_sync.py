@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,7 +34,7 @@ from megaverl.sharding.plan import Plan, make_plan
 from megaverl.sharding.quantised import landing_parts
 from megaverl.sharding.weight import Weight, shapes_of
 from megaverl.weights.fingerprint import ReshardCheck, ViewOf
-from megaverl.weights.reshard import Resharder, ReshardStats
+from megaverl.weights.reshard import FinalParts, Resharder, ReshardStats
 from megaverl.weights.transfer import TransportOptions, view, viewed
 from megaverl.weights.transports.local import adopt
 from megaverl.weights.transports.quantised import QuantisedDestination
@@ -56,6 +56,7 @@ class ActorWeights:
         offloads: the tensors' storage is away outside `on_device`.
         low_ranks: the actor's adapters by the weight that they belong to; `scaling` (alpha / rank) and this rank's
             `factors` of them.
+        in_order: which of `tensors` get their new values together, in the order of an optimizer step.
     """
 
     layout_of: LayoutOf
@@ -66,13 +67,14 @@ class ActorWeights:
     low_ranks: Mapping[str, LowRank] | None = None
     scaling: float = 1.0
     factors: Mapping[str, torch.Tensor] | None = None
+    in_order: Sequence[Collection[str]] = ()
 
     @classmethod
     def of(cls, model: TrainingModel) -> ActorWeights:
         """An actor on this rank."""
         held = cls(model.layout_of, model.parameters, model.dtype, model.on_device, model.offloads)
         if (adapters := model.adapters) is None:
-            return held
+            return replace(held, in_order=model.in_order)
         return replace(
             held,
             layout_of=adapters.beside(model.layout_of),
@@ -198,9 +200,11 @@ class WeightSync:
         group: the ranks of actor and engines, where these differ; None: `world`. Layouts and `node_of` speak of its
             ranks.
         plan: this rank's, where `Adopting` has made it; None: made here.
+        background: the ranks of `group` once more: weights move there from `begin` on (`reshard.overlap`).
 
     Attributes:
         weight_version: how often the engines' weights have changed.
+        announce: called before `begin` sets weights going, on the ranks of an actor.
     """
 
     def __init__(
@@ -215,10 +219,13 @@ class WeightSync:
         timeout: timedelta | None = None,
         group: dist.ProcessGroup | None = None,
         plan: Plan | None = None,
+        background: dist.ProcessGroup | None = None,
     ) -> None:
         self.config, self.world, self.weight_version = config or ReshardConfig(), world, 0
         self._engine, self._actor, self._reading = engine, source, ExitStack()
         self._merge: Merge | None = None
+        self._final: FinalParts | None = None  # of weights that are on their way
+        self.announce: Callable[[], None] = lambda: None
         # with its own ranks alone it can bring the weights whenever they are missing
         self._refills = engine is not None and group is None and not self.config.overlap
         self._lost = self._source_changed = False
@@ -248,7 +255,8 @@ class WeightSync:
             self._dest,
             group,
             options,
-            overlap=self.config.overlap,
+            background=background,
+            in_order=source.in_order,
             changing=self._merge.brought if self._merge is not None else None,
             quantised=self._quantised,
         )
@@ -274,20 +282,39 @@ class WeightSync:
 
     def reshard(self) -> ReshardStats:
         """Bring the engine's weights up to the actor's, in place, and forget what was cached of the old ones."""
-        self.start()
+        if self._final is None:
+            self.start()
         return self.finish()
 
-    def start(self) -> None:
-        """Send the actor's weights on their way; they must not change until `finish`.
+    @property
+    def is_under_way(self) -> bool:
+        """Weights are on their way, and must stay as they are."""
+        return self._final is not None
 
-        With `reshard.overlap` they gather beside the engine's, which can generate with the old ones meanwhile.
-        """
+    def begin(self) -> None:
+        """The optimizer step begins behind which no weight of the actor's changes until the next reshard: `final` says
+        which have their new values, and these go in the background. The engines must be done with the old ones."""
+        if self._resharder.brings_all:  # a whole reshard comes when all have
+            return
+        self.announce()
+        self._final = FinalParts(self._resharder.num_parts, max(1, len(self._actor.in_order)))
+        self.start()
+
+    def final(self, number: int | None = None) -> None:
+        """So many sets of `ActorWeights.in_order` have their new values. None: all weights have, and go if none did."""
+        if self._final is None:
+            self.begin()
+        if self._final is not None:
+            self._final.after(number)
+
+    def start(self) -> None:
+        """Send the actor's weights on their way; they must not change until `finish`."""
         if self._engine is not None:
             if self._refills:
                 self.sleep()  # what its cache holds is of old weights, and the buckets need the room
             self._engine.wake_weights()
         self._reading.enter_context(self._actor.on_device)
-        self._resharder.start()
+        self._resharder.start(self._final)
 
     def finish(self) -> ReshardStats:
         """The engine has the new weights, all of them, from here on.
@@ -296,7 +323,7 @@ class WeightSync:
             ReshardError: a rank died or stalled, or the weights differ from the actor's.
         """
         stats = self._finish()
-        self._source_changed = False
+        self._source_changed, self._final = False, None
         self.weight_version += 1
         return stats
 
@@ -412,4 +439,4 @@ def adopting(
     model: TrainingModel, world: dist.ProcessGroup, node_of: NodeOf | None, config: ReshardConfig
 ) -> Adopting | None:
     """None where `reshard` wants no aliases."""
-    return None if config.alias != "auto" or model.offloads or config.overlap else Adopting(model, world, node_of)
+    return None if config.alias != "auto" or model.offloads else Adopting(model, world, node_of)

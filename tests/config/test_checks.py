@@ -77,8 +77,20 @@ ADAPTIVE = "rollout.adaptive_sampling=true"
         ),
         (
             ["rollout.vllm.quantization=fp8_per_block", "reshard.overlap=true"],
-            "rollout.vllm.quantization",
-            "reshard.overlap gathers a second set",
+            "reshard.overlap",
+            "with rollout.vllm.quantization it cannot hold: weights are quantised, and compared, where they land",
+        ),
+        (["rollout.sleep=true", "reshard.overlap=true"], "reshard.overlap", "with rollout.sleep it cannot hold"),
+        (["actor.offload=true", "reshard.overlap=true"], "reshard.overlap", "weights leave the device after its"),
+        (
+            ["mix=[{update: rejection}]", "algorithm.group_size=4", "reshard.overlap=true"],
+            "reshard.overlap",
+            "the actor is updated once more",
+        ),
+        (
+            ["rollout={async_rollout: true}", "placement={rollout: 0, actor: 1}", "reshard.overlap=true"],
+            "reshard.overlap",
+            "engines generate with the old weights all the time",
         ),
         (
             ["rollout.vllm.speculative_config={method: ngram, num_speculative_token: 3}"],

@@ -73,6 +73,17 @@ IN_FLIGHT_POINTS: dict[str, Fault] = {
     "half a step waits for weights": _kill(1, "actor_update", 3),
     "the other half": _kill(0, "rollout", 4, delay=0.1),
 }
+# A run whose weights go to the engines while the critic updates, and where they are on their way or about to leave.
+OVERLAP = [
+    "reshard={overlap: true, alias: never, check_every: 1}",
+    "actor.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 20000}",
+]
+OVERLAP_POINTS: dict[str, Fault] = {
+    "weights on their way": _kill(0, "critic_update", 3),
+    "weights on their way, rank 1": _kill(1, "critic_update", 2, delay=0.02),
+    "weights about to leave": _kill(1, "actor_update", 3, delay=0.05),
+    "weights arrive": _kill(0, "reshard", 2),
+}
 
 
 @dataclass(frozen=True)

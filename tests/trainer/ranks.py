@@ -110,7 +110,8 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
         whole: every rank gets all samples, as where something reads them all.
 
     Returns: `metrics` by step; `weights`, a sum of each; bytes of `rows` of samples that came, and of `numbers` of all
-        samples; `held`, the samples that this rank had in the last step; `groups`, of how many ranks each is.
+        samples; `held`, the samples that this rank had in the last step; `groups`, of how many ranks each is; `parts`
+        of a reshard in the background.
     """
     trainer = Trainer(configuration(arguments), Console(rank=dist.get_rank(), out=io.StringIO()))
     executor = trainer.executor
@@ -129,6 +130,7 @@ def train_counted(arguments: list[str], whole: bool = False) -> dict[str, Any]:
         "held": len(batch),
         "groups": [len(ranks) for ranks in dist.distributed_c10d._world.pg_group_ranks.values()],
         "tokens": int(batch.response_lengths.sum()),
+        "parts": trainer.roles.sync._resharder.num_parts,  # type: ignore[union-attr]
     }
 
 

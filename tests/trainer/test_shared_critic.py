@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megaverl.checkpoint.convert.run import ConversionRequest, convert, process_group
+from megaverl.weights.reshard import HIDDEN
 from tests.faults.injector import Fault
 from tests.faults.runs import metrics
 from tests.launcher import Launcher
@@ -23,12 +25,16 @@ PPO = [
     "checkpoint={save_interval: 2, async_save: false}",
     "run={name: run, log_with: jsonl, timeout_minutes: 0.4}",
 ]
-APART = ["actor={tp: 2, optimizer: {lr: 1.0e-3}}", "placement={rollout: 0, actor: 1-2}"]
+APART = [
+    "actor={tp: 2, optimizer: {lr: 1.0e-3}}",
+    "placement={rollout: 0, actor: 1-2}",
+    "reshard={overlap: true, check_every: 1}",
+]
 
 
 def test_a_run_on_shared_and_on_split_ranks(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
-    """The second with tensor parallelism, engines elsewhere, and a rank that is killed; the third with sequences cut
-    over the actor's ranks: the same numbers."""
+    """The second with tensor parallelism, engines elsewhere, weights that go to them in the background, and a rank that
+    is killed; the third with sequences cut over the actor's ranks: the same numbers."""
     common = ["train", *command_arguments(inputs, tmp_path / "alone"), *PPO, "actor.tp=1"]
     ended = launch.command(common, logs=tmp_path / "logs", ranks=1)
     assert ended.codes == [0], ended.text
@@ -43,6 +49,8 @@ def test_a_run_on_shared_and_on_split_ranks(launch: Launcher, inputs: Path, tmp_
     assert ended.codes == [0] * 3, ended.text
     expected, *found = (metrics(tmp_path / name / "run") for name in ("alone", "split", "context"))
     assert [len(each) for each in found] == [3, 3]
+    lines = (tmp_path / "split" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert all(HIDDEN in json.loads(line) for line in lines), "measured where the weights come from"
     for before, after in zip(2 * expected, found[0] + found[1], strict=True):
         same = {name: value for name, value in after.items() if name in before and "reshard" not in name}
         assert {"critic/loss", "critic/explained_variance", "actor/loss", "actor/grad_norm"} <= same.keys()

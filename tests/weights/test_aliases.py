@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megaverl.weights.reshard import MAX_PARTS
 from tests.launcher import Launcher
 
 RANKS = "tests.weights.transport_ranks"
@@ -38,12 +39,16 @@ def test_captured_addresses_are_copied_to(launch: Launcher) -> None:
         assert found["freed"] == "", "the engine has storage of its own"
 
 
-@pytest.mark.parametrize("may_rebind", [True, False])
-def test_a_version_in_the_background_shows_at_the_boundary(launch: Launcher, may_rebind: bool) -> None:
-    for found in launch.world(4, f"{RANKS}:overlap", may_rebind=may_rebind):
-        assert (found["before"], found["usable"], found["total"]) == ([], "", 4)
-        assert (found["after"], found["version"]) == ([], 2)
-        assert found["in_place"] != may_rebind
+@pytest.mark.parametrize(("ipc", "alias"), [(False, False), (True, True)])
+def test_a_version_moves_as_its_parts_get_their_new_values(launch: Launcher, ipc: bool, alias: bool) -> None:
+    for found in launch.world(4, f"{RANKS}:overlap", ipc=ipc, alias=alias):
+        assert "version 2 is being written over version 1" in found["unusable"]
+        assert found["parts"] == MAX_PARTS
+        assert (found["wrong"], found["wrong_again"], found["usable"]) == ([], [], "")
+        assert found["hidden"] >= 0 and found["waited"] is None
+        assert found["bytes"] == [found["needs"]] * 2, "no element travels twice, whatever its part"
+        before, after = found["shared"]
+        assert before == after and (before > 0) == alias
 
 
 def test_weights_go_through_files(launch: Launcher, tmp_path: Any) -> None:

@@ -12,9 +12,11 @@ from tests.launcher import Launcher, WorldError
 RANKS = "tests.weights.transport_ranks"
 
 
-@pytest.mark.parametrize(("how", "lost", "through_files"), [("kill", 1, False), ("stop", 2, False), ("kill", 3, True)])
-def test_the_others_end_and_name_it(launch: Launcher, tmp_path: Path, how: str, lost: int, through_files: bool) -> None:
-    options = {"files": tmp_path / "files"} if through_files else {}
+@pytest.mark.parametrize(
+    ("how", "lost", "moves"), [("kill", 1, "network"), ("stop", 2, "background"), ("kill", 3, "files")]
+)
+def test_the_others_end_and_name_it(launch: Launcher, tmp_path: Path, how: str, lost: int, moves: str) -> None:
+    options = {"network": {}, "background": {"background": True}, "files": {"files": tmp_path / "files"}}[moves]
     with pytest.raises(WorldError, match=f"rank {lost} ended with exit code -9"):
         launch.world(4, f"{RANKS}:lose_a_rank", fresh=True, how=how, lost=lost, seconds=3.0, folder=tmp_path, **options)
     for rank in {0, 1, 2, 3} - {lost}:

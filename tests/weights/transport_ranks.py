@@ -18,7 +18,7 @@ from megaverl.models.architectures import weights_of
 from megaverl.sharding.megatron import megatron_layouts
 from megaverl.sharding.plan import make_plan
 from megaverl.sharding.vllm import vllm_layouts
-from megaverl.weights.reshard import Resharder
+from megaverl.weights.reshard import FinalParts, Resharder
 from megaverl.weights.transfer import TransportOptions
 from tests.sharding.specs import element_ids, fill, make_spec
 from tests.weights.ranks import as_parameters
@@ -102,21 +102,32 @@ def alias(grid: dict[str, int], vllm_tp: int, may_rebind: bool) -> dict[str, Any
     return found
 
 
-def overlap(may_rebind: bool) -> dict[str, Any]:
-    """A version that moves in the background is not seen before `finish`, and whole from then on."""
+def overlap(ipc: bool, alias: bool) -> dict[str, Any]:
+    """A version that moves part by part, each once it is said to have its new values, beside the ranks' own traffic."""
     sides = Sides({"tp": 2, "pp": 2}, 2)
-    options = TransportOptions(alias=True, may_rebind=may_rebind, bucket_bytes=1024)
-    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options, overlap=True)
+    options = TransportOptions(alias=alias, bucket_bytes=1024, ipc=ipc)
+    names = list(sides.source)
+    in_order = [{name} for name in names[:-1]]  # a part for each, as far as there are parts; the last is in none
+    resharder = Resharder(
+        sides.plan, sides.source, sides.dest, None, options, background=dist.new_group(), in_order=in_order
+    )
     resharder.run()
-    places = {name: tensor.data_ptr() for name, tensor in sides.dest.items()}
-    sides.multiply(2)
-    resharder.start()
+    shared = sides.shared()
+    final = FinalParts(resharder.num_parts, len(in_order))
+    resharder.start(final)
+    found: dict[str, Any] = {"unusable": refusal(resharder), "parts": resharder.num_parts}
     total = torch.ones(1)
-    dist.all_reduce(total)  # the ranks' own traffic goes on meanwhile
-    found = {"before": sides.wrong(1), "usable": refusal(resharder), "total": int(total)}
+    for number, name in enumerate(names, start=1):
+        sides.source[name].data.mul_(2)
+        final.after(number if number < len(names) else None)
+        if number <= 4:  # of every rank's
+            dist.all_reduce(total)
     stats = resharder.finish()
-    in_place = places == {name: tensor.data_ptr() for name, tensor in sides.dest.items()}
-    return found | {"after": sides.wrong(2), "version": stats.version, "in_place": in_place}
+    found |= {"wrong": sides.wrong(2), "shared": [shared, sides.shared()], "hidden": stats.hidden_seconds}
+    sides.multiply(2)
+    again = resharder.run()  # nobody says what is final: all is
+    found |= {"wrong_again": sides.wrong(4), "waited": again.hidden_seconds, "usable": refusal(resharder)}
+    return found | {"bytes": [stats.bytes_received, again.bytes_received], "needs": sides.plan.num_received * 4}
 
 
 def through_files(folder: str) -> dict[str, Any]:
@@ -134,7 +145,15 @@ def through_files(folder: str) -> dict[str, Any]:
     return {"wrong": wrong, "received": stats.bytes_received, "elements": elements, "left": left}
 
 
-def lose_a_rank(how: str, lost: int, seconds: float, folder: str, files: str | None = None, ipc: bool = False) -> None:
+def lose_a_rank(
+    how: str,
+    lost: int,
+    seconds: float,
+    folder: str,
+    files: str | None = None,
+    ipc: bool = False,
+    background: bool = False,
+) -> None:
     """Rank `lost` kills or stops itself in the middle of the second version; the others write what they say.
 
     A stopped rank is killed by the last of the others, so that the world can end.
@@ -148,12 +167,14 @@ def lose_a_rank(how: str, lost: int, seconds: float, folder: str, files: str | N
         folder=None if files is None else Path(files),
         ipc=ipc,
     )
-    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options)
+    own = dist.new_group() if background else None
+    resharder = Resharder(sides.plan, sides.source, sides.dest, options=options, background=own)
     pids = gather_json(os.getpid())
     resharder.run()
     sides.multiply(2)
     if rank == lost:
-        if files is None and not ipc:  # what was written into files could be read without its writer
+        # what was written into files could be read without its writer, and a thread may have sent all
+        if files is None and not ipc and not background:
             resharder.start()
         os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
     try:

@@ -20,6 +20,7 @@ from megaverl.rollout.engine import SamplingOptions
 from megaverl.rollout.vllm_engine import VLLMEngine
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.sharding.weight import shapes_of
+from megaverl.weights.reshard import FinalParts
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.rollout import Rollout
 from megaverl.workers.weight_sync import ActorWeights, WeightSync, adopting
@@ -63,9 +64,9 @@ def sleeping(engine: VLLMEngine, model: MegatronModel, sync: WeightSync) -> Iter
         for name in sync._written - of_the_actor(model, parameters):
             parameters[name].detach().fill_(float("nan"))
 
-    def start() -> None:
+    def start(final: FinalParts | None = None) -> None:
         events.append("reshard")
-        move()
+        move(final)
 
     engine._can_sleep = True
     with (
@@ -83,7 +84,7 @@ def sleeping(engine: VLLMEngine, model: MegatronModel, sync: WeightSync) -> Iter
 def versions(
     folder: str, other_folder: str, grid: dict[str, int], tp: int, prompts: list[list[int]], dtype: str
 ) -> dict[str, Any]:
-    """Answers with shared, then with overlapped weights, of the folder's model and of the other's."""
+    """Answers with weights that are shared, then with such as move in the background, of either folder's model."""
     model = MegatronModel(ModelSpec.from_folder(folder), manager().grid(GridShape(**grid)), dtype=torch.float32, seed=0)
     model.load(folder)
     shared = ReshardConfig(check_every=1)
@@ -131,18 +132,24 @@ def versions(
         found["asleep_changed"] = answer(rollout)
         sync.reshard()
     found |= {"events": events, "asleep_version": rollout.weight_version}
-    # overlap: the engine gets storage of its own, and a second set beside it
+    # overlap: the engine has storage of its own
     for parameter in engine.named_parameters().values():
         parameter.data = parameter.data.clone()
-    overlapped = ReshardConfig(overlap=True, check_every=1)
-    sync = WeightSync(ActorWeights.of(model), layouts, engine, default_group(), config=overlapped)
+    overlapped = ReshardConfig(overlap=True, alias="never", check_every=1)
+    sync = WeightSync(
+        ActorWeights.of(model), layouts, engine, default_group(), config=overlapped, background=dist.new_group()
+    )
     rollout = Rollout(engine, default_group(), sync)
+    sync.begin()
+    found["began_early"] = sync.is_under_way
     sync.reshard()
     found["overlapped_second"] = answer(rollout)
+    sync.begin()
+    found["under_way"] = sync.is_under_way
     model.load(folder)
-    sync.start()
-    found["draining"] = answer(rollout)
-    stats = sync.finish()
+    sync.final()
+    found["on_its_way"] = answer(rollout)
+    sync.reshard()
     found |= {"overlapped_first": answer(rollout), "version": rollout.weight_version}
     engine.close()
     dist.barrier()

@@ -41,11 +41,12 @@ def test_generations_have_one_version_whole(
             "asleep": "second",
             "asleep_again": "second",
             "overlapped_second": "second",
-            "draining": "second",
             "overlapped_first": "first",
         }.items():
             assert [answer["token_ids"] for answer in found[key]] == by_version[version], key
         assert found["version"] == 2
+        assert (found["began_early"], found["under_way"]) == (False, True)
+        assert "version 2 is being written over version 1" in found["on_its_way"]
         # the cache is there from a request to its answers, and never beside what a reshard needs
         brought, asked = ["wake weights", "reshard"], ["wake kv_cache", "sleep 1"]
         assert found["events"] == ["sleep 1", *brought, *asked, *brought, *asked, *brought, "wake kv_cache"]

@@ -1,0 +1,41 @@
+"""`reshard.overlap`: weights are on their way before the step is over, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megaverl.weights.reshard import HIDDEN
+from tests.launcher import Launcher
+from tests.trainer.conftest import command_arguments
+from tools.same_numbers import is_cost
+
+PPO = [
+    "rollout.engine=hf",
+    "algorithm={name: ppo, num_mini_batches: 2, kl: {in: reward, kind: k1, coef: 0.01}}",
+    "trainer={steps: 2, validate_every: 0}",
+    "checkpoint.export_hf=false",
+    "reshard.check_every=1",
+]
+# Gathered in several buckets, each of which is a part of the reshard.
+BUCKETS = "actor.ddp={overlap_grad_reduce: true, overlap_param_gather: true, bucket_size: 20000}"
+
+
+def test_the_same_bits_as_without(launch: Launcher, inputs: Path, tmp_path: Path) -> None:
+    """Fingerprints of both sides are compared after every reshard."""
+    found = {}
+    for overlap in (False, True):
+        arguments = [*command_arguments(inputs, tmp_path / str(overlap)), *PPO, BUCKETS, f"reshard.overlap={overlap}"]
+        found[overlap] = launch.world(2, "tests.trainer.ranks:train_counted", arguments=arguments)
+    for plain, overlapped in zip(found[False], found[True], strict=True):
+        assert plain["weights"] == overlapped["weights"]
+        assert overlapped["parts"] > 1
+        for before, after in zip(plain["metrics"], overlapped["metrics"], strict=True):
+            assert comparable(before) == comparable(after)
+            assert HIDDEN not in before and 0 <= after[HIDDEN] <= 1
+            assert after["reshard/bytes_received"] + after["reshard/bytes_local"] > 0
+
+
+def comparable(metrics: dict[str, Any]) -> str:
+    return json.dumps({name: value for name, value in sorted(metrics.items()) if not is_cost(name)})
