@@ -165,7 +165,7 @@ def slept_seconds(load: StepLoad) -> float | None:
     job, config = load.job, load.job.config
     if not config.rollout.sleep or config.rollout.engine != "vllm" or load.hardware.cores is not None:
         return None
-    if job.placement.colocated("actor", "rollout") and not config.reshard.overlap:
+    if job.placement.colocated("actor", "rollout"):
         return 0.0
     fields, spec, tp = config.rollout.vllm, job.spec, job.rollout.tp
     embedding = (1 if fields.get("quantization") else load.actor.itemsize) * spec.vocab_size * spec.hidden_size / tp
