@@ -235,11 +235,6 @@ def is_plain(config: TransformerConfig) -> bool:
     return config.attention_dropout == 0.0 and (config.window_size is None or config.window_size[1] == 0)
 
 
-def is_uniform(config: TransformerConfig) -> bool:
-    """Whether all layers have the same window, if any, and a plain softmax: what other kernels than ours may take."""
-    return config.softmax_type == "vanilla" and (config.window_size is None or config.window_attn_skip_freq is None)
-
-
 class SharedKVAttention(SelfAttention):
     """megatron-core's where several ranks share a key-value head, on the group that it is given.
 

@@ -179,7 +179,7 @@ def _gates_first(x: torch.Tensor) -> torch.Tensor:
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def _mark_cut_weights(model: torch.nn.Module) -> None:
+def _mark_cut_weights(model: GPTModel) -> None:
     """Say of every weight that tensor parallelism cuts that it is cut, so that the gradient's norm counts all parts.
 
     megatron-core (0.16 to 0.19) says so where it draws the weight, and so not with `perform_initialization: false`.
@@ -192,6 +192,7 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
                 set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
         sinks = getattr(module, "softmax_offset", None)  # which megatron-core never marks
         if isinstance(sinks, torch.nn.Parameter):
+            sinks.data = sinks.data.to(model.config.params_dtype)  # Transformer Engine (2.8 to 2.20) makes float32
             set_tensor_model_parallel_attributes(sinks, is_parallel=True, dim=0, stride=1)
 
 

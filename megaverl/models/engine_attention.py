@@ -12,6 +12,9 @@ takes that in "thd", with or without a window, as read in Transformer Engine 2.3
   9.10.0 and 9.10.1; heads of up to 128 dimensions, on 9.0 up to 256.
 - UnfusedDotProductAttention: from Transformer Engine 2.11 on, also in 32 bits; under masks, all scores in memory.
 
+Of attention with sinks (`softmax_type`, from 2.8 on) FlashAttention computes none, and cuDNN "thd" from 9.18 on where
+Transformer Engine is newer than 2.9; cut over ranks, as "a2a" alone sends it.
+
 `padding_causal` would align the mask at the first query and key: FlashAttention is then refused where the longest
 segment has other numbers of queries and keys, and else all compute something else. Transformer Engine 2.1 does just
 that to `bottom_right` where the longest has the same, though others have not
@@ -34,7 +37,6 @@ from typing import Any
 
 import torch
 
-from megaverl.models.attention import is_uniform
 from megaverl.models.packing import VarlenPacking
 from megaverl.platform import platform
 
@@ -48,7 +50,6 @@ from megatron.core.utils import get_te_version, is_te_min_version  # noqa: E402
 from transformer_engine.pytorch.attention.dot_product_attention import utils  # noqa: E402
 
 LOWEST_ENGINE = "2.3.0"
-UNEVEN = "attention has sinks, or windows that differ from layer to layer: not tried with Transformer Engine yet"
 
 
 class _MaskType(enum.Enum):
@@ -117,11 +118,11 @@ def _kinds(config: TransformerConfig) -> set[str]:
 
 def why_not_cut(config: TransformerConfig) -> str:
     """Why Transformer Engine's attention cannot take sequences cut over context-parallel ranks; empty: it can."""
-    if not is_uniform(config):
-        return UNEVEN
     kinds, tp_size, cp_size = _kinds(config), config.tensor_model_parallel_size, config.context_parallel_size
     if unknown := kinds - {"p2p", "a2a", "all_gather"}:
         return f"megatron.cp_comm_type={', '.join(sorted(unknown))} is not among p2p, a2a and all_gather"
+    if config.softmax_type != "vanilla" and kinds != {"a2a"}:
+        return "attention has sinks, which megatron.cp_comm_type=a2a alone takes. Set it"
     if config.window_size is not None and "p2p" in kinds:
         return "attention has a window, which megatron.cp_comm_type=p2p does not take. Set it to all_gather or a2a"
     if config.multi_latent_attention and kinds != {"p2p"}:
@@ -144,8 +145,6 @@ def why_padded(config: TransformerConfig) -> str:
         return f"Transformer Engine {LOWEST_ENGINE} or later is needed, and {get_te_version()} is installed"
     if config.fp8_dot_product_attention or config.fp8_multi_head_attention:
         return "attention is in FP8 (megatron.fp8_dot_product_attention, megatron.fp8_multi_head_attention)"
-    if not is_uniform(config):
-        return UNEVEN
     tp_size, is_cut = config.tensor_model_parallel_size, config.context_parallel_size > 1
     if is_cut and _kinds(config) != {"p2p"}:
         return "Transformer Engine takes packed rows cut over ranks with megatron.cp_comm_type=p2p alone"
@@ -154,26 +153,34 @@ def why_padded(config: TransformerConfig) -> str:
     if config.multi_latent_attention:
         keys, values = config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
         groups = config.num_attention_heads
-    asked = utils.AttentionParams(
-        qkv_dtype=config.params_dtype,
-        qkv_layout="thd_thd_thd",
-        batch_size=2,
-        num_heads=config.num_attention_heads // tp_size,
-        num_gqa_groups=max(1, groups // tp_size),
-        max_seqlen_q=65,  # any lengths, and so not only multiples of 64
-        max_seqlen_kv=65 if is_cut else 129,
-        head_dim_qk=keys,
-        head_dim_v=values,
-        attn_mask_type=_mask_type(config).name,
-        window_size=config.window_size or (-1, 0),
-        deterministic=config.deterministic_mode,
-        context_parallel=is_cut,
-    )
-    by_flash, _, by_cudnn, *_ = utils.get_attention_backend(asked)
-    if by_flash or by_cudnn:
+    sinks = {} if config.softmax_type == "vanilla" else {"softmax_type": config.softmax_type}
+    windows = [config.window_size or (-1, 0), *([(-1, 0)] if config.window_attn_skip_freq else [])]
+    backends = [
+        utils.get_attention_backend(
+            utils.AttentionParams(
+                qkv_dtype=config.params_dtype,
+                qkv_layout="thd_thd_thd",
+                batch_size=2,
+                num_heads=config.num_attention_heads // tp_size,
+                num_gqa_groups=max(1, groups // tp_size),
+                max_seqlen_q=65,  # any lengths, and so not only multiples of 64
+                max_seqlen_kv=65 if is_cut else 129,
+                head_dim_qk=keys,
+                head_dim_v=values,
+                attn_mask_type=_mask_type(config).name,
+                window_size=window,
+                deterministic=config.deterministic_mode,
+                context_parallel=is_cut,
+                **sinks,
+            )
+        )
+        for window in windows  # of the layers
+    ]
+    if all(by_flash or by_cudnn for by_flash, _, by_cudnn, *_ in backends):
         return ""
     return (
         "neither FlashAttention nor cuDNN's attention takes them in Transformer Engine here (megatron."
         f"attention_backend={config.attention_backend.name}, {config.params_dtype}, heads of {keys} "
-        f"dimensions{f', values of {values}' if values != keys else ''}); NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why"
+        f"dimensions{f', values of {values}' if values != keys else ''}"
+        f"{', with sinks' if sinks else ''}); NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 says why"
     )

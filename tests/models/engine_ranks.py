@@ -30,6 +30,7 @@ def found(latent: dict[str, str], packed: dict[str, Any], output: str) -> dict[s
     return {
         "latent": latent_attention(latent),
         "packed": {name: updates(engine, Path(output) / name, **case) for name, case in packed.items()},
+        "adapters": adapters(engine, Path(output), packed["sinks"]["folder"]),
         "refused": why_padded(next(iter(packed.values()))["folder"], next(iter(latent.values()))),
     }
 
@@ -92,6 +93,8 @@ def updates(engine: Engine, output: Path, *, folder: str, shape: dict[str, int],
         options = megatron | {
             "apply_rope_fusion": engine.is_used and "Deepseek" not in Path(folder, "config.json").read_text()
         }
+        if not engine.is_used:  # how Transformer Engine sends keys and values
+            options.pop("cp_comm_type", None)
         given = {"same_prompts": 3, "pack_samples": name.endswith("packed"), "megatron": options}
         metrics = update(folder, shape, str(output / name), **given)
         results[name] = {"metrics": metrics, "rows": list(seen)}
@@ -99,6 +102,22 @@ def updates(engine: Engine, output: Path, *, folder: str, shape: dict[str, int],
     engine.is_used = True
     engine_stub.DotProductAttention.forward = plain  # type: ignore[method-assign]
     return results
+
+
+def adapters(engine: Engine, output: Path, folder: str) -> dict[str, Any]:
+    """Metrics of the same update of adapters of gpt-oss's attention, which has biases, of both kinds of layers; the
+    adapters to `output`."""
+    from tests.workers.lora_ranks import random_adapter, update
+
+    shape, lora = {"tp": 2, "etp": 1}, {"rank": 4, "alpha": 8.0}
+    given = {"lora": lora, "megatron": {"sequence_parallel": True}}
+    random_adapter(folder, lora, str(output / "adapter"), shape)
+    found = {}
+    for name in ("adapted engine", "adapted local"):
+        engine.is_used = name.endswith("engine")
+        found |= update(folder, {name: shape}, str(output / "adapter"), str(output), **given)
+    engine.is_used = True
+    return found
 
 
 def why_padded(folder: str, latent: str) -> dict[str, Any]:

@@ -172,16 +172,26 @@ class GroupedLinear(Module):
         self, num_gemms: int, in_features: int, out_features: int, *, bias: bool = True, **options: Any
     ) -> None:
         super().__init__()
-        assert not bias, "no model of ours has biases of experts"
-        self.num_gemms, self.use_bias = num_gemms, False
+        self.num_gemms, self.use_bias = num_gemms, bias
+        self.return_bias = options.pop("return_bias", False)
         for number in range(num_gemms):
-            self.register_parameter(f"weight{number}", Linear(in_features, out_features, bias=False, **options).weight)
+            linear = Linear(in_features, out_features, bias=bias, **options)
+            self.register_parameter(f"weight{number}", linear.weight)
+            if bias:
+                self.register_parameter(f"bias{number}", linear.bias)
 
     def forward(
         self, inp: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
-    ) -> torch.Tensor:
-        parts = inp.split(list(m_splits))
-        return torch.cat([F.linear(part, getattr(self, f"weight{number}")) for number, part in enumerate(parts)])
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        biases = [getattr(self, f"bias{number}") for number in range(self.num_gemms)] if self.use_bias else []
+        added = biases if self.use_bias and not self.return_bias else [None] * self.num_gemms
+        out = torch.cat(
+            [
+                F.linear(part, getattr(self, f"weight{number}"), bias)
+                for number, (part, bias) in enumerate(zip(inp.split(list(m_splits)), added, strict=True))
+            ]
+        )
+        return (out, [bias.to(inp.dtype) for bias in biases]) if self.return_bias else out
 
 
 class RMSNorm(nn.Module):
@@ -234,6 +244,12 @@ class DotProductAttention(nn.Module):
         self.head_dims = kv_channels if isinstance(kv_channels, tuple) else (kv_channels, kv_channels)
         self.num_gqa_groups_per_partition = (num_gqa_groups or num_attention_heads) // tp_size
         self.softmax_scale = softmax_scale or self.head_dims[0] ** -0.5
+        self.softmax_offset: nn.Parameter | None = None
+        if softmax_type != "vanilla":
+            assert softmax_type == "learnable", softmax_type
+            # of torch's default dtype, whatever the model's
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            self.softmax_offset = nn.Parameter(torch.zeros(num_attention_heads // tp_size, device=device))
 
     def forward(
         self,
@@ -272,7 +288,7 @@ class DotProductAttention(nn.Module):
             assert mask_type == "causal" and q.dim() == 4, (mask_type, q.shape)
             seen = causal(len(q), len(k), q.device, window)
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-            return attend(q, k, v, seen, self.softmax_scale).permute(2, 0, 1, 3).flatten(2)
+            return attend(q, k, v, seen, self.softmax_scale, self.softmax_offset).permute(2, 0, 1, 3).flatten(2)
         assert q.dim() == 3 and mask_type in ("padding_causal", "padding_causal_bottom_right"), (mask_type, q.shape)
         assert cu_seqlens_q is not None and cu_seqlens_kv is not None and cu_seqlens_q.shape == cu_seqlens_kv.shape
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
@@ -283,7 +299,7 @@ class DotProductAttention(nn.Module):
         assert bottom_right or max_seqlen_q == max_seqlen_kv, "FlashAttention refuses"
         seen = within(cu_seqlens_q, cu_seqlens_kv, len(q), len(k), window, bottom_right=bottom_right)
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return attend(q, k, v, seen, self.softmax_scale).transpose(0, 1).flatten(1)
+        return attend(q, k, v, seen, self.softmax_scale, self.softmax_offset).transpose(0, 1).flatten(1)
 
     def whole_rows(
         self, local: Sequence[torch.Tensor], packed: bool, cu_seqlens: torch.Tensor | None, mask_type: str
@@ -295,6 +311,7 @@ class DotProductAttention(nn.Module):
         assert count % 2 == 0, "Sequence length per GPU needs to be divisible by 2!"
         assert self.window_size is None or self.cp_comm_type in ("a2a", "all_gather")
         assert self.head_dims[0] == self.head_dims[1] or self.cp_comm_type == "p2p"
+        assert self.softmax_offset is None or self.cp_comm_type == "a2a"
         if not packed:
             cu_seqlens = torch.tensor([0, count * size], device=device)
         else:
@@ -311,11 +328,22 @@ class DotProductAttention(nn.Module):
         return *(_Exchange.apply(x, self.cp_group, "gather").index_select(0, order) for x in local), places[rank]
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, scale: float) -> torch.Tensor:
-    """[..., heads, q, d], keys and values [..., kv_heads, k, d], `seen` [q, k] bool -> [..., heads, q, d]."""
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float,
+    offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[..., heads, q, d], keys and values [..., kv_heads, k, d], `seen` [q, k] bool, `offset` [heads], of each head one
+    more score in its softmax -> [..., heads, q, d]."""
     k, v = (x.repeat_interleave(q.shape[-3] // k.shape[-3], dim=-3) for x in (k, v))
     scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
-    return scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype) @ v
+    if offset is not None:
+        scores = torch.cat([scores, offset.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return weights[..., : k.shape[-2]] @ v
 
 
 def causal(queries: int, keys: int, device: torch.device, window: tuple[int, int] | None) -> torch.Tensor:
@@ -393,9 +421,10 @@ class _SplitAlongDim:
 
 
 def get_attention_backend(asked: Any) -> tuple[Any, ...]:
-    """As on an H100 with flash-attn, but in any dtype."""
-    by_flash = max(asked.head_dim_qk, asked.head_dim_v) <= 256
-    return by_flash, "2.8.3", False, None, False, [by_flash, False, False]
+    """As on an H100 with flash-attn and cuDNN 9.18, but in any dtype."""
+    sinks = getattr(asked, "softmax_type", "vanilla") != "vanilla"
+    by_flash = max(asked.head_dim_qk, asked.head_dim_v) <= 256 and not sinks
+    return by_flash, "2.8.3", sinks, None, False, [by_flash, sinks, False]
 
 
 # transformer_engine.pytorch.attention.dot_product_attention.utils

@@ -27,6 +27,9 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("Qwen3MoeForCausalLM", SEQUENCE_PARALLEL),
     "cut": ("Qwen2ForCausalLM", {"shape": {"cp": 2}, "megatron": {}}),
     "latent": (LATENT, SEQUENCE_PARALLEL),
+    # experts with biases, gates in turn; a window in every other layer
+    "sinks": ("GptOssForCausalLM", {"shape": {"tp": 2, "etp": 1}, "megatron": {"sequence_parallel": True}}),
+    "sinks, cut": ("GptOssForCausalLM", {"shape": {"cp": 2}, "megatron": {"cp_comm_type": "a2a"}}),
 }
 
 
@@ -73,7 +76,10 @@ def test_packed_rows_under_transformer_engine_give_the_same_update(
     found = results[0]["packed"][name]
     rows = found["engine packed"]["rows"]
     looks_back = any(queries < keys for queries, keys in rows)
-    assert rows and looks_back == (name != "cut"), "prompts are computed once, and looked back at"
+    if name == "sinks, cut":
+        assert not rows, "keys and values of packed rows are sent p2p alone, those of sinks a2a alone"
+    else:
+        assert rows and looks_back == (name != "cut"), "prompts are computed once, and looked back at"
     assert not found["engine padded"]["rows"]
     expected = found["local padded"]["metrics"]
     before, after = (
@@ -91,6 +97,20 @@ def test_packed_rows_under_transformer_engine_give_the_same_update(
             torch.testing.assert_close(
                 weights[key], weight, atol=1e-5, rtol=0, msg=lambda text, at=(kind, key): f"{at}: {text}"
             )
+
+
+def test_adapters_under_transformer_engine_get_the_same_update(results: list[dict[str, Any]], output: Path) -> None:
+    metrics = results[0]["adapters"]
+    for key, value in metrics["adapted local"].items():
+        assert metrics["adapted engine"][key] == pytest.approx(value, abs=1e-5, rel=1e-5), key
+    before, engine, local = (
+        load_file(output / name / "adapter_model.safetensors")
+        for name in ("adapter", "adapted engine", "adapted local")
+    )
+    assert engine.keys() == local.keys() and any(".o_proj." in key for key in local)
+    for key, factor in local.items():
+        assert not torch.equal(factor, before[key]), key
+        torch.testing.assert_close(engine[key], factor, atol=1e-5, rtol=0, msg=lambda text, at=key: f"{at}: {text}")
 
 
 def test_where_transformer_engine_takes_no_packed_rows_it_is_said(results: list[dict[str, Any]]) -> None:
