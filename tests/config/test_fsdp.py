@@ -84,6 +84,13 @@ def test_any_architecture_under_fsdp_alone(load, mistakes, tmp_path: Path):
     assert "architecture 'GPT2LMHeadModel' is not supported" in refused and "actor.engine=fsdp" in refused
 
 
+def test_a_model_that_vllm_computes_otherwise_is_refused_before_a_start(load, mistakes, tmp_path: Path):
+    (tmp_path / "model" / "config.json").write_text(json.dumps(GPT2 | {"architectures": ["Gemma3nForCausalLM"]}))
+    given = [f"model.path={tmp_path / 'model'}", FSDP, "data.max_prompt_tokens=100"]
+    assert "leaves out the embeddings of tokens that each layer has" in mistakes(*given)["rollout.engine"]
+    load(*given, "rollout.engine=hf")
+
+
 def test_the_outline_of_a_model() -> None:
     spec = ModelSpec.outline_of(GPT2)
     sizes = (spec.num_layers, spec.hidden_size, spec.ffn_hidden_size, spec.num_heads, spec.vocab_size)
