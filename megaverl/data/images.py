@@ -57,7 +57,10 @@ class ImageProcessor:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         kind = config.get("model_type")
         if kind not in FAMILIES:
-            raise DataError(f"{folder}: images of {kind} are not known here; known: {', '.join(FAMILIES)}.")
+            raise DataError(
+                f"{folder}: images of {kind} are not known here; known: {', '.join(FAMILIES)}. For text alone, name a "
+                "folder with its language model."
+            )
         from transformers import AutoImageProcessor
 
         try:

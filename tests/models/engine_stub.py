@@ -157,12 +157,18 @@ class LayerNormLinear(Linear):
         super().__init__(in_features, out_features, params_dtype=params_dtype, device=device, **options)
         assert normalization == "RMSNorm", normalization
         self.eps, self.normalization, self.zero_centered_gamma = eps, normalization, zero_centered_gamma
+        self.return_layernorm_output = self.return_layernorm_output_gathered = False
         start = 0.0 if zero_centered_gamma else 1.0
         self.layer_norm_weight = parameter(in_features, value=start, dtype=params_dtype, device=device)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
-    def _linear(self, x: torch.Tensor) -> torch.Tensor:
-        return super()._linear(normed(x, self.layer_norm_weight, self.eps, self.zero_centered_gamma))
+    def forward(self, inp: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """Behind the output, and the bias where that is returned, the normed input where that is."""
+        x = normed(inp, self.layer_norm_weight, self.eps, self.zero_centered_gamma)
+        out = super().forward(x)
+        if not self.return_layernorm_output:
+            return out
+        return (*out, x) if self.return_bias else (out, x)
 
 
 class GroupedLinear(Module):
