@@ -38,6 +38,7 @@ class Case(NamedTuple):
 GRPO_8, GRPO_128 = "llama3_70b/grpo_8_nodes", "llama3_70b/grpo_128_nodes"
 FP8_ROLLOUT = "llama3_70b/grpo_8_nodes_fp8_rollout"
 PPO, FSDP = "llama3_70b/ppo_16_nodes", "qwen2_5_7b/grpo_fsdp_1_node"
+SINKS = "gpt_oss_20b/grpo_1_node"
 EXPERTS, CONTEXT_PARALLEL = "qwen3_235b_a22b/grpo_64_nodes", "qwen3_235b_a22b/grpo_64_nodes_32k"
 CASES = [
     Case(GRPO_8, 64, 0, [*STEP, "save"]),
@@ -57,6 +58,9 @@ CASES = [
     Case(CONTEXT_PARALLEL, 512, 0, BUILD),
     Case(CONTEXT_PARALLEL, 512, 255, STEP),
     Case(CONTEXT_PARALLEL, 512, 511, BUILD),
+    Case(SINKS, 8, 0, BUILD),
+    Case(SINKS, 8, 3, BUILD),
+    Case(SINKS, 8, 7, BUILD),
     Case(FSDP, 8, 0, [*STEP, "save"], NO_IPC),
     Case(FSDP, 8, 3, BUILD),
     Case(FSDP, 8, 7, BUILD),
