@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from megaverl.config.algorithm import AlgorithmConfig
+from megaverl.config.fsdp import FsdpConfig
 from megaverl.config.roles import CoordinatorConfig, LoraConfig, OffloadConfig
 from megaverl.coordinator.islands import serve_join
 from megaverl.distributed.placement import Node, parse_wanted
@@ -19,10 +20,12 @@ from megaverl.distributed.store import job_store
 from megaverl.distributed.worlds import Fabric, join
 from megaverl.sharding.model_spec import ModelSpec
 from megaverl.trainer.islands import Island
+from megaverl.workers.fsdp_model import FSDPModel
+from megaverl.workers.fsdp_trainable import FSDPTrainable, local
 from megaverl.workers.megatron_model import MegatronModel
 from megaverl.workers.megatron_trainable import MegatronTrainable
 from megaverl.workers.policy import Actor
-from tests.models.ranks import grid
+from tests.models.ranks import grid, manager
 from tests.workers.ranks import experience
 
 EVERY = 2
@@ -31,6 +34,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "replicated": {"ddp": {"use_distributed_optimizer": False}},
     "lora": {"lora": LoraConfig(rank=2)},
     "offloaded": {"offloaded": True},
+    "fsdp": {"fsdp": FsdpConfig()},
 }
 
 
@@ -55,20 +59,28 @@ def steps_of(
     ddp: dict[str, Any] | None = None,
     lora: LoraConfig | None = None,
     offloaded: bool = False,
+    fsdp: FsdpConfig | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors that the optimizer steps on: at the start, after two updates alone, and with the other island; what
     the model's weights say of the latter, and those weights."""
     found: dict[str, torch.Tensor] = {}
     for name in ("alone", "joined"):
-        model = MegatronModel(
-            ModelSpec.from_folder(folder / "model"), grid(), dtype=torch.bfloat16, seed=0, lora=lora, initialize=False
-        )
-        model.load(folder / "model")
+        given: dict[str, Any] = {"dtype": torch.bfloat16, "seed": 0, "lora": lora, "initialize": False}
         optimizer = {"lr": 1e-5, "weight_decay": 0.0}
-        away = OffloadConfig(parameters=offloaded, optimizer=offloaded, folder=str(folder) if offloaded else None)
-        trainable = MegatronTrainable(
-            model, optimizer=optimizer, scheduler={}, ddp=ddp or {}, total_updates=EVERY, offload=away
+        more: dict[str, Any] = {"optimizer": optimizer, "scheduler": {}, "total_updates": EVERY}
+        more["offload"] = OffloadConfig(
+            parameters=offloaded, optimizer=offloaded, folder=str(folder) if offloaded else None
         )
+        model: MegatronModel | FSDPModel
+        trainable: MegatronTrainable | FSDPTrainable
+        if fsdp is None:
+            model = MegatronModel(ModelSpec.from_folder(folder / "model"), grid(), **given)
+            model.load(folder / "model")
+            trainable = MegatronTrainable(model, ddp=ddp or {}, **more)
+        else:
+            model = FSDPModel(folder / "model", grid(), manager(), fsdp=fsdp, trained=True, **given)
+            model.load(folder / "model")
+            trainable = FSDPTrainable(model, **more)
         actor = Actor(trainable, AlgorithmConfig(), temperature=1.0, micro_batch_tokens=64, seed=0)
         if name == "joined":
             trainable.islands = island = Island(fabric, trainable, CoordinatorConfig(islands_every=EVERY), 0)
@@ -78,12 +90,15 @@ def steps_of(
             actor.update(experience(seed=10 * fabric.placement.islands[0].count(fabric.rank) + step), step=step)
         found |= masters_of(trainable, name)
     with trainable.present():
-        trainable.optimizer.reload_model_params()
+        if isinstance(trainable, MegatronTrainable):
+            trainable.optimizer.reload_model_params()
         found |= {f"weights.{name}": parameter.detach().clone() for name, parameter in model.held_parameters.items()}
     return found | masters_of(trainable, "read")
 
 
-def masters_of(trainable: MegatronTrainable, prefix: str) -> dict[str, torch.Tensor]:
+def masters_of(trainable: MegatronTrainable | FSDPTrainable, prefix: str) -> dict[str, torch.Tensor]:
+    if isinstance(trainable, FSDPTrainable):
+        return {f"{prefix}.{number}": local(each).detach().clone() for number, each in enumerate(trainable.parameters)}
     singles = getattr(trainable.optimizer, "chained_optimizers", [trainable.optimizer])
     tensors = [p for single in singles for group in single.optimizer.param_groups for p in group["params"]]
     with trainable.present():

@@ -201,10 +201,12 @@ def test_an_update_under_fsdp_is_that_of_transformers_and_autograd(
         assert_right(updated(launch, folder, tmp_path / name, {"dp": ranks}, **given), expected, before, name)
 
 
-# (architecture, its config, options, loss, how ranks are cut, what else), on two tensor- by two data-parallel ranks
+REPLICAS = {"sharding_strategy": "hybrid_shard", "shard_size": 2}
+# (architecture, its config, options, loss, how ranks are cut, what else), on two tensor-parallel ranks by two shards
 TENSOR_PARALLEL: dict[str, tuple[str, dict[str, Any], dict[str, Any], Loss, dict[str, Any], dict[str, Any]]] = {
     "biases, tied": ("Qwen2ForCausalLM", {}, PPO, ppo, {}, {"chunked_logits": True}),
     "norms of heads": ("Gemma3ForCausalLM", GEMMA3 | {"num_key_value_heads": 2}, GRPO, grpo, {}, CUTS["full"][2]),
+    "replicas": ("LlamaForCausalLM", {}, PPO, ppo, REPLICAS, {"micro_batch_tokens": 30}),
 }
 
 
@@ -216,7 +218,7 @@ def test_an_update_under_fsdp_with_tensor_parallel_ranks(launch: Launcher, tmp_p
     expected = by_transformers(folder, loss, same_prompts=3)
     before = load_file(folder / "model.safetensors")
     given = {"same_prompts": 3, **options, **changes, "fsdp": fsdp}
-    found = updated(launch, folder, tmp_path / "found", {"tp": 2, "dp": 2}, **given)
+    found = updated(launch, folder, tmp_path / "found", {"tp": 2, "dp": 4 if fsdp else 2}, **given)
     assert_right(found, expected, before, case)
 
 

@@ -72,9 +72,20 @@ def test_same_update_on_every_grid(
             torch.testing.assert_close(adapter[name], factor, atol=1e-5, rtol=0, msg=f"{grid} {name}")
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_an_adapter_of_peft_there_and_back(launch: Launcher, architecture: str, tmp_path: Path) -> None:
-    """Made by peft, loaded on TP2, saved and merged: peft's numbers each time."""
+@pytest.mark.parametrize(
+    ("architecture", "shape"),
+    [
+        ("Qwen2ForCausalLM", {"tp": 2}),
+        ("Qwen2ForCausalLM", {"dp": 2, "fsdp": {}}),
+        ("DeepseekV3ForCausalLM", {"tp": 2}),
+        ("Qwen3MoeForCausalLM", {"tp": 2}),
+        ("GptOssForCausalLM", {"tp": 2, "etp": 1}),
+    ],
+)
+def test_an_adapter_of_peft_there_and_back(
+    launch: Launcher, architecture: str, shape: dict[str, Any], tmp_path: Path
+) -> None:
+    """Made by peft, loaded on two ranks, saved and merged: peft's numbers each time."""
     peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
@@ -93,7 +104,7 @@ def test_an_adapter_of_peft_there_and_back(launch: Launcher, architecture: str, 
     paths = {"adapter": tmp_path / "made", "saved": tmp_path / "saved", "merged": tmp_path / "merged"}
     lora = {**LORA, "targets": targets}
     found = launch.world(
-        2, f"{RANKS}through_megaverl", folder=folder, shape={"tp": 2}, lora=lora, tokens=tokens.tolist(), **paths
+        2, f"{RANKS}through_megaverl", folder=folder, shape=shape, lora=lora, tokens=tokens.tolist(), **paths
     )
     with torch.no_grad():
         logits = made(tokens).logits
