@@ -103,6 +103,7 @@ EXTRAS_REQUIRE = {
     "text-games": ["gymnasium>=1.0"],
     "textarena": ["textarena>=0.7"],
     "openenv": ["websockets>=13"],
+    "verifiers": ["verifiers>=0.4"],
     # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
     "mcp": ["mcp>=2"],
     # A harness of others that is trained as it is, in the tests: environment.name=gateway.
@@ -110,7 +111,7 @@ EXTRAS_REQUIRE = {
     # Python's stacks of a step: run.profile.tools=py_spy.
     "profile": ["py-spy>=0.4"],
     # The documents as a site: mkdocs serve.
-    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5"],
+    "docs": ["mkdocs>=1.6", "mkdocs-material>=9.5", "mkdocs-jupyter>=0.25"],
     # What `make release` builds and checks with; in no lock.
     "release": ["build>=1.2", "twine>=6.1"],
     # Models from modelscope.cn: model.hub=modelscope.

@@ -85,7 +85,7 @@ def locks() -> list[Lock]:
     return [
         Lock(
             base,
-            ("cpu", "datasets", "docs", "gguf", "profile", "tensorboard", "test", "text-games", "wandb"),
+            ("cpu", "datasets", "docs", "gguf", "profile", "tensorboard", "test", "text-games", "verifiers", "wandb"),
             "quickstart and tests on a CPU",
             core=True,
             tools=("setuptools",),

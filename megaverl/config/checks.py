@@ -39,6 +39,7 @@ from megaverl.config.watching import watching_mistakes
 from megaverl.errors import MegaverlError, ModelError, RewardError
 from megaverl.rewards import find_reward, load_modules, reward_names
 from megaverl.rewards.reasoning_gym import PREFIX, why_no_task
+from megaverl.rollout.environments import verifiers
 from megaverl.sharding.model_spec import ModelSpec
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
@@ -285,6 +286,8 @@ def _source_problem(path: str) -> str:
         return ""
     if path.startswith(PREFIX):
         return why_no_task(path)
+    if path.startswith(verifiers.PREFIX):
+        return verifiers.why_no_taskset(path)
     if ":" in path and not Path(path).exists():
         file = Path(path.rpartition(":")[0])
         return "whose file is not there." if file.suffix == ".py" and not file.is_file() else ""

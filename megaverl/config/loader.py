@@ -117,9 +117,17 @@ def load_config(
 
 
 def layered(path: str | Path | None, overrides: list[str] | None = None) -> Make:
-    """The configuration as a function of settings that are still laid over it; keys that are `auto` are left out."""
+    """The configuration as a function of settings that are still laid over it; keys that are `auto` are left out.
+
+    Raises:
+        InvalidConfig: lists every mistake that shows before a layout is chosen.
+    """
     source, _ = _read(path, overrides or [], "train")
     _take_auto(source)
+    _, mistakes = validate(source)
+    mistakes = _first_of_each_key([*source.mistakes, *mistakes, *passthrough_mistakes(source.values, source.place)[0]])
+    if mistakes:
+        raise InvalidConfig(mistakes, source.name)
     return _make_of(source)
 
 

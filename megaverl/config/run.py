@@ -88,8 +88,8 @@ class SourceConfig(Section):
 
     path: Text
     """A JSONL or Parquet file, a pattern of such, a folder of them or one of datasets.save_to_disk, a data set on the
-    hub as org/name (needs the package datasets), a task of reasoning-gym as reasoning_gym:NAME?size=1000&seed=1, or
-    your own as module:object."""
+    hub as org/name (needs the package datasets), a task of reasoning-gym as reasoning_gym:NAME?size=1000&seed=1, a
+    taskset of verifiers as verifiers:NAME?size=1000, or your own as module:object."""
     weight: PositiveFloat | None = None
     """Its share of the prompts, over the sum of all weights. null, for all sources: as many as it has rows."""
     split: Text = "train"

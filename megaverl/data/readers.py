@@ -49,7 +49,7 @@ def open_reader(source: SourceConfig) -> SourceReader:
         DataError: nothing is there, or it is damaged.
     """
     kind = kind_of(source.path)
-    if kind in ("own", "reasoning_gym"):
+    if kind in ("own", "reasoning_gym", "verifiers"):
         reader: SourceReader = NumberedReader(open_source(source))
     elif kind in ("hub", "saved"):
         reader = HubReader(source)

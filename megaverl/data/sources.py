@@ -1,5 +1,5 @@
-"""Where rows come from: files, folders, data sets on the hub, reasoning-gym, own code. Each as rows by number, read on
-demand."""
+"""Where rows come from: files, folders, data sets on the hub, reasoning-gym, verifiers, own code. Each as rows by
+number, read on demand."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from megaverl.config.run import SourceConfig, is_hub_name
 from megaverl.errors import DataError
 from megaverl.plugins import load_object
 from megaverl.rewards.reasoning_gym import PREFIX, ReasoningGymRows
+from megaverl.rollout.environments import verifiers
 
 OWN = re.compile(r"(?:[\w./\\-]+\.py|[A-Za-z_]\w*(?:\.\w+)*):[A-Za-z_]\w*")
 HOW_TO_INSTALL = "pip install 'megaverl[datasets]'"
@@ -31,10 +32,10 @@ def as_source(entry: Entry) -> SourceConfig:
 
 
 def kind_of(path: str) -> str:
-    """`files` (or a pattern), `folder` of such, `saved` by datasets, `hub`, `reasoning_gym`, or `own` code. Looks at
-    the disk only."""
-    if path.startswith(PREFIX):
-        return "reasoning_gym"
+    """`files` (or a pattern), `folder` of such, `saved` by datasets, `hub`, `reasoning_gym`, `verifiers`, or `own`
+    code. Looks at the disk only."""
+    if path.startswith((PREFIX, verifiers.PREFIX)):
+        return path.partition(":")[0]
     if OWN.fullmatch(path):
         return "own"
     if Path(path).is_dir():
@@ -68,6 +69,8 @@ def _open(source: SourceConfig) -> RowSource:
         return _own(source.path)
     if kind == "reasoning_gym":
         return ReasoningGymRows(source.path)
+    if kind == "verifiers":
+        return verifiers.VerifiersRows(source.path)
     if kind in ("saved", "hub"):
         return HubRows(source)
     return open_rows(folder_files(Path(source.path)) if kind == "folder" else source.path)

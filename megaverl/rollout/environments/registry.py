@@ -24,6 +24,7 @@ BUILT_IN = {
     "textarena": "megaverl.rollout.environments.adapters",
     "openenv": "megaverl.rollout.environments.adapters",
     "gateway": "megaverl.rollout.environments.gateway",
+    "verifiers": "megaverl.rollout.environments.verifiers",
 }
 _REGISTERED: dict[str, Kind] = {}
 

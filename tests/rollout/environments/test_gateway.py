@@ -19,8 +19,7 @@ from megaverl.errors import ConfigError, EpisodeError
 from megaverl.models.tiny import make_tiny_folder
 from megaverl.rollout.engine import Generation, SamplingOptions
 from megaverl.rollout.environments import ALONE, Codec, Limits, Request, Start, Turns, View, check_options, play
-from megaverl.rollout.environments.environment import Alone
-from megaverl.rollout.environments.gateway import ProgramEpisode
+from megaverl.rollout.environments.registry import make_game
 from megaverl.rollout.hf_engine import HFEngine
 from tests.rollout.environments.test_episodes import Letters
 
@@ -51,11 +50,11 @@ def played(
     *,
     chat: bool = True,
     limits: Limits = LIMITS,
+    name: str = "gateway",
 ) -> tuple[View, list[Generation]]:
     """The view of one episode, and what the engine drew for it."""
-    check_options("gateway", options)
-    codec = Codec(Letters(), chat=chat)
-    game, drawn = Alone(ProgramEpisode(codec, **options)), []
+    check_options(name, options)
+    game, drawn = make_game(name, Codec(Letters(), chat=chat), options), []
 
     def generate(requests: Sequence[Request]) -> list[Generation]:
         way = SamplingOptions(max_tokens=limits.turn_tokens)

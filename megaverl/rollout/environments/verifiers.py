@@ -1,0 +1,221 @@
+"""verifiers (Prime Intellect): the tasks of a taskset as rows, and its environments as episodes with its own rewards.
+
+A harness of verifiers sends messages; they come to the run's gateway, which keeps the tokens that were drawn. A row
+names its taskset and the place of its task in it, and the episode takes the task from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import hashlib
+import importlib.util
+import itertools
+import json
+import re
+import threading
+from collections.abc import Coroutine, Mapping
+from functools import lru_cache
+from importlib import metadata
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import parse_qsl
+
+from megaverl.errors import ConfigError, DataError, EpisodeError
+from megaverl.rollout.environments.conversation import MODEL
+from megaverl.rollout.environments.environment import Codec
+from megaverl.rollout.environments.gateway import ProgramEpisode
+from megaverl.rollout.environments.registry import register_environment
+
+PREFIX, COLUMN = "verifiers:", "verifiers"
+HOW_TO_INSTALL = "pip install 'megaverl[verifiers]'"
+HERE = {"type": "subprocess"}  # where a harness runs, unless the options say another place
+SECONDS_TO_BEGIN = 300.0  # for the servers of shared tools
+T = TypeVar("T")
+
+
+def read_taskset(path: str) -> tuple[dict[str, Any], int | None]:
+    """The configuration of the taskset in `verifiers:NAME?OPTION=VALUE&...`, and the number of tasks that `size` says.
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    name, _, query = path.removeprefix(PREFIX).partition("?")
+    try:
+        pairs = dict(parse_qsl(query, strict_parsing=True)) if query else {}
+        size = int(pairs.pop("size")) if "size" in pairs else None
+    except ValueError:
+        name, size = "", None
+    if not re.fullmatch(r"[\w./@-]+", name) or (size is not None and size < 1):
+        raise ValueError(
+            "expected verifiers:NAME?OPTION=VALUE&OPTION=VALUE, the options are not needed (size: a number)"
+        )
+    return {"id": name} | {key: _value(text) for key, text in pairs.items()}, size
+
+
+def why_no_taskset(path: str) -> str:
+    """What is wrong with a taskset's name as it is written, or that the package is missing; "" where nothing is."""
+    if importlib.util.find_spec("verifiers") is None:
+        return f"which needs the package verifiers: {HOW_TO_INSTALL}."
+    try:
+        read_taskset(path)
+    except ValueError as error:
+        return f"{error}."
+    return ""
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+@lru_cache(maxsize=16)
+def tasks_of(path: str) -> list[Any]:
+    """Every task of a taskset, in its order; of one without an end the first `size`.
+
+    Raises:
+        ValueError: the package or the taskset is missing, its configuration is refused, or it has no end and no size.
+    """
+    if importlib.util.find_spec("verifiers") is None:
+        raise ValueError(f"it needs the package verifiers: {HOW_TO_INSTALL}.")
+    import verifiers.v1 as vf
+    from verifiers.v1.utils.loaders import load_taskset
+
+    options, size = read_taskset(path)
+    try:
+        taskset = load_taskset(vf.EnvConfig(taskset=options).taskset)
+    except (ImportError, AttributeError, TypeError) as error:  # what verifiers raises of names
+        raise ValueError(f"verifiers has no taskset {options['id']!r}: {error}") from None
+    if size is None and not taskset.bounded:
+        raise ValueError("the taskset has no end; say how many of its tasks are rows: ?size=1000.")
+    return list(itertools.islice(taskset, size))
+
+
+class VerifiersRows:
+    """`verifiers:NAME?OPTION=VALUE`: the tasks of a taskset of verifiers, as rows.
+
+    Raises:
+        DataError: see `tasks_of`.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._tasks = tasks_of(path)
+        except ValueError as error:
+            raise DataError(f"{path}: {error}") from None
+        ends = [task.key for task in (*self._tasks[:1], *self._tasks[-1:])]
+        known = (path, metadata.version("verifiers"), len(self._tasks), ends)
+        self.fingerprint = hashlib.blake2b(repr(known).encode(), digest_size=8).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def where(self, index: int) -> str:
+        return f"{self.path}, row {index + 1}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        data = self._tasks[index].data
+        prompt = data.prompt
+        if not isinstance(prompt, str | None):  # messages, which the harness sends itself
+            prompt = "\n".join(str(getattr(message, "content", "")) for message in prompt)
+        return {
+            "prompt": prompt or data.description or data.name or f"task {index + 1}",
+            "answer": "",
+            COLUMN: {"taskset": self.path, "index": index},
+        }
+
+
+class EnvironmentLoop:
+    """An environment of verifiers, served in a thread of its own for as long as this process lives."""
+
+    _shared: ClassVar[dict[str, EnvironmentLoop]] = {}
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, taskset: str, options: Mapping[str, Any]) -> None:
+        from verifiers.v1.configs.cli.env import resolve_env_field
+        from verifiers.v1.utils.loaders import load_environment
+
+        self.tasks = tasks_of(taskset)
+        given = {"env": {**options, "taskset": {**options.get("taskset", {}), **read_taskset(taskset)[0]}}}
+        resolve_env_field(given)
+        config = given["env"]
+        for name, spec in config:
+            if "runtime" in getattr(spec, "model_fields", ()) and "runtime" not in options.get(name, {}):
+                setattr(config, name, spec.model_copy(update={"runtime": _runtime_here()}))
+        self.environment = load_environment(config)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="verifiers", daemon=True).start()
+        self._serving = self.environment.serving()
+        self._wait(self._serving.__aenter__(), SECONDS_TO_BEGIN)
+        atexit.register(self.close)
+
+    @classmethod
+    def shared(cls, taskset: str, options: Mapping[str, Any]) -> EnvironmentLoop:
+        """The one of this process for this taskset and these options."""
+        key = json.dumps([taskset, options], sort_keys=True)
+        with cls._lock:
+            if key not in cls._shared:
+                cls._shared[key] = cls(taskset, options)
+            return cls._shared[key]
+
+    def play(self, index: int, base_url: str, token_env: str | None) -> float:
+        """The reward of one episode of a task, whose model calls go to `base_url`: the sum over what its agents earned.
+
+        Raises:
+            EpisodeError: it did not come to its end.
+        """
+        from verifiers.v1.clients import EvalClientConfig, ModelContext
+
+        client = EvalClientConfig(base_url=base_url, api_key_var=token_env or "MEGAVERL_NO_TOKEN")
+        episode = self._wait(self.environment.run_episode(self.tasks[index], ModelContext(MODEL, client)), None)
+        if not episode.ok:
+            errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+            raise EpisodeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it was not finished")
+        return float(sum(trace.reward for trace in episode.traces))
+
+    def close(self) -> None:
+        """End its servers."""
+        self._wait(self._serving.__aexit__(None, None, None), SECONDS_TO_BEGIN)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _wait(self, work: Coroutine[Any, Any, T], seconds: float | None) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+
+def _runtime_here() -> Any:
+    from verifiers.v1 import SubprocessConfig
+
+    return SubprocessConfig(**HERE)
+
+
+@register_environment("verifiers")
+class VerifiersEpisode(ProgramEpisode):
+    """One episode of an environment of verifiers, of a row of `data.train: verifiers:NAME`; its rewards are the run's.
+
+    Options:
+        environment: what verifiers' `env` block takes beside the taskset: `id` of an environment, agents with their
+            harness, runtime (subprocess unless said) and limits.
+        seconds, error_reward, host, token_env: as of `gateway`.
+    """
+
+    def __init__(self, codec: Codec, *, environment: Mapping[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(codec, function=COLUMN, **options)
+        self.options, self.token_env = dict(environment or {}), options.get("token_env")
+
+    @staticmethod
+    def check(**options: Any) -> None:
+        """Raise a ConfigError for options that cannot be used."""
+        if importlib.util.find_spec("verifiers") is None:
+            raise ConfigError(f"environment 'verifiers' needs the package: {HOW_TO_INSTALL}")
+        own = {key: value for key, value in options.items() if key != "environment"}
+        if own.keys() & {"command", "function"}:
+            raise ConfigError("environment 'verifiers': command and function are of the environment 'gateway'")
+        ProgramEpisode.check(function="verifiers:play", **own)
+
+    def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:
+        task = row["extra"].get(COLUMN)
+        if task is None:
+            raise EpisodeError("the row is of no taskset of verifiers: name one in data.train, verifiers:NAME")
+        return EnvironmentLoop.shared(task["taskset"], self.options).play(task["index"], url, self.token_env)
