@@ -156,6 +156,8 @@ class MLflow:
         folder = info.run_dir.resolve()
         if "MLFLOW_TRACKING_URI" not in os.environ:
             has_database = importlib.util.find_spec("sqlalchemy") is not None
+            if not has_database:  # mlflow-skinny; 3.17 refuses files unless one asks for them
+                os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             self._mlflow.set_tracking_uri(
                 f"sqlite:///{folder / 'mlflow.db'}" if has_database else f"file:{folder / 'mlruns'}"
             )
