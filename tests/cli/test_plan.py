@@ -120,3 +120,10 @@ def test_no_heavy_library_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *RECIPE], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "[]"), done.stderr
+
+
+def test_a_search_reports_mistakes_as_a_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*RECIPE, "--auto", "actor.tpp=3", "actor.fsdp=null"]) == 2
+    said = capsys.readouterr().err
+    assert "actor.tpp (command line): unknown key. Did you mean `tp`?" in said
+    assert "actor.fsdp (command line): found null; expected a mapping" in said
