@@ -18,7 +18,7 @@ PROGRAM = str(Path(notebook.__file__))
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom(path: Path, launch: Launcher, tmp_path: Path) -> None:
-    ended = launch.command([PROGRAM, str(path), str(tmp_path)], ranks=1, logs=tmp_path / "logs")
+    ended = launch.command([PROGRAM, str(path), str(tmp_path)], ranks=1, logs=tmp_path / "logs", deadline=300)
     assert ended.codes == [0], ended.text
 
 
