@@ -210,8 +210,8 @@ class VerifiersEpisode(ProgramEpisode):
         if importlib.util.find_spec("verifiers") is None:
             raise ConfigError(f"environment 'verifiers' needs the package: {HOW_TO_INSTALL}")
         own = {key: value for key, value in options.items() if key != "environment"}
-        if own.keys() & {"command", "function"}:
-            raise ConfigError("environment 'verifiers': command and function are of the environment 'gateway'")
+        if own.keys() & {"command", "function", "outside"}:
+            raise ConfigError("environment 'verifiers': command, function and outside are of the environment 'gateway'")
         ProgramEpisode.check(function="verifiers:play", **own)
 
     def _run_function(self, url: str, row: Mapping[str, Any]) -> Any:

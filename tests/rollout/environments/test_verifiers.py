@@ -72,7 +72,7 @@ def test_a_task_that_fails_ends_its_episode_in_words(engine, caplog: pytest.LogC
 
 
 def test_what_cannot_be() -> None:
-    with pytest.raises(ConfigError, match="command and function are of the environment 'gateway'"):
+    with pytest.raises(ConfigError, match="command, function and outside are of the environment 'gateway'"):
         check_options("verifiers", {"function": "a:b"})
     with pytest.raises(ConfigError, match="token_env"):
         check_options("verifiers", {"host": "0.0.0.0"})
