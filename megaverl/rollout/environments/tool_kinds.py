@@ -151,12 +151,15 @@ class MCPTools:
     def __init__(self, server: str | Sequence[str], seconds: float, max_characters: int) -> None:
         try:
             from mcp import Client, StdioServerParameters
+            from mcp.client.stdio import stdio_client
         except ImportError as error:
             raise EpisodeError("tools of an MCP server need the package mcp, 2 or newer: pip install mcp.") from error
         self._name = server if isinstance(server, str) else " ".join(server)
         self._seconds, self._longest = seconds, max_characters
         self._make = lambda: Client(
-            server if isinstance(server, str) else StdioServerParameters(command=server[0], args=list(server[1:]))
+            server
+            if isinstance(server, str)
+            else stdio_client(StdioServerParameters(command=server[0], args=list(server[1:])))
         )
         self._client: Any = None
         self._loop = asyncio.new_event_loop()
