@@ -138,7 +138,8 @@ class EnvironmentLoop:
         from verifiers.v1.utils.loaders import load_environment
 
         self.tasks = tasks_of(taskset)
-        given: dict[str, Any] = {"env": {**options, "taskset": {**options.get("taskset", {}), **read_taskset(taskset)[0]}}}
+        chosen = {**options.get("taskset", {}), **read_taskset(taskset)[0]}
+        given: dict[str, Any] = {"env": {**options, "taskset": chosen}}
         resolve_env_field(given)
         config = given["env"]
         for name, spec in config:
