@@ -75,6 +75,13 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(launch: Launcher, argumen
     assert ended.codes == [0, 0] and "1 of 2 steps" in ended.text, ended.text
     assert differences(remains(runs["killed"] / "run"), remains(runs["whole"] / "run")) == []
 
+    placed = ["placement={rollout: 0, critic: 1, actor: 2, reference: actor}", f"run.dir={tmp_path / 'split'}"]
+    ended = launch.command([*arguments, *placed, "trainer.steps=1"], logs=tmp_path / "fourth", ranks=3)
+    assert ended.codes == [0, 0, 0], ended.text
+    split = metrics_of(tmp_path / "split" / "run")[1]
+    for name in ("reward/mean", "actor/grad_norm", "critic/grad_norm", "critic/loss", "rollout/logprob_diff_max"):
+        assert split[name] == pytest.approx(metrics[1][name], abs=1e-5, rel=1e-3), name
+
 
 def test_adapters_on_the_tower_are_merged_into_the_engine(
     launch: Launcher, arguments: list[str], tmp_path: Path
