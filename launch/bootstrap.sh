@@ -234,6 +234,27 @@ _install() {
     _say "installed in $((SECONDS - begin)) s"
 }
 
+# Makes $_newer, for tests: what .venv has, but megatron-core as the GPUs' lock has it, and triton, which that one imports.
+# Its wheels are for Python 3.11 too, though their metadata asks for 3.12.
+_newer="$_venv/newer"
+_install_newer() {
+    local site wanted=()
+    mapfile -t wanted < <(grep -E '^(megatron-core|triton)==' "$MEGAVERL_ROOT/requirements/$_gpu_lock.lock")
+    [[ -r "$_newer/stamp" && "$(<"$_newer/stamp")" == "${wanted[*]}" ]] && return
+    _say "installing ${wanted[*]} into .venv/newer, once"
+    rm -rf "$_newer"
+    _logged "making .venv/newer" "$PYTHON" -m venv --without-pip "$_newer" || return 1
+    site="$("$_newer/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+    if ! _logged "installing ${wanted[*]}" timeout 300 "$PYTHON" -m pip --disable-pip-version-check install --no-input \
+        --no-deps --no-compile --only-binary :all: --ignore-requires-python --target "$site" "${wanted[@]}"; then
+        _say "${wanted[*]} could not be installed in 300 s; see .venv/install.log"
+        return 1
+    fi
+    "$PYTHON" -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+        >"$site/of_venv.pth"
+    echo "${wanted[*]}" >"$_newer/stamp"
+}
+
 # Holds the install lock (on the launch folder itself, so that no file is left) while it installs what is missing.
 _install_missing() (
     exec 9<"$MEGAVERL_ROOT/launch"

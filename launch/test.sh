@@ -3,7 +3,8 @@
 #
 #   ./launch/test.sh [pytest arguments]         e.g. ./launch/test.sh tests/sharding -k qwen3
 #
-# Without arguments: the whole suite, its files shared by two workers.
+# Without arguments: the whole suite, its files shared by two workers. A part of it runs with the megatron-core of the
+# GPUs' lock, which is newer; MEGAVERL_TEST_NEWER=/path/to/python names an environment that has it, for Python 3.12 say.
 # shellcheck source=launch/bootstrap.sh
 source "$(dirname "${BASH_SOURCE[0]}")/bootstrap.sh"
 cd "$MEGAVERL_ROOT" || exit
@@ -21,5 +22,30 @@ export HF_HUB_OFFLINE=1 MPLBACKEND=Agg
 
 "$PYTHON" -m ruff check .
 "$PYTHON" -m mypy
-(($#)) || set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder
-exec "$PYTHON" -m pytest "$@"
+((!$#)) || exec "$PYTHON" -m pytest "$@"
+
+# What depends most on megatron-core, and what stands for GPUs.
+of_megatron_core=(
+    tests/cuda
+    tests/checkpoint/test_resume.py
+    tests/config/test_passthrough.py
+    tests/models/test_options.py
+    tests/models/test_parity.py
+    tests/models/test_transformer_engine.py
+    tests/workers/test_moe_invariance.py
+)
+workers=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
+code=0 others=()
+newer="${MEGAVERL_TEST_NEWER:-}"
+if [[ -z "$newer" && -z "${MEGAVERL_PYTHON:-}" && "$_base_lock" == "$_cpu_lock" ]] && _install_newer; then
+    newer="$_newer/bin/python"
+    others=(--ignore tests/cuda) # minutes; once, with what runs on GPUs
+fi
+if [[ -n "$newer" ]]; then
+    _say "tests with the megatron-core of $newer:"
+    "$newer" -m pytest "${workers[@]}" "${of_megatron_core[@]}" || code=$?
+else
+    _say "left out: tests with the megatron-core of the GPUs' lock"
+fi
+"$PYTHON" -m pytest "${workers[@]}" "${others[@]}" || code=$?
+exit "$code"

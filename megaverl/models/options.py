@@ -33,6 +33,9 @@ CPU_OPTIONS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
+# What CUDA graphs capture, all of a layer where it is empty. So is the default, of which megatron-core warns on every
+# rank (0.16 to 0.19, where it has another name).
+GRAPHED = "cuda_graph_modules" if hasattr(TransformerConfig, "cuda_graph_modules") else "cuda_graph_scope"
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -121,6 +124,7 @@ def transformer_config(
         "batch_p2p_sync": False,
         # losses come normalised over the global batch: gradients are summed, never averaged
         "calculate_per_token_loss": True,
+        GRAPHED: [],
     }
     if shape.vpp and shape.pp == 2:
         # Both neighbours are the same rank: messages of the two directions must not share a batch.
@@ -134,9 +138,6 @@ def transformer_config(
         options["bias_dropout_fusion"] = False  # its experts refuse it beside biases
     if not platform.is_cuda:
         options |= CPU_OPTIONS
-    fields = config_class.__dataclass_fields__
-    # whole layers: so is the default, of which megatron-core (0.16 to 0.19) warns on every rank
-    options["cuda_graph_modules" if "cuda_graph_modules" in fields else "cuda_graph_scope"] = []
     options |= coerce(config_class, overrides or {}, "megatron")
     options |= {
         "tensor_model_parallel_size": shape.tp,

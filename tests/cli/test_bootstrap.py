@@ -76,12 +76,15 @@ def project(tmp_path: Path) -> Path:
     return project
 
 
-def bootstrap(project: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "MEGAVERL_", "CUDA"))}
+def environment(project: Path, **given: str) -> dict[str, str]:
+    found = {key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "MEGAVERL_", "CUDA"))}
     wheels = str(project.parent / "wheels")
-    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels, **given}
+    return found | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": wheels, **given}
+
+
+def bootstrap(project: Path, *arguments: str, **given: str) -> subprocess.CompletedProcess[str]:
     command = [project / "launch" / "bootstrap.sh", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, env=environment(project, **given), timeout=300)
 
 
 def imports(project: Path, *names: str) -> bool:
@@ -103,6 +106,16 @@ def test_pip_serves_where_uv_cannot_be_had(project: Path) -> None:
     assert imports(project, "tiny_thing", "megaverl")
     again = bootstrap(project)
     assert again.returncode == 0 and "installing" not in again.stderr
+    (project / "requirements" / "cuda-py311.lock").write_text("megatron-core==9.0\ntriton==1.0\n")
+    script = f"source {project}/launch/bootstrap.sh; _install_newer && $_newer/bin/python -c 'import "
+    newer = ["bash", "-c", script + "megatron_core, triton, tiny_thing, megaverl'"]
+    failed = subprocess.run(newer, capture_output=True, text=True, env=environment(project))
+    assert failed.returncode == 1 and "megatron-core==9.0 triton==1.0 could not be installed" in failed.stderr
+    for name in ("megatron_core-9.0", "triton-1.0"):
+        write_wheel(project.parent / "wheels" / f"{name}-py3-none-any.whl", "Requires-Python: >=3.99\n")
+    for installs in (True, False):
+        done = subprocess.run(newer, capture_output=True, text=True, env=environment(project))
+        assert done.returncode == 0 and ("into .venv/newer, once" in done.stderr) == installs, done.stderr
 
 
 def test_for_a_gpu_what_has_no_wheel_is_built(project: Path, tmp_path: Path) -> None:
@@ -159,12 +172,12 @@ def write_source(path: Path) -> None:
             file.add(root, arcname=folder)
 
 
-def write_wheel(path: Path) -> None:
+def write_wheel(path: Path, metadata: str = "") -> None:
     """The smallest wheel: one module, of its name."""
     name, version = path.name.split("-")[:2]
     info = f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr(f"{name}.py", "")
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}")
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
