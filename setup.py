@@ -107,7 +107,7 @@ EXTRAS_REQUIRE = {
     # Tools of servers that speak the Model Context Protocol; vLLM brings it along.
     "mcp": ["mcp>=2"],
     # A harness of others that is trained as it is, in the tests: environment.name=gateway.
-    "agents": ["pydantic-ai-slim[openai]>=2.60"],
+    "agents": ["pydantic-ai-slim[openai]>=2.0"],
     # Python's stacks of a step: run.profile.tools=py_spy.
     "profile": ["py-spy>=0.4"],
     # The documents as a site: mkdocs serve.

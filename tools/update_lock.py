@@ -85,7 +85,19 @@ def locks() -> list[Lock]:
     return [
         Lock(
             base,
-            ("cpu", "datasets", "docs", "gguf", "profile", "tensorboard", "test", "text-games", "verifiers", "wandb"),
+            (
+                "agents",
+                "cpu",
+                "datasets",
+                "docs",
+                "gguf",
+                "profile",
+                "tensorboard",
+                "test",
+                "text-games",
+                "verifiers",
+                "wandb",
+            ),  # fmt: skip
             "quickstart and tests on a CPU",
             core=True,
             tools=("setuptools",),
