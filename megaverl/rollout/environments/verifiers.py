@@ -169,7 +169,7 @@ class EnvironmentLoop:
         """
         from verifiers.v1.clients import EvalClientConfig, ModelContext
 
-        client = EvalClientConfig(base_url=base_url, api_key_var=token_env or "MEGAVERL_NO_TOKEN")
+        client = EvalClientConfig(base_url=base_url, api_key_var=token_env or "NO_TOKEN_IS_ASKED_FOR")
         episode = self._wait(self.environment.run_episode(self.tasks[index], ModelContext(MODEL, client)), None)
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
