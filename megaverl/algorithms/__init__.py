@@ -17,11 +17,14 @@ others quote of it; "from memory": neither was read again. docs/algorithms.md is
 from megaverl.algorithms.advantages import (
     Advantages,
     AllReduce,
+    KeptSamples,
     advantage_estimators,
     check_finite,
     gae,
+    keep_groups,
     on_one_rank,
     optimal_token_baseline,
+    policy_filtration,
     reinforce_plus_plus,
     remax,
     rewards_to_go,
@@ -30,31 +33,35 @@ from megaverl.algorithms.advantages import (
     whiten,
 )
 from megaverl.algorithms.covariance_losses import covariances, highest_entropies, token_selectors
-from megaverl.algorithms.distillation import distillation, distillation_loss, divergences
-from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, raft, rloo
-from megaverl.algorithms.groups import KeptSamples, keep_groups, policy_filtration
-from megaverl.algorithms.implicit_rewards import implicit_rewards, outcome_cross_entropy, prime
+from megaverl.algorithms.group_advantages import dr_grpo, gdpo, gpg, grpo, opo, raft, rloo, turn_gae, turn_grpo
 from megaverl.algorithms.kl import AdaptiveEntropy, AdaptiveKL, FixedKL, KLController, kl_estimators, kl_loss
 from megaverl.algorithms.loss import (
     Denominators,
     LossOutput,
+    MetricSums,
+    add_metrics,
     aggregations,
     combine,
     count_denominators,
     entropy_sum,
-    likelihood_sum,
-    of_counts,
-)
-from megaverl.algorithms.metrics import (
-    MetricSums,
-    add_metrics,
     finalize,
+    likelihood_sum,
     masked_mean,
     masked_std,
     mean,
     mean_pass_at_k,
     moments,
+    of_counts,
     pass_at_k,
+    value_losses,
+)
+from megaverl.algorithms.model_rewards import (
+    distillation,
+    distillation_loss,
+    divergences,
+    implicit_rewards,
+    outcome_cross_entropy,
+    prime,
 )
 from megaverl.algorithms.policy_losses import binary_kl, binary_tv, gmpo, gspo, policy_gradient, policy_losses, ppo_clip
 from megaverl.algorithms.preference_losses import (
@@ -67,8 +74,6 @@ from megaverl.algorithms.preference_losses import (
 from megaverl.algorithms.preference_variants import matched, mean_log_ratio
 from megaverl.algorithms.registry import Entry, Registry
 from megaverl.algorithms.rollout_correction import Correction, combined, corrections
-from megaverl.algorithms.turn_advantages import turn_gae, turn_grpo
-from megaverl.algorithms.value_losses import value_losses
 
 __all__ = [
     "AdaptiveEntropy",

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import LossOutput, bounded
-from megaverl.algorithms.metrics import moments
+from megaverl.algorithms.loss import LossOutput, bounded, moments
 from megaverl.algorithms.policy_losses import policy_losses, ppo_clip, ratio_metrics, tokens_of
 from megaverl.algorithms.registry import Registry, tensor_problem
 

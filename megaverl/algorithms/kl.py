@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput, bounded
-from megaverl.algorithms.metrics import moments
+from megaverl.algorithms.loss import MAX_LOG_RATIO, LossOutput, bounded, moments
 from megaverl.algorithms.registry import Registry, tensor_problem
 from megaverl.errors import CheckpointError, ConfigError, TrainingStopped
 

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import LossOutput, bounded, loss_problem
-from megaverl.algorithms.metrics import MetricSums, moments
+from megaverl.algorithms.loss import LossOutput, MetricSums, bounded, loss_problem, moments
 from megaverl.algorithms.registry import Registry
 
 policy_losses: Registry[LossOutput] = Registry("policy loss", loss_problem)

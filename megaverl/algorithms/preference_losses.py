@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megaverl.algorithms.loss import LossOutput, loss_problem
-from megaverl.algorithms.metrics import MetricSums, moments
+from megaverl.algorithms.loss import LossOutput, MetricSums, loss_problem, moments
 from megaverl.algorithms.registry import Registry
 
 preference_losses: Registry[LossOutput] = Registry("preference loss", loss_problem)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megaverl.algorithms.loss import LossOutput, bounded
-from megaverl.algorithms.metrics import MetricSums, moments
+from megaverl.algorithms.loss import LossOutput, MetricSums, bounded, moments
 from megaverl.algorithms.preference_losses import mean_log_probs, pair_metrics, preference_losses
 
 

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megaverl.algorithms.loss import bounded
-from megaverl.algorithms.metrics import MetricSums, moments
+from megaverl.algorithms.loss import MetricSums, bounded, moments
 from megaverl.algorithms.registry import Registry, tensor_problem
 
 

@@ -85,7 +85,7 @@ def vocab_parallel_divergence(
     Args:
         student: as logits or hidden states; the gradient flows to its rows, and to its weight.
         teacher: as many.
-        divergence: of log-probs; see `megaverl.algorithms.distillation`.
+        divergence: of log-probs; see `megaverl.algorithms.model_rewards`.
         vocab_size: columns beyond it are padding.
         temperature: logits of both are divided by it.
         top_k: only the teacher's so many likeliest tokens count, and both distributions sum to 1 over them. None: all.

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save
 
-from megaverl.algorithms.metrics import MetricSums, add_metrics
+from megaverl.algorithms.loss import MetricSums, add_metrics
 from megaverl.config import Config
 from megaverl.config.roles import CoordinatorConfig
 from megaverl.coordinator import Participant, Progress

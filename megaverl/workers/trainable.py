@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from megaverl.algorithms.loss import clip_factor
-from megaverl.algorithms.metrics import MetricSums, add_metrics
+from megaverl.algorithms.loss import MetricSums, add_metrics, clip_factor
 from megaverl.config.roles import OffloadConfig
 from megaverl.distributed.collectives import reduce_json
 from megaverl.errors import ReshardError, TrainingStopped
