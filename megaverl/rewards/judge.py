@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megaverl.rewards.registry import register_reward
-from megaverl.rewards.sample import RewardSample
+from megaverl.rewards.registry import RewardSample, register_reward
 from megaverl.rewards.service import Service, ServiceOptions
 
 SERVICE = tuple(ServiceOptions.__dataclass_fields__)

@@ -16,9 +16,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from megaverl.errors import DataError
-from megaverl.rewards.registry import register_reward
-from megaverl.rewards.sample import RewardSample
-from megaverl.rewards.sandbox.pool import ConfinedProgram, Sandbox, SandboxLimits, why_not_here
+from megaverl.rewards.registry import RewardSample, register_reward
+from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits, why_not_here
 
 PREFIX, COLUMN = "reasoning_gym:", "reasoning_gym"
 HOW_TO_INSTALL = "pip install 'megaverl[reasoning-gym]'"

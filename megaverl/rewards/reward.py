@@ -11,9 +11,7 @@ from typing import Any
 
 from megaverl.errors import ConfigError, RewardError
 from megaverl.plugins import load_object
-from megaverl.rewards.binding import Binding
-from megaverl.rewards.registry import RewardFunction, find_reward, load_modules
-from megaverl.rewards.sample import RewardOutput, RewardSample
+from megaverl.rewards.registry import Binding, RewardFunction, RewardOutput, RewardSample, find_reward, load_modules
 
 SPEC_KEYS = ("name", "function", "weight", "options", "batched", "accuracy", "only_if", "shape", "clip")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megaverl.rewards.binding import NAMES, VALUES, bind
+from megaverl.rewards.registry import NAMES, VALUES, bind
 
 GIVEN = ("P", "R", "A", {"level": 3})
 

@@ -9,7 +9,7 @@ import pytest
 
 from megaverl.errors import RewardError
 from megaverl.rewards import RewardSample, build_reward
-from megaverl.rewards.code_tests import extract_code, row_tests, same_output
+from megaverl.rewards.rules import extract_code, row_tests, same_output
 
 
 @pytest.mark.parametrize(

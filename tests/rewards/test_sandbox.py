@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from megaverl.errors import RewardError
-from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits, pool
-from megaverl.rewards.sandbox.pool import MECHANISMS
+from megaverl.rewards import sandbox as pool
+from megaverl.rewards.sandbox import MECHANISMS, ConfinedProgram, Sandbox, SandboxLimits
 from tests.rewards.hostile_programs import SCRIPTS, TESTED
 
 
@@ -217,11 +217,11 @@ def test_a_worker_that_died_is_replaced(mechanism: str) -> None:
 REFUSING = """
 import runpy, sys
 sys.path.insert(0, {root!r})
-from megaverl.rewards.sandbox.system_calls import ALLOW, EQUAL, LOAD, NUMBER, REFUSE, RETURN, _line, install
+from megaverl.rewards.sandbox.confinement import ALLOW, EQUAL, LOAD, NUMBER, REFUSE, RETURN, _line, install_filter
 lines = [_line(LOAD, NUMBER)]
 for call in (272 if {x86_64} else 97, 444):  # unshare, landlock_create_ruleset
     lines += [_line(EQUAL, call, 0, 1), _line(RETURN, REFUSE | 1)]
-install(b"".join([*lines, _line(RETURN, ALLOW)]))
+install_filter(b"".join([*lines, _line(RETURN, ALLOW)]))
 runpy.run_path({worker!r}, run_name="__main__")
 """
 

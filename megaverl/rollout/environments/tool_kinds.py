@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megaverl.errors import DataError, EpisodeError
-from megaverl.rewards.sandbox.pool import ConfinedProgram, Sandbox, SandboxLimits
+from megaverl.rewards.sandbox import ConfinedProgram, Sandbox, SandboxLimits
 
 START_SECONDS = 60.0
 WORD = re.compile(r"\w+", re.UNICODE)

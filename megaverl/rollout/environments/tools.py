@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 from megaverl.errors import ConfigError, EpisodeError
 from megaverl.rewards.line_process import LineProcess, ProcessDied
-from megaverl.rewards.sandbox.pool import why_not_here
+from megaverl.rewards.sandbox import why_not_here
 from megaverl.rollout.environments import tool_worker
 from megaverl.rollout.environments.environment import Codec, Environment, Outcome
 from megaverl.rollout.environments.registry import register_environment
