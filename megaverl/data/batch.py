@@ -10,9 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, field_of, own_names
-from megaverl.data.joined import Joined, join
-from megaverl.data.routed_experts import experts_column
+from megaverl.data.batch_fields import FIELDS, REQUIRED, Field, Joined, experts_column, field_of, join, own_names
 from megaverl.errors import DataError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megaverl.data.sentencepiece_model import train_sentencepiece
+from megaverl.data.tokenizers import train_sentencepiece
 from megaverl.errors import DataError
 
 Row = dict[str, str]

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.held_rows import Moving, as_ragged, receive_rows, send_rows
 from megaverl.data.prefix_packing import SequenceLengths, prompt_numbers
-from megaverl.data.row_transfer import Moving, as_ragged, receive_rows, send_rows
 from megaverl.dataflow.carrier import Carrier
 from megaverl.dataflow.plan import Edge
 from megaverl.dataflow.tensor_channel import redistribute, scatter_rows

@@ -18,8 +18,8 @@ from torch import Tensor
 from megaverl.data.batch import RolloutBatch
 from megaverl.data.batch_fields import FIELDS
 from megaverl.data.batching import rows_of_rank
+from megaverl.data.held_rows import Moving, as_ragged, move_batch, move_tensors, receive_rows, send_rows
 from megaverl.data.prefix_packing import SequenceLengths, sequence_lengths
-from megaverl.data.row_transfer import Moving, as_ragged, move_batch, move_tensors, receive_rows, send_rows
 from megaverl.distributed.p2p import Channel, PendingSends, receive_json, send_json
 from megaverl.distributed.ragged import pack_tensors, unpack_tensors
 from megaverl.distributed.worlds import Fabric

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from megaverl.data.routed_experts import OWN
+from megaverl.data.batch_fields import ROUTERS_CHOICE
 from megaverl.distributed.groups import Grid
 from megaverl.models.packing import MicroBatch
 from megaverl.platform import platform
@@ -154,7 +154,7 @@ class RouterReplay:
         weights[batch.predicting.row, batch.predicting.position] = 1.0
         told = batch.routed_experts
         if told is not None and told.shape[1] < width:
-            told = torch.nn.functional.pad(told, (0, 0, 0, 0, 0, width - told.shape[1]), value=OWN)
+            told = torch.nn.functional.pad(told, (0, 0, 0, 0, 0, width - told.shape[1]), value=ROUTERS_CHOICE)
         own_weights = self._as_seen(weights)
         for layer in self._layers_of(model):
             experts = None if told is None else self._as_seen(told[:, :, layer].long())

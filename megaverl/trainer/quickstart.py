@@ -15,9 +15,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megaverl.config import Config
-from megaverl.data.sentencepiece_model import train_sentencepiece
 from megaverl.data.tasks import make_task, write_rows
-from megaverl.data.tokenizers import load_tokenizer
+from megaverl.data.tokenizers import load_tokenizer, train_sentencepiece
 from megaverl.monitoring.console import Console
 from megaverl.monitoring.curves import plot_curves, text_curve
 from megaverl.rollout.environments.examples import EXAMPLES, example

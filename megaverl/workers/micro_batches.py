@@ -22,12 +22,12 @@ from megaverl.algorithms import (
 )
 from megaverl.config.algorithm import AlgorithmConfig
 from megaverl.data.batch import RolloutBatch
+from megaverl.data.batch_fields import EXPERTS_COLUMN as EXPERTS
+from megaverl.data.batch_fields import padded_experts
 from megaverl.data.batching import mini_batches, plan_micro_batches
 from megaverl.data.held_rows import of_all
 from megaverl.data.images import COLUMN, images_of_rows
 from megaverl.data.prefix_packing import SequenceLengths, plan_packed_micro_batches, sequence_lengths, shared_tokens
-from megaverl.data.routed_experts import COLUMN as EXPERTS
-from megaverl.data.routed_experts import padded_experts
 from megaverl.distributed.grid import GridShape
 from megaverl.models.packing import MicroBatch
 from megaverl.workers.model import Loss, Score, TrainingModel

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from megaverl.data import row_transfer
-from megaverl.data.row_transfer import Moving
+from megaverl.data import held_rows
+from megaverl.data.held_rows import Moving
 from megaverl.distributed.ragged import RaggedBatch
 from megaverl.distributed.worlds import Fabric
 from megaverl.rollout.engine import Generation
@@ -48,15 +48,15 @@ class Others:
 
     def install(self) -> None:
         """Before anything of megaverl takes the names that are replaced here, but `row_transfer`."""
-        announce: Any = row_transfer._announce
+        announce: Any = held_rows._announce
 
         def remember(fabric: Fabric, moving: Moving, ragged: RaggedBatch | None) -> Any:
             assert ragged is not None, "every rank of one world has the tensors, be it of no rows"
             self._sent[moving.name] = ragged
             return announce(fabric, moving, ragged)
 
-        row_transfer._announce = remember
-        row_transfer._hear = self._hear
+        held_rows._announce = remember
+        held_rows._hear = self._hear
 
     def gather_host_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """[B, ...]: what the engines' ranks say of the responses' lengths; or else numbers, of all samples."""

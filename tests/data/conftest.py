@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megaverl.data.sentencepiece_model import train_sentencepiece
-from megaverl.data.tokenizers import Tokenizer, load_tokenizer
+from megaverl.data.tokenizers import Tokenizer, load_tokenizer, train_sentencepiece
 
 TEXTS = [f"What is {a} plus {b}? The sum is {a + b}.\n" for a in range(30) for b in range(30)]
 CHATML = (

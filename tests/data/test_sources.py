@@ -15,9 +15,8 @@ import pyarrow.parquet
 import pytest
 
 from megaverl.config.run import SourceConfig
-from megaverl.data.datasets import PromptDataset
+from megaverl.data.datasets import BLOCK, MixedSampler, Mixture, PromptDataset
 from megaverl.data.prompts import Columns, PromptEncoder, PromptFormat, check_tools, load_tools
-from megaverl.data.sampler import BLOCK, MixedSampler, Mixture
 from megaverl.data.sources import kind_of, open_source
 from megaverl.data.streaming import PromptStream, StreamedPrompts
 from megaverl.data.tokenizers import Tokenizer

@@ -11,8 +11,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megaverl.data.sentencepiece_model import train_sentencepiece
-from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer
+from megaverl.data.tokenizers import Tokenizer, check_fits, load_tokenizer, train_sentencepiece
 from megaverl.errors import DataError
 from megaverl.models.tiny import make_tiny_folder
 from tests.data.conftest import CHATML, TEXTS
